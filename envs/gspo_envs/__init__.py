@@ -1,0 +1,1 @@
+"""Concrete environments, registered under `gspo/` by importing `gspo_env`."""

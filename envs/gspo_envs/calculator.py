@@ -1,0 +1,160 @@
+"""Work out a chain of sums with a calculator, one operation a turn."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from gspo_env.errors import ConfigError
+from gspo_env.text_env import ResetResult, extract_tag
+from gspo_env.tool_env import ToolEnv
+from gspo_env.tools import ToolCall, format_tool_call, tool
+
+_SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
+_FUNCTIONS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
+
+
+class CalculatorEnv(ToolEnv):
+    """Work out an expression with calculator tools, then answer with its value.
+
+    Each right intermediate result, in order, gives 0.2 once; the right answer gives 1.0.
+
+    Args:
+        operations: Fewest and most operations of an episode, inclusive;
+            `reset(options={"operations": 3})` fixes it.
+        early_answer: Probability that the noisy demonstrator answers one operation early.
+        render_mode: Must be None.
+    """
+
+    system_prompt = (
+        "Work out the expression with the tools, one call per turn, innermost parentheses first. "
+        "Then answer with <answer>number</answer>."
+    )
+
+    def __init__(
+        self,
+        operations: tuple[int, int] = (2, 4),
+        early_answer: float = 0.6,
+        render_mode: str | None = None,
+    ) -> None:
+        """Set the range of episodes."""
+        low, high = operations
+        if not 1 <= low <= high <= 16:
+            raise ConfigError(f"Calculator: operations is {operations}, expected within 1 to 16.")
+        self.operations, self.early_answer = (low, high), early_answer
+        self.render_mode = render_mode
+        self.max_turns = high + 4
+        self._steps: list[tuple[str, int, int]] = []
+        self._values: list[int] = []
+        self._progress = 0
+        self._success = False
+        self._early: bool | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Draw a new expression.
+
+        Raises:
+            ConfigError: `options["operations"]` is not from 1 to 16.
+        """
+        super().reset(seed=seed, options=options)
+        low, high = self.operations
+        count = (options or {}).get("operations")
+        if count is None:
+            count = int(self.np_random.integers(low, high + 1))
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 16:
+            raise ConfigError(f"Calculator: operations is {count!r}, expected 1 to 16.")
+        self._progress, self._success, self._early = 0, False, None
+        self.max_turns = count + 4
+        return f"Compute {self._draw(count)}.", {"state_key": self._state_key}
+
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Add two integers.
+
+        Args:
+            a: The first integer.
+            b: The second integer.
+        """
+        return a + b
+
+    @tool
+    def subtract(self, a: int, b: int) -> int:
+        """Subtract the second integer from the first.
+
+        Args:
+            a: The first integer.
+            b: The second integer.
+        """
+        return a - b
+
+    @tool
+    def multiply(self, a: int, b: int) -> int:
+        """Multiply two integers.
+
+        Args:
+            a: The first integer.
+            b: The second integer.
+        """
+        return a * b
+
+    def on_tool_result(self, call: ToolCall, result: str) -> float:
+        """Pay for the next right intermediate result."""
+        if self._left == 0:
+            return 0.0
+        name, a, b = self._steps[self._progress]
+        given = (call.arguments["a"], call.arguments["b"])
+        swapped = name != "subtract" and given == (b, a)
+        if call.name != name or not (given == (a, b) or swapped):
+            return 0.0
+        self._progress += 1
+        return 0.2
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Compare the answer with the value."""
+        self._success = extract_tag(text, "answer") == str(self._values[-1])
+        return ("correct", 1.0, True) if self._success else ("wrong", 0.0, True)
+
+    def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
+        """Give the state, and at the end the outcome."""
+        info: dict[str, Any] = {"state_key": self._state_key}
+        if terminated or truncated:
+            info.update(success=self._success, episodic_reward=float(self._success))
+        return info
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """Make the next operation or answer; with noise, answer early or slip on a number."""
+        if noise > 0.0 and self._early is None:
+            self._early = bool(self.np_random.random() < self.early_answer)
+        slip = 0
+        if noise > 0.0 and self.np_random.random() < noise:
+            slip = int(self.np_random.integers(1, 4))
+        if self._left == 0 or (self._left == 1 and self._early is True and noise > 0.0):
+            return f"<answer>{self._values[self._progress] + slip}</answer>"
+        name, a, b = self._steps[self._progress]
+        return format_tool_call(name, {"a": a, "b": b + slip})
+
+    def _draw(self, count: int) -> str:
+        """Draw the operations and give the expression without its outer parentheses."""
+        value = int(self.np_random.integers(1, 10))
+        text = str(value)
+        self._steps, self._values = [], [value]
+        names = list(_SYMBOLS)
+        for index in range(count):
+            name = names[int(self.np_random.integers(len(names)))]
+            operand = int(self.np_random.integers(2, 4 if name == "multiply" else 10))
+            left = f"({text})" if index else text
+            text = f"{left} {_SYMBOLS[name]} {operand}"
+            self._steps.append((name, value, operand))
+            value = _FUNCTIONS[name](value, operand)
+            self._values.append(value)
+        return text
+
+    @property
+    def _left(self) -> int:
+        return len(self._steps) - self._progress
+
+    @property
+    def _state_key(self) -> str:
+        return f"{self._values[self._progress]}:{self._left}"

@@ -1,0 +1,147 @@
+"""Attention over ragged token rows: one attention function for the engine and the learner.
+
+Both feed a model one row of tokens (1, T) that belong to many sequences. Linear layers do not care; attention does, so it
+is handed a `Ragged` that knows which tokens see which. Registering it with `transformers` makes it work for every model
+that uses the library's attention interface, and no T x T mask is ever built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from gspo_env.errors import ModelError
+
+RAGGED = "gspo_ragged"
+_WASTE = 1.25
+"""A bucket's longest sequence over its shortest: beyond it a new bucket costs less than its padding."""
+
+
+class Ragged(Protocol):
+    """Knows which tokens of a row attend to which."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Attention of a row; query (T, H, D), key and value (T, Hkv, D); returns (T, H, D)."""
+        ...
+
+
+def _ragged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    ragged: Ragged | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if ragged is None:
+        raise ModelError(
+            "this model runs on packed rows inside gspo_env: call "
+            "`model.set_attn_implementation('sdpa')` before using it elsewhere"
+        )
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return ragged.attend(module.layer_idx, *rows, scale, sliding_window)[None], None
+
+
+def use_ragged_attention(model: Any) -> None:
+    """Switches a `transformers` model to ragged attention.
+
+    Raises:
+        ModelError: The model does not use the library's attention interface.
+    """
+    AttentionInterface.register(RAGGED, _ragged_attention)
+    try:
+        model.set_attn_implementation(RAGGED)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot take a custom attention function: {error}"
+        ) from error
+    if model.config._attn_implementation != RAGGED:
+        raise ModelError(f"{type(model).__name__} does not use the attention interface of transformers")
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, causal: bool
+) -> Tensor:
+    """`scaled_dot_product_attention` with grouped queries; (B, H, L, D) each."""
+    grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+class PackedAttention:
+    """Causal attention within each sequence of a packed row.
+
+    Sequences of like length form a bucket and are padded on the right for attention only: a causal query never sees
+    what stands to its right, so no mask is needed.
+
+        lengths [3, 2]:  row a0 a1 a2 b0 b1  ->  bucket [[a0 a1 a2], [b0 b1 --]]  ->  row
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        sizes = np.asarray(lengths, dtype=np.int64)
+        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+        order = np.argsort(-sizes, kind="stable")
+        self._buckets: list[Tensor] = []
+        sources: list[np.ndarray[Any, Any]] = []
+        offset = 0
+        for bucket in _buckets(sizes, order):
+            longest = int(sizes[bucket].max())
+            column = np.arange(longest)
+            inside = column < sizes[bucket][:, None]
+            index = np.where(inside, starts[bucket][:, None] + column, 0)
+            self._buckets.append(torch.from_numpy(index).to(device))
+            back = np.flatnonzero(inside) + offset
+            sources.append(np.stack([index[inside], back]))
+            offset += index.size
+        pairs = np.concatenate(sources, axis=1)
+        restore = np.empty(int(sizes.sum()), dtype=np.int64)
+        restore[pairs[0]] = pairs[1]
+        self._restore = torch.from_numpy(restore).to(device)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """See `Ragged.attend`."""
+        outputs = []
+        for index in self._buckets:
+            q, k, v = (_take(tensor, index) for tensor in (query, key, value))
+            band = _band(index.shape[1], window, query.device)
+            out = sdpa(q, k, v, scale, band, causal=band is None)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self._restore)
+
+
+def _buckets(
+    sizes: np.ndarray[Any, Any], order: np.ndarray[Any, Any]
+) -> list[np.ndarray[Any, Any]]:
+    cuts = [0]
+    for n, episode in enumerate(order):
+        if sizes[order[cuts[-1]]] > _WASTE * sizes[episode]:
+            cuts.append(n)
+    return [order[a:b] for a, b in zip(cuts, [*cuts[1:], len(order)], strict=True)]
+
+
+def _take(tensor: Tensor, index: Tensor) -> Tensor:
+    """(T, H, D) and (B, L) to (B, H, L, D)."""
+    picked = tensor.index_select(0, index.flatten())
+    return picked.unflatten(0, index.shape).transpose(1, 2)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _band(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    if window is None or length <= window:
+        return None
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)

@@ -1,0 +1,260 @@
+"""Messages to tokens: the token-exact transcript.
+
+A chat template is rendered once with markers in place of the messages. What stands between the markers is glue, and
+the glue's control tokens become ids directly; everything else is encoded with a tokenizer that knows no added token, so
+no environment text can ever become one. What the policy sampled is never decoded and tokenised again: turn k+1 is
+turn k, the ids sampled in turn k, then the ids of the new environment text.
+
+    <|im_start|> system\\n SYSTEM <|im_end|> \\n <|im_start|> user\\n OBSERVATION <|im_end|> \\n <|im_start|> assistant\\n
+    └── id ────┘ └── one text ──┘└── id ──┘
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+from tokenizers import Tokenizer
+
+from gspo_env.errors import ChatTemplateError
+
+logger = logging.getLogger(__name__)
+
+_SYSTEM, _FIRST, _ACTION, _NEXT, _REASONING = (
+    f"GSPOENVMARK{name}4711" for name in ("SYSTEM", "FIRST", "ACTION", "NEXT", "REASONING")
+)
+_CACHE = 1 << 16
+
+Part = int | str
+"""A control token's id, or text to encode (a marker stands for a message)."""
+
+
+class ChatTokenizer:
+    """Turns observations into token ids that extend a transcript, and sampled ids into text.
+
+    Raises:
+        ChatTemplateError: The tokenizer has no chat template, or its template cannot be extended turn by turn.
+    """
+
+    def __init__(self, tokenizer: Any, *, history: Literal["keep", "refuse"] = "keep") -> None:
+        self.tokenizer = tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            raise ChatTemplateError(
+                "the tokenizer has no chat template, which multi-turn prompts need: set "
+                "`tokenizer.chat_template` or use an instruction-tuned model"
+            )
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ChatTemplateError(
+                f"{type(tokenizer).__name__} is not a fast tokenizer: save it in tokenizer.json form"
+            )
+        self._backend = backend
+        self._added = {
+            token.content: (index, token) for index, token in tokenizer.added_tokens_decoder.items()
+        }
+        self._control = frozenset(index for index, _ in self._added.values())
+        self._plain = _without_added_tokens(backend)
+        self._encode = lru_cache(_CACHE)(self._encode_plain)
+        self._decode = lru_cache(_CACHE)(self._decode_ids)
+        self._prompts: dict[str, list[Part]] = {}
+        self._tails = {role: self._tail(role) for role in ("user", "tool")}
+        self.end_of_turn: int | None = self._end_of_turn()
+        self._check_history(history)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end an action: the template's end of turn and the tokenizer's end of sequence."""
+        ids = {self.end_of_turn, self.tokenizer.eos_token_id} - {None}
+        return tuple(sorted(i for i in ids if i is not None))
+
+    def start(
+        self, observation: str, system_prompt: str | None = None, tools: Sequence[Any] = ()
+    ) -> tuple[int, ...]:
+        """The ids of a whole first prompt.
+
+        Args:
+            observation: What `reset` returned.
+            system_prompt: The environment's standing instructions.
+            tools: Tools with a `schema`; a template that ignores tools gets them in the system prompt.
+        """
+        schemas = [tool.schema for tool in tools]
+        if schemas and not self._shows_tools(schemas):
+            listing = "\n".join(json.dumps(schema) for schema in schemas)
+            system_prompt = f"{system_prompt or ''}\n\nTools:\n{listing}".strip()
+            schemas = []
+        parts = self._prompt(system_prompt is not None, schemas)
+        return self._fill(parts, {_SYSTEM: system_prompt or "", _FIRST: observation})
+
+    def follow(self, observation: str, last_id: int, role: str = "user") -> tuple[int, ...]:
+        """The ids that come after an action whose last sampled id is `last_id`."""
+        parts = self._tails["tool" if role == "tool" else "user"]
+        if parts and parts[0] == last_id:
+            parts = parts[1:]
+        return self._fill(parts, {_NEXT: observation})
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The ids of plain text; no control token is among them."""
+        return self._encode(text)
+
+    def decode(self, action_ids: Sequence[int]) -> str:
+        """The text of an action, without the id that ended it."""
+        ids = tuple(action_ids)
+        if ids and ids[-1] in self.stop_ids:
+            ids = ids[:-1]
+        return str(self._decode(ids))
+
+    def decode_all(self, ids: Sequence[int]) -> str:
+        """The text of any ids, control tokens shown."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def _decode_ids(self, ids: tuple[int, ...]) -> str:
+        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+
+    def _render(self, messages: list[dict[str, str]], generate: bool, tools: Any = None) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages, tools=tools or None, tokenize=False, add_generation_prompt=generate
+            )
+        )
+
+    def _shows_tools(self, schemas: list[dict[str, Any]]) -> bool:
+        name = str(schemas[0]["function"]["name"])
+        return any(isinstance(p, str) and name in p for p in self._prompt(True, schemas))
+
+    def _prompt(self, system: bool, schemas: list[dict[str, Any]]) -> list[Part]:
+        key = json.dumps([system, schemas])
+        if key not in self._prompts:
+            messages = [{"role": "system", "content": _SYSTEM}] if system else []
+            messages.append({"role": "user", "content": _FIRST})
+            try:
+                text = self._render(messages, True, schemas)
+            except Exception as error:
+                raise ChatTemplateError(
+                    f"the chat template refuses a {'system and a ' if system else ''}user message: "
+                    f"{error}"
+                ) from error
+            if text.count(_FIRST) != 1 or text.count(_SYSTEM) != int(system):
+                raise ChatTemplateError(
+                    "the chat template drops or repeats a message of the first prompt; "
+                    "it has to show the system and the user message once each"
+                )
+            self._prompts[key] = self._parts(text)
+        return self._prompts[key]
+
+    def _tail(self, role: str) -> list[Part]:
+        """What the template puts after an action: its end, the next message, the next action's start."""
+        messages = [
+            {"role": "user", "content": _FIRST},
+            {"role": "assistant", "content": _ACTION},
+            {"role": role, "content": _NEXT},
+        ]
+        try:
+            before, found, tail = self._render(messages, True).partition(_ACTION)
+        except Exception as error:
+            if role == "tool":
+                return self._tail("user")
+            raise ChatTemplateError(f"the chat template refuses a second turn: {error}") from error
+        if not found or _FIRST not in before or tail.count(_NEXT) != 1 or _FIRST in tail:
+            if role == "tool":
+                return self._tail("user")
+            raise ChatTemplateError(
+                "the chat template moves or drops messages when a turn is added, so a transcript "
+                "cannot be extended token by token; use a template that only appends"
+            )
+        return self._parts(tail)
+
+    def _end_of_turn(self) -> int | None:
+        first = self._tails["user"][0]
+        return first if isinstance(first, int) else None
+
+    def _check_history(self, history: str) -> None:
+        """Detects templates that render an earlier turn otherwise than it was sampled."""
+        reason = self._rewrites()
+        if reason is None:
+            return
+        if history == "refuse":
+            raise ChatTemplateError(f"the chat template rewrites history: {reason}")
+        logger.warning(
+            "The chat template rewrites history (%s); transcripts keep every turn as it was sampled. "
+            "Set history='refuse' to make this an error.",
+            reason,
+        )
+
+    def _rewrites(self) -> str | None:
+        user = {"role": "user", "content": _FIRST}
+        later = {"role": "user", "content": _NEXT}
+        prompt = self._render([user], True)
+        action = {"role": "assistant", "content": _ACTION}
+        if not self._render([user, action, later], True).startswith(prompt + _ACTION):
+            return "it changes the start of an action once the turn is over"
+        thought = {"role": "assistant", "content": f"<think>\n{_REASONING}\n</think>\n\n{_ACTION}"}
+        if _REASONING not in self._render([user, thought, later], True):
+            return "it drops the reasoning of earlier turns"
+        return None
+
+    def _parts(self, text: str, *, special: bool = True) -> list[Part]:
+        """Splits glue at its control tokens; markers stay inside the texts."""
+        names = [n for n, (_, token) in self._added.items() if special or not token.special]
+        if not names:
+            return [text]
+        pattern = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True))
+        parts: list[Part] = []
+        for piece in re.split(f"({pattern})", text):
+            if piece in self._added:
+                index, token = self._added[piece]
+                if token.lstrip and parts and isinstance(parts[-1], str):
+                    parts[-1] = parts[-1].rstrip()
+                parts.append(index)
+            elif piece:
+                swallow = parts and isinstance(parts[-1], int) and self._strips(parts[-1])
+                parts.append(piece.lstrip() if swallow else piece)
+        return [p for p in parts if p != ""]
+
+    def _strips(self, index: int) -> bool:
+        return any(i == index and token.rstrip for i, token in self._added.values())
+
+    def _fill(self, parts: list[Part], contents: dict[str, str]) -> tuple[int, ...]:
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+                continue
+            system = contents.get(_SYSTEM)
+            if system is not None and _SYSTEM in part:
+                for piece in self._parts(part.replace(_SYSTEM, system), special=False):
+                    text = piece if isinstance(piece, str) else None
+                    if text is None:
+                        ids.append(int(piece))
+                    else:
+                        ids.extend(self._encode(_replace(text, contents)))
+            else:
+                ids.extend(self._encode(_replace(part, contents)))
+        return tuple(ids)
+
+    def _encode_plain(self, text: str) -> tuple[int, ...]:
+        """Encodes text so that no id of it is a control token."""
+        ids = tuple(self._plain.encode(text, add_special_tokens=False).ids)
+        if self._control.isdisjoint(ids) or len(text) < 2:
+            return tuple(i for i in ids if i not in self._control)
+        # The vocabulary itself spells a control token: cut the text until none can form.
+        middle = len(text) // 2
+        return self._encode_plain(text[:middle]) + self._encode_plain(text[middle:])
+
+
+def _replace(text: str, contents: dict[str, str]) -> str:
+    for marker, content in contents.items():
+        if marker in text:
+            return text.replace(marker, content)
+    return text
+
+
+def _without_added_tokens(backend: Tokenizer) -> Tokenizer:
+    plain = json.loads(backend.to_str())
+    plain["added_tokens"] = []
+    plain["post_processor"] = None
+    plain["padding"] = plain["truncation"] = None
+    return Tokenizer.from_str(json.dumps(plain))

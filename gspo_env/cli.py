@@ -1,0 +1,183 @@
+"""The command line: train, evaluate, envs, doctor."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from gspo_env.errors import ConfigError, GspoEnvError
+
+if TYPE_CHECKING:
+    from gspo_env.config import Config
+    from gspo_env.types import Group
+
+_USAGE = """usage: gspo-env COMMAND [OPTIONS]
+
+commands:
+  train      train a policy with GSPO on a text environment
+  evaluate   play held-out tasks with a trained folder, a hub model or a scripted agent
+  envs       list the environments
+  doctor     check this machine and a model
+
+`gspo-env COMMAND --help` shows a command's options."""
+
+_AGENTS = {"gspo": "gspo_agents.gspo:GSPOAgent", "scripted": "gspo_agents.scripted:ScriptedAgent"}
+_SHORT = {"--advantage": "--estimator"}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs one command; bad input ends with one sentence and exit code 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": train, "evaluate": evaluate, "envs": envs, "doctor": doctor}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        sys.exit(0 if arguments else 2)
+    if arguments[0] not in commands:
+        _fail(f"unknown command {arguments[0]!r}; expected one of: {', '.join(commands)}")
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    try:
+        commands[arguments[0]](arguments[1:])
+    except GspoEnvError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def train(arguments: list[str]) -> None:
+    """`gspo-env train`."""
+    config = _config(arguments, "gspo-env train")
+    _agent("gspo")(config=config).train()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Evaluate:
+    """Plays held-out tasks and prints success with a 95 % interval."""
+
+    model: str = ""
+    """A trained folder, a hub id, or `scripted`."""
+    env: str = ""
+    """Environment; a trained folder's own by default."""
+    tasks: int = 256
+    """Held-out tasks."""
+    samples: int = 1
+    """Episodes of each task, for pass@k and pass^k."""
+    seed: int = 0
+
+
+def evaluate(arguments: list[str]) -> None:
+    """`gspo-env evaluate`."""
+    import tyro
+
+    options = tyro.cli(_Evaluate, args=arguments, prog="gspo-env evaluate")
+    if options.tasks < 1 or options.samples < 1:
+        raise ConfigError("tasks and samples have to be at least 1")
+    if not options.model:
+        raise ConfigError("no model given; expected --model with a folder, a hub id or 'scripted'")
+    if options.model == "scripted":
+        agent = _agent("scripted")(options.env or "gspo/Lookup-v0")
+    else:
+        agent = _agent("gspo").load(options.model, options.env)
+    _print_scores(agent.evaluate(options.tasks, options.samples))
+
+
+def envs(arguments: list[str]) -> None:
+    """`gspo-env envs`."""
+    from gspo_env.registration import describe_envs
+
+    if arguments:
+        _fail("`gspo-env envs` takes no options")
+    for name, summary, tools in describe_envs():
+        print(f"{name:24} {summary}" + (f"  [tools: {', '.join(tools)}]" if tools else ""))
+
+
+def doctor(arguments: list[str]) -> None:
+    """`gspo-env doctor`."""
+    from gspo_env.doctor import diagnose
+
+    if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
+        _fail("`gspo-env doctor` takes one optional argument, a model folder or hub id")
+    findings = diagnose(arguments[0] if arguments else "")
+    for finding in findings:
+        print(f"{'ok ' if finding.ok else 'BAD'} {finding.name}: {finding.text}")
+    if not all(finding.ok for finding in findings):
+        sys.exit(1)
+
+
+def _config(arguments: list[str], program: str) -> Config:
+    """Defaults, then the TOML file of `--config`, then flags."""
+    import tyro
+
+    from gspo_env.config import Config, load_toml
+
+    file, rest = _take(arguments, "--config")
+    kwargs, rest = _pairs(rest, "--env-kwargs")
+    rest = [_SHORT.get(a, a) for a in rest]
+    default = load_toml(file) if file else Config()
+    kind = Annotated[Config, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
+    fixed: Any = tyro.conf.configure(tyro.conf.FlagConversionOff)(kind)
+    try:
+        config: Config = tyro.cli(fixed, args=rest, default=default, prog=program)
+    except ConfigError:
+        raise
+    return dataclasses.replace(config, env_kwargs={**default.env_kwargs, **kwargs})
+
+
+def _take(arguments: list[str], name: str) -> tuple[str, list[str]]:
+    if name not in arguments:
+        return "", arguments
+    place = arguments.index(name)
+    if place + 1 == len(arguments):
+        raise ConfigError(f"{name} needs a value: the path of a TOML file")
+    return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+
+
+def _pairs(arguments: list[str], name: str) -> tuple[dict[str, Any], list[str]]:
+    if name not in arguments:
+        return {}, arguments
+    place = arguments.index(name)
+    end = next(
+        (n for n in range(place + 1, len(arguments)) if arguments[n].startswith("--")), len(arguments)
+    )
+    values: dict[str, Any] = {}
+    for pair in arguments[place + 1 : end]:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"{name} got {pair!r}; expected key=value")
+        try:
+            values[key] = json.loads(value)
+        except json.JSONDecodeError:
+            values[key] = value
+    return values, arguments[:place] + arguments[end:]
+
+
+def _agent(name: str) -> Any:
+    module, _, attribute = _AGENTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _print_scores(groups: list[Group]) -> None:
+    from gspo_env.stats import pass_at_k, pass_hat_k, success_interval
+
+    wins = [[bool(e.success) for e in group.episodes] for group in groups]
+    episodes = [e for group in groups for e in group.episodes]
+    low, high = success_interval(wins)
+    size = len(wins[0])
+    rate = sum(map(sum, wins)) / len(episodes)
+    print(f"success  {rate:.1%}  (95 % interval {low:.1%} to {high:.1%}; {len(wins)} tasks x {size})")
+    print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):.3f}")
+    print(f"turns    {sum(len(e.turns) for e in episodes) / len(episodes):.2f}")
+    for k in sorted({1, size} | {2**n for n in range(1, 10) if 2**n <= size}):
+        at = sum(pass_at_k(size, sum(w), k) for w in wins) / len(wins)
+        hat = sum(pass_hat_k(size, sum(w), k) for w in wins) / len(wins)
+        print(f"pass@{k:<3} {at:.1%}   pass^{k:<3} {hat:.1%}")
+
+
+def _fail(message: str) -> None:
+    print(f"gspo-env: {message}", file=sys.stderr)
+    sys.exit(2)

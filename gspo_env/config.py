@@ -1,0 +1,140 @@
+"""One tree of frozen, validated settings: Python, TOML files and command-line flags hold the same fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from gspo_env.advantages import AdvantageConfig
+from gspo_env.embedded import EmbeddedConfig
+from gspo_env.errors import ConfigError
+from gspo_env.learner import LearnerConfig, ObjectiveConfig
+from gspo_env.rollout import RolloutConfig
+from gspo_env.tracking import TrackingConfig
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Everything that decides a run."""
+
+    env: str = "gspo/Lookup-v0"
+    """Environment: a registered id, `module:id`, or `path/to/file.py:Class`."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment, such as `hops=4`; JSON values."""
+    model: str = ""
+    """Model folder or hub id; empty builds the embedded tiny model and warms it up."""
+    engine: Literal["transformers"] = "transformers"
+    """How actions are sampled."""
+    history: Literal["keep", "refuse"] = "keep"
+    """What to do where a chat template rewrites earlier turns: keep them as sampled, or refuse."""
+    seed: int = 0
+    """Decides every random draw of the run."""
+    steps: int = 30
+    """Rollout batches to train on."""
+    tasks_per_step: int = 32
+    """Tasks of a rollout batch, P; each gets `group_size` episodes."""
+    eval_every: int = 10
+    """Steps between evaluations; 0 evaluates at the start and the end only."""
+    eval_tasks: int = 256
+    """Held-out tasks of an evaluation."""
+    output: str = ""
+    """Folder for the results; empty makes a new one under `runs`."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        for name, least in (("steps", 0), ("tasks_per_step", 1), ("eval_every", 0), ("eval_tasks", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
+        if self.seed < 0:
+            raise ConfigError(f"seed is {self.seed!r}; expected at least 0")
+
+
+def load_toml(path: str | Path) -> Config:
+    """Reads a config tree from a TOML file.
+
+    Raises:
+        ConfigError: The file is missing or malformed, or a field is unknown or impossible.
+    """
+    try:
+        tree = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return from_dict(Config, tree)
+
+
+def from_dict(kind: type[T], tree: dict[str, Any], where: str = "") -> T:
+    """Builds a config dataclass from nested dictionaries, naming what does not fit."""
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, n=3) or sorted(hints)
+            raise ConfigError(f"unknown field {where}{name!r}; expected one of: {', '.join(near)}")
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where}{name} is {value!r}; expected a table")
+            values[name] = from_dict(hint, value, f"{where}{name}.")  # type: ignore[arg-type]
+        else:
+            values[name] = _typed(f"{where}{name}", value, hint)
+    return kind(**values)
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            allowed = ", ".join(map(repr, get_args(hint)))
+            raise ConfigError(f"{name} is {value!r}; expected one of {allowed}")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    plain = get_origin(hint) or hint
+    if isinstance(plain, type) and (
+        not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool)
+    ):
+        raise ConfigError(f"{name} is {value!r}; expected {plain.__name__}")
+    return value
+
+
+def to_toml(config: Config) -> str:
+    """The resolved tree as TOML; `load_toml` reads it back."""
+    return _table(dataclasses.asdict(config), "")
+
+
+def _table(tree: dict[str, Any], prefix: str) -> str:
+    lines, tables = [], []
+    for name, value in tree.items():
+        if isinstance(value, dict) and name != "env_kwargs":
+            tables.append(f"\n[{prefix}{name}]\n{_table(value, f'{prefix}{name}.')}")
+        elif isinstance(value, dict):
+            inner = ", ".join(f"{k} = {json.dumps(v)}" for k, v in value.items())
+            lines.append(f"{name} = {{ {inner} }}" if inner else f"{name} = {{}}")
+        else:
+            lines.append(f"{name} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n" + "".join(tables)
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """The tree as `section.field` names, for the tracker."""
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, dict):
+            flat.update({f"{name}.{key}": inner for key, inner in value.items()})
+        else:
+            flat[name] = value
+    return flat

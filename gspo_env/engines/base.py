@@ -1,0 +1,58 @@
+"""What a rollout asks of an engine: token ids in, sampled ids and their log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How one action is sampled."""
+
+    max_tokens: int
+    """The most tokens an action may have, the stop id included."""
+    temperature: float = 1.0
+    """0 is greedy; its log-probabilities are those of temperature 1."""
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+    """Same seed, same prompt, same weights: same action, whatever else is in the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """One sampled action."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each sampled id, under the sampling temperature (natural log)."""
+    finish_reason: Literal["stop", "length"]
+    weights_version: int
+
+
+class Engine(Protocol):
+    """A policy behind token ids. An engine never sees an environment."""
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
+    ) -> Completion:
+        """Samples one action; `session` names the episode, whose earlier turns may be cached."""
+        ...
+
+    def release(self, session: str) -> None:
+        """Forgets what is cached of a session."""
+        ...
+
+    async def update_weights(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """Takes the learner's weights; later completions carry `version`."""
+        ...
+
+    def close(self) -> None:
+        """Frees everything."""
+        ...

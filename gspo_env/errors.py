@@ -1,0 +1,45 @@
+"""Errors: each says what was wrong, the value, what is allowed and how to mend it."""
+
+
+class GspoEnvError(Exception):
+    """Root of every error that gspo_env raises on purpose."""
+
+
+class ConfigError(GspoEnvError, ValueError):
+    """A configuration value is impossible or unknown."""
+
+
+class EnvironmentContractError(GspoEnvError, ValueError):
+    """An environment broke the contract of `TextEnv`."""
+
+
+class UnknownEnvironmentError(GspoEnvError, ValueError):
+    """No environment has the given id."""
+
+
+class BatchError(GspoEnvError, ValueError):
+    """Tensors handed to an objective or the learner do not fit together."""
+
+
+class ChatTemplateError(GspoEnvError, ValueError):
+    """A tokenizer's chat template is missing or cannot give a token-exact transcript."""
+
+
+class EngineError(GspoEnvError, RuntimeError):
+    """An engine could not serve a request."""
+
+
+class RolloutError(GspoEnvError, RuntimeError):
+    """Too many episodes failed for a training step to mean anything."""
+
+
+class ModelError(GspoEnvError, ValueError):
+    """A model or its tokenizer cannot be loaded."""
+
+
+class OutputError(GspoEnvError, ValueError):
+    """A folder for results cannot be written."""
+
+
+class MissingExtraError(GspoEnvError, RuntimeError):
+    """An optional dependency is not installed; the message holds the install command."""

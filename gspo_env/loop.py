@@ -1,0 +1,110 @@
+"""The training loop: tasks, episodes, credit, update, weights; on one screen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gspo_env.advantages import estimate
+from gspo_env.config import Config
+from gspo_env.learner import Learner
+from gspo_env.packing import Sample, to_sample
+from gspo_env.rollout import Collector, derive_seed, rollout_metrics
+from gspo_env.types import Episode, FloatArray, Group, StopReason, Task
+
+HELD_OUT = 10**9
+"""Seeds from here on are for evaluation; training seeds stay below."""
+
+History = list[tuple[int, dict[str, float]]]
+Report = Callable[[int, dict[str, float], Sequence[Group]], None]
+
+
+@dataclass(slots=True)
+class Loop:
+    """One training run over parts that are already built."""
+
+    config: Config
+    env_id: str
+    collector: Collector
+    learner: Learner
+    report: Report
+    history: History = field(default_factory=list)
+
+    async def train(self) -> History:
+        """Runs every step; returns the metrics of each."""
+        config = self.config
+        await self._evaluate(0)
+        for step in range(1, config.steps + 1):
+            started = time.perf_counter()
+            groups = await self.collector.collect(
+                self._tasks(step), seed=derive_seed("rollout", config.seed, step)
+            )
+            metrics = rollout_metrics(groups, time.perf_counter() - started)
+            advantages, credit = estimate(groups, config.advantage)
+            samples = self._samples(groups, advantages)
+            if samples:
+                metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
+            started = time.perf_counter()
+            weights = self.learner.policy.named_parameters()
+            await self.collector.engine.update_weights(weights, step)
+            metrics |= credit | {"time/sync": time.perf_counter() - started}
+            self._log(step, metrics, groups)
+            if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+                await self._evaluate(step)
+        return self.history
+
+    def _tasks(self, step: int) -> list[Task]:
+        seeds = (derive_seed("task", self.config.seed, step, p) for p in range(self.config.tasks_per_step))
+        return [Task(env_id=self.env_id, seed=seed % HELD_OUT) for seed in seeds]
+
+    def _samples(
+        self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
+    ) -> list[Sample]:
+        """Every episode that may be trained on, with its credit."""
+        keep_cut = self.config.advantage.train_on_truncated
+        return [
+            to_sample(episode, values)
+            for group, rows in zip(groups, advantages, strict=True)
+            for episode, values in zip(group.episodes, rows, strict=True)
+            if episode.turns
+            and episode.stop_reason is not StopReason.ERROR
+            and (keep_cut or not episode.truncated)
+        ]
+
+    async def _evaluate(self, step: int) -> None:
+        metrics, groups = await evaluate(self.collector, self.env_id, self.config.eval_tasks)
+        self._log(step, metrics, groups)
+
+    def _log(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
+        self.history.append((step, metrics))
+        self.report(step, metrics, groups)
+
+
+def held_out_tasks(env_id: str, count: int) -> list[Task]:
+    """The evaluation's tasks: the same in every run, never trained on."""
+    return [Task(env_id=env_id, seed=HELD_OUT + n) for n in range(count)]
+
+
+async def evaluate(
+    collector: Collector, env_id: str, tasks: int
+) -> tuple[dict[str, float], list[Group]]:
+    """Plays the held-out tasks once sampled at the training temperature and once greedily."""
+    started = time.perf_counter()
+    held_out = held_out_tasks(env_id, tasks)
+    sampled = await collector.collect(held_out, seed=0, group_size=1)
+    greedy = await collector.collect(held_out, seed=0, group_size=1, temperature=0.0)
+    metrics = {
+        "eval/success": _mean(sampled, lambda e: float(bool(e.success))),
+        "eval/success_greedy": _mean(greedy, lambda e: float(bool(e.success))),
+        "eval/return": _mean(sampled, lambda e: float(e.rewards.sum())),
+        "eval/turns": _mean(sampled, lambda e: float(len(e.turns))),
+        "time/eval": time.perf_counter() - started,
+    }
+    return metrics, sampled
+
+
+def _mean(groups: Sequence[Group], value: Callable[[Episode], float]) -> float:
+    return float(np.mean([value(e) for group in groups for e in group.episodes]))

@@ -1,0 +1,313 @@
+"""GSPO, GSPO-token and GRPO: one clipped objective, three ratio levels, pure functions on tensors.
+
+Axis letters: B sequences, T tokens, N model tokens (the tokens that the policy sampled), S segments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from gspo_env.errors import BatchError
+
+RatioLevel = Literal["sequence", "turn", "token"]
+Correction = Literal["none", "truncated", "mask"]
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to this size before `exp`, so that no ratio overflows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveOutput:
+    """The loss and what it was made of; (B, T) from `policy_loss`, (N,) from `packed_policy_loss`."""
+
+    loss: Tensor
+    """Scalar; the only field with a gradient."""
+    ratio: Tensor
+    """The importance ratio of each token, 1 where the mask is false."""
+    clipped: Tensor
+    """True on the tokens whose policy gradient the clip blocks."""
+    kl: Tensor
+    """The k3 estimate of KL(policy, reference) of each token; zeros without a reference."""
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    ratio_level: RatioLevel = "sequence",
+    turn_ids: Tensor | None = None,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+    reference_logprobs: Tensor | None = None,
+    kl_coef: float = 0.0,
+    importance_weights: Tensor | None = None,
+) -> ObjectiveOutput:
+    """The clipped policy loss of padded sequences: mean over a sequence's tokens, then sequences.
+
+    What a masked-out slot holds, NaN included, changes neither the loss nor its gradient.
+    Sequences without a model token count in neither the sum nor the number of sequences.
+
+    Shapes:
+        logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
+        reference_logprobs, importance_weights: (B, T) where given.
+
+    Raises:
+        BatchError: Shapes do not fit together, or a setting is impossible.
+
+    Source:
+        arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729.
+    """
+    _check_padded(logprobs, advantages, mask)
+    if advantages.ndim == 1:
+        advantages = advantages[:, None].expand(logprobs.shape)
+    optional = {
+        "old_logprobs": old_logprobs,
+        "turn_ids": turn_ids,
+        "reference_logprobs": reference_logprobs,
+        "importance_weights": importance_weights,
+    }
+    for name, tensor in optional.items():
+        _check_shape(name, tensor, logprobs.shape)
+    rows_N = mask.nonzero()[:, 0]
+    output = packed_policy_loss(
+        logprobs[mask],
+        old_logprobs[mask],
+        advantages[mask],
+        rows_N,
+        num_sequences=len(mask),
+        ratio_level=ratio_level,
+        turn_ids_N=None if turn_ids is None else turn_ids[mask],
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        reference_logprobs_N=None if reference_logprobs is None else reference_logprobs[mask],
+        kl_coef=kl_coef,
+        importance_weights_N=None if importance_weights is None else importance_weights[mask],
+    )
+    return ObjectiveOutput(
+        loss=output.loss,
+        ratio=output.ratio.new_ones(mask.shape).masked_scatter(mask, output.ratio),
+        clipped=torch.zeros_like(mask).masked_scatter(mask, output.clipped),
+        kl=output.kl.new_zeros(mask.shape).masked_scatter(mask, output.kl),
+    )
+
+
+def packed_policy_loss(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    sequence_ids_N: Tensor,
+    *,
+    num_sequences: int,
+    ratio_level: RatioLevel = "sequence",
+    turn_ids_N: Tensor | None = None,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+    reference_logprobs_N: Tensor | None = None,
+    kl_coef: float = 0.0,
+    importance_weights_N: Tensor | None = None,
+    normaliser: float | None = None,
+) -> ObjectiveOutput:
+    """The clipped policy loss of the model tokens alone; what training runs.
+
+    `normaliser` divides the sum over sequences; the number of non-empty sequences by default.
+    Microbatches that pass the whole minibatch's count have losses that add up to its loss.
+    A sequence must not be split between microbatches.
+
+    Shapes:
+        Every tensor: (N,). `sequence_ids_N` in [0, num_sequences), `turn_ids_N` at least 0.
+
+    Raises:
+        BatchError: Shapes do not fit together, or a setting is impossible.
+
+    Source:
+        arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729.
+    """
+    _check_settings(ratio_level, clip_low, clip_high, dual_clip, kl_coef, normaliser)
+    tensors = {
+        "old_logprobs_N": old_logprobs_N,
+        "advantages_N": advantages_N,
+        "sequence_ids_N": sequence_ids_N,
+        "turn_ids_N": turn_ids_N,
+        "reference_logprobs_N": reference_logprobs_N,
+        "importance_weights_N": importance_weights_N,
+    }
+    for name, tensor in tensors.items():
+        _check_shape(name, tensor, logprobs_N.shape)
+    _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
+    if kl_coef and reference_logprobs_N is None:
+        raise BatchError(f"kl_coef is {kl_coef!r} without reference_logprobs; expected both or neither")
+
+    # bf16 and fp16 round exp(3e-4) to exactly 1
+    dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
+    lp_N = logprobs_N.to(dtype)
+    log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
+    level_N = _at_level(log_ratio_N, sequence_ids_N, num_sequences, ratio_level, turn_ids_N)
+    # The difference first: (level + lp) - lp would round level to the precision of lp.
+    log_s_N = (lp_N - lp_N.detach()) + level_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    adv_N = advantages_N.detach().to(dtype)
+    objective_N, clipped_N = _clipped_objective(log_s_N.exp(), adv_N, clip_low, clip_high, dual_clip)
+    if importance_weights_N is not None:
+        objective_N = objective_N * importance_weights_N.detach().to(dtype)
+    kl_N = _k3(lp_N, reference_logprobs_N)
+    if kl_coef:
+        objective_N = objective_N - kl_coef * kl_N
+
+    lengths_B = torch.bincount(sequence_ids_N, minlength=num_sequences)
+    weight_N = lengths_B.clamp(min=1).to(dtype).reciprocal()[sequence_ids_N]
+    count = (lengths_B > 0).sum().clamp(min=1) if normaliser is None else normaliser
+    return ObjectiveOutput(
+        loss=-(objective_N * weight_N).sum() / count,
+        ratio=log_s_N.detach().exp(),
+        clipped=clipped_N,
+        kl=kl_N.detach(),
+    )
+
+
+def importance_weights(
+    old_trainer_logprobs_N: Tensor,
+    engine_logprobs_N: Tensor,
+    sequence_ids_N: Tensor,
+    *,
+    kind: Correction,
+    cap: float = 2.0,
+) -> Tensor:
+    """Weights for the mismatch rho between the trainer's and the engine's sampling policy.
+
+    `truncated` gives each token min(rho, cap). `mask` gives 0 to every token of a sequence whose
+    geometric-mean rho leaves [1/cap, cap], 1 to the others. `none` gives 1. Never to be used where
+    the engine's log-probabilities serve as pi_old: the ratio then holds the mismatch already.
+
+    Shapes:
+        Every tensor, and the result: (N,).
+
+    Raises:
+        BatchError: Shapes do not fit together, the kind is unknown, or the cap is below 1.
+
+    Source:
+        Truncated importance sampling as in arXiv 1802.01561 (rho-bar, eq. 1).
+    """
+    if kind not in get_args(Correction):
+        raise BatchError(f"kind is {kind!r}; expected one of {get_args(Correction)}")
+    if not cap >= 1:
+        raise BatchError(f"cap is {cap!r}; expected a number of at least 1")
+    _check_shape("engine_logprobs_N", engine_logprobs_N, old_trainer_logprobs_N.shape)
+    _check_shape("sequence_ids_N", sequence_ids_N, old_trainer_logprobs_N.shape)
+    dtype = torch.promote_types(old_trainer_logprobs_N.dtype, torch.float32)
+    log_rho_N = old_trainer_logprobs_N.detach().to(dtype) - engine_logprobs_N.detach().to(dtype)
+    if kind == "none" or not len(log_rho_N):
+        return torch.ones_like(log_rho_N)
+    if kind == "truncated":
+        return log_rho_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
+    _check_ids("sequence_ids_N", sequence_ids_N, None)
+    mean_N = _segment_mean(log_rho_N, sequence_ids_N, int(sequence_ids_N.max()) + 1)
+    limit = torch.tensor(cap, dtype=dtype, device=mean_N.device).log()
+    return (mean_N.abs() <= limit).to(dtype)
+
+
+def _at_level(
+    log_ratio_N: Tensor,
+    sequence_ids_N: Tensor,
+    num_sequences: int,
+    ratio_level: RatioLevel,
+    turn_ids_N: Tensor | None,
+) -> Tensor:
+    """Each token's log-ratio, averaged over the sequence or the turn that shares one ratio."""
+    if ratio_level == "token":
+        return log_ratio_N
+    if ratio_level == "sequence":
+        return _segment_mean(log_ratio_N, sequence_ids_N, num_sequences)
+    if turn_ids_N is None:
+        raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")
+    _check_ids("turn_ids_N", turn_ids_N, None)
+    turns = int(turn_ids_N.max()) + 1 if len(turn_ids_N) else 1
+    segments_N = sequence_ids_N.long() * turns + turn_ids_N.long()
+    return _segment_mean(log_ratio_N, segments_N, num_sequences * turns)
+
+
+def _segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
+    """The mean of each segment, given back to each of its tokens."""
+    sums_S = values_N.new_zeros(count).index_add(0, segments_N, values_N)
+    sizes_S = torch.bincount(segments_N, minlength=count).clamp(min=1)
+    return (sums_S / sizes_S)[segments_N]
+
+
+def _clipped_objective(
+    ratio_N: Tensor, adv_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> tuple[Tensor, Tensor]:
+    low, high = 1 - clip_low, 1 + clip_high
+    objective_N = torch.minimum(ratio_N * adv_N, ratio_N.clamp(low, high) * adv_N)
+    s_N = ratio_N.detach()
+    clipped_N = ((adv_N > 0) & (s_N > high)) | ((adv_N < 0) & (s_N < low))
+    if dual_clip is not None:
+        over_N = (adv_N < 0) & (s_N > dual_clip)
+        objective_N = torch.where(over_N, dual_clip * adv_N, objective_N)
+        clipped_N = clipped_N | over_N
+    return objective_N, clipped_N
+
+
+def _k3(lp_N: Tensor, reference_N: Tensor | None) -> Tensor:
+    """k3 = r - 1 - log r with r = pi_ref / pi; zero exactly where the two agree."""
+    if reference_N is None:
+        return torch.zeros_like(lp_N)
+    log_r_N = (reference_N.detach().to(lp_N.dtype) - lp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.expm1(log_r_N) - log_r_N
+
+
+def _check_settings(
+    ratio_level: str,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+    kl_coef: float,
+    normaliser: float | None,
+) -> None:
+    if ratio_level not in get_args(RatioLevel):
+        raise BatchError(f"ratio_level is {ratio_level!r}; expected one of {get_args(RatioLevel)}")
+    if not 0 <= clip_low < 1:
+        raise BatchError(f"clip_low is {clip_low!r}; expected a number in [0, 1)")
+    if not 0 <= clip_high < float("inf"):
+        raise BatchError(f"clip_high is {clip_high!r}; expected a number of at least 0")
+    if dual_clip is not None and not dual_clip > 1 + clip_high:
+        raise BatchError(f"dual_clip is {dual_clip!r}; expected a number above 1 + clip_high, or None")
+    if not 0 <= kl_coef < float("inf"):
+        raise BatchError(f"kl_coef is {kl_coef!r}; expected a number of at least 0")
+    if normaliser is not None and not normaliser > 0:
+        raise BatchError(f"normaliser is {normaliser!r}; expected a number above 0")
+
+
+def _check_padded(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> None:
+    if logprobs.ndim != 2:
+        raise BatchError(f"logprobs has shape {tuple(logprobs.shape)}; expected (B, T)")
+    if mask.dtype != torch.bool:
+        raise BatchError(f"mask has dtype {mask.dtype}; expected torch.bool")
+    _check_shape("mask", mask, logprobs.shape)
+    if advantages.ndim != 1:
+        _check_shape("advantages", advantages, logprobs.shape)
+    elif len(advantages) != len(logprobs):
+        got, rows = tuple(advantages.shape), len(logprobs)
+        raise BatchError(f"advantages has shape {got}; expected ({rows},) or {tuple(logprobs.shape)}")
+
+
+def _check_shape(name: str, tensor: Tensor | None, shape: torch.Size) -> None:
+    if tensor is not None and tensor.shape != shape:
+        raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
+
+
+def _check_ids(name: str, ids_N: Tensor, count: int | None) -> None:
+    if ids_N.dtype not in (torch.int64, torch.int32):
+        raise BatchError(f"{name} has dtype {ids_N.dtype}; expected torch.int64 or torch.int32")
+    if not len(ids_N):
+        return
+    least, most = int(ids_N.min()), int(ids_N.max())
+    if least < 0 or (count is not None and most >= count):
+        below = "" if count is None else f" and below {count}"
+        raise BatchError(f"{name} spans {least} to {most}; expected ids of at least 0{below}")

@@ -1,0 +1,100 @@
+"""Episodes to samples to packed batches: no padding token is ever computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo_env.types import BoolArray, Episode, FloatArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One training sequence with its credit."""
+
+    token_ids: IntArray
+    """(T,)"""
+    turn_ids: IntArray
+    """(T,) turn of each model token, -1 elsewhere."""
+    advantages: FloatArray
+    """(N,) of each model token."""
+    engine_logprobs: FloatArray
+    """(N,)"""
+
+    @property
+    def mask(self) -> BoolArray:
+        """(T,) true on model tokens."""
+        return self.turn_ids >= 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedBatch:
+    """Sequences laid end to end. B sequences, T tokens, N model tokens.
+
+    `source_N` is the row position whose logits predict each model token:
+
+        tokens   p p a a p a      turn_ids  -1 -1 0 0 -1 1
+        source_N [1, 2, 4]        target_N  [a, a, a]
+    """
+
+    input_ids_T: Tensor
+    positions_T: Tensor
+    lengths_B: tuple[int, ...]
+    source_N: Tensor
+    target_N: Tensor
+    sequence_N: Tensor
+    turn_N: Tensor
+    advantages_N: Tensor
+    engine_logprobs_N: Tensor
+
+
+def to_sample(episode: Episode, turn_advantages: FloatArray) -> Sample:
+    """Broadcasts per-turn advantages (K,) to an episode's model tokens."""
+    turn_ids = episode.turn_ids
+    return Sample(
+        token_ids=episode.token_ids,
+        turn_ids=turn_ids,
+        advantages=np.asarray(turn_advantages, dtype=np.float64)[turn_ids[turn_ids >= 0]],
+        engine_logprobs=episode.engine_logprobs,
+    )
+
+
+def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> PackedBatch:
+    """Lays samples end to end; the first token of a sequence is never a model token."""
+    sizes = np.array([len(s.token_ids) for s in samples])
+    turns = np.concatenate([s.turn_ids for s in samples])
+    tokens = np.concatenate([s.token_ids for s in samples])
+    row_T = np.repeat(np.arange(len(samples)), sizes)
+    model = np.flatnonzero(turns >= 0)
+
+    def tensor(array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+        return torch.from_numpy(array).to(device)
+
+    return PackedBatch(
+        input_ids_T=tensor(tokens),
+        positions_T=tensor(np.concatenate([np.arange(n) for n in sizes])),
+        lengths_B=tuple(sizes.tolist()),
+        source_N=tensor(model - 1),
+        target_N=tensor(tokens[model]),
+        sequence_N=tensor(row_T[model]),
+        turn_N=tensor(turns[model]),
+        advantages_N=tensor(np.concatenate([s.advantages for s in samples])).float(),
+        engine_logprobs_N=tensor(np.concatenate([s.engine_logprobs for s in samples])).float(),
+    )
+
+
+def microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+    """Splits samples, longest first, into rows of at most `max_tokens` (a longer one goes alone)."""
+    rows: list[list[Sample]] = [[]]
+    used = 0
+    for sample in sorted(samples, key=lambda s: -len(s.token_ids)):
+        if rows[-1] and used + len(sample.token_ids) > max_tokens:
+            rows.append([])
+            used = 0
+        rows[-1].append(sample)
+        used += len(sample.token_ids)
+    return rows if rows[0] else []

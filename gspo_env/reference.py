@@ -1,0 +1,129 @@
+"""The objectives in NumPy float64, written from the equations: what the tensor code is checked with.
+
+Loops and closed-form gradients on purpose; nothing here is shared with `gspo_env.objectives`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from gspo_env.errors import BatchError
+from gspo_env.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceOutput:
+    """The loss, its gradient and the per-token quantities, (B, T)."""
+
+    loss: float
+    gradient: FloatArray
+    """The loss's derivative with respect to each log-probability."""
+    ratio: FloatArray
+    """The importance ratio, 1 where the mask is false."""
+    clipped: BoolArray
+    """True where the clip blocks the policy gradient."""
+    kl: FloatArray
+    """The k3 estimate of each token, 0 without a reference."""
+
+
+def policy_loss(
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    *,
+    ratio_level: str = "sequence",
+    turn_ids: ArrayLike | None = None,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    dual_clip: float | None = None,
+    reference_logprobs: ArrayLike | None = None,
+    kl_coef: float = 0.0,
+    importance_weights: ArrayLike | None = None,
+) -> ReferenceOutput:
+    """The clipped loss and its gradient, token by token.
+
+    Shapes:
+        As `gspo_env.objectives.policy_loss`.
+
+    Raises:
+        BatchError: The ratio level is unknown, or it is `turn` without turn ids.
+
+    Source:
+        arXiv 2507.18071, eq. 5, 7, 13, 14 (value) and 17 (gradient); the derivative of
+        k3 = r - 1 - log r with r = exp(ref - logprob) is 1 - r.
+    """
+    new, old = np.asarray(logprobs, np.float64), np.asarray(old_logprobs, np.float64)
+    keep = np.asarray(mask, np.bool_)
+    adv = np.asarray(advantages, np.float64)
+    adv = np.broadcast_to(adv[:, None], new.shape) if adv.ndim == 1 else adv
+    turns = None if turn_ids is None else np.asarray(turn_ids, np.int64)
+    ratio = _ratio(new, old, keep, ratio_level, turns)
+    rho = _or(importance_weights, np.ones(new.shape))
+    ref = _or(reference_logprobs, new)
+    gradient, kl = np.zeros(new.shape), np.zeros(new.shape)
+    clipped = np.zeros(new.shape, np.bool_)
+    objective, sequences = 0.0, max(int(keep.any(axis=1).sum()), 1)
+    for i, t in np.argwhere(keep):
+        s, a, weight = ratio[i, t], adv[i, t], 1 / (keep[i].sum() * sequences)
+        value, clipped[i, t] = _clip(s, a, clip_low, clip_high, dual_clip)
+        log_r = np.clip(ref[i, t] - new[i, t], -20, 20)
+        r = np.exp(log_r)
+        kl[i, t] = r - 1 - log_r
+        objective += weight * (rho[i, t] * value - kl_coef * kl[i, t])
+        slope = 0.0 if clipped[i, t] else rho[i, t] * s * a
+        gradient[i, t] = -weight * (slope - kl_coef * (1 - r))
+    return ReferenceOutput(
+        loss=-float(objective), gradient=gradient, ratio=ratio, clipped=clipped, kl=kl
+    )
+
+
+def truncated_importance_weights(
+    old_trainer_logprobs: ArrayLike, engine_logprobs: ArrayLike, *, cap: float = 2.0
+) -> FloatArray:
+    """min(rho, cap) with rho = pi_old(trainer) / pi_rollout(engine), any shape.
+
+    Source:
+        arXiv 1802.01561, eq. 1 (rho-bar).
+    """
+    old, engine = np.asarray(old_trainer_logprobs, np.float64), np.asarray(engine_logprobs, np.float64)
+    rho: FloatArray = np.exp(np.clip(old - engine, -20, 20))
+    return np.minimum(rho, cap)
+
+
+def _or(values: ArrayLike | None, default: FloatArray) -> FloatArray:
+    return default if values is None else np.asarray(values, np.float64)
+
+
+def _clip(
+    s: float, a: float, low: float, high: float, dual_clip: float | None
+) -> tuple[float, bool]:
+    """min(s a, clip(s) a), and whether its derivative by s is zero because of the clip."""
+    value = min(s * a, min(max(s, 1 - low), 1 + high) * a)
+    blocked = s > 1 + high if a > 0 else a < 0 and s < 1 - low
+    if dual_clip is not None and a < 0 and s > dual_clip:
+        return dual_clip * a, True
+    return value, bool(blocked)
+
+
+def _ratio(
+    new: FloatArray, old: FloatArray, keep: BoolArray, level: str, turns: IntArray | None
+) -> FloatArray:
+    """Eq. 7 over a sequence, over a turn, or the plain ratio of each token."""
+    if level not in ("sequence", "turn", "token"):
+        raise BatchError(f"ratio_level is {level!r}; expected 'sequence', 'turn' or 'token'")
+    if level == "turn" and turns is None:
+        raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")
+    ratio = np.ones(new.shape)
+    for i, t in np.argwhere(keep):
+        here = keep[i].copy()
+        if level == "token":
+            here = np.arange(len(here)) == t
+        elif level == "turn" and turns is not None:
+            here &= turns[i] == turns[i, t]
+        mean = (new[i, here] - old[i, here]).mean()
+        ratio[i, t] = np.exp(np.clip(mean, -20, 20))
+    return ratio

@@ -1,0 +1,189 @@
+"""From the name of an environment to the environment."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import logging
+import sys
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import gymnasium
+from gymnasium.envs.registration import load_env_creator, registry
+from gymnasium.spaces import Text
+
+from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINT_GROUP = "gspo_env.envs"
+_BUILTIN = {
+    "gspo/Calculator-v0": "gspo_envs.calculator:CalculatorEnv",
+    "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
+    "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
+}
+_OURS: dict[str, None] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvDescription:
+    """What `gspo-env envs` says of an environment."""
+
+    id: str
+    summary: str
+    """First line of the class's docstring."""
+    tools: tuple[str, ...]
+    """Names of the tools."""
+
+
+def register_builtin() -> None:
+    """Register the environments of this package and those that installed packages announce."""
+    for env_id, entry_point in _BUILTIN.items():
+        _OURS[env_id] = None
+        if env_id not in registry:
+            gymnasium.register(id=env_id, entry_point=entry_point)
+    _load_entry_points()
+
+
+def resolve_env(spec: str) -> str:
+    """Give the registered id that a specification means.
+
+    Args:
+        spec: A registered id, `module:id`, `path/to/file.py:ClassName` or `module.path:ClassName`.
+
+    Raises:
+        UnknownEnvironmentError: Nothing has that name.
+    """
+    if spec in registry:
+        return spec
+    source, separator, name = spec.rpartition(":")
+    if not separator:
+        raise UnknownEnvironmentError(f"no environment is named {spec!r}{_near(spec)}.")
+    module = _load_file(source) if source.endswith(".py") else _import(source)
+    if name in registry:
+        _OURS[name] = None
+        return name
+    env_class = getattr(module, name, None)
+    if not (isinstance(env_class, type) and issubclass(env_class, gymnasium.Env)):
+        names = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, gymnasium.Env)
+        ]
+        has = f"it has {', '.join(names)}" if names else "it has no gymnasium.Env class"
+        raise UnknownEnvironmentError(f"{source} has no environment {name!r}, {has}.")
+    return _register_class(env_class)
+
+
+def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
+    """Make a text environment from a specification as `resolve_env` reads it.
+
+    Raises:
+        UnknownEnvironmentError: Nothing has that name.
+        ConfigError: The environment does not take the arguments.
+        EnvironmentContractError: Its observations or actions are not text.
+    """
+    env_id = resolve_env(spec)
+    try:
+        env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+    except TypeError as error:
+        if not kwargs:
+            raise
+        reason = str(error).split(" was raised from")[0]
+        raise ConfigError(f"{env_id} cannot be made with {kwargs}: {reason}.") from error
+    for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
+        if not isinstance(space, Text):
+            env.close()
+            raise EnvironmentContractError(
+                f"{env_id}: the space of its {name} is {space}, expected text (UnicodeText)."
+            )
+    return env
+
+
+def describe_envs() -> list[EnvDescription]:
+    """Describe the environments of this package, of its plugins and of resolved files."""
+    return [_describe(env_id) for env_id in sorted(_OURS) if env_id in registry]
+
+
+def _describe(env_id: str) -> EnvDescription:
+    entry_point = registry[env_id].entry_point
+    try:
+        creator: Any = (
+            load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+        )
+    except Exception as error:  # the list must show the others too
+        return EnvDescription(id=env_id, summary=f"cannot be loaded: {error}", tools=())
+    declared = getattr(creator, "declared_tools", None)
+    tools = declared() if callable(declared) else getattr(creator, "tools", ())
+    summary = (creator.__doc__ or "").strip().partition("\n")[0]
+    return EnvDescription(id=env_id, summary=summary, tools=tuple(tool.name for tool in tools))
+
+
+def _load_entry_points() -> None:
+    """Call each announced callable once; what it registers is listed with ours."""
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        before = set(registry)
+        try:
+            entry_point.load()()
+        except Exception:  # one broken plugin must not take the framework down
+            logger.exception("entry point %s of %s failed", entry_point.name, ENTRY_POINT_GROUP)
+        _OURS.update(dict.fromkeys(set(registry) - before))
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, ValueError, TypeError) as error:
+        raise UnknownEnvironmentError(
+            f"module {name!r} of the environment cannot be imported: {error}."
+        ) from error
+
+
+def _load_file(source: str) -> ModuleType:
+    path = Path(source).expanduser().resolve()
+    if not path.is_file():
+        raise UnknownEnvironmentError(f"the environment's file {source} does not exist.")
+    content = path.read_bytes()
+    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:12]
+    name = f"gspo_env_file_{path.stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise UnknownEnvironmentError(f"{source} cannot be loaded as a Python file.")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # annotations are resolved through it while it runs
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        reason = f"{type(error).__name__}: {error}"
+        raise UnknownEnvironmentError(f"{source} cannot be loaded: {reason}.") from error
+    return module
+
+
+def _register_class(env_class: Any) -> str:
+    env_id = f"custom/{env_class.__name__}-v0"
+    if env_id in registry and registry[env_id].entry_point is not env_class:
+        del registry[env_id]
+    if env_id not in registry:
+        gymnasium.register(id=env_id, entry_point=env_class)
+    _OURS[env_id] = None
+    return env_id
+
+
+def _near(spec: str) -> str:
+    bare = {env_id.rpartition("/")[2].lower(): env_id for env_id in registry}
+    near = difflib.get_close_matches(spec, list(registry), n=3)
+    near += [
+        bare[key]
+        for key in difflib.get_close_matches(spec.rpartition("/")[2].lower(), list(bare), n=3)
+        if bare[key] not in near
+    ]
+    return f", did you mean {' or '.join(near[:3])}" if near else f", known are {', '.join(_OURS)}"

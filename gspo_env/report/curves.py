@@ -1,0 +1,99 @@
+"""The learning curve: success over steps, as a Matplotlib figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+History = Sequence[tuple[int, dict[str, float]]]
+"""(step, metrics) pairs, as the training loop collects them."""
+
+_INK = "#333333"
+_GRID = "#e3e6ea"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Series:
+    metric: str
+    label: str
+    style: dict[str, Any]
+
+
+_SERIES = (
+    _Series(
+        metric="train/success",
+        label="train",
+        style={"color": "#9bb8d9", "linewidth": 1.8},
+    ),
+    _Series(
+        metric="eval/success",
+        label="evaluation",
+        style={"color": "#1f5fa8", "linewidth": 2.4, "marker": "o", "markersize": 6},
+    ),
+    _Series(
+        metric="eval/success_greedy",
+        label="evaluation, greedy",
+        style={"color": "#d9722e", "linewidth": 2.0, "marker": "s", "markersize": 5},
+    ),
+)
+
+
+def learning_curve(history: History, title: str) -> Figure:
+    """Draw the success rate over training steps, 1200 by 675 pixels.
+
+    The figure is made without pyplot: no display, no global state, safe in any thread.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6.75), dpi=100, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    drawn = [_draw(axes, history, series) for series in _SERIES]
+    _dress(axes, title)
+    if any(drawn):
+        axes.legend(frameon=False, loc="best", fontsize=13, labelcolor=_INK)
+    else:
+        axes.text(0.5, 0.5, "no success rate recorded yet", ha="center", transform=axes.transAxes)
+    return figure
+
+
+def _draw(axes: Axes, history: History, series: _Series) -> bool:
+    """Draw one series, leaving out steps without a finite value; False where none is left."""
+    points = [
+        (step, metrics[series.metric])
+        for step, metrics in sorted(history, key=lambda entry: entry[0])
+        if math.isfinite(metrics.get(series.metric, math.nan))
+    ]
+    if not points:
+        return False
+    steps, values = zip(*points, strict=True)
+    # A line through a single point is invisible.
+    style = series.style if len(points) > 1 else {"marker": "o", **series.style}
+    axes.plot(steps, values, label=f"{series.label} ({values[-1]:.0%})", clip_on=False, **style)
+    return True
+
+
+def _dress(axes: Axes, title: str) -> None:
+    """Set the title, scales and a quiet frame."""
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    axes.set_title(title, loc="left", fontsize=18, color=_INK, pad=16, fontweight="bold")
+    axes.set_xlabel("training step", fontsize=13, color=_INK)
+    axes.set_ylabel("episodes solved", fontsize=13, color=_INK)
+    axes.set_ylim(0.0, 1.0)
+    axes.margins(x=0.02)
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(axis="y", color=_GRID)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, labelsize=12, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)

@@ -1,0 +1,57 @@
+"""One episode as text that a person can read from top to bottom."""
+
+from __future__ import annotations
+
+from textwrap import indent
+
+from gspo_env.types import Episode, Turn
+
+_WIDTH = 80
+
+
+def render_episode(episode: Episode) -> str:
+    """Render the task, every turn and how the episode ended."""
+    parts = [_header(episode)]
+    parts += [_turn(number, turn) for number, turn in enumerate(episode.turns, start=1)]
+    parts.append(_footer(episode))
+    return "\n\n".join(parts) + "\n"
+
+
+def _header(episode: Episode) -> str:
+    task = episode.task
+    options = ", ".join(f"{name}={value!r}" for name, value in task.options.items())
+    return _rule(f"{task.env_id}, seed {task.seed}" + (f", {options}" if options else ""))
+
+
+def _turn(number: int, turn: Turn) -> str:
+    tokens = f"{len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
+    return "\n".join(
+        [
+            _rule(f"turn {number}: reward {turn.reward:+.4g}, {tokens}", "-"),
+            "read:",
+            _block(turn.observation),
+            "acted:",
+            _block(turn.text),
+        ]
+    )
+
+
+def _footer(episode: Episode) -> str:
+    verdict = {True: "success", False: "failure", None: "no verdict"}[episode.success]
+    title = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"
+    lines = [_rule(title)]
+    lines.append(f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled")
+    if episode.final_observation:
+        lines += ["the environment's last words:", _block(episode.final_observation)]
+    if episode.error is not None:
+        lines += ["error:", _block(episode.error)]
+    return "\n".join(lines)
+
+
+def _block(text: str) -> str:
+    """Indent every line, empty ones too, so that text cannot pass for a heading of this report."""
+    return indent(text or "(nothing)", "  | ", lambda _line: True)
+
+
+def _rule(title: str, line: str = "=") -> str:
+    return f"{line * 2} {title} ".ljust(_WIDTH, line)

@@ -1,0 +1,365 @@
+"""Rollout: one asyncio task an episode, many episodes at once, no barrier between turns."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from gspo_env.chat import ChatTokenizer
+from gspo_env.engines.base import Completion, Engine, Sampling
+from gspo_env.errors import ConfigError, EnvironmentContractError, RolloutError
+from gspo_env.text_env import check_reset, check_step
+from gspo_env.types import Episode, Group, StopReason, Task, Timing, Turn
+
+logger = logging.getLogger(__name__)
+
+TextEnvironment = gymnasium.Env[str, str]
+_WAITING = 1e-3
+"""Seconds off the processor in one environment call that make it a waiting one."""
+_TRIALS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """How episodes are collected."""
+
+    group_size: int = 8
+    """Episodes of each task, G."""
+    temperature: float = 1.0
+    """Sampling temperature in training; the trainer divides its logits by the same."""
+    max_turns: int = 16
+    """Turns after which an episode is cut."""
+    max_turn_tokens: int = 32
+    """The most tokens of one action."""
+    max_context: int = 512
+    """The most tokens of one episode."""
+    timeout: float = 600.0
+    """The most seconds of one episode, waiting for the engine included."""
+    concurrency: int = 128
+    """Episodes in flight."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
+        for name in ("temperature", "timeout"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"{name} is {value!r}; expected a number above 0")
+        if self.max_turn_tokens >= self.max_context:
+            raise ConfigError(
+                f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "
+                f"({self.max_context})"
+            )
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 64-bit seed that depends on every part."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass(slots=True)
+class EnvPool:
+    """Environments that are made once and reset for every episode.
+
+    Calls that turn out to wait (sleep, network, a subprocess) move to threads; quick ones stay on the event loop, where
+    they cost nothing and run in the same order every time.
+    """
+
+    make: Callable[[], TextEnvironment]
+    threads: int = 128
+    _idle: list[TextEnvironment] = field(default_factory=list)
+    _executor: ThreadPoolExecutor | None = None
+    _calls: int = 0
+    _waits: int = 0
+    blocking: bool | None = None
+
+    def acquire(self) -> TextEnvironment:
+        """An environment that nobody else uses."""
+        if self._idle:
+            return self._idle.pop()
+        env = self.make()
+        if self.blocking is None and env.has_wrapper_attr("blocking"):
+            self.blocking = env.get_wrapper_attr("blocking")
+        return env
+
+    def give_back(self, env: TextEnvironment) -> None:
+        """Keeps an environment for the next episode."""
+        self._idle.append(env)
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs an environment call on the event loop or, if such calls wait, in a thread."""
+        if self.blocking:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="env")
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        if self.blocking is None and self._calls < 4 * _TRIALS:
+            return self._try(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def _try(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        wall, busy = time.perf_counter(), time.thread_time()
+        result = function(*args, **kwargs)
+        waited = time.perf_counter() - wall - (time.thread_time() - busy)
+        self._calls += 1
+        self._waits += waited > _WAITING
+        if self._calls >= _TRIALS and 2 * self._waits > self._calls:
+            self.blocking = True
+            logger.info("environment calls wait: they run in threads from now on")
+        return result
+
+    def close(self) -> None:
+        """Closes every environment."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+        while self._idle:
+            self._idle.pop().close()
+
+
+@dataclass(slots=True)
+class Collector:
+    """Collects episodes of one environment through one engine."""
+
+    engine: Engine
+    chat: ChatTokenizer
+    pool: EnvPool
+    config: RolloutConfig
+
+    async def collect(
+        self,
+        tasks: Sequence[Task],
+        *,
+        seed: int,
+        group_size: int | None = None,
+        temperature: float | None = None,
+        on_episode: Callable[[Episode], None] | None = None,
+    ) -> list[Group]:
+        """Samples a group of episodes for each task.
+
+        Args:
+            tasks: What to play.
+            seed: Decides every draw, with the task's place, the episode's place and the turn.
+            group_size: Episodes a task; the config's by default.
+            temperature: Sampling temperature; the config's by default, 0 is greedy.
+            on_episode: Called as each episode ends.
+
+        Raises:
+            RolloutError: More than half of the episodes failed in their environment.
+            EnvironmentContractError: An environment broke the contract.
+        """
+        size = group_size or self.config.group_size
+        heat = self.config.temperature if temperature is None else temperature
+        gate = asyncio.Semaphore(self.config.concurrency)
+
+        async def play(place: int, task: Task, member: int) -> Episode:
+            async with gate:
+                episode = await self._episode(task, derive_seed(seed, place, member), heat)
+            if on_episode is not None:
+                on_episode(episode)
+            return episode
+
+        try:
+            async with asyncio.TaskGroup() as running:
+                jobs = [
+                    [running.create_task(play(p, task, g)) for g in range(size)]
+                    for p, task in enumerate(tasks)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        groups = [
+            Group(task=task, episodes=tuple(job.result() for job in row))
+            for task, row in zip(tasks, jobs, strict=True)
+        ]
+        _refuse_failures([e for group in groups for e in group.episodes])
+        return groups
+
+    async def _episode(self, task: Task, seed: int, temperature: float) -> Episode:
+        play = _Play(self, task, seed, temperature)
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                await play.run()
+        except TimeoutError:
+            if play.error is None and play.stop is None:
+                play.stop = StopReason.TIMEOUT
+        finally:
+            self.engine.release(play.session)
+        return play.episode()
+
+
+def _refuse_failures(episodes: list[Episode]) -> None:
+    failed = [e for e in episodes if e.stop_reason is StopReason.ERROR]
+    if 2 * len(failed) > len(episodes):
+        raise RolloutError(
+            f"{len(failed)} of {len(episodes)} episodes failed in their environment; the first said: "
+            f"{failed[0].error}"
+        )
+
+
+class _Play:
+    """The state of one running episode."""
+
+    def __init__(self, collector: Collector, task: Task, seed: int, temperature: float) -> None:
+        self.collector, self.task, self.seed = collector, task, seed
+        self.temperature = temperature
+        self.session = f"{task.env_id}:{task.seed}:{seed}"
+        self.turns: list[Turn] = []
+        self.prompt: list[int] = []
+        self.stop: StopReason | None = None
+        self.error: str | None = None
+        self.observation = ""
+        self.info: Mapping[str, Any] = {}
+
+    async def run(self) -> None:
+        pool = self.collector.pool
+        env = pool.acquire()
+        finished = False
+        try:
+            await self._play(env)
+            finished = True
+        except EnvironmentContractError:
+            raise
+        except _EnvironmentFailed as failure:
+            self.stop, self.error = StopReason.ERROR, str(failure)
+            logger.error("episode of %s (seed %d): %s", self.task.env_id, self.task.seed, failure)
+        finally:
+            # an environment that failed or is still running in a thread is not used again
+            if finished:
+                pool.give_back(env)
+
+    async def _play(self, env: TextEnvironment) -> None:
+        reset = await self._call(env.reset, seed=self.task.seed, options=dict(self.task.options))
+        self.observation, self.info = check_reset(self.task.env_id, reset)
+        chat, limits = self.collector.chat, self.collector.config
+        new = chat.start(self.observation, *_instructions(env))
+        while True:
+            self.prompt.extend(new)
+            if len(self.prompt) + limits.max_turn_tokens > limits.max_context:
+                self.stop = StopReason.MAX_CONTEXT
+                return
+            completion, seconds = await self._act()
+            await self._turn(env, new, completion, seconds)
+            if self.stop is None and len(self.turns) >= limits.max_turns:
+                self.stop = StopReason.MAX_TURNS
+            if self.stop is not None:
+                return
+            self.prompt.extend(completion.token_ids)
+            role = str(self.info.get("observation_role", "user"))
+            new = chat.follow(self.observation, completion.token_ids[-1], role)
+
+    async def _act(self) -> tuple[Completion, float]:
+        started = time.perf_counter()
+        sampling = Sampling(
+            max_tokens=self.collector.config.max_turn_tokens,
+            temperature=self.temperature,
+            stop_ids=self.collector.chat.stop_ids,
+            seed=derive_seed(self.seed, len(self.turns)),
+        )
+        completion = await self.collector.engine.generate(self.prompt, sampling, self.session)
+        return completion, time.perf_counter() - started
+
+    async def _turn(
+        self, env: TextEnvironment, new: tuple[int, ...], completion: Completion, seconds: float
+    ) -> None:
+        text = self.collector.chat.decode(completion.token_ids)
+        before, reward, step_seconds = self.observation, 0.0, 0.0
+        if completion.finish_reason == "length":
+            self.stop = StopReason.MAX_TURN_TOKENS
+        else:
+            started = time.perf_counter()
+            result = await self._call(env.step, text)
+            step_seconds = time.perf_counter() - started
+            step = check_step(self.task.env_id, result)
+            self.observation, reward, terminated, truncated, self.info = step
+            if terminated:
+                self.stop = StopReason.TERMINATED
+            elif truncated:
+                self.stop = StopReason.TRUNCATED
+        turn = Turn(
+            prompt_ids=new,
+            action_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            text=text,
+            observation=before,
+            reward=reward,
+            info=self.info,
+            timing=Timing(generate=seconds, step=step_seconds),
+            weights_version=completion.weights_version,
+        )
+        self.turns.append(turn)
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await self.collector.pool.call(function, *args, **kwargs)
+        except EnvironmentContractError:
+            raise
+        except Exception as error:
+            raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
+
+    def episode(self) -> Episode:
+        stop = self.stop or StopReason.ERROR
+        ended = stop in (StopReason.TERMINATED, StopReason.TRUNCATED)
+        total = float(sum(turn.reward for turn in self.turns))
+        outcome = float(self.info.get("episodic_reward", total)) if ended else total
+        if not np.isfinite(outcome):
+            raise EnvironmentContractError(
+                f"{self.task.env_id}: info['episodic_reward'] is {outcome!r}; expected a finite number"
+            )
+        if not ended:
+            outcome = min(outcome, 0.0) if "episodic_reward" in self.info else outcome
+        success = bool(self.info.get("success", outcome > 0)) if ended else False
+        return Episode(
+            task=self.task,
+            turns=tuple(self.turns),
+            outcome=outcome,
+            stop_reason=stop,
+            terminated=stop is StopReason.TERMINATED,
+            truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
+            error=self.error,
+            success=success,
+            final_observation=self.observation,
+        )
+
+
+class _EnvironmentFailed(Exception):
+    """An environment raised; the message names its exception."""
+
+
+def _instructions(env: TextEnvironment) -> tuple[str | None, Sequence[Any]]:
+    """The system prompt and the tools of an environment, through its wrappers."""
+    system = env.get_wrapper_attr("system_prompt") if env.has_wrapper_attr("system_prompt") else None
+    tools = env.get_wrapper_attr("tools") if env.has_wrapper_attr("tools") else ()
+    return system, tools
+
+
+def rollout_metrics(groups: Sequence[Group], seconds: float) -> dict[str, float]:
+    """The metrics of one collection, named as in the tracking contract."""
+    episodes = [e for group in groups for e in group.episodes]
+    played = [e for e in episodes if e.stop_reason is not StopReason.ERROR] or episodes
+    tokens = sum(e.model_tokens for e in episodes)
+    metrics = {
+        "train/return": float(np.mean([e.rewards.sum() for e in played])),
+        "train/outcome": float(np.mean([e.outcome for e in played])),
+        "train/success": float(np.mean([bool(e.success) for e in played])),
+        "train/turns": float(np.mean([len(e.turns) for e in played])),
+        "rollout/tokens": float(tokens),
+        "rollout/tokens_per_second": tokens / seconds,
+        "rollout/env_errors": float(len(episodes) - len(played)),
+        "time/rollout": seconds,
+    }
+    for reason in StopReason:
+        share = np.mean([e.stop_reason is reason for e in episodes])
+        metrics[f"rollout/stop/{reason}"] = float(share)
+    return metrics

@@ -1,0 +1,163 @@
+"""An environment whose actions call tools: every way a call can go wrong has a defined answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.text_env import ResetResult, StepResult, TextEnv
+from gspo_env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
+
+logger = logging.getLogger(__name__)
+
+
+class ToolEnv(TextEnv):
+    """A text environment with its `@tool` methods as tools.
+
+    An action with tool calls is answered by the tools or by `Error: ...`; an action without goes
+    to `on_final`. A subclass's `reset` calls `super().reset(seed=seed, options=options)` first.
+    """
+
+    max_calls_per_turn: int = 1
+    """With more calls in one action none is made, and the observation is an error."""
+    max_turns: int | None = None
+    """Steps before the episode is truncated."""
+    error_reward: float = 0.0
+    """The turn's reward for each malformed, refused or failed call."""
+
+    _turn: int = 0
+    _ended: bool = True
+
+    @classmethod
+    def declared_tools(cls) -> tuple[Tool, ...]:
+        """Give the tools of the class, not bound to an environment, base classes first."""
+        names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
+        members = (getattr(cls, name, None) for name in names)
+        return tuple(as_tool(m) for m in members if callable(m) and hasattr(m, "__gspo_tool__"))
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
+        """The tools, bound to this environment."""
+        return tuple(
+            dataclasses.replace(tool, function=self._bound(tool)) for tool in self.declared_tools()
+        )
+
+    @cached_property
+    def _tools_by_name(self) -> dict[str, Tool]:
+        return {tool.name: tool for tool in self.tools}
+
+    def _bound(self, tool: Tool) -> Callable[..., Any]:
+        function: Callable[..., Any] = tool.function.__get__(self)
+        return function
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Seed `np_random` and begin an episode."""
+        super().reset(seed=seed, options=options)
+        self._turn = 0
+        self._ended = False
+        return "", {}
+
+    def step(self, action: str) -> StepResult:
+        """Answer an action.
+
+        Raises:
+            EnvironmentContractError: The episode has ended or has not begun.
+        """
+        if self._ended:
+            raise EnvironmentContractError(
+                f"{type(self).__name__}: step() was called outside an episode, call reset() first."
+            )
+        self._turn += 1
+        calls = parse_tool_calls(action)
+        info: dict[str, Any] = {}
+        if calls:
+            observation, reward = self._answer_calls(calls, info)
+            terminated = bool(self._ended)
+        else:
+            observation, reward, terminated = self.on_final(action)
+        limit = self.max_turns
+        truncated = not terminated and limit is not None and self._turn >= limit
+        self._ended = terminated or truncated
+        info.update(self.step_info(terminated, truncated))
+        return observation, reward, terminated, truncated, info
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Give observation, reward and whether the episode ends, for an action without a call."""
+        raise NotImplementedError(f"{type(self).__name__} must define on_final()")
+
+    def on_tool_result(self, call: ToolCall, result: str) -> float:
+        """Give the turn's reward of a call that succeeded; its arguments are validated."""
+        return 0.0
+
+    def on_tool_error(self, message: str) -> float:
+        """Give the turn's reward of a call that did not succeed."""
+        return self.error_reward
+
+    def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
+        """Give further entries of the step's `info`."""
+        return {}
+
+    def end_episode(self) -> None:
+        """Let a tool end the episode with the turn it was called in."""
+        self._ended = True
+
+    def _answer_calls(
+        self, calls: list[ToolCall | ToolCallError], info: dict[str, Any]
+    ) -> tuple[str, float]:
+        info["observation_role"] = "tool"
+        if len(calls) > self.max_calls_per_turn:
+            allowed = self.max_calls_per_turn
+            message = f"{len(calls)} tool calls in one turn, at most {allowed} may be made."
+            answers = [self._error(message, info)]
+        else:
+            answers = [self._answer_call(call, info) for call in calls]
+        return "\n".join(text for text, _ in answers), sum(reward for _, reward in answers)
+
+    def _answer_call(
+        self, call: ToolCall | ToolCallError, info: dict[str, Any]
+    ) -> tuple[str, float]:
+        if isinstance(call, ToolCallError):
+            return self._error(call.message, info)
+        tool = self._tools_by_name.get(call.name)
+        if tool is None:
+            return self._error(self._unknown_tool(call.name), info)
+        try:
+            arguments = tool.validate(call.arguments)
+        except ConfigError as error:
+            return self._error(str(error), info)
+        try:
+            result = _as_text(tool.function(**arguments))
+        except Exception as error:  # a tool may raise anything, the policy reads it
+            logger.warning("tool %s raised", tool.name, exc_info=True)
+            return self._error(f"{tool.name} failed: {type(error).__name__}: {error}", info)
+        return result, self.on_tool_result(ToolCall(name=tool.name, arguments=arguments), result)
+
+    def _unknown_tool(self, name: str) -> str:
+        known = list(self._tools_by_name)
+        near = difflib.get_close_matches(name[:64], known, n=3) or known
+        return f"unknown tool {_printable(name[:64])!r}, tools are: {', '.join(near) or 'none'}."
+
+    def _error(self, message: str, info: dict[str, Any]) -> tuple[str, float]:
+        info["tool_errors"] = info.get("tool_errors", 0) + 1
+        return f"Error: {_printable(message)}", self.on_tool_error(message)
+
+
+def _as_text(result: object) -> str:
+    if isinstance(result, str):
+        return _printable(result)
+    if isinstance(result, (dict, list)):
+        return json.dumps(result)
+    return str(result)
+
+
+def _printable(text: str) -> str:
+    """Replace lone surrogates: JSON can hold them, but no tokenizer can read them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,291 @@
+"""Tools: typed Python functions that a policy calls in text."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from typing_extensions import TypedDict
+
+from gspo_env.errors import ConfigError
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Example|Examples|Note|Notes):\s*$")
+_ARGUMENT = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_MARK = "__gspo_tool__"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _reject_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tool:
+    """A function that the policy may call, with the schema the chat template announces."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON schema of the arguments."""
+    function: Callable[..., Any]
+    validator: TypeAdapter[dict[str, Any]]
+    """Turns JSON into the keyword arguments of `function`; strict, no unknown names."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The OpenAI function form."""
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.parameters,
+        }
+        return {"type": "function", "function": function}
+
+    def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Give the keyword arguments for a call.
+
+        Raises:
+            ConfigError: An argument is missing, unknown or of the wrong type, in one sentence.
+        """
+        try:
+            return self.validator.validate_json(json.dumps(arguments))
+        except ValidationError as error:
+            raise ConfigError(_one_sentence(self.name, error)) from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"wrong arguments for {self.name}: {error}.") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A well-formed call: a name and JSON arguments, not yet validated."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCallError:
+    """A malformed call."""
+
+    message: str
+    """What is wrong, in one sentence."""
+
+
+def tool(function: F) -> F:
+    """Mark a typed, documented function or method as a tool; it stays callable as it was.
+
+    The docstring up to its first section is the description; `Args:` describes the parameters.
+
+    Raises:
+        ConfigError: The docstring or an annotation is missing or cannot be used.
+    """
+    setattr(function, _MARK, _build_tool(function))
+    return function
+
+
+def as_tool(function: Callable[..., Any]) -> Tool:
+    """Give the `Tool` of a function or method decorated with `tool`.
+
+    Raises:
+        ConfigError: The function was not decorated.
+    """
+    made = getattr(function, _MARK, None)
+    if not isinstance(made, Tool):
+        raise ConfigError(f"{function!r} is not a tool, decorate it with @tool.")
+    return made
+
+
+def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
+    """Find the tool calls of an action in the Hermes and Qwen form; never raises.
+
+    Example:
+        >>> parse_tool_calls('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
+        [ToolCall(name='now', arguments={})]
+    """
+    calls: list[ToolCall | ToolCallError] = []
+    start = text.find(_OPEN)
+    while start >= 0:
+        call, end = _parse_one(text, start + len(_OPEN))
+        calls.append(call)
+        start = text.find(_OPEN, end)
+    return calls
+
+
+def format_tool_call(name: str, arguments: dict[str, Any]) -> str:
+    """Write a call as the policy would.
+
+    Example:
+        >>> format_tool_call("lookup", {"key": "amber"})
+        '<tool_call>{"name": "lookup", "arguments": {"key": "amber"}}</tool_call>'
+    """
+    return f"{_OPEN}{json.dumps({'name': name, 'arguments': arguments})}{_CLOSE}"
+
+
+def tool_call_frames(tool: Tool) -> list[str]:
+    """Give the constant text around the argument values of a call, arguments in order.
+
+    Example:
+        For `lookup(key: str)`:
+        `['<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>']`.
+    """
+    frames = []
+    text = f'{_OPEN}{{"name": {json.dumps(tool.name)}, "arguments": {{'
+    for index, (name, schema) in enumerate(tool.parameters["properties"].items()):
+        quote = '"' if schema.get("type") == "string" else ""
+        frames.append(f"{text}{', ' if index else ''}{json.dumps(name)}: {quote}")
+        text = quote
+    return [*frames, f"{text}}}}}{_CLOSE}"]
+
+
+def _parse_one(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
+    """Parse the call whose body begins at `start`; also give where to search on."""
+    body = start
+    while body < len(text) and text[body] in " \t\r\n":
+        body += 1
+    try:
+        value, end = _DECODER.raw_decode(text, body)
+    except (ValueError, RecursionError) as error:
+        close = text.find(_CLOSE, start)
+        if close < 0:
+            return ToolCallError(message=f"the tool call has no closing {_CLOSE}."), len(text)
+        message = f"the tool call is not valid JSON: {_json_reason(error)}."
+        return ToolCallError(message=message), close + len(_CLOSE)
+    close = text.find(_CLOSE, end)
+    if close < 0:
+        return ToolCallError(message=f"the tool call has no closing {_CLOSE}."), len(text)
+    if text[end:close].strip():
+        message = f"the tool call has text between its JSON object and {_CLOSE}."
+        return ToolCallError(message=message), close + len(_CLOSE)
+    return _call_from_json(value), close + len(_CLOSE)
+
+
+def _json_reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _call_from_json(value: object) -> ToolCall | ToolCallError:
+    if not isinstance(value, dict):
+        got = type(value).__name__
+        return ToolCallError(message=f"the tool call must be a JSON object, got {got}.")
+    name, arguments = value.get("name"), value.get("arguments", {})
+    if not isinstance(name, str) or not name:
+        return ToolCallError(message='the tool call needs a "name" that is a string.')
+    if isinstance(arguments, str):
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            reason = _json_reason(error)
+            return ToolCallError(message=f'the "arguments" are not valid JSON: {reason}.')
+    if not isinstance(arguments, dict):
+        got = type(arguments).__name__
+        return ToolCallError(message=f'the "arguments" must be a JSON object, got {got}.')
+    return ToolCall(name=name, arguments=arguments)
+
+
+def _build_tool(function: Callable[..., Any]) -> Tool:
+    name = function.__name__
+    description, documented = _read_docstring(name, inspect.getdoc(function))
+    fields, defaults = _fields(function, documented)
+    make_type: Any = TypedDict
+    arguments = make_type(f"{name}_arguments", fields)
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    try:
+        validator: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
+        schema = validator.json_schema()
+    except PydanticUserError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"tool {name}: its annotations have no JSON schema: {reason}.") from error
+    parameters = _parameters(schema, defaults)
+    return Tool(
+        name=name,
+        description=description,
+        parameters=parameters,
+        function=function,
+        validator=validator,
+    )
+
+
+def _parameters(schema: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    properties = schema.get("properties", {})
+    for name, value in properties.items():
+        value.pop("title", None)
+        if isinstance(defaults.get(name), (str, int, float, bool)):
+            value["default"] = defaults[name]
+    parameters: dict[str, Any] = {
+        "type": "object",
+        "properties": properties,
+        "required": schema.get("required", []),
+    }
+    if "$defs" in schema:
+        parameters["$defs"] = schema["$defs"]
+    return parameters
+
+
+def _fields(
+    function: Callable[..., Any], documented: dict[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Give each parameter's annotation for the validator, and the defaults."""
+    name = function.__name__
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"tool {name}: an annotation cannot be resolved: {error}.") from error
+    fields: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
+    for index, parameter in enumerate(inspect.signature(function).parameters.values()):
+        if index == 0 and parameter.name in ("self", "cls"):
+            continue
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"tool {name}: parameter {parameter} cannot be given by name.")
+        if parameter.name not in hints:
+            raise ConfigError(f"tool {name}: parameter {parameter.name} has no type annotation.")
+        described = Field(description=documented.get(parameter.name))
+        annotation: Any = Annotated[hints[parameter.name], described]
+        if parameter.default is not parameter.empty:
+            defaults[parameter.name] = parameter.default
+            annotation = NotRequired[annotation]
+        fields[parameter.name] = annotation
+    return fields, defaults
+
+
+def _read_docstring(name: str, docstring: str | None) -> tuple[str, dict[str, str]]:
+    """Split a Google docstring into its description and the parameters' descriptions."""
+    section, description, arguments, last = "", [], {}, ""
+    for line in (docstring or "").splitlines():
+        if heading := _SECTION.match(line):
+            section = heading[1]
+        elif not section:
+            description.append(line)
+        elif section in ("Args", "Arguments") and line.strip():
+            indent = len(line) - len(line.lstrip())
+            if indent <= 4 and (entry := _ARGUMENT.match(line)):
+                last = entry[1]
+                arguments[last] = entry[2]
+            elif last:
+                arguments[last] = f"{arguments[last]} {line.strip()}".strip()
+    text = "\n".join(description).strip()
+    if not text:
+        raise ConfigError(f"tool {name} has no docstring; its first lines tell the policy its use.")
+    return text, arguments
+
+
+def _one_sentence(name: str, error: ValidationError) -> str:
+    parts = []
+    for item in error.errors(include_url=False, include_input=False, include_context=False):
+        where = ".".join(str(part) for part in item["loc"]) or "arguments"
+        parts.append(f"{where}: {item['msg']}")
+    return f"wrong arguments for {name}: {'; '.join(parts)}."

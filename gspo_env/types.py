@@ -1,0 +1,142 @@
+"""The records that travel from task to update; every stage returns new ones.
+
+Axis letters: P tasks, G episodes of a group, K turns, T tokens, N model tokens, B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
+
+
+class StopReason(StrEnum):
+    """Why an episode ended; the name reaches the metrics as `rollout/stop/REASON`."""
+
+    TERMINATED = "terminated"
+    """The environment reached a terminal state."""
+    TRUNCATED = "truncated"
+    """The environment's own limit (such as Gymnasium's `TimeLimit`) cut the episode."""
+    MAX_TURNS = "max_turns"
+    """The rollout's limit on turns."""
+    MAX_TURN_TOKENS = "max_turn_tokens"
+    """An action did not end within the rollout's limit on sampled tokens of one turn."""
+    MAX_CONTEXT = "max_context"
+    """The next prompt leaves no room for an action within the context limit."""
+    TIMEOUT = "timeout"
+    """The rollout's limit on wall-clock time."""
+    ERROR = "error"
+    """The environment raised; `Episode.error` holds what. Such an episode is not trained on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One environment instance: what a group of episodes shares."""
+
+    env_id: str
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing:
+    """Wall-clock seconds of one turn."""
+
+    generate: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """One exchange: what the policy read, what it sampled, what the environment said of it."""
+
+    prompt_ids: tuple[int, ...]
+    """The environment's tokens that are new in this turn, template glue included."""
+    action_ids: tuple[int, ...]
+    """Exactly the ids that the engine sampled, the end-of-turn id included."""
+    logprobs: tuple[float, ...]
+    """The engine's log-probability of each id of `action_ids` (natural log)."""
+    text: str
+    """The action as the environment received it."""
+    observation: str
+    """What the policy read before it acted."""
+    reward: float
+    info: Mapping[str, Any] = field(default_factory=dict)
+    timing: Timing = field(default_factory=Timing)
+    weights_version: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Episode:
+    """One episode; also one training sequence, since its token ids only ever grow."""
+
+    task: Task
+    turns: tuple[Turn, ...]
+    outcome: float
+    """The episodic reward: `info["episodic_reward"]`, else the sum of the per-turn rewards."""
+    stop_reason: StopReason
+    terminated: bool
+    truncated: bool
+    error: str | None = None
+    success: bool | None = None
+    """`info["success"]` of the last step, else `outcome > 0`."""
+    final_observation: str = ""
+    """What the environment said after the last action."""
+
+    @property
+    def rewards(self) -> FloatArray:
+        """The per-turn rewards as emitted, shape (K,)."""
+        return np.array([turn.reward for turn in self.turns], dtype=np.float64)
+
+    @property
+    def token_ids(self) -> IntArray:
+        """Every token of the episode in order, shape (T,)."""
+        ids = [i for turn in self.turns for part in (turn.prompt_ids, turn.action_ids) for i in part]
+        return np.array(ids, dtype=np.int64)
+
+    @property
+    def turn_ids(self) -> IntArray:
+        """The turn of each model token, -1 on environment tokens, shape (T,)."""
+        spans = [
+            np.full(len(part), value, dtype=np.int64)
+            for k, turn in enumerate(self.turns)
+            for part, value in ((turn.prompt_ids, -1), (turn.action_ids, k))
+        ]
+        return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+
+    @property
+    def mask(self) -> BoolArray:
+        """True on the tokens that the policy sampled, shape (T,)."""
+        return self.turn_ids >= 0
+
+    @property
+    def engine_logprobs(self) -> FloatArray:
+        """The engine's log-probabilities of the model tokens, shape (N,)."""
+        return np.array([p for turn in self.turns for p in turn.logprobs], dtype=np.float64)
+
+    @property
+    def model_tokens(self) -> int:
+        """How many tokens the policy sampled, |y|."""
+        return sum(len(turn.action_ids) for turn in self.turns)
+
+    @property
+    def weights_versions(self) -> tuple[int, int]:
+        """The lowest and the highest weights version that sampled a turn."""
+        versions = [turn.weights_version for turn in self.turns] or [0]
+        return min(versions), max(versions)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The episodes of one task; what an advantage estimator compares."""
+
+    task: Task
+    episodes: tuple[Episode, ...]

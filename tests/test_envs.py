@@ -1,0 +1,187 @@
+"""The shipped environments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.utils.env_checker import check_env
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_env import format_tool_call, make_env
+from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.text_env import StepResult, check_reset, check_step
+
+IDS = ["gspo/Calculator-v0", "gspo/GuessNumber-v0", "gspo/Lookup-v0"]
+
+
+def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[StepResult]]:
+    """Let the demonstrator play one episode."""
+    prompt, _ = check_reset("x", env.reset(seed=seed))
+    steps: list[StepResult] = []
+    while not steps or not (steps[-1][2] or steps[-1][3]):
+        steps.append(check_step("x", env.step(env.unwrapped.expert_action(noise))))
+    return prompt, steps
+
+
+@pytest.fixture(params=IDS)
+def env(request: pytest.FixtureRequest) -> Any:
+    return make_env(request.param)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gymnasiums_checker_accepts(env: Any) -> None:
+    check_env(env.unwrapped, skip_render_check=True)
+
+
+def test_gymnasium_wrappers_work(env: Any) -> None:
+    wrapped = TimeLimit(RecordEpisodeStatistics(env), max_episode_steps=1)
+    wrapped.reset(seed=1)
+    *_, truncated, info = wrapped.step(env.unwrapped.expert_action())
+    assert truncated
+    assert "state_key" in info
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_vector_environments_work(env_id: str) -> None:
+    envs = gymnasium.make_vec(env_id, num_envs=2, vectorization_mode="sync")
+    observations, _ = envs.reset(seed=1)
+    assert len(observations) == 2
+    observations, rewards, *_ = envs.step(("nothing", "no"))
+    assert list(rewards) == [0.0, 0.0]
+    envs.close()
+
+
+def test_the_demonstrator_always_succeeds_without_noise(env: Any) -> None:
+    for seed in range(50):
+        _, steps = play(env, seed)
+        assert steps[-1][2]
+        assert steps[-1][4]["success"] is True
+        assert steps[-1][4]["episodic_reward"] == 1.0
+        assert all("state_key" in step[4] for step in steps)
+        assert all("success" not in step[4] for step in steps[:-1])
+
+
+def test_the_same_seed_and_actions_give_the_same_episode(env: Any) -> None:
+    assert play(env, 3, noise=0.3) == play(env, 3, noise=0.3)
+    assert len({play(env, seed)[1][-1][4]["state_key"] for seed in range(20)}) > 3
+
+
+def test_a_noisy_demonstrator_sometimes_fails(env: Any) -> None:
+    wins = sum(play(env, seed, noise=0.15)[1][-1][4]["success"] for seed in range(100))
+    assert 10 <= wins <= 100
+    if env.unwrapped.tools:
+        assert wins <= 60
+
+
+def test_reset_without_a_seed_gives_new_episodes(env: Any) -> None:
+    env.reset(seed=None)
+    env.reset()
+    assert check_step("x", env.step("hello"))[1] == 0.0
+
+
+def test_step_after_the_end_is_an_error(env: Any) -> None:
+    play(env, 0)
+    with pytest.raises(EnvironmentContractError, match="call reset"):
+        env.unwrapped.step("again")
+
+
+TEXTS = (
+    st.text()
+    | st.builds(
+        format_tool_call,
+        st.sampled_from(["lookup", "add", "multiply"]),
+        st.dictionaries(st.sampled_from(["key", "a", "b"]), st.text() | st.integers()),
+    )
+    | st.builds("<{0}>{1}</{0}>".format, st.sampled_from(["answer", "guess"]), st.text())
+)
+
+
+@pytest.mark.parametrize("env_id", IDS)
+@settings(max_examples=60, deadline=None)
+@given(actions=st.lists(TEXTS, max_size=6))
+def test_no_action_breaks_an_episode(env_id: str, actions: list[str]) -> None:
+    env = make_env(env_id)
+    env.reset(seed=0)
+    for action in actions:
+        observation, reward, terminated, truncated, _ = check_step(env_id, env.step(action))
+        observation.encode()
+        assert math.isfinite(reward)
+        if terminated or truncated:
+            break
+
+
+def test_lookup_pays_each_right_hop_once_and_the_answer() -> None:
+    env: Any = make_env("gspo/Lookup-v0")
+    prompt, _ = env.reset(seed=5, options={"hops": 2})
+    start = prompt.split('"')[1]
+    assert prompt == f'Follow 2 links from "{start}".'
+
+    def look(key: str) -> tuple[str, float]:
+        result: tuple[str, float] = env.step(format_tool_call("lookup", {"key": key}))[:2]
+        return result
+
+    assert look("zebra") == ("unknown key", 0.0)
+    middle, reward = look(start)
+    assert reward == 0.2
+    assert look(start) == (middle, 0.0)
+    end, reward = look(middle)
+    assert reward == 0.2
+    assert look(end)[1] == 0.0
+    result = env.step(f"so <answer>{end}</answer>")
+    assert result[:4] == ("correct", 1.0, True, False)
+    assert result[4] == {"state_key": f"{end}:0", "success": True, "episodic_reward": 1.0}
+
+
+@pytest.mark.parametrize("action", ["", "amber", "<answer>zebra</answer>", "<answer>"])
+def test_a_wrong_or_missing_answer_ends_without_reward(action: str) -> None:
+    for env_id in ("gspo/Lookup-v0", "gspo/Calculator-v0"):
+        env = make_env(env_id)
+        env.reset(seed=0)
+        _, reward, terminated, _, info = env.step(action)
+        assert (reward, terminated) == (0.0, True)
+        assert (info["success"], info["episodic_reward"]) == (False, 0.0)
+
+
+def test_the_turn_limit_ends_without_success() -> None:
+    env = make_env("gspo/Lookup-v0")
+    env.reset(seed=0, options={"hops": 3})
+    steps = [env.step(format_tool_call("lookup", {"key": "zebra"})) for _ in range(7)]
+    assert [step[3] for step in steps] == [False] * 6 + [True]
+    assert steps[-1][4]["episodic_reward"] == 0.0
+    assert steps[-1][4]["success"] is False
+
+
+def test_calculator_expressions_have_their_value_and_pay_each_step() -> None:
+    env = make_env("gspo/Calculator-v0")
+    for seed in range(50):
+        prompt, steps = play(env, seed)
+        value = eval(prompt.removeprefix("Compute ").removesuffix("."))
+        assert steps[-2][0] == str(value)
+        assert [step[1] for step in steps] == [0.2] * (len(steps) - 1) + [1.0]
+        assert 2 <= len(steps) - 1 <= 4
+
+
+def test_guesses_pay_only_while_possible() -> None:
+    env: Any = make_env("gspo/GuessNumber-v0", high=8)
+    env.reset(seed=0)
+    number = env.unwrapped._number
+    wrong = 1 if number > 4 else 8
+    told = "higher" if wrong < number else "lower"
+    assert env.step(f"<guess>{wrong}</guess>")[:2] == (told, 0.1)
+    assert env.step(f"<guess>{wrong}</guess>")[:2] == (told, 0.0)
+    assert env.step("<guess>²</guess>")[1] == 0.0
+    assert env.step(f"<guess>{number}</guess>")[:3] == ("correct", 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("env_id", "options"),
+    [("gspo/Lookup-v0", {"hops": 99}), ("gspo/Calculator-v0", {"operations": "2"})],
+)
+def test_impossible_options_are_an_error(env_id: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected 1 to"):
+        make_env(env_id).reset(seed=0, options=options)

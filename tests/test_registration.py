@@ -1,0 +1,128 @@
+"""From names to environments."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+import gspo_env
+from gspo_env import registration
+from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
+
+FILE_ENV = '''
+from __future__ import annotations
+from gspo_env import ToolEnv, tool
+
+class CornerEnv(ToolEnv):
+    """A corner shop."""
+
+    @tool
+    def ask(self, what: str) -> str:
+        """Ask for something."""
+        return what
+
+class NotAnEnv:
+    pass
+'''
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import sys, gspo_env; "
+        "assert not {'torch', 'mlflow', 'vllm', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_registered_ids_and_module_forms_resolve() -> None:
+    assert gspo_env.resolve_env("gspo/Lookup-v0") == "gspo/Lookup-v0"
+    assert gspo_env.resolve_env("gspo_envs.lookup:gspo/Lookup-v0") == "gspo/Lookup-v0"
+    assert gspo_env.resolve_env("gspo_envs.lookup:LookupEnv") == "custom/LookupEnv-v0"
+    assert gspo_env.make_env("custom/LookupEnv-v0").reset(seed=1)
+
+
+def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "corner.py"
+    path.write_text(FILE_ENV)
+    env_id = gspo_env.resolve_env(f"{path}:CornerEnv")
+    assert env_id == "custom/CornerEnv-v0"
+    assert gspo_env.resolve_env(f"{path}:CornerEnv") == env_id
+    assert [t.name for t in gspo_env.make_env(env_id).get_wrapper_attr("tools")] == ["ask"]
+    path.write_text(FILE_ENV.replace("ask", "beg"))
+    env = gspo_env.make_env(f"{path}:CornerEnv")
+    assert [t.name for t in env.get_wrapper_attr("tools")] == ["beg"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gspo/Lokup-v0", "did you mean gspo/Lookup-v0"),
+        ("lookup-v0", "gspo/Lookup-v0"),
+        ("", "known are"),
+        ("no_such_module:Env", "cannot be imported"),
+        (":Env", "cannot be imported"),
+        ("gspo_envs.lookup:LokupEnv", "it has ToolEnv, LookupEnv"),
+        ("no/such/file.py:Env", "does not exist"),
+    ],
+)
+def test_unknown_names_are_one_clear_error(spec: str, message: str) -> None:
+    with pytest.raises(UnknownEnvironmentError) as caught:
+        gspo_env.resolve_env(spec)
+    assert message in str(caught.value)
+
+
+def test_files_without_the_class_or_with_errors_are_the_same_error(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text(FILE_ENV)
+    bad.write_text("1 / 0")
+    with pytest.raises(UnknownEnvironmentError, match="no environment 'NotAnEnv'"):
+        gspo_env.resolve_env(f"{good}:NotAnEnv")
+    with pytest.raises(UnknownEnvironmentError, match="ZeroDivisionError"):
+        gspo_env.resolve_env(f"{bad}:Env")
+
+
+def test_arguments_reach_the_environment_and_bad_ones_are_named() -> None:
+    env = gspo_env.make_env("gspo/Lookup-v0", hops=(3, 3))
+    assert env.reset(seed=0)[0].startswith("Follow 3 links")
+    with pytest.raises(ConfigError, match=r"cannot be made with.*hop"):
+        gspo_env.make_env("gspo/Lookup-v0", hop=3)
+    with pytest.raises(ConfigError, match="expected 1 <= hops"):
+        gspo_env.make_env("gspo/Lookup-v0", hops=(3, 2))
+
+
+def test_an_environment_without_text_is_refused() -> None:
+    with pytest.raises(EnvironmentContractError, match=r"observations is Box.*expected text"):
+        gspo_env.make_env("CartPole-v1")
+
+
+def test_environments_are_described() -> None:
+    described = {env.id: env for env in gspo_env.describe_envs()}
+    assert described["gspo/Calculator-v0"].tools == ("add", "subtract", "multiply")
+    assert described["gspo/GuessNumber-v0"].tools == ()
+    assert described["gspo/Lookup-v0"].summary.startswith("Follow a chain")
+
+
+def _register_plugin() -> None:
+    gymnasium.register(id="plugin/Shop-v0", entry_point="gspo_envs.lookup:LookupEnv")
+
+
+def _broken_plugin() -> None:
+    raise RuntimeError("broken plugin")
+
+
+def test_plugins_are_loaded_and_a_broken_one_is_only_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = registration.ENTRY_POINT_GROUP
+    points = [EntryPoint(name, f"plugin:{name}", group) for name in ("bad", "good")]
+    found = {"bad": _broken_plugin, "good": _register_plugin}
+    monkeypatch.setattr(EntryPoint, "load", lambda self: found[self.name])
+    monkeypatch.setattr(registration, "entry_points", lambda group: points)
+    registration.register_builtin()
+    assert "entry point bad" in caplog.text
+    assert "plugin/Shop-v0" in [env.id for env in gspo_env.describe_envs()]

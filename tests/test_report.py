@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import io
+import math
+
+import numpy as np
+
+from gspo_env.report import render_episode
+from gspo_env.report.curves import learning_curve
+from gspo_env.types import Episode, StopReason, Task, Turn
+
+
+def make_episode(**changes: object) -> Episode:
+    turn = Turn(
+        prompt_ids=(1, 2, 3),
+        action_ids=(4, 5),
+        logprobs=(-0.1, -0.2),
+        text="guess 7",
+        observation="Guess a number.\n\nBe quick.",
+        reward=0.5,
+    )
+    fields: dict[str, object] = {
+        "task": Task(env_id="gspo/Guess-v0", seed=11, options={"high": 9}),
+        "turns": (turn,),
+        "outcome": 1.0,
+        "stop_reason": StopReason.TERMINATED,
+        "terminated": True,
+        "truncated": False,
+        "success": True,
+    }
+    return Episode(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_an_episode_shows_task_turns_and_how_it_ended() -> None:
+    text = render_episode(make_episode(final_observation="Right!"))
+    assert "gspo/Guess-v0, seed 11, high=9" in text
+    assert "turn 1: reward +0.5, 3 tokens read, 2 sampled" in text
+    assert "  | Guess a number.\n  | \n  | Be quick." in text
+    assert "  | guess 7" in text
+    assert "success: outcome +1, stopped by terminated" in text
+    assert "  | Right!" in text
+
+
+def test_an_episode_that_broke_shows_its_error() -> None:
+    episode = make_episode(
+        turns=(), success=None, outcome=0.0, stop_reason=StopReason.ERROR, error="boom"
+    )
+    text = render_episode(episode)
+    assert "no verdict" in text
+    assert "stopped by error" in text
+    assert "  | boom" in text
+
+
+def test_the_learning_curve_is_1200_by_675_and_holds_three_series() -> None:
+    history = [
+        (step, {"train/success": step / 10, "train/loss": 1.0}) for step in range(10, 0, -1)
+    ]
+    history += [(5, {"eval/success": 0.4, "eval/success_greedy": 0.6})]
+    history += [(10, {"eval/success": 0.9, "eval/success_greedy": math.nan})]
+    figure = learning_curve(history, "Guess")
+    lines = figure.axes[0].get_lines()
+    assert [list(np.asarray(line.get_xdata())) for line in lines] == [
+        list(range(1, 11)),
+        [5, 10],
+        [5],
+    ]
+    assert [line.get_marker() for line in lines] == ["None", "o", "s"]
+    figure.savefig(image := io.BytesIO(), format="png")
+    width, height = image.getvalue()[16:20], image.getvalue()[20:24]
+    assert (int.from_bytes(width), int.from_bytes(height)) == (1200, 675)
+
+
+def test_an_empty_history_still_draws() -> None:
+    figure = learning_curve([], "nothing")
+    assert len(figure.axes[0].get_lines()) == 0

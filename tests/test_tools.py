@@ -1,0 +1,298 @@
+"""Tools: the decorator, the parser and the environment that answers calls."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.tool_env import ToolEnv
+from gspo_env.tools import (
+    Tool,
+    ToolCall,
+    ToolCallError,
+    as_tool,
+    format_tool_call,
+    parse_tool_calls,
+    tool,
+    tool_call_frames,
+)
+
+
+class ShopEnv(ToolEnv):
+    """A shop."""
+
+    error_reward = -0.5
+    max_turns = 5
+
+    @tool
+    def price(self, item: str, count: int = 1) -> float:
+        """Give the price.
+
+        All prices are in euros.
+
+        Args:
+            item: What to buy.
+            count: How many,
+                at least one.
+
+        Returns:
+            The price.
+        """
+        return 2.5 * count
+
+    @tool
+    def fail(self) -> str:
+        """Always fail."""
+        raise RuntimeError("out of stock")
+
+    @tool
+    def leave(self) -> str:
+        """Leave the shop."""
+        self.end_episode()
+        return "bye"
+
+    @tool
+    def echo(self, text: str) -> str:
+        """Say it again."""
+        return text
+
+    def on_tool_result(self, call: ToolCall, result: str) -> float:
+        return 0.25
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        return "done", 1.0, True
+
+
+@tool
+def scale(x: float, unit: Literal["m", "km"], label: str) -> str:
+    """Scale a length."""
+    return f"{x}{unit}{label}"
+
+
+@pytest.fixture
+def shop() -> ShopEnv:
+    env = ShopEnv()
+    env.reset(seed=1)
+    return env
+
+
+def test_schema_is_the_openai_form_with_documented_parameters() -> None:
+    schema = as_tool(ShopEnv.price).schema
+    assert schema == {
+        "type": "function",
+        "function": {
+            "name": "price",
+            "description": "Give the price.\n\nAll prices are in euros.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "item": {"type": "string", "description": "What to buy."},
+                    "count": {
+                        "type": "integer",
+                        "description": "How many, at least one.",
+                        "default": 1,
+                    },
+                },
+                "required": ["item"],
+            },
+        },
+    }
+    json.dumps(schema)
+
+
+def test_a_decorated_function_stays_callable() -> None:
+    assert scale(1.0, "m", "!") == "1.0m!"
+    assert isinstance(as_tool(scale), Tool)
+    with pytest.raises(ConfigError, match="decorate it with @tool"):
+        as_tool(print)
+
+
+def _undocumented(key: str) -> str:
+    return key
+
+
+def _untyped(key) -> str:  # type: ignore[no-untyped-def]
+    """Look up."""
+    return str(key)
+
+
+def _variadic(*keys: str) -> str:
+    """Look up."""
+    return "".join(keys)
+
+
+def _unresolved(key: Missing) -> str:  # type: ignore[name-defined]  # noqa: F821
+    """Look up."""
+    return str(key)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_undocumented, "has no docstring"),
+        (_untyped, "parameter key has no type annotation"),
+        (_variadic, "cannot be given by name"),
+        (_unresolved, "cannot be resolved"),
+    ],
+)
+def test_an_unusable_function_fails_at_decoration(function: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tool(function)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "lookup", "arguments": {"key": "amber"}}',
+        '\n{"name": "lookup", "arguments": {"key": "amber"}}\n',
+        '{"name": "lookup", "arguments": "{\\"key\\": \\"amber\\"}"}',
+    ],
+)
+def test_well_formed_calls_are_read(body: str) -> None:
+    text = f"I think. <tool_call>{body}</tool_call>"
+    assert parse_tool_calls(text) == [ToolCall(name="lookup", arguments={"key": "amber"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('<tool_call>{"name": "a", "arguments": {}}', "no closing"),
+        ("<tool_call>", "no closing"),
+        ("<tool_call>{name}</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
+        ("<tool_call>[1]</tool_call>", "must be a JSON object, got list"),
+        ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
+        ('<tool_call>{"name": 3}</tool_call>', '"name"'),
+        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', '"arguments" must be'),
+        ('<tool_call>{"name": "a", "arguments": "{"}</tool_call>', '"arguments" are not valid'),
+        ('<tool_call>{"name": "a"} x</tool_call>', "has text between"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
+    ],
+)
+def test_malformed_calls_are_errors_in_one_sentence(text: str, message: str) -> None:
+    (error,) = parse_tool_calls(text)
+    assert isinstance(error, ToolCallError)
+    assert message in error.message
+    assert "\n" not in error.message
+
+
+def test_calls_after_a_malformed_one_and_tags_inside_strings_are_read() -> None:
+    text = "<tool_call>{</tool_call>" + format_tool_call("say", {"text": "</tool_call>"})
+    error, call = parse_tool_calls(text)
+    assert isinstance(error, ToolCallError)
+    assert call == ToolCall(name="say", arguments={"text": "</tool_call>"})
+
+
+@given(st.text() | st.text().map(lambda body: f"<tool_call>{body}</tool_call>"))
+def test_the_parser_never_raises(text: str) -> None:
+    parse_tool_calls(text)
+
+
+@given(st.text(min_size=1), st.dictionaries(st.text(), st.text() | st.integers()))
+def test_a_formatted_call_is_read_back(name: str, arguments: dict[str, Any]) -> None:
+    calls = parse_tool_calls(format_tool_call(name, arguments))
+    assert calls == [ToolCall(name=name, arguments=arguments)]
+
+
+def test_frames_and_values_make_up_the_formatted_call() -> None:
+    echo, price, fail = (as_tool(f) for f in (ShopEnv.echo, ShopEnv.price, ShopEnv.fail))
+    assert tool_call_frames(echo) == [
+        '<tool_call>{"name": "echo", "arguments": {"text": "',
+        '"}}</tool_call>',
+    ]
+    first, second, last = tool_call_frames(price)
+    expected = format_tool_call("price", {"item": "tea", "count": 3})
+    assert f"{first}tea{second}3{last}" == expected
+    assert tool_call_frames(fail) == [format_tool_call("fail", {})]
+
+
+def test_integers_pass_for_floats_and_strict_types_hold() -> None:
+    made = as_tool(scale)
+    assert made.validate({"x": 2, "unit": "m", "label": ""})["x"] == 2.0
+    for wrong in ({"x": "2"}, {"unit": "cm"}, {"label": 3}, {"more": 1}, {"x": None}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            made.validate({"x": 2, "unit": "m", "label": ""} | wrong)
+
+
+def test_a_result_is_observed_and_paid(shop: ShopEnv) -> None:
+    step = shop.step(format_tool_call("price", {"item": "tea", "count": 2}))
+    assert step == ("5.0", 0.25, False, False, {"observation_role": "tool"})
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        ("<tool_call>{</tool_call>", "Error: the tool call is not valid JSON"),
+        (format_tool_call("prize", {}), "Error: unknown tool 'prize', tools are: price."),
+        (format_tool_call("\ud800", {}), "Error: unknown tool"),
+        (format_tool_call("price", {}), "wrong arguments for price: item: Field required."),
+        (format_tool_call("price", {"item": "a", "count": "3"}), "count: Input should be"),
+        (format_tool_call("price", {"item": "\ud800"}), "wrong arguments for price"),
+        (format_tool_call("leave", {}) * 2, "Error: 2 tool calls in one turn, at most 1"),
+        (format_tool_call("fail", {}), "Error: fail failed: RuntimeError: out of stock"),
+    ],
+)
+def test_each_failed_call_is_an_observation(shop: ShopEnv, action: str, message: str) -> None:
+    observation, reward, terminated, truncated, info = shop.step(action)
+    assert message in observation
+    assert (reward, terminated, truncated) == (-0.5, False, False)
+    assert info == {"observation_role": "tool", "tool_errors": 1}
+    observation.encode()
+
+
+def test_several_calls_are_answered_in_order_where_allowed(shop: ShopEnv) -> None:
+    shop.max_calls_per_turn = 3
+    action = format_tool_call("echo", {"text": "a"}) + format_tool_call("fail", {})
+    observation, reward, _, _, info = shop.step(action + format_tool_call("echo", {"text": "b"}))
+    assert observation.split("\n")[::2] == ["a", "b"]
+    assert reward == 0.0
+    assert info["tool_errors"] == 1
+
+
+def test_a_tool_may_end_the_episode(shop: ShopEnv) -> None:
+    assert shop.step(format_tool_call("leave", {}))[:4] == ("bye", 0.25, True, False)
+    with pytest.raises(EnvironmentContractError, match="reset"):
+        shop.step("again")
+
+
+def test_a_final_answer_ends_and_reset_begins_anew(shop: ShopEnv) -> None:
+    assert shop.step("I am done") == ("done", 1.0, True, False, {})
+    shop.reset()
+    assert not shop.step(format_tool_call("echo", {"text": "x"}))[2]
+
+
+def test_the_turn_limit_truncates(shop: ShopEnv) -> None:
+    flags = [shop.step(format_tool_call("echo", {"text": "x"}))[2:4] for _ in range(5)]
+    assert flags == [(False, False)] * 4 + [(False, True)]
+
+
+def test_step_before_reset_is_an_error() -> None:
+    with pytest.raises(EnvironmentContractError, match="call reset"):
+        ShopEnv().step("x")
+
+
+def test_tools_are_bound_in_order_of_definition(shop: ShopEnv) -> None:
+    assert [made.name for made in shop.tools] == ["price", "fail", "leave", "echo"]
+    assert shop.tools[3].function(text="hi") == "hi"
+
+
+@given(
+    st.text()
+    | st.builds(
+        format_tool_call,
+        st.sampled_from(["price", "echo"]),
+        st.dictionaries(st.sampled_from(["item", "count", "text"]), st.text() | st.integers()),
+    )
+)
+def test_no_action_makes_step_raise(action: str) -> None:
+    env = ShopEnv()
+    env.reset(seed=0)
+    observation, reward, *_ = env.step(action)
+    observation.encode()
+    assert math.isfinite(reward)
