@@ -1,6 +1,6 @@
 """GSPO, GSPO-token and GRPO: one clipped objective, three ratio levels, pure functions on tensors.
 
-Axis letters: B sequences, T tokens, N model tokens (the tokens that the policy sampled), S segments.
+Axis letters: B sequences, T tokens, N model tokens (those that the policy sampled), S segments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveOutput:
-    """The loss and what it was made of; (B, T) from `policy_loss`, (N,) from `packed_policy_loss`."""
+    """The loss and its parts: (B, T) from `policy_loss`, (N,) from `packed_policy_loss`."""
 
     loss: Tensor
     """Scalar; the only field with a gradient."""
@@ -144,7 +144,9 @@ def packed_policy_loss(
         _check_shape(name, tensor, logprobs_N.shape)
     _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
     if kl_coef and reference_logprobs_N is None:
-        raise BatchError(f"kl_coef is {kl_coef!r} without reference_logprobs; expected both or neither")
+        raise BatchError(
+            f"kl_coef is {kl_coef!r} without reference_logprobs; expected both or neither"
+        )
 
     # bf16 and fp16 round exp(3e-4) to exactly 1
     dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
@@ -154,7 +156,9 @@ def packed_policy_loss(
     # The difference first: (level + lp) - lp would round level to the precision of lp.
     log_s_N = (lp_N - lp_N.detach()) + level_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     adv_N = advantages_N.detach().to(dtype)
-    objective_N, clipped_N = _clipped_objective(log_s_N.exp(), adv_N, clip_low, clip_high, dual_clip)
+    objective_N, clipped_N = _clipped_objective(
+        log_s_N.exp(), adv_N, clip_low, clip_high, dual_clip
+    )
     if importance_weights_N is not None:
         objective_N = objective_N * importance_weights_N.detach().to(dtype)
     kl_N = _k3(lp_N, reference_logprobs_N)
@@ -277,7 +281,9 @@ def _check_settings(
     if not 0 <= clip_high < float("inf"):
         raise BatchError(f"clip_high is {clip_high!r}; expected a number of at least 0")
     if dual_clip is not None and not dual_clip > 1 + clip_high:
-        raise BatchError(f"dual_clip is {dual_clip!r}; expected a number above 1 + clip_high, or None")
+        raise BatchError(
+            f"dual_clip is {dual_clip!r}; expected a number above 1 + clip_high, or None"
+        )
     if not 0 <= kl_coef < float("inf"):
         raise BatchError(f"kl_coef is {kl_coef!r}; expected a number of at least 0")
     if normaliser is not None and not normaliser > 0:
@@ -294,7 +300,9 @@ def _check_padded(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> None:
         _check_shape("advantages", advantages, logprobs.shape)
     elif len(advantages) != len(logprobs):
         got, rows = tuple(advantages.shape), len(logprobs)
-        raise BatchError(f"advantages has shape {got}; expected ({rows},) or {tuple(logprobs.shape)}")
+        raise BatchError(
+            f"advantages has shape {got}; expected ({rows},) or {tuple(logprobs.shape)}"
+        )
 
 
 def _check_shape(name: str, tensor: Tensor | None, shape: torch.Size) -> None:

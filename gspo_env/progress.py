@@ -73,12 +73,15 @@ class Progress:
         success: float | None = None,
         return_: float | None = None,
         tokens_per_second: float | None = None,
+        loss: float | None = None,
     ) -> None:
         """Show where a phase ("warm-up", "train", "evaluate") stands after `step` of `total`."""
         clock = self._clocks.get(phase)
         if clock is None or not clock.goes_on(step):
             clock = self._clocks[phase] = _Clock(step)
         parts = [f"{phase} {step}/{total}"]
+        if loss is not None:
+            parts.append(f"loss {loss:.4f}")
         if success is not None:
             parts.append(f"success {success:.1%}")
         if return_ is not None:

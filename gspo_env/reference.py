@@ -1,4 +1,4 @@
-"""The objectives in NumPy float64, written from the equations: what the tensor code is checked with.
+"""The objectives in NumPy float64, written from the equations: what checks the tensor code.
 
 Loops and closed-form gradients on purpose; nothing here is shared with `gspo_env.objectives`.
 """
@@ -89,7 +89,10 @@ def truncated_importance_weights(
     Source:
         arXiv 1802.01561, eq. 1 (rho-bar).
     """
-    old, engine = np.asarray(old_trainer_logprobs, np.float64), np.asarray(engine_logprobs, np.float64)
+    old, engine = (
+        np.asarray(old_trainer_logprobs, np.float64),
+        np.asarray(engine_logprobs, np.float64),
+    )
     rho: FloatArray = np.exp(np.clip(old - engine, -20, 20))
     return np.minimum(rho, cap)
 

@@ -5,18 +5,17 @@ import itertools
 
 import pytest
 
-from gspo_env import progress as progress_module
 from gspo_env.progress import Progress, _duration
 
 
 def test_plain_mode_writes_one_line_per_update() -> None:
     stream = io.StringIO()
     with Progress(stream) as progress:
-        progress.update("warm-up", 1, 4)
+        progress.update("warm-up", 1, 4, loss=0.5)
         progress.update("train", 2, 10, success=0.5, return_=0.25, tokens_per_second=1234.4)
         progress.line("saved")
     assert stream.getvalue().splitlines() == [
-        "warm-up 1/4",
+        "warm-up 1/4  loss 0.5000",
         "train 2/10  success 50.0%  return 0.250  1,234 tokens/s",
         "saved",
     ]
@@ -26,7 +25,7 @@ def test_time_left_follows_the_pace_and_a_phase_can_begin_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ticks = itertools.count(step=30)
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("gspo_env.progress.time.monotonic", lambda: float(next(ticks)))
     stream = io.StringIO()
     progress = Progress(stream)
     progress.update("train", 5, 9)  # a resumed run: steps 1 to 5 say nothing about the pace
@@ -66,7 +65,7 @@ def test_live_mode_keeps_lasting_lines_and_markup_like_text_intact() -> None:
     text = stream.getvalue()
     assert "train 1/2" in text
     assert "[bold]not markup[/bold]" in text
-    assert text.endswith("\x1b[?25h") or "\x1b[?25h" in text  # the cursor is visible again
+    assert "\x1b[?25h" in text  # the cursor is visible again
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _dress(axes: Axes, title: str) -> None:
     axes.set_ylim(0.0, 1.0)
     axes.margins(x=0.02)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color=_GRID)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_INK, labelsize=12, length=0)

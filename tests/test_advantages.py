@@ -1,0 +1,198 @@
+"""The estimators against advantages worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_env.advantages import (
+    ESTIMATORS,
+    AdvantageConfig,
+    estimate,
+    load_estimator,
+    outcome,
+    register_estimator,
+    returns_to_go,
+)
+from gspo_env.errors import ConfigError
+from gspo_env.types import Episode, Group, StopReason, Task, Turn
+
+TASK = Task(env_id="test", seed=0)
+FINITE = st.floats(-5, 5).map(lambda value: round(value, 2))
+
+
+def episode(*rewards: float, stop: StopReason = StopReason.TERMINATED, score: float = 0) -> Episode:
+    turns = tuple(
+        Turn(prompt_ids=(1,), action_ids=(2,), logprobs=(-1.0,), text="", observation="", reward=r)
+        for r in rewards
+    )
+    return Episode(
+        task=TASK,
+        turns=turns,
+        outcome=score,
+        stop_reason=stop,
+        terminated=stop is StopReason.TERMINATED,
+        truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
+    )
+
+
+def group(*episodes: Episode) -> Group:
+    return Group(task=TASK, episodes=episodes)
+
+
+@pytest.fixture
+def own_name() -> Iterator[str]:
+    yield "own"
+    ESTIMATORS.pop("own", None)
+
+
+def check(rows: Any, *expected: list[float]) -> None:
+    assert len(rows) == len(expected)
+    for row, values in zip(rows, expected, strict=True):
+        np.testing.assert_allclose(row, values, atol=1e-12)
+
+
+UNEQUAL = group(
+    episode(1, 2), episode(3), episode(0, 0, 0, stop=StopReason.MAX_TURNS), episode(6, 0)
+)
+
+
+def test_outcome_by_hand() -> None:
+    # returns 3, 3, 0, 6: mean 3, population variance 18 / 4
+    std = np.sqrt(4.5)
+    check(outcome(UNEQUAL), [0, 0], [0], [-3 / std] * 3, [3 / std] * 2)
+    check(outcome(UNEQUAL, scale="none", baseline="leave_one_out"), [0, 0], [0], [-4] * 3, [4] * 2)
+    check(outcome(UNEQUAL, ddof=1), [0, 0], [0], [-3 / 6**0.5] * 3, [3 / 6**0.5] * 2)
+
+
+def test_outcome_may_use_the_episodic_reward() -> None:
+    pair = group(episode(5, 5, score=1.0), episode(0, score=0.0))
+    check(outcome(pair, score="outcome"), [1, 1], [-1])
+
+
+def test_returns_to_go_by_hand() -> None:
+    # returns-to-go: [3, 2], [3], [0, 0, 0], [6, 0]; everything sums to 14 over 8 turns
+    rows = returns_to_go(UNEQUAL, scale="none")
+    # turn 3 is reached by one episode alone: its baseline is 14 / 5, over the others' five turns
+    check(rows, [0, 2], [0], [-4, -1, -14 / 5], [4, -1])
+    squares = (0 + 0 + 9 + 9) + (16 + 4 + 4) / 9 + (14 / 8) ** 2
+    scaled = returns_to_go(UNEQUAL)
+    np.testing.assert_allclose(scaled[0], np.array([0, 2]) / np.sqrt(squares / 8))
+
+
+def test_discount_by_hand() -> None:
+    three = group(episode(0, 4), episode(0, 0), episode(0, 0))
+    check(returns_to_go(three, gamma=0.5, scale="none"), [2, 4], [-1, -2], [-1, -2])
+
+
+def test_group_of_two_uses_the_pooled_mean() -> None:
+    rows = returns_to_go(group(episode(0, 1), episode(0, 0)), scale="none")
+    check(rows, [1, 1], [-1, -1])
+
+
+@pytest.mark.parametrize("function", [outcome, returns_to_go])
+def test_errors_and_nothing_to_compare_get_zeros(function: Any) -> None:
+    check(function(group(episode(1, 2))), [0, 0])
+    check(function(group(episode(1, 1), episode(1, 1), episode(1, 1))), [0, 0], [0, 0], [0, 0])
+    failed = episode(9, 9, stop=StopReason.ERROR)
+    rows = function(group(episode(1), failed, episode(0), episode()))
+    check([rows[1], rows[3]], [0, 0], [])
+    without = function(group(episode(1), episode(0)))
+    check([rows[0], rows[2]], list(without[0]), list(without[1]))
+
+
+rewards = st.lists(st.lists(FINITE, min_size=3, max_size=3), min_size=3, max_size=6)
+
+
+@given(rewards=rewards, shift=FINITE, gamma=st.sampled_from([0.5, 1.0]))
+def test_shift_of_all_rewards_changes_nothing(
+    rewards: list[list[float]], shift: float, gamma: float
+) -> None:
+    before = group(*(episode(*row) for row in rewards))
+    after = group(*(episode(*(r + shift for r in row)) for row in rewards))
+    for scale in ("std", "none"):
+        for a, b in zip(outcome(before, scale=scale), outcome(after, scale=scale), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-8)
+        left = returns_to_go(before, scale=scale, gamma=gamma)
+        right = returns_to_go(after, scale=scale, gamma=gamma)
+        for a, b in zip(left, right, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-8)
+
+
+@given(rewards=rewards, factor=st.floats(0.1, 10))
+def test_std_scaling_makes_the_unit_of_reward_irrelevant(
+    rewards: list[list[float]], factor: float
+) -> None:
+    before = group(*(episode(*row) for row in rewards))
+    after = group(*(episode(*(r * factor for r in row)) for row in rewards))
+    for function in (outcome, returns_to_go):
+        for a, b in zip(function(before), function(after), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_estimate_scales_over_the_batch_and_counts() -> None:
+    groups = [group(episode(2), episode(0)), group(episode(1), episode(1)), UNEQUAL]
+    config = AdvantageConfig(estimator="outcome", scale="batch")
+    rows, metrics = estimate(groups, config)
+    values = np.concatenate([v for row in rows for v in row])
+    centred = np.array([1, -1, 0, 0, 0, 0, 0, -3, -3, -3, 3, 3])
+    np.testing.assert_allclose(values, centred / centred.std())
+    assert metrics["rollout/zero_variance_groups"] == pytest.approx(1 / 3)
+    assert metrics["advantages/rms"] == pytest.approx(np.sqrt(np.mean(values**2)))
+    assert metrics["advantages/baseline_fallbacks"] == 0
+    _, metrics = estimate([UNEQUAL], AdvantageConfig())
+    assert metrics["advantages/baseline_fallbacks"] == 1
+
+
+def test_own_estimator_by_name_and_by_file(own_name: str, tmp_path: Path) -> None:
+    @register_estimator(own_name)
+    def own(group: Group, gamma: float) -> list[Any]:
+        return [np.full(len(e.turns), gamma) for e in group.episodes]
+
+    rows, _ = estimate([group(episode(1, 1))], AdvantageConfig(estimator=own_name, gamma=0.5))
+    check(rows[0], [0.5, 0.5])
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "def zeros(group):\n    return [[0.0] * len(e.turns) for e in group.episodes]\n"
+    )
+    check(load_estimator(f"{path}:zeros")(group(episode(1))), [0.0])
+    with pytest.raises(ConfigError, match="such as: zeros"):
+        load_estimator(f"{path}:zero")
+    assert load_estimator("gspo_env.advantages:outcome") is outcome
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "returned NoneType"),
+        ([], "returned 0 arrays"),
+        ([[1.0]], r"returned shape \(1,\) for episode 0"),
+        ([[1.0, np.nan]], "expected finite values"),
+        ([["a", "b"]], "expected numbers"),
+    ],
+)
+def test_wrong_result_names_the_estimator(own_name: str, result: Any, message: str) -> None:
+    register_estimator(own_name)(lambda group: result)
+    with pytest.raises(ConfigError, match=f"'own'.*{message}"):
+        estimate([group(episode(1, 1))], AdvantageConfig(estimator=own_name))
+
+
+def test_unknown_name_lists_near_matches() -> None:
+    with pytest.raises(ConfigError, match="returns_to_go"):
+        load_estimator("return_to_go")
+    with pytest.raises(ConfigError, match="no_such_module"):
+        load_estimator("no_such_module:f")
+
+
+@pytest.mark.parametrize(
+    "change", [{"gamma": 1.5}, {"scale": "x"}, {"baseline": "x"}, {"ddof": 2}, {"estimator": ""}]
+)
+def test_impossible_setting_is_named(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(change))} is "):
+        AdvantageConfig(**change)

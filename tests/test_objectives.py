@@ -1,0 +1,280 @@
+"""The objectives against numbers made elsewhere, the equations, and their invariances."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gspo_env import reference
+from gspo_env.errors import BatchError
+from gspo_env.objectives import importance_weights, packed_policy_loss, policy_loss
+
+CASES = json.loads((Path(__file__).parent / "data" / "objective_cases.json").read_text())
+LEVELS = ["sequence", "turn", "token"]
+seeds = st.integers(0, 2**32 - 1)
+
+
+def batch(seed: int, rows: int = 4, length: int = 12, spread: float = 4e-3) -> dict[str, Tensor]:
+    rng = np.random.default_rng(seed)
+    mask = rng.random((rows, length)) < 0.6
+    mask[:, 0] = True
+    turns = np.sort(rng.integers(0, 3, (rows, length)), axis=1)
+    old = -rng.exponential(1.0, (rows, length))
+    return {
+        "logprobs": torch.tensor(old + spread * rng.standard_normal((rows, length))),
+        "old_logprobs": torch.tensor(old),
+        "advantages": torch.tensor(rng.standard_normal((rows, length))),
+        "mask": torch.tensor(mask),
+        "turn_ids": torch.tensor(np.where(mask, turns, -1)),
+    }
+
+
+def evaluate(inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    arguments: dict[str, Any] = {**inputs, "logprobs": logprobs, **options}
+    output = policy_loss(**arguments)
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    return output, gradient
+
+
+def as_numpy(inputs: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: tensor.numpy() for name, tensor in inputs.items()}
+
+
+def assert_like_reference(inputs: dict[str, Tensor], **options: Any) -> None:
+    output, gradient = evaluate(inputs, **options)
+    expected = reference.policy_loss(**as_numpy(inputs), **options)
+    np.testing.assert_allclose(output.loss.item(), expected.loss, atol=1e-12)
+    np.testing.assert_allclose(gradient, expected.gradient, atol=1e-12)
+    np.testing.assert_allclose(output.kl, expected.kl, atol=1e-12)
+    np.testing.assert_array_equal(output.clipped, expected.clipped)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_independent_case(case: dict[str, Any]) -> None:
+    names = ("logprobs", "old_logprobs", "advantages", "mask", "turn_ids")
+    kinds = {"mask": torch.bool, "turn_ids": torch.int64}
+    inputs = {n: torch.tensor(case[n], dtype=kinds.get(n, torch.float64)) for n in names}
+    options = {n: case[n] for n in ("ratio_level", "clip_low", "clip_high")}
+    output, gradient = evaluate(inputs, **options)
+    assert output.loss.dtype == torch.float64
+    np.testing.assert_allclose(output.loss.item(), case["loss"], atol=1e-9, rtol=0)
+    np.testing.assert_allclose(gradient, case["gradient"], atol=1e-9, rtol=0)
+    np.testing.assert_allclose(output.ratio, case["ratio"], atol=1e-9, rtol=0)
+    fraction = output.clipped.sum() / inputs["mask"].sum()
+    assert fraction.item() == pytest.approx(case["clipped_fraction"], abs=1e-6)
+
+
+def test_uniform_advantages_agree_with_gspo() -> None:
+    inputs = batch(0)
+    inputs["advantages"] = torch.tensor([1.0, -1.0, 0.5, -2.0], dtype=torch.float64)
+    output, gradient = evaluate(inputs)
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    length_B = inputs["mask"].sum(1)
+    log_ratio = torch.where(inputs["mask"], logprobs - inputs["old_logprobs"], 0.0)
+    s_B = (log_ratio.sum(1) / length_B).exp()
+    a_B = inputs["advantages"]
+    loss = -torch.minimum(s_B * a_B, s_B.clamp(1 - 3e-4, 1 + 4e-4) * a_B).mean()
+    (through_mean,) = torch.autograd.grad(loss, logprobs)
+    assert output.clipped.any()
+    torch.testing.assert_close(output.loss, loss, atol=1e-12, rtol=0)
+    torch.testing.assert_close(gradient, through_mean, atol=1e-12, rtol=0)
+
+
+def test_token_advantages_keep_their_own_gradient() -> None:
+    inputs = batch(1, rows=1, length=5, spread=0.0)
+    inputs["mask"][:] = True
+    inputs["advantages"] = torch.tensor([[1.0, 1.0, -1.0, -1.0, 2.0]], dtype=torch.float64)
+    output, gradient = evaluate({k: v for k, v in inputs.items() if k != "turn_ids"})
+    torch.testing.assert_close(gradient, -inputs["advantages"] / 5, atol=1e-15, rtol=0)
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    s = (logprobs - inputs["old_logprobs"]).mean().exp()
+    loss = -(s * inputs["advantages"]).mean()
+    (through_mean,) = torch.autograd.grad(loss, logprobs)
+    torch.testing.assert_close(output.loss, loss)
+    torch.testing.assert_close(through_mean, torch.full((1, 5), -0.4 / 5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn"])
+def test_finite_differences_match_equation_17(level: str) -> None:
+    inputs = batch(2, rows=2, length=6)
+    options = {"ratio_level": level, "clip_low": 0.5, "clip_high": 0.5}
+    output, gradient = evaluate(inputs, **options)
+    base, mask = inputs["logprobs"], inputs["mask"]
+
+    def literal(logprobs: Tensor) -> Tensor:
+        # eq. 14 with the stop-gradient parts frozen at the base point
+        carrier = output.ratio * (logprobs - base).exp()
+        means: Tensor = (carrier * inputs["advantages"] * mask).sum(1) / mask.sum(1)
+        return -means.mean()
+
+    for index in np.ndindex(*base.shape):
+        step = torch.zeros_like(base)
+        step[index] = 1e-5
+        slope = (literal(base + step) - literal(base - step)) / 2e-5
+        assert gradient[index].item() == pytest.approx(slope.item(), abs=1e-9)
+
+
+def test_one_turn_makes_turn_and_sequence_ratio_equal() -> None:
+    inputs = batch(3)
+    inputs["turn_ids"] = torch.where(inputs["mask"], 0, -1)
+    for a, b in zip(
+        evaluate(inputs, ratio_level="turn"), evaluate(inputs, ratio_level="sequence"), strict=True
+    ):
+        left, right = (a, b) if isinstance(a, Tensor) else (a.ratio, b.ratio)
+        torch.testing.assert_close(left, right, atol=1e-15, rtol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_on_policy_gradient_is_exact(level: str) -> None:
+    inputs = batch(4, spread=0.0)
+    _, gradient = evaluate(inputs, ratio_level=level)
+    mask = inputs["mask"]
+    expected = torch.where(mask, -inputs["advantages"] / mask.sum(1, keepdim=True) / len(mask), 0)
+    torch.testing.assert_close(gradient, expected, atol=1e-16, rtol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "blocked"),
+    [
+        (1.3, 1.0, True),
+        (1.1, 1.0, False),
+        (0.9, 1.0, False),
+        (0.7, 1.0, False),
+        (1.3, -1.0, False),
+        (1.1, -1.0, False),
+        (0.9, -1.0, False),
+        (0.7, -1.0, True),
+    ],
+)
+def test_clip_table(level: str, ratio: float, advantage: float, blocked: bool) -> None:
+    inputs = {
+        "logprobs": torch.full((1, 1), np.log(ratio), dtype=torch.float64),
+        "old_logprobs": torch.zeros(1, 1, dtype=torch.float64),
+        "advantages": torch.full((1,), advantage, dtype=torch.float64),
+        "mask": torch.ones(1, 1, dtype=torch.bool),
+        "turn_ids": torch.zeros(1, 1, dtype=torch.int64),
+    }
+    output, gradient = evaluate(inputs, ratio_level=level, clip_low=0.2, clip_high=0.2)
+    assert output.clipped.item() is blocked
+    assert gradient.item() == pytest.approx(0.0 if blocked else -ratio * advantage)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, padding=st.integers(0, 7))
+def test_padding_and_masked_content_change_nothing(level: str, seed: int, padding: int) -> None:
+    inputs = batch(seed)
+    output, gradient = evaluate(inputs, ratio_level=level)
+    padded = {}
+    for name, tensor in inputs.items():
+        fill = {"mask": 0, "turn_ids": -1}.get(name, np.nan)
+        extra = torch.full((len(tensor), padding), fill, dtype=tensor.dtype)
+        if tensor.is_floating_point():
+            tensor = torch.where(inputs["mask"], tensor, torch.nan)
+        padded[name] = torch.cat([tensor, extra], dim=1)
+    again, padded_gradient = evaluate(padded, ratio_level=level)
+    assert torch.equal(again.loss, output.loss)
+    assert torch.equal(padded_gradient[:, : gradient.shape[1]], gradient)
+    assert not padded_gradient[:, gradient.shape[1] :].any()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=20, deadline=None)
+@given(seed=seeds, cut=st.integers(1, 3))
+def test_permutation_and_microbatches_change_nothing(level: str, seed: int, cut: int) -> None:
+    inputs = batch(seed)
+    output, gradient = evaluate(inputs, ratio_level=level)
+    order = torch.tensor(np.random.default_rng(seed).permutation(4))
+    shuffled, moved = evaluate({k: v[order] for k, v in inputs.items()}, ratio_level=level)
+    torch.testing.assert_close(shuffled.loss, output.loss, atol=1e-12, rtol=0)
+    torch.testing.assert_close(moved, gradient[order], atol=1e-12, rtol=0)
+    total = torch.zeros((), dtype=torch.float64)
+    for rows in (slice(0, cut), slice(cut, 4)):
+        part = {k: v[rows] for k, v in inputs.items()}
+        mask = part["mask"]
+        total += packed_policy_loss(
+            part["logprobs"][mask],
+            part["old_logprobs"][mask],
+            part["advantages"][mask],
+            mask.nonzero()[:, 0],
+            num_sequences=len(mask),
+            ratio_level=level,  # type: ignore[arg-type]
+            turn_ids_N=part["turn_ids"][mask],
+            normaliser=4,
+        ).loss
+    torch.testing.assert_close(total, output.loss, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dual_clip_kl_and_weights_match_the_reference(level: str) -> None:
+    inputs = batch(5, spread=0.6)
+    inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
+    inputs["importance_weights"] = torch.rand(4, 12, dtype=torch.float64)
+    assert_like_reference(inputs, ratio_level=level, clip_low=0.2, clip_high=0.2)
+    options = {"dual_clip": 1.3, "kl_coef": 0.3, "clip_low": 0.2, "clip_high": 0.2}
+    assert_like_reference(inputs, ratio_level=level, **options)
+
+
+def test_empty_sequences_are_dropped() -> None:
+    inputs = batch(6)
+    whole, _ = evaluate({k: v[:3] for k, v in inputs.items()})
+    inputs["mask"][3] = False
+    output, gradient = evaluate(inputs)
+    torch.testing.assert_close(output.loss, whole.loss)
+    assert not gradient[3].any()
+    inputs["mask"][:] = False
+    nothing, zero = evaluate(inputs, ratio_level="turn")
+    assert nothing.loss == 0
+    assert not zero.any()
+
+
+def test_half_precision_is_computed_in_float32_and_extremes_stay_finite() -> None:
+    inputs = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch(7).items()}
+    assert policy_loss(**inputs).ratio.dtype == torch.float32  # type: ignore[arg-type]
+    far = batch(8, spread=500.0)
+    output, gradient = evaluate(far, ratio_level="token")
+    assert output.loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+def test_importance_weights() -> None:
+    old = torch.tensor([0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    engine = torch.tensor([-2.0, 0.5, -1.0, -1.0], dtype=torch.float64)
+    ids = torch.tensor([0, 0, 1, 1])
+    truncated = importance_weights(old, engine, ids, kind="truncated")
+    np.testing.assert_allclose(truncated, reference.truncated_importance_weights(old, engine))
+    # geometric means exp(0.75) = 2.117 and exp(1) = 2.718
+    assert importance_weights(old, engine, ids, kind="mask", cap=2.5).tolist() == [1, 1, 0, 0]
+    assert importance_weights(old, engine, ids, kind="none").tolist() == [1, 1, 1, 1]
+    with pytest.raises(BatchError, match="kind is 'other'"):
+        importance_weights(old, engine, ids, kind="other")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ratio_level": "episode"}, "ratio_level is 'episode'"),
+        ({"ratio_level": "turn", "turn_ids": None}, "without turn_ids"),
+        ({"mask": torch.ones(4, 12)}, "mask has dtype"),
+        ({"clip_low": 1.0}, "clip_low is 1.0"),
+        ({"clip_high": -0.1}, "clip_high is -0.1"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0"),
+        ({"kl_coef": 0.1}, "without reference_logprobs"),
+        ({"old_logprobs": torch.zeros(4, 3)}, r"old_logprobs has shape \(4, 3\)"),
+        ({"advantages": torch.zeros(3)}, r"advantages has shape \(3,\)"),
+        ({"ratio_level": "turn", "turn_ids": torch.full((4, 12), -1)}, "turn_ids_N spans -1"),
+    ],
+)
+def test_impossible_input_is_named(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        policy_loss(**{**batch(9), **change})

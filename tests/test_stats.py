@@ -1,0 +1,54 @@
+"""Intervals and pass rates against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from gspo_env.errors import ConfigError
+from gspo_env.stats import pass_at_k, pass_hat_k, success_interval
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    z, p = 1.959963984540054, successes / trials
+    centre = (p + z**2 / (2 * trials)) / (1 + z**2 / trials)
+    half = z / (1 + z**2 / trials) * np.sqrt(p * (1 - p) / trials + z**2 / (4 * trials**2))
+    return centre - half, centre + half
+
+
+def test_one_sample_a_task_gives_wilson() -> None:
+    assert success_interval([[1]] * 7 + [[0]] * 3) == pytest.approx(wilson(7, 10))
+
+
+def test_same_rate_everywhere_keeps_a_width() -> None:
+    assert success_interval([[1, 1]] * 10) == pytest.approx(wilson(10, 10))
+    assert success_interval([[1, 0, 0, 0]]) == pytest.approx(wilson(1, 4))
+
+
+def test_bootstrap_draws_tasks_not_samples() -> None:
+    clustered = [[1] * 8] * 10 + [[0] * 8] * 10
+    low, high = success_interval(clustered)
+    assert low < 0.5 < high
+    # 20 tasks decide the width, not 160 samples
+    assert high - low > 2 * (wilson(80, 160)[1] - wilson(80, 160)[0])
+    assert (low, high) == success_interval(clustered)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (5, 0, 2), (5, 5, 5), (6, 3, 4)])
+def test_pass_rates_equal_enumeration(n: int, c: int, k: int) -> None:
+    draws = list(combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+    assert pass_hat_k(n, c, k) == pytest.approx(sum(map(all, draws)) / len(draws))
+
+
+def test_impossible_counts_are_named() -> None:
+    with pytest.raises(ConfigError, match="c is 6"):
+        pass_at_k(5, 6, 1)
+    with pytest.raises(ConfigError, match="k is 6"):
+        pass_hat_k(5, 1, 6)
+    with pytest.raises(ConfigError, match="empty row"):
+        success_interval([[1], []])
+    with pytest.raises(ConfigError, match="0 or 1"):
+        success_interval([[0.5]])
