@@ -1,8 +1,9 @@
 """Attention over ragged token rows: one attention function for the engine and the learner.
 
-Both feed a model one row of tokens (1, T) that belong to many sequences. Linear layers do not care; attention does, so it
-is handed a `Ragged` that knows which tokens see which. Registering it with `transformers` makes it work for every model
-that uses the library's attention interface, and no T x T mask is ever built.
+Both feed a model one row of tokens (1, T) that belong to many sequences. Linear layers do not care;
+attention does, so it is handed a `Ragged` that knows which tokens see which. Registering it with
+`transformers` makes it work for every model that uses the library's attention interface, and no T x
+T mask is ever built.
 """
 
 from __future__ import annotations
@@ -20,14 +21,21 @@ from gspo_env.errors import ModelError
 
 RAGGED = "gspo_ragged"
 _WASTE = 1.25
-"""A bucket's longest sequence over its shortest: beyond it a new bucket costs less than its padding."""
+"""A bucket's longest sequence over its shortest: beyond it a new bucket costs less than its
+padding."""
 
 
 class Ragged(Protocol):
     """Knows which tokens of a row attend to which."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         """Attention of a row; query (T, H, D), key and value (T, Hkv, D); returns (T, H, D)."""
         ...
@@ -68,7 +76,9 @@ def use_ragged_attention(model: Any) -> None:
             f"{type(model).__name__} cannot take a custom attention function: {error}"
         ) from error
     if model.config._attn_implementation != RAGGED:
-        raise ModelError(f"{type(model).__name__} does not use the attention interface of transformers")
+        raise ModelError(
+            f"{type(model).__name__} does not use the attention interface of transformers"
+        )
 
 
 def sdpa(
@@ -84,8 +94,8 @@ def sdpa(
 class PackedAttention:
     """Causal attention within each sequence of a packed row.
 
-    Sequences of like length form a bucket and are padded on the right for attention only: a causal query never sees
-    what stands to its right, so no mask is needed.
+    Sequences of like length form a bucket and are padded on the right for attention only: a causal
+    query never sees what stands to its right, so no mask is needed.
 
         lengths [3, 2]:  row a0 a1 a2 b0 b1  ->  bucket [[a0 a1 a2], [b0 b1 --]]  ->  row
     """
@@ -112,7 +122,13 @@ class PackedAttention:
         self._restore = torch.from_numpy(restore).to(device)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         """See `Ragged.attend`."""
         outputs = []

@@ -1,12 +1,13 @@
 """Messages to tokens: the token-exact transcript.
 
-A chat template is rendered once with markers in place of the messages. What stands between the markers is glue, and
-the glue's control tokens become ids directly; everything else is encoded with a tokenizer that knows no added token, so
-no environment text can ever become one. What the policy sampled is never decoded and tokenised again: turn k+1 is
-turn k, the ids sampled in turn k, then the ids of the new environment text.
+A chat template is rendered once with markers in place of the messages. What stands between the
+markers is glue, and the glue's control tokens become ids directly; everything else is encoded with
+a tokenizer that knows no added token, so no environment text can ever become one. What the policy
+sampled is never decoded and tokenised again: turn k+1 is turn k, the ids sampled in turn k, then
+the ids of the new environment text.
 
-    <|im_start|> system\\n SYSTEM <|im_end|> \\n <|im_start|> user\\n OBSERVATION <|im_end|> \\n <|im_start|> assistant\\n
-    └── id ────┘ └── one text ──┘└── id ──┘
+    <|im_start|> system\\n SYSTEM <|im_end|> \\n <|im_start|> user\\n OBSERVATION <|im_end|> \\n
+    <|im_start|> assistant\\n └── id ────┘ └── one text ──┘└── id ──┘
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class ChatTokenizer:
     """Turns observations into token ids that extend a transcript, and sampled ids into text.
 
     Raises:
-        ChatTemplateError: The tokenizer has no chat template, or its template cannot be extended turn by turn.
+        ChatTemplateError: The tokenizer has no chat template, or its template cannot be extended
+        turn by turn.
     """
 
     def __init__(self, tokenizer: Any, *, history: Literal["keep", "refuse"] = "keep") -> None:
@@ -67,7 +69,9 @@ class ChatTokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end an action: the template's end of turn and the tokenizer's end of sequence."""
+        """The ids that end an action: the template's end of turn and the tokenizer's end of
+        sequence.
+        """
         ids = {self.end_of_turn, self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(i for i in ids if i is not None))
 
@@ -77,9 +81,9 @@ class ChatTokenizer:
         """The ids of a whole first prompt.
 
         Args:
-            observation: What `reset` returned.
-            system_prompt: The environment's standing instructions.
-            tools: Tools with a `schema`; a template that ignores tools gets them in the system prompt.
+            observation: What `reset` returned. system_prompt: The environment's standing
+            instructions. tools: Tools with a `schema`; a template that ignores tools gets them in
+            the system prompt.
         """
         schemas = [tool.schema for tool in tools]
         if schemas and not self._shows_tools(schemas):
@@ -146,7 +150,9 @@ class ChatTokenizer:
         return self._prompts[key]
 
     def _tail(self, role: str) -> list[Part]:
-        """What the template puts after an action: its end, the next message, the next action's start."""
+        """What the template puts after an action: its end, the next message, the next action's
+        start.
+        """
         messages = [
             {"role": "user", "content": _FIRST},
             {"role": "assistant", "content": _ACTION},

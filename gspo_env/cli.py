@@ -142,7 +142,8 @@ def _pairs(arguments: list[str], name: str) -> tuple[dict[str, Any], list[str]]:
         return {}, arguments
     place = arguments.index(name)
     end = next(
-        (n for n in range(place + 1, len(arguments)) if arguments[n].startswith("--")), len(arguments)
+        (n for n in range(place + 1, len(arguments)) if arguments[n].startswith("--")),
+        len(arguments),
     )
     values: dict[str, Any] = {}
     for pair in arguments[place + 1 : end]:
@@ -169,7 +170,9 @@ def _print_scores(groups: list[Group]) -> None:
     low, high = success_interval(wins)
     size = len(wins[0])
     rate = sum(map(sum, wins)) / len(episodes)
-    print(f"success  {rate:.1%}  (95 % interval {low:.1%} to {high:.1%}; {len(wins)} tasks x {size})")
+    print(
+        f"success  {rate:.1%}  (95 % interval {low:.1%} to {high:.1%}; {len(wins)} tasks x {size})"
+    )
     print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):.3f}")
     print(f"turns    {sum(len(e.turns) for e in episodes) / len(episodes):.2f}")
     for k in sorted({1, size} | {2**n for n in range(1, 10) if 2**n <= size}):

@@ -1,4 +1,6 @@
-"""One tree of frozen, validated settings: Python, TOML files and command-line flags hold the same fields."""
+"""One tree of frozen, validated settings: Python, TOML files and command-line flags hold the
+same fields.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,12 @@ class Config:
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
-        for name, least in (("steps", 0), ("tasks_per_step", 1), ("eval_every", 0), ("eval_tasks", 1)):
+        for name, least in (
+            ("steps", 0),
+            ("tasks_per_step", 1),
+            ("eval_every", 0),
+            ("eval_tasks", 1),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
         if self.seed < 0:

@@ -57,7 +57,9 @@ def _vision() -> Finding:
     mixed = [
         name
         for name in ("torchvision", "torchaudio", "torchcodec")
-        if _version(name) is not None and torch.version.cuda is None and "+cpu" not in str(_version(name))
+        if _version(name) is not None
+        and torch.version.cuda is None
+        and "+cpu" not in str(_version(name))
     ]
     if not mixed:
         return Finding(name="torch companions", ok=True, text="none that clashes with torch")
@@ -95,4 +97,6 @@ def _model(name: str) -> Finding:
         ChatTokenizer(tokenizer)
     except GspoEnvError as error:
         return Finding(name="model", ok=False, text=str(error))
-    return Finding(name="model", ok=True, text=f"{model.num_parameters():,} parameters, chat template")
+    return Finding(
+        name="model", ok=True, text=f"{model.num_parameters():,} parameters, chat template"
+    )

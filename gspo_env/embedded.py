@@ -1,7 +1,7 @@
 """The embedded default: a tiny model and tokenizer made on the spot, warmed up on imperfect demonstrations.
 
-It is small enough to learn in minutes on a laptop and real enough to exercise everything: a Qwen3 architecture, a ChatML
-template, and a tokenizer with one token a word (bytes for all other text).
+It is small enough to learn in minutes on a laptop and real enough to exercise everything: a Qwen3
+architecture, a ChatML template, and a tokenizer with one token a word (bytes for all other text).
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def build_tokenizer(texts: Sequence[str], frames: Sequence[str] = ()) -> PreTrai
     return tokenizer
 
 
-def build_model(config: EmbeddedConfig, vocabulary: int, eos_id: int, seed: int) -> Qwen3ForCausalLM:
+def build_model(
+    config: EmbeddedConfig, vocabulary: int, eos_id: int, seed: int
+) -> Qwen3ForCausalLM:
     """A tiny Qwen3 with random weights that the seed decides."""
     shape = Qwen3Config(
         vocab_size=vocabulary,
@@ -152,8 +154,8 @@ def build(
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Demonstration]]:
     """The tiny model and tokenizer for an environment, and the demonstrations to imitate.
 
-    An environment without `expert_action` gives none: its tokenizer knows only the words of its first observations,
-    and the model starts from random weights.
+    An environment without `expert_action` gives none: its tokenizer knows only the words of its
+    first observations, and the model starts from random weights.
     """
     tasks = [
         Task(env_id=env_id, seed=derive_seed("demonstration", seed, n) % 10**9)

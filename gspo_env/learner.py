@@ -32,7 +32,8 @@ class ObjectiveConfig:
     clip_high: float = 4e-4
     """The ratio's upper bound is 1 + clip_high. The paper's setting; GRPO uses 0.27."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """Whose log-probabilities are pi_old. The engine's save a pass, but a mismatch counts as a ratio."""
+    """Whose log-probabilities are pi_old. The engine's save a pass, but a mismatch counts as a
+    ratio."""
     correction: Literal["none", "truncated", "mask"] = "none"
     """Weight for the train/inference mismatch; only with the trainer's pi_old."""
     correction_cap: float = 2.0
@@ -122,14 +123,20 @@ class Learner:
         return self.accelerator.unwrap_model(self.model)
 
     def update(self, samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
-        """Takes one optimiser step for each minibatch of the samples; returns the step's metrics."""
+        """Takes one optimiser step for each minibatch of the samples; returns the step's
+        metrics.
+        """
         started = time.perf_counter()
         log = _Log()
         chunks = self._minibatches(samples, seed)
         recompute = len(chunks) > 1 and self.objective.old_logprobs == "trainer"
         batches = [[self._pack(row) for row in self._rows(chunk)] for chunk in chunks]
-        # Before the first step pi_old is the policy itself: its own detached log-probabilities serve.
-        old = [[self.logprobs(b) if recompute and n else None for b in row] for n, row in enumerate(batches)]
+        # Before the first step pi_old is the policy itself: its own detached log-probabilities
+        # serve.
+        old = [
+            [self.logprobs(b) if recompute and n else None for b in row]
+            for n, row in enumerate(batches)
+        ]
         for chunk, rows, olds in zip(chunks, batches, old, strict=True):
             for batch, old_N in zip(rows, olds, strict=True):
                 self._accumulate(batch, old_N, len(chunk), log)
@@ -208,7 +215,12 @@ class Learner:
         )
 
     def _record(
-        self, batch: PackedBatch, output: ObjectiveOutput, old_N: Tensor, entropy_N: Tensor, log: _Log
+        self,
+        batch: PackedBatch,
+        output: ObjectiveOutput,
+        old_N: Tensor,
+        entropy_N: Tensor,
+        log: _Log,
     ) -> None:
         count = len(batch.target_N)
         log.add("train/loss", float(output.loss.detach()), None)
@@ -222,7 +234,9 @@ class Learner:
         log.extreme("rollout/logprob_diff_max", float(difference_N.max()), max)
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (N,) with gradient and entropies (N,) without, at the sampling temperature."""
+        """Log-probabilities (N,) with gradient and entropies (N,) without, at the sampling
+        temperature.
+        """
         self.model.train()
         output = self.model(
             input_ids=batch.input_ids_T[None],

@@ -57,7 +57,10 @@ class Loop:
         return self.history
 
     def _tasks(self, step: int) -> list[Task]:
-        seeds = (derive_seed("task", self.config.seed, step, p) for p in range(self.config.tasks_per_step))
+        seeds = (
+            derive_seed("task", self.config.seed, step, p)
+            for p in range(self.config.tasks_per_step)
+        )
         return [Task(env_id=self.env_id, seed=seed % HELD_OUT) for seed in seeds]
 
     def _samples(

@@ -88,7 +88,9 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
 
 
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Splits samples, longest first, into rows of at most `max_tokens` (a longer one goes alone)."""
+    """Splits samples, longest first, into rows of at most `max_tokens` (a longer one goes
+    alone).
+    """
     rows: list[list[Sample]] = [[]]
     used = 0
     for sample in sorted(samples, key=lambda s: -len(s.token_ids)):

@@ -74,8 +74,8 @@ def derive_seed(*parts: int | str) -> int:
 class EnvPool:
     """Environments that are made once and reset for every episode.
 
-    Calls that turn out to wait (sleep, network, a subprocess) move to threads; quick ones stay on the event loop, where
-    they cost nothing and run in the same order every time.
+    Calls that turn out to wait (sleep, network, a subprocess) move to threads; quick ones stay on
+    the event loop, where they cost nothing and run in the same order every time.
     """
 
     make: Callable[[], TextEnvironment]
@@ -339,7 +339,9 @@ class _EnvironmentFailed(Exception):
 
 def _instructions(env: TextEnvironment) -> tuple[str | None, Sequence[Any]]:
     """The system prompt and the tools of an environment, through its wrappers."""
-    system = env.get_wrapper_attr("system_prompt") if env.has_wrapper_attr("system_prompt") else None
+    system = (
+        env.get_wrapper_attr("system_prompt") if env.has_wrapper_attr("system_prompt") else None
+    )
     tools = env.get_wrapper_attr("tools") if env.has_wrapper_attr("tools") else ()
     return system, tools
 

@@ -99,7 +99,9 @@ class Episode:
     @property
     def token_ids(self) -> IntArray:
         """Every token of the episode in order, shape (T,)."""
-        ids = [i for turn in self.turns for part in (turn.prompt_ids, turn.action_ids) for i in part]
+        ids = [
+            i for turn in self.turns for part in (turn.prompt_ids, turn.action_ids) for i in part
+        ]
         return np.array(ids, dtype=np.int64)
 
     @property

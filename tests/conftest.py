@@ -17,7 +17,9 @@ WORDS = [
 @pytest.fixture(scope="session")
 def tokenizer():
     """A word tokenizer with a ChatML template."""
-    return build_tokenizer(WORDS, ['<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>'])
+    return build_tokenizer(
+        WORDS, ['<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>']
+    )
 
 
 @pytest.fixture(scope="session")

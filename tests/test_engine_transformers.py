@@ -40,7 +40,9 @@ async def converse(engine, rng, turns, session, temperature=1.0, seed=0):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_a_plain_forward_pass_over_all_rows_of_many_ragged_episodes(model, temperature):
+def test_logprobs_equal_a_plain_forward_pass_over_all_rows_of_many_ragged_episodes(
+    model, temperature
+):
     engine = TransformersEngine(model, max_slots=5, max_context=400, max_step_tokens=37)
 
     async def play():
@@ -96,7 +98,9 @@ def test_a_request_samples_the_same_alone_and_in_a_crowd(model):
     async def crowd():
         engine = TransformersEngine(model, max_slots=4, max_context=200)
         rng = random.Random(0)
-        others = [converse(engine, random.Random(n), 3, f"o{n}", seed=rng.randrange(99)) for n in range(6)]
+        others = [
+            converse(engine, random.Random(n), 3, f"o{n}", seed=rng.randrange(99)) for n in range(6)
+        ]
         mine = engine.generate([5, 6, 7], Sampling(max_tokens=12, seed=3), "x")
         return (await asyncio.gather(*others, mine))[-1]
 
@@ -158,4 +162,6 @@ def test_sampling_follows_the_distribution(model):
     plain.set_attn_implementation("sdpa")
     with torch.no_grad():
         expected = plain(torch.tensor([[3, 4]])).logits[0, -1].softmax(-1)
-    assert (counts / 4000 - expected).abs().sum() < 3 * (expected * (1 - expected) / 4000).sqrt().sum()
+    assert (counts / 4000 - expected).abs().sum() < 3 * (
+        expected * (1 - expected) / 4000
+    ).sqrt().sum()

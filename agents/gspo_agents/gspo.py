@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gymnasium
-
 from gspo_env.chat import ChatTokenizer
 from gspo_env.checkpoint import load_model, make_output, save_model
 from gspo_env.config import Config, flatten, to_toml

@@ -1,8 +1,9 @@
 """The embedded engine: continuous batching over the learner's own weights.
 
-Every session (an episode) owns a slot of the key-value cache that lives across its turns, so a new turn feeds only what is
-new. One step feeds one ragged row: a single token for each sequence that decodes, the new prompt for each that starts a
-turn. Whoever finishes leaves at once. Prompts that a running sequence already holds are forked, not computed again.
+Every session (an episode) owns a slot of the key-value cache that lives across its turns, so a new
+turn feeds only what is new. One step feeds one ragged row: a single token for each sequence that
+decodes, the new prompt for each that starts a turn. Whoever finishes leaves at once. Prompts that a
+running sequence already holds are forked, not computed again.
 """
 
 from __future__ import annotations
@@ -274,9 +275,8 @@ def sample(
     """One id a row by inverse transform sampling, and its log-probability.
 
     Args:
-        logits: (B, V).
-        temperatures: (B,); 0 takes the most likely id and gives its log-probability at temperature 1.
-        draws: (B,) uniform numbers in [0, 1).
+        logits: (B, V). temperatures: (B,); 0 takes the most likely id and gives its log-probability
+        at temperature 1. draws: (B,) uniform numbers in [0, 1).
     """
     scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
@@ -361,7 +361,9 @@ class _Cache:
 class _Plan:
     """One step's `Ragged`: where each fed token is written and what it sees."""
 
-    def __init__(self, cache: _Cache, slots: list[int], starts: list[int], sizes: list[int]) -> None:
+    def __init__(
+        self, cache: _Cache, slots: list[int], starts: list[int], sizes: list[int]
+    ) -> None:
         self._cache = cache
         device = cache._device
         slot_B, start_B, size_B = (np.array(x, dtype=np.int64) for x in (slots, starts, sizes))
@@ -384,7 +386,13 @@ class _Plan:
         self._restore = torch.from_numpy(restore).to(device) if len(self._groups) > 1 else None
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
         """See `Ragged.attend`."""
         keys, values = self._cache.layer(layer, key)
