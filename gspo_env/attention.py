@@ -57,9 +57,9 @@ def _ragged_attention(
             "this model runs on packed rows inside gspo_env: call "
             "`model.set_attn_implementation('sdpa')` before using it elsewhere"
         )
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ragged.attend(module.layer_idx, *rows, scale, sliding_window)[None], None
+    return ragged.attend(module.layer_idx, q, k, v, scale, sliding_window)[None], None
 
 
 def use_ragged_attention(model: Any) -> None:

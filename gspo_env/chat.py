@@ -6,8 +6,8 @@ a tokenizer that knows no added token, so no environment text can ever become on
 sampled is never decoded and tokenised again: turn k+1 is turn k, the ids sampled in turn k, then
 the ids of the new environment text.
 
-    <|im_start|> system\\n SYSTEM <|im_end|> \\n <|im_start|> user\\n OBSERVATION <|im_end|> \\n
-    <|im_start|> assistant\\n └── id ────┘ └── one text ──┘└── id ──┘
+    <|im_start|> system / SYSTEM <|im_end|> / <|im_start|> user / OBSERVATION <|im_end|> /
+    └── id ────┘ └── one text ──┘└── id ──┘   └── id ────┘ └─── one text ───┘└── id ──┘
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class ChatTokenizer:
     """Turns observations into token ids that extend a transcript, and sampled ids into text.
 
     Raises:
-        ChatTemplateError: The tokenizer has no chat template, or its template cannot be extended
-        turn by turn.
+        ChatTemplateError: The tokenizer has no chat template, or its template cannot be
+            extended turn by turn.
     """
 
     def __init__(self, tokenizer: Any, *, history: Literal["keep", "refuse"] = "keep") -> None:
@@ -52,7 +52,7 @@ class ChatTokenizer:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ChatTemplateError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer: save it in tokenizer.json form"
+                f"{type(tokenizer).__name__} is not a fast tokenizer: save it as tokenizer.json"
             )
         self._backend = backend
         self._added = {
@@ -69,9 +69,7 @@ class ChatTokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The ids that end an action: the template's end of turn and the tokenizer's end of
-        sequence.
-        """
+        """The ids that end an action: the template's end of turn, the end of sequence."""
         ids = {self.end_of_turn, self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(i for i in ids if i is not None))
 
@@ -81,9 +79,9 @@ class ChatTokenizer:
         """The ids of a whole first prompt.
 
         Args:
-            observation: What `reset` returned. system_prompt: The environment's standing
-            instructions. tools: Tools with a `schema`; a template that ignores tools gets them in
-            the system prompt.
+            observation: What `reset` returned.
+            system_prompt: The environment's standing instructions.
+            tools: Tools with a `schema`; the system prompt lists them where the template does not.
         """
         schemas = [tool.schema for tool in tools]
         if schemas and not self._shows_tools(schemas):
@@ -150,9 +148,7 @@ class ChatTokenizer:
         return self._prompts[key]
 
     def _tail(self, role: str) -> list[Part]:
-        """What the template puts after an action: its end, the next message, the next action's
-        start.
-        """
+        """What follows an action: its end, the next message, the next action's start."""
         messages = [
             {"role": "user", "content": _FIRST},
             {"role": "assistant", "content": _ACTION},
@@ -185,7 +181,7 @@ class ChatTokenizer:
         if history == "refuse":
             raise ChatTemplateError(f"the chat template rewrites history: {reason}")
         logger.warning(
-            "The chat template rewrites history (%s); transcripts keep every turn as it was sampled. "
+            "The chat template rewrites history (%s); transcripts keep every turn as sampled. "
             "Set history='refuse' to make this an error.",
             reason,
         )

@@ -28,8 +28,8 @@ def make_output(path: str, name: str) -> Path:
             pass
     except OSError as error:
         raise OutputError(
-            f"cannot write to the output folder {str(folder)!r}: {error.strerror}; name one that can "
-            "be written with --output"
+            f"cannot write to the output folder {str(folder)!r}: {error.strerror}; "
+            "name one that can be written with --output"
         ) from error
     return folder
 

@@ -92,8 +92,9 @@ def envs(arguments: list[str]) -> None:
 
     if arguments:
         _fail("`gspo-env envs` takes no options")
-    for name, summary, tools in describe_envs():
-        print(f"{name:24} {summary}" + (f"  [tools: {', '.join(tools)}]" if tools else ""))
+    for env in describe_envs():
+        tools = f"  [tools: {', '.join(env.tools)}]" if env.tools else ""
+        print(f"{env.id:24} {env.summary}{tools}")
 
 
 def doctor(arguments: list[str]) -> None:

@@ -1,6 +1,4 @@
-"""One tree of frozen, validated settings: Python, TOML files and command-line flags hold the
-same fields.
-"""
+"""One tree of frozen, validated settings: the same in Python, TOML files and flags."""
 
 from __future__ import annotations
 

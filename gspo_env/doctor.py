@@ -66,7 +66,7 @@ def _vision() -> Finding:
     return Finding(
         name="torch companions",
         ok=False,
-        text=f"{', '.join(mixed)} built for CUDA beside a CPU torch break the import of transformers: "
+        text=f"{', '.join(mixed)} built for CUDA beside a CPU torch break transformers: "
         f"pip uninstall -y {' '.join(mixed)}",
     )
 
@@ -75,7 +75,9 @@ def _environments() -> Finding:
     from gspo_env.registration import describe_envs
 
     return Finding(
-        name="environments", ok=True, text=", ".join(name for name, _, _ in describe_envs())
+        name="environments",
+        ok=True,
+        text=", ".join(name for name in (env.id for env in describe_envs())),
     )
 
 

@@ -1,4 +1,4 @@
-"""The embedded default: a tiny model and tokenizer made on the spot, warmed up on imperfect demonstrations.
+"""The embedded default: a tiny model made on the spot, warmed up on imperfect demonstrations.
 
 It is small enough to learn in minutes on a laptop and real enough to exercise everything: a Qwen3
 architecture, a ChatML template, and a tokenizer with one token a word (bytes for all other text).
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}"
-    "{% if m.role == 'system' and tools %}{% for t in tools %}\n{{ t.function.name }}{% endfor %}{% endif %}"
+    "{% if m.role == 'system' and tools %}"
+    "{% for t in tools %}\n{{ t.function.name }}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -120,7 +121,7 @@ def build_tokenizer(texts: Sequence[str], frames: Sequence[str] = ()) -> PreTrai
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in _SPECIAL])
-    tokenizer = PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>"
     )
     tokenizer.chat_template = TEMPLATE
@@ -146,7 +147,8 @@ def build_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(shape).float()
+        model: Qwen3ForCausalLM = Qwen3ForCausalLM(shape).float()  # type: ignore[no-untyped-call]
+        return model
 
 
 def build(

@@ -123,9 +123,7 @@ class Learner:
         return self.accelerator.unwrap_model(self.model)
 
     def update(self, samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
-        """Takes one optimiser step for each minibatch of the samples; returns the step's
-        metrics.
-        """
+        """Takes one optimiser step for each minibatch; returns the step's metrics."""
         started = time.perf_counter()
         log = _Log()
         chunks = self._minibatches(samples, seed)
@@ -234,9 +232,7 @@ class Learner:
         log.extreme("rollout/logprob_diff_max", float(difference_N.max()), max)
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (N,) with gradient and entropies (N,) without, at the sampling
-        temperature.
-        """
+        """Log-probabilities (N,) with gradient and entropies (N,) without."""
         self.model.train()
         output = self.model(
             input_ids=batch.input_ids_T[None],

@@ -71,7 +71,7 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
     row_T = np.repeat(np.arange(len(samples)), sizes)
     model = np.flatnonzero(turns >= 0)
 
-    def tensor(array: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+    def tensor(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device)
 
     return PackedBatch(
@@ -88,9 +88,7 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
 
 
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
-    """Splits samples, longest first, into rows of at most `max_tokens` (a longer one goes
-    alone).
-    """
+    """Splits samples, longest first, into rows of at most `max_tokens`, or of one sample."""
     rows: list[list[Sample]] = [[]]
     used = 0
     for sample in sorted(samples, key=lambda s: -len(s.token_ids)):

@@ -203,8 +203,8 @@ def _refuse_failures(episodes: list[Episode]) -> None:
     failed = [e for e in episodes if e.stop_reason is StopReason.ERROR]
     if 2 * len(failed) > len(episodes):
         raise RolloutError(
-            f"{len(failed)} of {len(episodes)} episodes failed in their environment; the first said: "
-            f"{failed[0].error}"
+            f"{len(failed)} of {len(episodes)} episodes failed in their environment; "
+            f"the first said: {failed[0].error}"
         )
 
 
@@ -315,7 +315,8 @@ class _Play:
         outcome = float(self.info.get("episodic_reward", total)) if ended else total
         if not np.isfinite(outcome):
             raise EnvironmentContractError(
-                f"{self.task.env_id}: info['episodic_reward'] is {outcome!r}; expected a finite number"
+                f"{self.task.env_id}: info['episodic_reward'] is {outcome!r}; "
+                "expected a finite number"
             )
         if not ended:
             outcome = min(outcome, 0.0) if "episodic_reward" in self.info else outcome

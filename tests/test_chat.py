@@ -4,6 +4,7 @@ token for any text."""
 from __future__ import annotations
 
 import logging
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,8 @@ QWEN_LIKE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SYSTEM_LAST = (
-    "{% for m in messages %}{% if m.role == 'user' and loop.last %}{{ messages[0].content }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' and loop.last %}{{ messages[0].content }}{% endif %}"
     "<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
 )
 
@@ -104,14 +106,17 @@ def test_a_tokenizer_without_a_template_is_refused():
 
 
 def test_a_template_without_a_tool_role_gets_tool_results_as_user_messages():
-    refusing = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    refusing = (
+        "{% for m in messages %}"
+        "{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    )
     chat = ChatTokenizer(with_template(refusing + TEMPLATE))
     assert chat.follow("x", chat.end_of_turn, "tool") == chat.follow("x", chat.end_of_turn, "user")
 
 
 def test_tools_that_a_template_ignores_are_listed_in_the_system_prompt():
     class Named:
-        schema = {"type": "function", "function": {"name": "lookup", "parameters": {}}}
+        schema: ClassVar = {"type": "function", "function": {"name": "lookup", "parameters": {}}}
 
     ignoring = TEMPLATE.replace("and tools", "and false")
     chat = ChatTokenizer(with_template(ignoring))

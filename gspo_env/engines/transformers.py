@@ -94,8 +94,8 @@ class TransformersEngine:
             raise EngineError("the engine is closed")
         if not prompt_ids or len(prompt_ids) + sampling.max_tokens > self._max_context:
             raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens and an action of {sampling.max_tokens} do not "
-                f"fit a context of {self._max_context} tokens"
+                f"a prompt of {len(prompt_ids)} tokens and an action of {sampling.max_tokens} "
+                f"do not fit a context of {self._max_context} tokens"
             )
         loop = asyncio.get_running_loop()
         stream = np.random.Generator(np.random.Philox(key=sampling.seed))
@@ -275,8 +275,9 @@ def sample(
     """One id a row by inverse transform sampling, and its log-probability.
 
     Args:
-        logits: (B, V). temperatures: (B,); 0 takes the most likely id and gives its log-probability
-        at temperature 1. draws: (B,) uniform numbers in [0, 1).
+        logits: (B, V).
+        temperatures: (B,); 0 takes the most likely id, with its log-probability at 1.
+        draws: (B,) uniform numbers in [0, 1).
     """
     scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
