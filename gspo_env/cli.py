@@ -111,31 +111,33 @@ def doctor(arguments: list[str]) -> None:
 
 
 def _config(arguments: list[str], program: str) -> Config:
-    """Defaults, then the TOML file of `--config`, then flags."""
+    """The model's defaults, then the TOML file of `--config`, then flags."""
     import tyro
 
-    from gspo_env.config import Config, load_toml
+    from gspo_env.config import Config, from_dict, read_toml
 
     file, rest = _take(arguments, "--config")
     kwargs, rest = _pairs(rest, "--env-kwargs")
     rest = [_SHORT.get(a, a) for a in rest]
-    default = load_toml(file) if file else Config()
+    model, _ = _take(rest, "--model")
+    tree = read_toml(file) if file else {}
+    default = from_dict({**tree, "model": model} if model else tree)
     kind = Annotated[Config, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
     fixed: Any = tyro.conf.configure(tyro.conf.FlagConversionOff)(kind)
-    try:
-        config: Config = tyro.cli(fixed, args=rest, default=default, prog=program)
-    except ConfigError:
-        raise
+    config: Config = tyro.cli(fixed, args=rest, default=default, prog=program)
     return dataclasses.replace(config, env_kwargs={**default.env_kwargs, **kwargs})
 
 
 def _take(arguments: list[str], name: str) -> tuple[str, list[str]]:
-    if name not in arguments:
-        return "", arguments
-    place = arguments.index(name)
-    if place + 1 == len(arguments):
-        raise ConfigError(f"{name} needs a value: the path of a TOML file")
-    return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+    """The value of an option, "" without it, and the other arguments."""
+    for place, argument in enumerate(arguments):
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2], arguments[:place] + arguments[place + 1 :]
+        if argument == name:
+            if place + 1 == len(arguments):
+                raise ConfigError(f"{name} needs a value")
+            return arguments[place + 1], arguments[:place] + arguments[place + 2 :]
+    return "", arguments
 
 
 def _pairs(arguments: list[str], name: str) -> tuple[dict[str, Any], list[str]]:

@@ -22,7 +22,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Everything that decides a run."""
+    """Everything that decides a run.
+
+    `Config()` is the recipe of the embedded tiny model, `Config.for_model` that of a given one.
+    """
 
     env: str = "gspo/Lookup-v0"
     """Environment: a registered id, `module:id`, or `path/to/file.py:Class`."""
@@ -36,7 +39,7 @@ class Config:
     """What to do where a chat template rewrites earlier turns: keep them as sampled, or refuse."""
     seed: int = 0
     """Decides every random draw of the run."""
-    steps: int = 30
+    steps: int = 60
     """Rollout batches to train on."""
     tasks_per_step: int = 32
     """Tasks of a rollout batch, P; each gets `group_size` episodes."""
@@ -48,8 +51,12 @@ class Config:
     """Folder for the results; empty makes a new one under `runs`."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    objective: ObjectiveConfig = field(
+        default_factory=lambda: ObjectiveConfig(clip_low=0.03, clip_high=0.05)
+    )
+    learner: LearnerConfig = field(
+        default_factory=lambda: LearnerConfig(learning_rate=1e-3, schedule="cosine")
+    )
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
@@ -66,25 +73,52 @@ class Config:
         if self.seed < 0:
             raise ConfigError(f"seed is {self.seed!r}; expected at least 0")
 
+    @classmethod
+    def for_model(cls, model: str) -> Config:
+        """The defaults for a model folder or hub id: the paper's clip, room for long actions."""
+        if not model:
+            return cls()
+        return cls(
+            model=model,
+            steps=100,
+            tasks_per_step=16,
+            rollout=RolloutConfig(max_turn_tokens=512, max_context=4096),
+            objective=ObjectiveConfig(),
+            learner=LearnerConfig(),
+        )
+
 
 def load_toml(path: str | Path) -> Config:
-    """Reads a config tree from a TOML file.
+    """Reads a config from a TOML file; see `read_toml` and `from_dict` for what is refused."""
+    return from_dict(read_toml(path))
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Reads the tree of a TOML file.
 
     Raises:
-        ConfigError: The file is missing or malformed, or a field is unknown or impossible.
+        ConfigError: The file cannot be read or is not TOML.
     """
     try:
-        tree = tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return from_dict(Config, tree)
 
 
-def from_dict(kind: type[T], tree: dict[str, Any], where: str = "") -> T:
-    """Builds a config dataclass from nested dictionaries, naming what does not fit."""
-    hints = get_type_hints(kind)
+def from_dict(tree: dict[str, Any]) -> Config:
+    """Builds a config from nested dictionaries; what they leave out has the model's default.
+
+    Raises:
+        ConfigError: A field is unknown or impossible; the message names it.
+    """
+    model = tree.get("model", "")
+    return _replace(Config.for_model(_typed("model", model, str)), tree, "")
+
+
+def _replace(default: T, tree: dict[str, Any], where: str) -> T:
+    hints = get_type_hints(type(default))
     values: dict[str, Any] = {}
     for name, value in tree.items():
         if name not in hints:
@@ -94,10 +128,10 @@ def from_dict(kind: type[T], tree: dict[str, Any], where: str = "") -> T:
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}{name} is {value!r}; expected a table")
-            values[name] = from_dict(hint, value, f"{where}{name}.")  # type: ignore[arg-type]
+            values[name] = _replace(getattr(default, name), value, f"{where}{name}.")
         else:
             values[name] = _typed(f"{where}{name}", value, hint)
-    return kind(**values)
+    return dataclasses.replace(default, **values)  # type: ignore[type-var]
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

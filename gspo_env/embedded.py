@@ -22,7 +22,7 @@ from gspo_env.chat import ChatTokenizer
 from gspo_env.errors import ConfigError
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.packing import Sample, to_sample
-from gspo_env.rollout import _instructions, derive_seed
+from gspo_env.rollout import derive_seed, instructions
 from gspo_env.tools import tool_call_frames
 from gspo_env.types import Episode, StopReason, Task, Turn
 
@@ -44,17 +44,17 @@ _WORDS = r" ?\w+| ?[^\s\w]+|\s+"
 class EmbeddedConfig:
     """The embedded model and its warm-up; without effect where a model is given."""
 
-    hidden_size: int = 64
+    hidden_size: int = 128
     layers: int = 2
     heads: int = 4
     demonstrations: int = 4000
     """Scripted episodes to imitate."""
     slips: float = 0.15
     """Probability that a demonstrated action is wrong."""
-    imitation_steps: int = 400
+    imitation_steps: int = 300
     """Steps of maximum likelihood; 0 skips the warm-up."""
     imitation_batch: int = 64
-    imitation_learning_rate: float = 5e-3
+    imitation_learning_rate: float = 3e-3
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
@@ -170,7 +170,7 @@ def build(
         logger.warning("%s has no expert_action: the model starts untrained", env_id)
         demonstrations = []
         texts = [env.reset(seed=task.seed)[0] for task in tasks[:256]]
-    system, tools = _instructions(env)
+    system, tools = instructions(env)
     texts += [system or "", *(tool.name for tool in tools)]
     frames = [frame for tool in tools for frame in tool_call_frames(tool)]
     tokenizer = build_tokenizer(texts, frames)
@@ -182,7 +182,7 @@ def to_samples(
     demonstrations: Sequence[Demonstration], chat: ChatTokenizer, env: gymnasium.Env[str, str]
 ) -> list[Sample]:
     """Token sequences of demonstrations, with every action as the model's."""
-    system, tools = _instructions(env)
+    system, tools = instructions(env)
     end = chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn
     samples = []
     for demonstration in demonstrations:

@@ -28,9 +28,11 @@ class ObjectiveConfig:
     ratio_level: Literal["sequence", "turn", "token"] = "sequence"
     """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""
     clip_low: float = 3e-4
-    """The ratio's lower bound is 1 - clip_low. The paper's setting; GRPO uses 0.2."""
+    """The ratio's lower bound is 1 - clip_low. The paper's setting for a large model; its GRPO
+    baseline has 0.2, and the embedded recipe 0.03, since a tiny model's ratios move further."""
     clip_high: float = 4e-4
-    """The ratio's upper bound is 1 + clip_high. The paper's setting; GRPO uses 0.27."""
+    """The ratio's upper bound is 1 + clip_high. The paper's setting for a large model; its GRPO
+    baseline has 0.27, and the embedded recipe 0.05."""
     old_logprobs: Literal["trainer", "engine"] = "trainer"
     """Whose log-probabilities are pi_old. The engine's save a pass, but a mismatch counts as a
     ratio."""
@@ -58,15 +60,15 @@ class ObjectiveConfig:
 class LearnerConfig:
     """The optimiser and how a rollout batch is cut."""
 
-    learning_rate: float = 1e-3
-    """AdamW's; 1e-6 to 1e-5 is usual for a full model of a billion parameters."""
+    learning_rate: float = 1e-6
+    """AdamW's. The embedded recipe has 1e-3; a LoRA adapter wants about ten times a model's."""
     warmup_steps: int = 5
     """Optimiser steps of linear learning-rate warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """What the learning rate does after it."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    minibatches: int = 1
+    minibatches: int = 4
     """Optimiser steps for each rollout batch."""
     microbatch_tokens: int = 16384
     """The most tokens of one forward and backward pass."""

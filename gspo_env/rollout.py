@@ -243,7 +243,7 @@ class _Play:
         reset = await self._call(env.reset, seed=self.task.seed, options=dict(self.task.options))
         self.observation, self.info = check_reset(self.task.env_id, reset)
         chat, limits = self.collector.chat, self.collector.config
-        new = chat.start(self.observation, *_instructions(env))
+        new = chat.start(self.observation, *instructions(env))
         while True:
             self.prompt.extend(new)
             if len(self.prompt) + limits.max_turn_tokens > limits.max_context:
@@ -338,7 +338,7 @@ class _EnvironmentFailed(Exception):
     """An environment raised; the message names its exception."""
 
 
-def _instructions(env: TextEnvironment) -> tuple[str | None, Sequence[Any]]:
+def instructions(env: TextEnvironment) -> tuple[str | None, Sequence[Any]]:
     """The system prompt and the tools of an environment, through its wrappers."""
     system = (
         env.get_wrapper_attr("system_prompt") if env.has_wrapper_attr("system_prompt") else None

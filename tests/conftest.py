@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
 from gspo_env.chat import ChatTokenizer
-from gspo_env.embedded import EmbeddedConfig, build_model, build_tokenizer
+from gspo_env.embedded import (
+    EmbeddedConfig,
+    build,
+    build_model,
+    build_tokenizer,
+    to_samples,
+    warm_up,
+)
+from gspo_env.packing import Sample
+from gspo_env.registration import make_env
 
 WORDS = [
     'Follow 3 links from "amber".',
@@ -36,3 +48,29 @@ def model(tokenizer):
         if parameter.ndim > 1:
             parameter.data.mul_(4)
     return tiny
+
+
+@dataclass(frozen=True)
+class Player:
+    """A model that has imitated a little: it plays, badly, and ends its turns."""
+
+    env_id: str
+    model: Any
+    tokenizer: Any
+    chat: ChatTokenizer
+    samples: list[Sample]
+
+
+@pytest.fixture(scope="session")
+def player():
+    """A real model after a short warm-up on the look-up environment."""
+    env_id = "gspo/Lookup-v0"
+    env = make_env(env_id)
+    config = EmbeddedConfig(
+        hidden_size=32, demonstrations=200, imitation_steps=60, imitation_learning_rate=1e-2
+    )
+    tiny, words, demonstrations = build(env, env_id, config, seed=0)
+    chat = ChatTokenizer(words)
+    samples = to_samples(demonstrations, chat, env)
+    warm_up(tiny, samples, config, 0, lambda step, loss: None)
+    return Player(env_id, tiny, words, chat, samples)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gspo_env.chat import ChatTokenizer
 from gspo_env.checkpoint import load_model, make_output, save_model
-from gspo_env.config import Config, flatten, to_toml
+from gspo_env.config import Config, flatten, from_dict, to_toml
 from gspo_env.embedded import Demonstration, build, to_samples, warm_up
 from gspo_env.engines.base import Engine, Sampling
 from gspo_env.engines.transformers import TransformersEngine
@@ -20,7 +21,7 @@ from gspo_env.progress import Progress
 from gspo_env.registration import make_env, resolve_env
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
-from gspo_env.rollout import Collector, EnvPool, _instructions
+from gspo_env.rollout import Collector, EnvPool, instructions
 from gspo_env.tracking import Tracker
 from gspo_env.types import Group
 
@@ -119,7 +120,7 @@ class GSPOAgent:
             role: `tool` where the observation is a tool's result.
         """
         if first or not self._talk:
-            self._talk = list(self.chat.start(observation, *_instructions(self._env)))
+            self._talk = list(self.chat.start(observation, *instructions(self._env)))
         else:
             self._talk += self.chat.follow(observation, self._talk[-1], role)
         limits = self.config.rollout
@@ -139,16 +140,12 @@ class GSPOAgent:
     @classmethod
     def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
         """An agent as `save` or a training run left it."""
-        import tomllib
-
-        from gspo_env.config import from_dict
-
         folder = Path(path)
         if (folder / "model").is_dir():
             folder = folder / "model"
         note = folder / "gspo_env.json"
         tree = tomllib.loads(json.loads(note.read_text())["config"]) if note.exists() else {}
-        return cls(str(folder), env, from_dict(Config, tree))
+        return cls(str(folder), env, from_dict(tree))
 
     def _adapt(self) -> None:
         rank = self.config.learner.lora_rank

@@ -1,0 +1,205 @@
+"""The update: the packed path equals the objective on padded tensors, however it is cut."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_env.embedded import EmbeddedConfig, build_model
+from gspo_env.errors import ConfigError
+from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.objectives import policy_loss
+from gspo_env.packing import Sample, microbatches, pack
+
+
+def make_samples(rng, count, vocabulary=200):
+    samples = []
+    for _ in range(count):
+        spans = [
+            (int(rng.integers(1, 12)), int(rng.integers(1, 6))) for _ in range(rng.integers(1, 5))
+        ]
+        turns = np.concatenate(
+            [[-1] * env + [k] * model for k, (env, model) in enumerate(spans)]
+        ).astype(np.int64)
+        n = int((turns >= 0).sum())
+        samples.append(
+            Sample(
+                token_ids=rng.integers(1, vocabulary, len(turns)),
+                turn_ids=turns,
+                advantages=rng.normal(size=n),
+                engine_logprobs=-rng.random(n),
+            )
+        )
+    return samples
+
+
+@pytest.fixture
+def samples():
+    return make_samples(np.random.default_rng(0), 12)
+
+
+def learner_of(model, objective=None, **config):
+    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
+    return Learner(
+        copy.deepcopy(model).double(), objective or ObjectiveConfig(), settings, total_steps=8
+    )
+
+
+def gradients(learner, samples):
+    """The gradient of one update, with the optimiser held back."""
+    found = {}
+
+    def keep():
+        found.update({n: p.grad.clone() for n, p in learner.policy.named_parameters()})
+        learner.optimizer.zero_grad()
+        return torch.tensor(0.0)
+
+    learner._step = keep
+    metrics = learner.update(samples)
+    return found, metrics
+
+
+def padded(samples):
+    """The same sequences as padded tensors, with an ordinary causal mask."""
+    longest = max(len(s.token_ids) for s in samples)
+
+    def rows(values, fill):
+        return torch.stack(
+            [
+                torch.nn.functional.pad(torch.as_tensor(v), (0, longest - len(v)), value=fill)
+                for v in values
+            ]
+        )
+
+    def spread(sample, values):
+        out = np.zeros(len(sample.token_ids))
+        out[sample.mask] = values
+        return out
+
+    return {
+        "ids": rows([s.token_ids for s in samples], 0),
+        "attention": rows([np.ones(len(s.token_ids), dtype=np.int64) for s in samples], 0),
+        "mask": rows([s.mask for s in samples], False),
+        "turns": rows([s.turn_ids for s in samples], -1),
+        "advantages": rows([spread(s, s.advantages) for s in samples], 0.0),
+        "engine": rows([spread(s, s.engine_logprobs) for s in samples], 0.0),
+    }
+
+
+@pytest.mark.parametrize("old", ["trainer", "engine"])
+@pytest.mark.parametrize("level", ["sequence", "turn", "token"])
+def test_the_packed_update_has_the_gradient_of_policy_loss_on_padded_tensors(
+    model, samples, level, old
+):
+    objective = ObjectiveConfig(ratio_level=level, clip_low=0.5, clip_high=9.0, old_logprobs=old)
+    found, metrics = gradients(learner_of(model, objective), samples)
+
+    plain = copy.deepcopy(model).double()
+    plain.set_attn_implementation("sdpa")
+    batch = padded(samples)
+    logits = plain(batch["ids"], attention_mask=batch["attention"]).logits.float()[:, :-1]
+    logprobs = torch.log_softmax(logits, -1).gather(-1, batch["ids"][:, 1:, None])[..., 0]
+    old_logprobs = batch["engine"][:, 1:].float() if old == "engine" else logprobs.detach()
+    output = policy_loss(
+        logprobs,
+        old_logprobs,
+        batch["advantages"][:, 1:].float(),
+        batch["mask"][:, 1:],
+        ratio_level=level,
+        turn_ids=batch["turns"][:, 1:],
+        clip_low=0.5,
+        clip_high=9.0,
+    )
+    output.loss.backward()
+    assert metrics["train/loss"] == pytest.approx(float(output.loss.detach()), abs=1e-6)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(model, samples):
+    whole, _ = gradients(learner_of(model), samples)
+    cut, _ = gradients(learner_of(model, microbatch_tokens=40), samples)
+    assert len(microbatches(samples, 40)) > 4
+    for name, value in whole.items():
+        torch.testing.assert_close(cut[name], value, rtol=1e-5, atol=1e-8)
+
+
+def test_sequences_of_a_row_do_not_see_each_other(model, samples):
+    learner = learner_of(model)
+    together = learner.logprobs(pack(samples))
+    alone = torch.cat([learner.logprobs(pack([s])) for s in samples])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+
+
+def test_pi_old_stays_that_of_the_rollout_through_every_minibatch(model, samples):
+    learner = learner_of(model, minibatches=3, learning_rate=1e-2)
+    before = learner.logprobs(pack(samples))
+    metrics = learner.update(samples)
+    after = learner.logprobs(pack(samples))
+    assert (before - after).abs().max() > 1e-2
+    assert metrics["train/ratio_max"] > 1.0 + 1e-4
+    assert metrics["train/clipped_fraction"] > 0.0
+
+
+def test_one_minibatch_starts_at_a_ratio_of_exactly_one(model, samples):
+    metrics = learner_of(model).update(samples)
+    assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
+    assert metrics["train/clipped_fraction"] == 0.0
+
+
+def test_an_update_raises_the_probability_of_what_was_better(model, samples):
+    learner = learner_of(model, learning_rate=1e-3)
+    before = learner.logprobs(pack(samples))
+    learner.update(samples)
+    moved = learner.logprobs(pack(samples)) - before
+    assert float((moved * pack(samples).advantages_N).mean()) > 0.0
+
+
+def test_the_mismatch_with_the_engine_is_measured(model, samples):
+    learner = learner_of(model)
+    metrics = learner.update(samples)
+    assert metrics["rollout/logprob_diff_max"] > metrics["rollout/logprob_diff_mean"] > 0.1
+    assert metrics["rollout/logprob_diff_p99"] <= metrics["rollout/logprob_diff_max"]
+
+
+def test_a_lora_adapter_is_all_that_an_update_changes(model, samples):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    )
+    learner = Learner(
+        adapted, ObjectiveConfig(), LearnerConfig(learning_rate=1e-2, warmup_steps=0), total_steps=4
+    )
+    before = {n: p.detach().clone() for n, p in learner.policy.named_parameters()}
+    learner.update(samples)
+    changed = {n for n, p in learner.policy.named_parameters() if not torch.equal(p, before[n])}
+    assert changed
+    assert all("lora_" in name for name in changed)
+
+
+def test_imitation_lowers_its_own_loss(player):
+    fresh = build_model(EmbeddedConfig(hidden_size=32), len(player.tokenizer), 0, 0)
+    learner = learner_of(fresh, learning_rate=1e-2)
+    losses = [learner.imitate(player.samples[:32]) for _ in range(10)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "words"),
+    [
+        (LearnerConfig, {"learning_rate": 0.0}, "learning_rate is 0.0"),
+        (LearnerConfig, {"learning_rate": float("nan")}, "learning_rate is nan"),
+        (LearnerConfig, {"minibatches": 0}, "minibatches is 0"),
+        (LearnerConfig, {"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
+        (ObjectiveConfig, {"clip_low": 1.0}, "clip_low is 1.0"),
+        (ObjectiveConfig, {"clip_high": float("inf")}, "clip_high is inf"),
+        (ObjectiveConfig, {"correction": "mask", "old_logprobs": "engine"}, "already holds"),
+    ],
+)
+def test_an_impossible_value_is_named(kind, values, words):
+    with pytest.raises(ConfigError, match=words):
+        kind(**values)

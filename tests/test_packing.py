@@ -1,0 +1,67 @@
+"""Packing: no padding, every token once, each model token beside what predicts it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_env.attention import PackedAttention, sdpa
+from gspo_env.packing import Sample, microbatches, pack
+
+
+def sample_of(turn_ids, start):
+    turns = np.array(turn_ids, dtype=np.int64)
+    n = int((turns >= 0).sum())
+    return Sample(
+        token_ids=np.arange(start, start + len(turns)),
+        turn_ids=turns,
+        advantages=np.arange(n, dtype=np.float64),
+        engine_logprobs=np.zeros(n),
+    )
+
+
+def test_a_worked_example():
+    batch = pack([sample_of([-1, -1, 0, 0, -1, 1], 10), sample_of([-1, 0], 50)])
+    assert batch.input_ids_T.tolist() == [10, 11, 12, 13, 14, 15, 50, 51]
+    assert batch.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
+    assert batch.lengths_B == (6, 2)
+    assert batch.source_N.tolist() == [1, 2, 4, 6]
+    assert batch.target_N.tolist() == [12, 13, 15, 51]
+    assert batch.sequence_N.tolist() == [0, 0, 0, 1]
+    assert batch.turn_N.tolist() == [0, 0, 1, 0]
+    assert batch.advantages_N.tolist() == [0, 1, 2, 0]
+
+
+lengths = st.lists(st.integers(2, 40), min_size=1, max_size=20)
+
+
+@given(lengths, st.integers(1, 100))
+def test_every_sample_lands_in_one_row_and_rows_keep_their_limit(sizes, limit):
+    samples = [sample_of([-1] + [0] * (n - 1), 1000 * i) for i, n in enumerate(sizes)]
+    rows = microbatches(samples, limit)
+    starts = sorted(int(s.token_ids[0]) for row in rows for s in row)
+    assert starts == [1000 * i for i in range(len(sizes))]
+    assert all(len(row) == 1 or sum(len(s.token_ids) for s in row) <= limit for row in rows)
+
+
+@given(lengths, st.sampled_from([None, 3]))
+def test_attention_of_a_packed_row_is_that_of_each_sequence_alone(sizes, window):
+    generator = torch.Generator().manual_seed(len(sizes))
+    total = sum(sizes)
+    query = torch.randn(total, 4, 8, dtype=torch.float64, generator=generator)
+    key, value = (
+        torch.randn(total, 2, 8, dtype=torch.float64, generator=generator) for _ in range(2)
+    )
+    out = PackedAttention(sizes).attend(0, query, key, value, 0.3, window)
+    start = 0
+    for size in sizes:
+        part = slice(start, start + size)
+        q, k, v = (t[part].transpose(0, 1)[None] for t in (query, key, value))
+        place = torch.arange(size)
+        distance = place[:, None] - place
+        mask = (distance >= 0) & (distance < (window or size + 1))
+        alone = sdpa(q, k, v, 0.3, mask, causal=False)[0].transpose(0, 1)
+        torch.testing.assert_close(out[part], alone, rtol=0, atol=1e-12)
+        start += size

@@ -1,0 +1,220 @@
+"""Rollouts: the trained tokens are the sampled ones, and every end has a name."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from gymnasium.wrappers import TimeLimit
+
+from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.registration import make_env
+from gspo_env.rollout import Collector, EnvPool, RolloutConfig, rollout_metrics
+from gspo_env.text_env import TextEnv
+from gspo_env.types import StopReason, Task
+
+
+class Echo(TextEnv):
+    """Answers every action, for as long as it is asked; `step` says what happens."""
+
+    def __init__(self, result=None):
+        self.result = result or ("go on", 0.5, False, False, {})
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 'Follow 2 links from "amber".', {}
+
+    def step(self, action):
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+class Recording(TransformersEngine):
+    """The engine, which also keeps what it was asked and what it said."""
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        done = await super().generate(list(prompt_ids), sampling, session)
+        self.__dict__.setdefault("log", {}).setdefault(session, []).append(
+            (tuple(prompt_ids), done.token_ids)
+        )
+        return done
+
+
+def collector(player, make, engine=TransformersEngine, **config):
+    settings = RolloutConfig(**config)
+    running = engine(player.model, max_slots=settings.concurrency, max_context=settings.max_context)
+    return Collector(running, player.chat, EnvPool(make), settings)
+
+
+def play(collector, tasks=4, size=4, seed=0, **kwargs):
+    every = [Task(env_id="test", seed=n) for n in range(tasks)]
+    return asyncio.run(collector.collect(every, seed=seed, group_size=size, **kwargs))
+
+
+def episodes(groups):
+    return [e for group in groups for e in group.episodes]
+
+
+def test_each_prompt_is_the_one_before_with_its_sampled_ids_and_training_sees_exactly_that(player):
+    running = collector(player, lambda: make_env(player.env_id), Recording, concurrency=7)
+    everything = episodes(play(running, tasks=16, size=4))
+    turns = 0
+    by_tokens = {e.token_ids.tobytes() for e in everything}
+    for log in running.engine.log.values():
+        for (before, sampled), (after, _) in pairwise(log):
+            assert after[: len(before) + len(sampled)] == before + sampled
+            turns += 1
+        prompt, action = log[-1]
+        assert np.array(prompt + action, dtype=np.int64).tobytes() in by_tokens
+    assert turns > 64
+    for episode in everything:
+        assert (episode.token_ids[episode.mask] == _flat(t.action_ids for t in episode.turns)).all()
+
+
+def _flat(parts):
+    return [i for part in parts for i in part]
+
+
+def test_groups_share_the_task_and_keep_the_order_of_tasks(player):
+    groups = play(collector(player, lambda: make_env(player.env_id)), tasks=5, size=3)
+    assert [g.task.seed for g in groups] == [0, 1, 2, 3, 4]
+    for group in groups:
+        assert len(group.episodes) == 3
+        assert len({e.turns[0].observation for e in group.episodes}) == 1
+
+
+def test_the_same_seed_gives_the_same_episodes_and_another_seed_others(player):
+    running = collector(player, lambda: make_env(player.env_id))
+
+    def ids(seed):
+        return [e.token_ids.tolist() for e in episodes(play(running, seed=seed))]
+
+    assert ids(1) == ids(1)
+    assert ids(1) != ids(2)
+
+
+@pytest.mark.parametrize(
+    ("reason", "result", "limits"),
+    [
+        (StopReason.TERMINATED, ("done", 1.0, True, False, {}), {}),
+        (StopReason.TRUNCATED, ("late", 1.0, False, True, {}), {}),
+        (StopReason.MAX_TURNS, None, {"max_turns": 2}),
+        (StopReason.MAX_TURN_TOKENS, None, {"max_turn_tokens": 1}),
+        (StopReason.MAX_CONTEXT, None, {"max_context": 160, "max_turns": 1000}),
+    ],
+)
+def test_each_limit_ends_an_episode_with_its_name(player, reason, result, limits):
+    groups = play(collector(player, lambda: Echo(result), **limits), seed=3)
+    metrics = rollout_metrics(groups, 1.0)
+    assert metrics[f"rollout/stop/{reason}"] > 0.5
+    assert sum(v for k, v in metrics.items() if k.startswith("rollout/stop/")) == pytest.approx(1)
+    for episode in episodes(groups):
+        assert episode.terminated == (episode.stop_reason is StopReason.TERMINATED)
+        assert episode.truncated == (episode.stop_reason is not StopReason.TERMINATED)
+
+
+def test_a_gymnasium_time_limit_truncates(player):
+    groups = play(collector(player, lambda: TimeLimit(Echo(), max_episode_steps=2)))
+    ended = [e for e in episodes(groups) if e.stop_reason is StopReason.TRUNCATED]
+    assert ended
+    assert all(len(e.turns) == 2 for e in ended)
+
+
+def test_an_episode_that_outlasts_the_clock_ends_as_timeout_and_the_others_go_on(player):
+    class Hanging(Echo):
+        blocking = True
+
+        def step(self, action):
+            time.sleep(1.5 if self.slow else 0.0)
+            return "done", 1.0, True, False, {}
+
+        def reset(self, *, seed=None, options=None):
+            self.slow = seed == 0
+            return super().reset(seed=seed)
+
+    groups = play(collector(player, Hanging, timeout=1.0), tasks=4, size=1)
+    # A turn may also be cut short by its token limit: then there is nothing to wait for.
+    assert groups[0].episodes[0].stop_reason in (StopReason.TIMEOUT, StopReason.MAX_TURN_TOKENS)
+    assert any(e.stop_reason is StopReason.TERMINATED for e in episodes(groups[1:]))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_environments_that_block_run_in_threads_of_their_own(player, declared):
+    threads = set()
+
+    class Waiting(Echo):
+        if declared:
+            blocking = True
+
+        def step(self, action):
+            time.sleep(0.01)
+            threads.add(threading.current_thread().name)
+            return super().step(action)
+
+        def reset(self, *, seed=None, options=None):
+            time.sleep(0.01)
+            return super().reset(seed=seed)
+
+    play(collector(player, Waiting, max_turns=4), tasks=8, size=8)
+    assert any(name.startswith("env") for name in threads)
+    if declared:
+        assert threading.current_thread().name not in threads
+
+
+def test_a_quick_environment_stays_on_the_event_loop(player):
+    running = collector(player, Echo, max_turns=3)
+    play(running, tasks=8)
+    assert not running.pool.blocking
+
+
+def test_a_few_failing_episodes_are_counted_and_left_out_of_the_means(player, caplog):
+    made = []
+
+    def make():
+        made.append(Echo(RuntimeError("socket closed") if len(made) % 8 == 0 else None))
+        return made[-1]
+
+    groups = play(collector(player, make, max_turns=2))
+    metrics = rollout_metrics(groups, 1.0)
+    failed = [e for e in episodes(groups) if e.stop_reason is StopReason.ERROR]
+    assert 0 < len(failed) == metrics["rollout/env_errors"] <= 4
+    assert failed[0].error == "RuntimeError: socket closed"
+    assert "socket closed" in caplog.text
+
+
+def test_when_most_episodes_fail_the_first_cause_is_raised(player):
+    broken = collector(player, lambda: Echo(RuntimeError("no route to host")))
+    with pytest.raises(RolloutError, match="no route to host"):
+        play(broken)
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ((3, 0.0, False, False, {}), "observation is 3"),
+        (("x", float("nan"), False, False, {}), "reward is nan"),
+        (("x", 0.0, True, False, {"episodic_reward": float("inf")}), "episodic_reward.* is inf"),
+        (("x", 0.0, False, {}), "a tuple"),
+    ],
+)
+def test_a_broken_contract_names_the_environment_the_part_and_the_value(player, result, words):
+    with pytest.raises(EnvironmentContractError, match=f"test: .*{words}"):
+        play(collector(player, lambda: Echo(result)))
+
+
+def test_the_outcome_is_the_episodic_reward_or_else_the_sum_of_rewards(player):
+    given = ("end", 0.25, True, False, {"episodic_reward": 7.0, "success": False})
+    plain = ("end", 0.25, True, False, {})
+    for result, outcome, success in ((given, 7.0, False), (plain, 0.25, True)):
+        ended = [
+            e
+            for e in episodes(play(collector(player, lambda r=result: Echo(r))))
+            if e.stop_reason is StopReason.TERMINATED
+        ]
+        assert {(e.outcome, e.success) for e in ended} == {(outcome, success)}
