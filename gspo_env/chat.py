@@ -16,7 +16,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
@@ -67,7 +67,7 @@ class ChatTokenizer:
         self.end_of_turn: int | None = self._end_of_turn()
         self._check_history(history)
 
-    @property
+    @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end an action: the template's end of turn, the end of sequence."""
         ids = {self.end_of_turn, self.tokenizer.eos_token_id} - {None}

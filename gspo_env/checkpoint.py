@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import tempfile
@@ -43,7 +44,12 @@ def _fresh(parent: Path, name: str) -> Path:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes a model and its tokenizer in Hugging Face form, all or nothing."""
+    """Writes a model and its tokenizer in Hugging Face form, all or nothing.
+
+    A LoRA adapter is merged into a copy, so that what is written loads without its base.
+    """
+    if hasattr(model, "merge_and_unload"):
+        model = copy.deepcopy(model).merge_and_unload()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         part = Path(name) / "model"

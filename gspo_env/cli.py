@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import io
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,9 +75,7 @@ class _Evaluate:
 
 def evaluate(arguments: list[str]) -> None:
     """`gspo-env evaluate`."""
-    import tyro
-
-    options = tyro.cli(_Evaluate, args=arguments, prog="gspo-env evaluate")
+    options = _parse(_Evaluate, arguments, "gspo-env evaluate")
     if options.tasks < 1 or options.samples < 1:
         raise ConfigError("tasks and samples have to be at least 1")
     if not options.model:
@@ -124,8 +125,36 @@ def _config(arguments: list[str], program: str) -> Config:
     default = from_dict({**tree, "model": model} if model else tree)
     kind = Annotated[Config, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
     fixed: Any = tyro.conf.configure(tyro.conf.FlagConversionOff)(kind)
-    config: Config = tyro.cli(fixed, args=rest, default=default, prog=program)
+    config: Config = _parse(fixed, rest, program, default)
     return dataclasses.replace(config, env_kwargs={**default.env_kwargs, **kwargs})
+
+
+def _parse(kind: Any, arguments: list[str], program: str, *default: Any) -> Any:
+    """`tyro.cli`, with its framed complaints as one sentence."""
+    import tyro
+
+    said = io.StringIO()
+    keywords = {"default": default[0]} if default else {}
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=arguments, prog=program, **keywords)
+    except SystemExit as end:
+        if not end.code:
+            raise
+    raise ConfigError(_sentence(said.getvalue()))
+
+
+def _sentence(box: str) -> str:
+    """The message inside a frame, with the options that it suggests."""
+    lines = [line.strip(" │|╭╮╰╯") for line in box.splitlines()]
+    rules = [not line.strip("─-") for line in lines]
+    title = rules.index(False)
+    start = rules.index(False, title + 1)
+    end = rules.index(True, start)
+    message = re.sub(r"^Error parsing (?!-)\S+ ", "", " ".join(lines[start:end]))
+    near = [line.split()[0] for line in lines[end:] if re.match(r"--\w", line)]
+    unknown = message.startswith("Unrecognized") and near
+    return f"{message}; perhaps you meant {' or '.join(near)}" if unknown else message
 
 
 def _take(arguments: list[str], name: str) -> tuple[str, list[str]]:
@@ -161,6 +190,9 @@ def _pairs(arguments: list[str], name: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _agent(name: str) -> Any:
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # its bars for loading and saving would tear ours
     module, _, attribute = _AGENTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -39,7 +39,7 @@ class Config:
     """What to do where a chat template rewrites earlier turns: keep them as sampled, or refuse."""
     seed: int = 0
     """Decides every random draw of the run."""
-    steps: int = 60
+    steps: int = 80
     """Rollout batches to train on."""
     tasks_per_step: int = 32
     """Tasks of a rollout batch, P; each gets `group_size` episodes."""

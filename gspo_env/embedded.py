@@ -23,6 +23,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.packing import Sample, to_sample
 from gspo_env.rollout import derive_seed, instructions
+from gspo_env.text_env import check_reset, check_step
 from gspo_env.tools import tool_call_frames
 from gspo_env.types import Episode, StopReason, Task, Turn
 
@@ -37,7 +38,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-_WORDS = r" ?\w+| ?[^\s\w]+|\s+"
+# a message's header, a tag, a word, punctuation, white space: one token each
+_WORDS = r"(?:system|user|tool|assistant)\n| ?</?\w+>| ?\w+| ?[^\s\w]+|\s+"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,14 +93,16 @@ class Demonstration:
 
 def demonstrate(env: gymnasium.Env[str, str], task: Task, slips: float) -> Demonstration:
     """Plays a task with the environment's own `expert_action`."""
-    observation, info = env.reset(seed=task.seed, options=dict(task.options))
+    reset = env.reset(seed=task.seed, options=dict(task.options))
+    observation, info = check_reset(task.env_id, reset)
     expert = env.get_wrapper_attr("expert_action")
     exchanges = []
     while True:
         action = expert(slips)
         role = str(info.get("observation_role", "user"))
         exchanges.append(Exchange(observation=observation, action=action, role=role))
-        observation, _, terminated, truncated, info = env.step(action)
+        step = check_step(task.env_id, env.step(action))
+        observation, _, terminated, truncated, info = step
         if terminated or truncated:
             return Demonstration(task=task, exchanges=tuple(exchanges))
 
@@ -113,6 +117,7 @@ def build_tokenizer(texts: Sequence[str], frames: Sequence[str] = ()) -> PreTrai
     ordered = sorted(set(frames), key=len, reverse=True)
     pattern = "|".join([*map(re.escape, ordered), _WORDS])
     words = {piece for text in texts for piece in re.findall(pattern, text)}
+    words |= {piece.strip() for piece in words if piece.strip()}
     template = {"system\n", "user\n", "tool\n", "assistant\n"}
     pieces = {p for text in template for p in re.findall(_WORDS, text)} | words | set(ordered)
     vocabulary = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -10.0) for byte in range(256))]
@@ -171,7 +176,7 @@ def build(
         demonstrations = []
         texts = [env.reset(seed=task.seed)[0] for task in tasks[:256]]
     system, tools = instructions(env)
-    texts += [system or "", *(tool.name for tool in tools)]
+    texts += [system or "", *(text for tool in tools for text in (tool.name, tool.description))]
     frames = [frame for tool in tools for frame in tool_call_frames(tool)]
     tokenizer = build_tokenizer(texts, frames)
     model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)

@@ -96,6 +96,9 @@ class Learner:
         config: The optimiser's settings.
         total_steps: Optimiser steps of the whole run, for the schedule.
         temperature: The sampling temperature that the logits are divided by.
+
+    Raises:
+        ConfigError: More than one process was launched.
     """
 
     def __init__(
@@ -110,6 +113,11 @@ class Learner:
         self.objective, self.config, self.temperature = objective, config, temperature
         use_ragged_attention(model)
         self.accelerator = Accelerator()
+        if self.accelerator.num_processes > 1:
+            raise ConfigError(
+                f"{self.accelerator.num_processes} processes were launched; expected 1, since "
+                "episodes are not yet shared out among processes"
+            )
         weights = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             weights, lr=config.learning_rate, weight_decay=config.weight_decay
@@ -143,8 +151,10 @@ class Learner:
             log.add("train/grad_norm", float(self._step()), 1)
         seconds = time.perf_counter() - started
         tokens = sum(len(s.token_ids) for s in samples)
+        metrics = log.metrics()
         return {
-            **log.metrics(),
+            **metrics,
+            "train/loss": metrics["train/loss"] / len(chunks),
             "train/learning_rate": float(self.scheduler.get_last_lr()[0]),
             "train/tokens_per_second": tokens / seconds,
             "time/update": seconds,

@@ -44,7 +44,7 @@ class RolloutConfig:
     """The most tokens of one episode."""
     timeout: float = 600.0
     """The most seconds of one episode, waiting for the engine included."""
-    concurrency: int = 128
+    concurrency: int = 256
     """Episodes in flight."""
 
     def __post_init__(self) -> None:

@@ -63,6 +63,26 @@ def extract_tag(text: str, tag: str) -> str | None:
     return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
 
 
+def try_out(env_id: str, env: gymnasium.Env[str, str]) -> None:
+    """Play one turn, so that a broken environment is found before anything is built on it.
+
+    Raises:
+        EnvironmentContractError: `reset` or `step` raised, or returned something else than text,
+            a finite reward, two flags and a dict.
+    """
+    method = "reset(seed=0)"
+    try:
+        check_reset(env_id, env.reset(seed=0))
+        method = "step('')"
+        check_step(env_id, env.step(""))
+    except EnvironmentContractError:
+        raise
+    except Exception as error:
+        raise EnvironmentContractError(
+            f"{env_id}: {method} raised {type(error).__name__}: {error}."
+        ) from error
+
+
 def check_step(env_id: str, result: object) -> StepResult:
     """Validate what `step` returned and give it with a Python float and Python bools.
 

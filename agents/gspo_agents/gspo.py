@@ -22,6 +22,7 @@ from gspo_env.registration import make_env, resolve_env
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout import Collector, EnvPool, instructions
+from gspo_env.text_env import try_out
 from gspo_env.tracking import Tracker
 from gspo_env.types import Group
 
@@ -43,15 +44,16 @@ class GSPOAgent:
         config: Config | None = None,
         tokenizer: Any = None,
     ) -> None:
-        self.config = config or Config()
+        name = model if isinstance(model, str) else model.config.name_or_path or "given"
+        self.config = config or Config.for_model(name)
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
+        try_out(self.env_id, self._env)
         self._demonstrations: list[Demonstration] = []
-        name = model if isinstance(model, str) else ""
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
-        elif name or self.config.model:
-            self.model, self.tokenizer = load_model(name or self.config.model)
+        elif model or self.config.model:
+            self.model, self.tokenizer = load_model(model or self.config.model)
         else:
             self.model, self.tokenizer, self._demonstrations = build(
                 self._env, self.env_id, self.config.embedded, self.config.seed
@@ -69,8 +71,9 @@ class GSPOAgent:
             OutputError: The output folder cannot be written.
         """
         config = self.config
-        self.folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
-        (self.folder / "config.toml").write_text(to_toml(config))
+        folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
+        self.folder = folder
+        (folder / "config.toml").write_text(to_toml(config))
         with Progress() as progress, Tracker(config.tracking) as tracker:
             tracker.start(flatten(config), {"env": self.env_id})
             self._warm_up(progress)
@@ -82,14 +85,14 @@ class GSPOAgent:
                 temperature=config.rollout.temperature,
             )
             collector = self._collector()
-            report = _Reporter(config.steps, progress, tracker, self.folder)
+            report = _Reporter(config.steps, progress, tracker, folder)
             loop = Loop(config, self.env_id, collector, learner, report)
             try:
                 history = asyncio.run(loop.train())
             finally:
                 collector.pool.close()
-            self._finish(history, tracker)
-            progress.line(self._summary(history, tracker))
+            self._finish(folder, history, tracker)
+            progress.line(self._summary(folder, history, tracker))
         return history
 
     def evaluate(self, tasks: int | None = None, samples: int = 1) -> list[Group]:
@@ -161,8 +164,11 @@ class GSPOAgent:
             return
         samples = to_samples(self._demonstrations, self.chat, self._env)
 
+        total = settings.imitation_steps
+
         def show(step: int, loss: float) -> None:
-            progress.update(phase="warm-up", step=step, total=settings.imitation_steps, loss=loss)
+            if step % 20 == 0 or step == total:
+                progress.update(phase="warm-up", step=step, total=total, loss=loss)
 
         warm_up(self.model, samples, settings, self.config.seed, show)
         self._demonstrations = []
@@ -182,24 +188,23 @@ class GSPOAgent:
         )
         return Collector(self._new_engine(), self.chat, pool, self.config.rollout)
 
-    def _finish(self, history: History, tracker: Tracker) -> None:
-        assert self.folder is not None
-        self.save(self.folder / "model")
+    def _finish(self, folder: Path, history: History, tracker: Tracker) -> None:
+        self.save(folder / "model")
         figure = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
-        figure.savefig(self.folder / "learning_curve.png")
+        figure.savefig(folder / "learning_curve.png")
         for name in ("config.toml", "learning_curve.png"):
-            tracker.artifact(self.folder / name)
+            tracker.artifact(folder / name)
         if self.config.tracking.log_model:
-            tracker.artifact(self.folder / "model")
+            tracker.artifact(folder / "model", "model")
 
-    def _summary(self, history: History, tracker: Tracker) -> str:
+    def _summary(self, folder: Path, history: History, tracker: Tracker) -> str:
         scores = [m for _, m in history if "eval/success" in m]
         first, last = scores[0], scores[-1]
         return (
             f"Success on {self.config.eval_tasks} held-out tasks: "
             f"{first['eval/success']:.1%} before training, {last['eval/success']:.1%} after "
             f"(greedy {first['eval/success_greedy']:.1%} and {last['eval/success_greedy']:.1%}).\n"
-            f"Model, config and learning curve: {self.folder}\n"
+            f"Model, config and learning curve: {folder}\n"
             f"Tracked in MLflow: {tracker.how_to_look}"
         )
 

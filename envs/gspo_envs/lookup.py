@@ -84,7 +84,7 @@ class LookupEnv(ToolEnv):
 
     @tool
     def lookup(self, key: str) -> str:
-        """Look up the word that a word links to.
+        """Look up the word that a word links to; unknown key where there is none.
 
         Args:
             key: The word to look up.

@@ -9,8 +9,10 @@ running sequence already holds are forked, not computed again.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import random
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,8 @@ from gspo_env.engines.base import Completion, Sampling
 from gspo_env.errors import EngineError
 
 _FIRST_CAPACITY = 128
+_IDLE = 2
+"""A span of slots is attended whole where at most this many times its rows decode."""
 
 
 @dataclass(slots=True)
@@ -40,7 +44,8 @@ class _Request:
     sampling: Sampling
     session: str | None
     future: asyncio.Future[Completion]
-    uniforms: list[float]
+    draw: Callable[[], float]
+    """Uniform numbers in [0, 1), from a stream of the request's own."""
     slot: _Slot | None = None
     pending: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -70,7 +75,7 @@ class TransformersEngine:
         self._max_context = max_context
         self._max_step_tokens = max(max_step_tokens, max_slots)
         self._slots = [_Slot(index) for index in range(max_slots)]
-        self._free: deque[_Slot] = deque(self._slots)
+        self._free = list(range(max_slots))  # a heap: low slots first keep the cache dense
         self._sessions: OrderedDict[str, _Slot] = OrderedDict()
         self._prefixes: dict[tuple[int, ...], _Slot] = {}
         self._waiting: deque[_Request] = deque()
@@ -98,13 +103,12 @@ class TransformersEngine:
                 f"do not fit a context of {self._max_context} tokens"
             )
         loop = asyncio.get_running_loop()
-        stream = np.random.Generator(np.random.Philox(key=sampling.seed))
         request = _Request(
             prompt=list(prompt_ids),
             sampling=sampling,
             session=session,
             future=loop.create_future(),
-            uniforms=stream.random(sampling.max_tokens).tolist(),
+            draw=random.Random(sampling.seed).random,
         )
         self._waiting.append(request)
         if self._pump is None or self._pump.done():
@@ -116,7 +120,7 @@ class TransformersEngine:
         slot = self._sessions.pop(session, None)
         if slot is not None and not slot.busy:
             slot.session = None
-            self._free.append(slot)
+            heapq.heappush(self._free, slot.index)
         elif slot is not None:
             slot.session = None
 
@@ -181,7 +185,7 @@ class TransformersEngine:
 
     def _take_slot(self) -> _Slot | None:
         if self._free:
-            return self._free.popleft()
+            return self._slots[heapq.heappop(self._free)]
         idle = next((s for s in self._sessions.values() if not s.busy), None)
         if idle is not None and idle.session is not None:
             del self._sessions[idle.session]
@@ -238,7 +242,7 @@ class TransformersEngine:
     def _sample(self, requests: list[_Request], logits: Tensor) -> None:
         if not requests:
             return
-        draws = [r.uniforms[len(r.token_ids)] for r in requests]
+        draws = [r.draw() for r in requests]
         temperatures = [r.sampling.temperature for r in requests]
         tokens, logprobs = sample(logits, temperatures, draws)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
@@ -266,7 +270,7 @@ class TransformersEngine:
         if slot is not None:
             slot.busy = False
             if slot.session is None:
-                self._free.append(slot)
+                heapq.heappush(self._free, slot.index)
 
 
 def sample(
@@ -330,7 +334,8 @@ class _Cache:
         self._reserve(max(a + n for a, n in zip(starts, sizes, strict=True)))
         plan = _Plan(self, slots, starts, sizes)
         ids = torch.tensor([[i for feed in feeds for i in feed]], device=self._device)
-        model.eval()
+        if model.training:
+            model.eval()
         output = model(
             input_ids=ids,
             position_ids=plan.positions[None],
@@ -404,35 +409,54 @@ class _Plan:
 
 
 class _Rows:
-    """Rows of one step that are attended together."""
+    """Rows of one step that are attended together.
+
+    Decoding rows that fill most of a span of slots are attended over the whole span, idle slots
+    included: a view of the cache costs nothing, a copy of its rows more than the attention.
+    """
 
     def __init__(self, slot_B: Any, start_B: Any, size_B: Any, first_B: Any, device: Any) -> None:
-        longest = int(size_B.max())
-        column = np.arange(longest)
+        self._length = int((start_B + size_B).max())
+        self._decode = bool(size_B.max() == 1)
+        low, high = int(slot_B.min()), int(slot_B.max()) + 1
+        self._span = (low, high) if self._decode and high - low <= _IDLE * len(slot_B) else None
+        column = np.arange(int(size_B.max()))
         inside = column < size_B[:, None]
         self._index = torch.from_numpy(first_B[:, None] + np.where(inside, column, 0)).to(device)
         everything = bool(inside.all())
         self._inside = None if everything else torch.from_numpy(np.flatnonzero(inside)).to(device)
-        self._slots = torch.from_numpy(slot_B).to(device)
-        contiguous = bool((np.diff(slot_B) == 1).all())
-        self._span = (int(slot_B[0]), int(slot_B[-1]) + 1) if contiguous else None
-        self._length = int((start_B + size_B).max())
+        self._slots = torch.from_numpy(slot_B - low if self._span else slot_B).to(device)
+        place = start_B[:, None] + column
+        if self._span:
+            every = np.zeros((high - low, 1), dtype=np.int64)
+            every[slot_B - low] = place
+            place = every
         # (B, 1, q, length): a token sees the positions up to its own
-        position = torch.from_numpy(start_B[:, None] + column).to(device)[:, None, :, None]
+        position = torch.from_numpy(place).to(device)[:, None, :, None]
         self._distance = position - torch.arange(self._length, device=device)
         self._mask = self._distance >= 0
 
     def attend(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        q = query[self._index].transpose(1, 2)
-        k, v = (self._view(tensor) for tensor in (keys, values))
         mask = self._mask if window is None else self._mask & (self._distance < window)
+        if self._decode:
+            return self._attend_one(query, keys, values, scale, mask)
+        q = query[self._index].transpose(1, 2)
+        k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
         out = sdpa(q, k, v, scale, mask, causal=False).transpose(1, 2).flatten(0, 1)
         return out if self._inside is None else out.index_select(0, self._inside)
 
-    def _view(self, tensor: Tensor) -> Tensor:
-        used = tensor[:, :, : self._length]
-        if self._span is not None:
-            return used[self._span[0] : self._span[1]]
-        return used.index_select(0, self._slots)
+    def _attend_one(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor
+    ) -> Tensor:
+        """One query a row; those that share a key head become the queries of one head."""
+        q = query.index_select(0, self._index[:, 0]).unflatten(1, (keys.shape[1], -1))
+        k, v = (t[:, :, : self._length] for t in (keys, values))
+        if self._span is None:
+            k, v = (t.index_select(0, self._slots) for t in (k, v))
+            return sdpa(q, k, v, scale, mask, causal=False).flatten(1, 2)
+        low, high = self._span
+        spread = q.new_zeros(high - low, *q.shape[1:]).index_copy_(0, self._slots, q)
+        out = sdpa(spread, k[low:high], v[low:high], scale, mask, causal=False)
+        return out.index_select(0, self._slots).flatten(1, 2)

@@ -1,0 +1,100 @@
+"""Rollout on the default settings against plain loops over the bare model.
+
+    python benchmarks/rollout.py
+
+Two floors, run alternately with ours in this process. Both are hand-written loops with a KV cache that
+draw tokens and keep log-probabilities, with no environment and all rows alike:
+
+- the same batch: as many rows as episodes are in flight, and the episodes' mean prompt, turns, tokens
+  of an action and tokens of an observation;
+- decoding only, at half the episodes' mean length: no token of an environment is ever fed.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from common import alternate, collect, make_collector, make_player, seconds, show
+from transformers import DynamicCache
+
+from gspo_env.rollout import RolloutConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A batch whose rows are all alike."""
+
+    rows: int
+    prompt: int
+    turns: int
+    action: int
+    observation: int
+
+
+def plain_rate(model, shape: Shape) -> float:
+    """Sampled tokens per second of a plain loop over turns and tokens."""
+    cache = DynamicCache()
+
+    def prompt(tokens: int) -> torch.Tensor:
+        return torch.randint(5, 300, (shape.rows, tokens))
+
+    def loop() -> None:
+        ids = prompt(1)
+        for turn in range(shape.turns):
+            for _ in range(shape.action):
+                out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                logprobs = torch.log_softmax(out.logits[:, -1].float(), dim=-1)
+                ids = torch.multinomial(logprobs.exp(), 1)
+                logprobs.gather(-1, ids)
+            if turn + 1 < shape.turns:
+                ids = torch.cat([ids, prompt(shape.observation)], 1)
+
+    with torch.inference_mode():
+        # A group shares its prompt, so it is computed once for all: it costs neither side anything.
+        model(input_ids=prompt(shape.prompt), past_key_values=cache, use_cache=True)
+        return shape.rows * shape.turns * shape.action / seconds(loop)
+
+
+def main() -> None:
+    """Prints the rates and the ratios."""
+    config = RolloutConfig()
+    player = make_player(steps=300)
+    collector = make_collector(player, config)
+    episodes = [e for group in collect(collector) for e in group.episodes]
+    turns = sum(len(e.turns) for e in episodes)
+    model_tokens = sum(e.model_tokens for e in episodes)
+    follow = sum(len(t.prompt_ids) for e in episodes for t in e.turns[1:])
+    length = sum(len(e.token_ids) for e in episodes) / len(episodes)
+    rows = min(config.concurrency, len(episodes))
+    same = Shape(
+        rows=rows,
+        prompt=round(sum(len(e.turns[0].prompt_ids) for e in episodes) / len(episodes)),
+        turns=round(turns / len(episodes)),
+        action=round(model_tokens / turns),
+        observation=round(follow / (turns - len(episodes))),
+    )
+    decode = Shape(rows=rows, prompt=round(length / 2), turns=1, action=32, observation=0)
+    plain = copy.deepcopy(player.model).eval()
+    plain.set_attn_implementation("sdpa")
+
+    def ours() -> float:
+        tokens = 0
+
+        def work() -> None:
+            nonlocal tokens
+            tokens = sum(e.model_tokens for g in collect(collector, seed=1) for e in g.episodes)
+
+        taken = seconds(work)
+        return tokens / taken
+
+    rates = alternate(9, ours, lambda: plain_rate(plain, same), lambda: plain_rate(plain, decode))
+    rollout = show("rollout, environments and chat included", rates[0], "sampled tokens/s")
+    for name, shape, values in (("same batch", same, rates[1]), ("decode only", decode, rates[2])):
+        floor = show(f"plain loop, {name}", values, "sampled tokens/s")
+        print(f"    {shape}\n    ratio {rollout / floor:.2f}")
+
+
+if __name__ == "__main__":
+    main()

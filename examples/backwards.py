@@ -1,0 +1,26 @@
+"""Say a list backwards: `gspo-env train --env examples/backwards.py:Backwards --steps 30`."""
+
+from gspo_env import TextEnv
+
+WORDS = "ant bee cat dog eel fox".split()
+
+
+class Backwards(TextEnv):
+    """Say a list of words backwards, one word a turn."""
+
+    system_prompt = "Say the list backwards, one word a turn."
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = self.np_random.permutation(WORDS)[:4].tolist()
+        return " ".join(self.left), {}
+
+    def step(self, action):
+        right = action.strip() == self.left.pop()
+        done = not right or not self.left
+        info = {"success": right, "episodic_reward": float(right)} if done else {}
+        return "next", 0.25 * right, done, False, info
+
+    def expert_action(self, noise=0.0):  # optional: demonstrations for the tiny model
+        slip = self.np_random.random() < noise
+        return self.np_random.choice(WORDS).item() if slip else self.left[-1]

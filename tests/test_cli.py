@@ -1,0 +1,202 @@
+"""The command line as a newcomer meets it: good runs finish, bad input gets one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gspo_env.checkpoint import save_model
+from gspo_env.cli import main
+
+TINY = [
+    *("--hidden-size", "32", "--demonstrations", "64", "--imitation-steps", "4"),
+    *("--steps", "2", "--tasks-per-step", "3", "--group-size", "3", "--eval-tasks", "6"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    """Everything that a command writes lands in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture
+def root(request):
+    """The repository."""
+    return request.config.rootpath
+
+
+def refused(capsys, *arguments):
+    """What a command says on its way out with exit code 2."""
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    assert end.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith("gspo-env: ")
+    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--advantage", "outcome", "--ratio-level", "sequence"],
+        ["--ratio-level", "token"],
+        ["--lora-rank", "2"],
+        ["--env", "gspo/GuessNumber-v0"],
+    ],
+)
+def test_train_runs_to_its_end_and_says_both_figures(capsys, tmp_path, flags):
+    main(["train", *TINY, "--output", "out", *flags])
+    said = capsys.readouterr().out
+    assert "before training" in said
+    assert "after" in said
+    assert "mlflow ui" in said
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert files >= {"config.toml", "learning_curve.png", "model", "episodes-0000.txt"}
+
+
+def test_a_custom_environment_in_one_file_of_at_most_30_lines_trains(capsys, root):
+    example = root / "examples" / "backwards.py"
+    assert len(example.read_text().splitlines()) <= 30
+    main(["train", *TINY, "--env", f"{example}:Backwards"])
+    assert "held-out tasks" in capsys.readouterr().out
+
+
+def test_the_readme_shows_the_example_word_for_word(root):
+    assert (root / "examples" / "backwards.py").read_text().strip() in (
+        root / "README.md"
+    ).read_text()
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    (tmp_path / "run.toml").write_text("steps = 1\nseed = 5\n[rollout]\ngroup_size = 2\n")
+    main(["train", *TINY[:6], "--config", "run.toml", *TINY[8:], "--seed", "9", "--output", "o"])
+    text = (tmp_path / "o" / "config.toml").read_text()
+    assert "steps = 1" in text
+    assert "seed = 9" in text
+    assert "group_size = 3" in text
+
+
+def test_evaluate_reports_a_trained_folder_and_the_scripted_agent(capsys):
+    main(["train", *TINY, "--output", "out"])
+    capsys.readouterr()
+    main(["evaluate", "--model", "out", "--tasks", "5", "--samples", "4"])
+    said = capsys.readouterr().out
+    for word in ("success", "95 % interval", "return", "turns", "pass@4", "pass^4"):
+        assert word in said
+    main(["evaluate", "--model", "scripted", "--env", "gspo/Calculator-v0", "--tasks", "8"])
+    assert "success  100.0%" in capsys.readouterr().out
+
+
+def test_envs_lists_ids_summaries_and_tools(capsys):
+    main(["envs"])
+    said = capsys.readouterr().out
+    assert "gspo/Lookup-v0" in said
+    assert "[tools: lookup]" in said
+
+
+def test_an_unknown_environment_offers_the_nearest_names(capsys):
+    assert "gspo/Lookup-v0" in refused(capsys, "train", "--env", "gspo/Lokup-v0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--stepz", "3"], "perhaps you meant --steps"),
+        (["--ratio-level", "word"], "'word'"),
+        (["--steps", "x"], "--steps"),
+        (["--learning-rate", "-1"], "learning_rate is -1.0; expected a number above 0"),
+        (["--steps", "-3"], "steps is -3; expected at least 0"),
+        (["--group-size", "0"], "group_size is 0"),
+        (["--config", "none.toml"], "cannot read the config file 'none.toml'"),
+        (["--env-kwargs", "hops"], "expected key=value"),
+        (["--env-kwargs", "hopps=3"], "hopps"),
+    ],
+)
+def test_an_impossible_value_is_one_sentence(capsys, tmp_path, flags, words):
+    assert words in refused(capsys, "train", *flags)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_nowhere_is_one_sentence(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "cannot load" in refused(capsys, "train", "--model", "nowhere/at-all")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_folder_without_a_tokenizer_is_one_sentence(capsys, tmp_path, model):
+    model.save_pretrained(tmp_path / "bare")
+    assert "has no tokenizer" in refused(capsys, "train", "--model", str(tmp_path / "bare"))
+    assert [path.name for path in tmp_path.iterdir()] == ["bare"]
+
+
+def test_a_model_without_a_chat_template_is_one_sentence(capsys, tmp_path, model, tokenizer):
+    import copy
+
+    silent = copy.deepcopy(tokenizer)
+    silent.chat_template = None
+    save_model(model, silent, tmp_path / "silent")
+    assert "chat template" in refused(capsys, "train", "--model", str(tmp_path / "silent"))
+
+
+BROKEN = """
+from gspo_env import TextEnv
+class Broken(TextEnv):
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "go", {}
+    def step(self, action):
+        return RESULT
+"""
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ("(3, 0.0, False, False, {})", "step() observation is 3 of type int, expected a str"),
+        ("('x', float('nan'), False, False, {})", "step() reward is nan"),
+        ("1 / 0", "raised ZeroDivisionError"),
+    ],
+)
+def test_a_broken_environment_is_one_sentence_and_leaves_nothing(capsys, tmp_path, result, words):
+    source = tmp_path / "broken.py"
+    source.write_text(BROKEN.replace("RESULT", result))
+    assert words in refused(capsys, "train", "--env", f"{source}:Broken")
+    assert {path.name for path in tmp_path.iterdir()} <= {"broken.py", "__pycache__"}
+
+
+def test_an_output_that_cannot_be_written_is_one_sentence(capsys, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    said = refused(capsys, "train", *TINY, "--output", str(tmp_path / "file" / "out"))
+    assert "cannot write to the output folder" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("precious")
+    assert "is not empty" in refused(capsys, "train", *TINY, "--output", "full")
+    assert (tmp_path / "full" / "thesis.txt").read_text() == "precious"
+    assert not list(tmp_path.glob("*.db"))
+
+
+def test_an_unknown_command_lists_the_known_ones(capsys):
+    assert "train, evaluate, envs, doctor" in refused(capsys, "trian")
+
+
+def test_the_installed_command_starts_without_torch(tmp_path):
+    code = (
+        "import sys; from gspo_env.cli import main; main(['envs']); print('torch' in sys.modules)"
+    )
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        check=True,
+    )
+    assert done.stdout.strip().endswith("False")
