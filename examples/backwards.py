@@ -2,7 +2,7 @@
 
 from gspo_env import TextEnv
 
-WORDS = "ant bee cat dog eel fox".split()
+WORDS = ["ant", "bee", "cat", "dog", "eel", "fox"]
 
 
 class Backwards(TextEnv):

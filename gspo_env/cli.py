@@ -192,7 +192,8 @@ def _pairs(arguments: list[str], name: str) -> tuple[dict[str, Any], list[str]]:
 def _agent(name: str) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # its bars for loading and saving would tear ours
+    # its bars for loading and saving would tear ours
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     module, _, attribute = _AGENTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 

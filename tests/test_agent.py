@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from gspo_agents.gspo import GSPOAgent
 from transformers import AutoModelForCausalLM
 
+from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
 from gspo_env.embedded import EmbeddedConfig
 from gspo_env.registration import make_env

@@ -52,7 +52,7 @@ def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path, text, words):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read the config file .*none.toml"):
+    with pytest.raises(ConfigError, match=r"cannot read the config file .*none\.toml"):
         load_toml(tmp_path / "none.toml")
 
 

@@ -451,7 +451,9 @@ class _Rows:
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor
     ) -> Tensor:
         """One query a row; those that share a key head become the queries of one head."""
-        q = query.index_select(0, self._index[:, 0]).unflatten(1, (keys.shape[1], -1))
+        q = query.index_select(0, self._index[:, 0]).view(
+            len(self._index), keys.shape[1], -1, query.shape[-1]
+        )
         k, v = (t[:, :, : self._length] for t in (keys, values))
         if self._span is None:
             k, v = (t.index_select(0, self._slots) for t in (k, v))
