@@ -2,11 +2,11 @@
 
     python benchmarks/rollout.py
 
-Two floors, run alternately with ours in this process. Both are hand-written loops with a KV cache that
-draw tokens and keep log-probabilities, with no environment and all rows alike:
+Two floors, run alternately with ours in this process. Both are hand-written loops with a KV cache
+that draw tokens and keep log-probabilities, with no environment and all rows alike:
 
-- the same batch: as many rows as episodes are in flight, and the episodes' mean prompt, turns, tokens
-  of an action and tokens of an observation;
+- the same batch: as many rows as episodes are in flight, and the episodes' mean prompt, turns,
+  tokens of an action and tokens of an observation;
 - decoding only, at half the episodes' mean length: no token of an environment is ever fed.
 """
 

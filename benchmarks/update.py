@@ -2,9 +2,10 @@
 
     python benchmarks/update.py
 
-The floor runs the same model over the same packed rows with the same attention, takes the sum of the model
-tokens' log-probabilities and goes backward: no objective, no metrics, no gradient clip, no optimiser.
-Both are run alternately in this process, for one minibatch and for the default recipe's four.
+The floor runs the same model over the same packed rows with the same attention, takes the mean of
+the model tokens' log-probabilities and goes backward: no objective, no metrics, no gradient clip,
+no optimiser. Both are run alternately in this process, for one minibatch and for the default
+recipe's four.
 """
 
 from __future__ import annotations
