@@ -119,6 +119,7 @@ def _config(arguments: list[str], program: str) -> Config:
 
     file, rest = _take(arguments, "--config")
     kwargs, rest = _pairs(rest, "--env-kwargs")
+    engine_args, rest = _pairs(rest, "--engine-args")
     rest = [_SHORT.get(a, a) for a in rest]
     model, _ = _take(rest, "--model")
     tree = read_toml(file) if file else {}
@@ -126,7 +127,12 @@ def _config(arguments: list[str], program: str) -> Config:
     kind = Annotated[Config, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
     fixed: Any = tyro.conf.configure(tyro.conf.FlagConversionOff)(kind)
     config: Config = _parse(fixed, rest, program, default)
-    return dataclasses.replace(config, env_kwargs={**default.env_kwargs, **kwargs})
+    free = {**default.vllm.engine_args, **engine_args}
+    return dataclasses.replace(
+        config,
+        env_kwargs={**default.env_kwargs, **kwargs},
+        vllm=dataclasses.replace(config.vllm, engine_args=free),
+    )
 
 
 def _parse(kind: Any, arguments: list[str], program: str, *default: Any) -> Any:

@@ -12,12 +12,17 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gspo_env.advantages import AdvantageConfig
 from gspo_env.embedded import EmbeddedConfig
+from gspo_env.engines.vllm import VLLMConfig
+from gspo_env.engines.vllm_server import VLLMServerConfig
 from gspo_env.errors import ConfigError
 from gspo_env.learner import LearnerConfig, ObjectiveConfig
 from gspo_env.rollout import RolloutConfig
 from gspo_env.tracking import TrackingConfig
 
 T = TypeVar("T")
+
+_FREE = ("env_kwargs", "engine_args")
+"""Fields that hold whatever the user says; all other dictionaries are sections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +38,13 @@ class Config:
     """Arguments of the environment, such as `hops=4`; JSON values."""
     model: str = ""
     """Model folder or hub id; empty builds the embedded tiny model and warms it up."""
-    engine: Literal["transformers"] = "transformers"
-    """How actions are sampled."""
+    engine: Literal["transformers", "vllm", "vllm-server"] = "transformers"
+    """How actions are sampled: over the learner's own weights, by vLLM here, or by its servers."""
     history: Literal["keep", "refuse"] = "keep"
     """What to do where a chat template rewrites earlier turns: keep them as sampled, or refuse."""
     seed: int = 0
     """Decides every random draw of the run."""
-    steps: int = 80
+    steps: int = 60
     """Rollout batches to train on."""
     tasks_per_step: int = 32
     """Tasks of a rollout batch, P; each gets `group_size` episodes."""
@@ -55,9 +60,13 @@ class Config:
         default_factory=lambda: ObjectiveConfig(clip_low=0.03, clip_high=0.05)
     )
     learner: LearnerConfig = field(
-        default_factory=lambda: LearnerConfig(learning_rate=1e-3, schedule="cosine")
+        default_factory=lambda: LearnerConfig(
+            learning_rate=5e-4, warmup_steps=20, schedule="cosine"
+        )
     )
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    server: VLLMServerConfig = field(default_factory=VLLMServerConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
@@ -143,6 +152,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     plain = get_origin(hint) or hint
+    if plain is tuple and isinstance(value, list):
+        return tuple(value)
     if isinstance(plain, type) and (
         not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool)
     ):
@@ -158,7 +169,7 @@ def to_toml(config: Config) -> str:
 def _table(tree: dict[str, Any], prefix: str) -> str:
     lines, tables = [], []
     for name, value in tree.items():
-        if isinstance(value, dict) and name != "env_kwargs":
+        if isinstance(value, dict) and name not in _FREE:
             tables.append(f"\n[{prefix}{name}]\n{_table(value, f'{prefix}{name}.')}")
         elif isinstance(value, dict):
             inner = ", ".join(f"{k} = {json.dumps(v)}" for k, v in value.items())

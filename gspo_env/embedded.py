@@ -53,7 +53,7 @@ class EmbeddedConfig:
     """Scripted episodes to imitate."""
     slips: float = 0.15
     """Probability that a demonstrated action is wrong."""
-    imitation_steps: int = 300
+    imitation_steps: int = 450
     """Steps of maximum likelihood; 0 skips the warm-up."""
     imitation_batch: int = 64
     imitation_learning_rate: float = 3e-3

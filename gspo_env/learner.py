@@ -61,7 +61,7 @@ class LearnerConfig:
     """The optimiser and how a rollout batch is cut."""
 
     learning_rate: float = 1e-6
-    """AdamW's. The embedded recipe has 1e-3; a LoRA adapter wants about ten times a model's."""
+    """AdamW's. The embedded recipe has 5e-4; a LoRA adapter wants about ten times a model's."""
     warmup_steps: int = 5
     """Optimiser steps of linear learning-rate warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -145,9 +145,11 @@ class Learner:
             [self.logprobs(b) if recompute and n else None for b in row]
             for n, row in enumerate(batches)
         ]
-        for chunk, rows, olds in zip(chunks, batches, old, strict=True):
+        for n, (chunk, rows, olds) in enumerate(zip(chunks, batches, old, strict=True)):
+            # once a step is taken, only a recomputed pi_old tells the engine's mismatch
+            measured = n == 0 or recompute
             for batch, old_N in zip(rows, olds, strict=True):
-                self._accumulate(batch, old_N, len(chunk), log)
+                self._accumulate(batch, old_N, len(chunk), log, measured)
             log.add("train/grad_norm", float(self._step()), 1)
         seconds = time.perf_counter() - started
         tokens = sum(len(s.token_ids) for s in samples)
@@ -191,7 +193,7 @@ class Learner:
         return pack(samples, self.accelerator.device)
 
     def _accumulate(
-        self, batch: PackedBatch, old_N: Tensor | None, sequences: int, log: _Log
+        self, batch: PackedBatch, old_N: Tensor | None, sequences: int, log: _Log, measured: bool
     ) -> None:
         logprobs_N, entropy_N = self._forward(batch)
         own_N = logprobs_N.detach()
@@ -211,7 +213,9 @@ class Learner:
             normaliser=sequences,
         )
         self.accelerator.backward(output.loss)
-        self._record(batch, output, trainer_old_N, entropy_N, log)
+        self._record(batch, output, entropy_N, log)
+        if measured:
+            self._record_mismatch(batch, trainer_old_N, log)
 
     def _correction(self, trainer_old_N: Tensor, batch: PackedBatch) -> Tensor | None:
         if self.objective.correction == "none":
@@ -228,7 +232,6 @@ class Learner:
         self,
         batch: PackedBatch,
         output: ObjectiveOutput,
-        old_N: Tensor,
         entropy_N: Tensor,
         log: _Log,
     ) -> None:
@@ -239,9 +242,18 @@ class Learner:
         log.extreme("train/ratio_max", float(output.ratio.max()), max)
         log.add("train/clipped_fraction", float(output.clipped.float().mean()), count)
         log.add("train/entropy", float(entropy_N.mean()), count)
-        difference_N = (old_N - batch.engine_logprobs_N).abs()
-        log.differences.append(difference_N.float().cpu())
-        log.extreme("rollout/logprob_diff_max", float(difference_N.max()), max)
+
+    def _record_mismatch(self, batch: PackedBatch, old_N: Tensor, log: _Log) -> None:
+        """How far the engine's log-probabilities are from the trainer's, before any update."""
+        difference_N = old_N - batch.engine_logprobs_N
+        log.differences.append(difference_N.abs().float().cpu())
+        log.extreme("rollout/logprob_diff_max", float(difference_N.abs().max()), max)
+        rows = len(batch.lengths_B)
+        sum_B = difference_N.new_zeros(rows).index_add_(0, batch.sequence_N, difference_N)
+        ratio_B = (sum_B / torch.bincount(batch.sequence_N, minlength=rows).clamp(min=1)).exp()
+        low, high = 1 - self.objective.clip_low, 1 + self.objective.clip_high
+        outside = ((ratio_B < low) | (ratio_B > high)).float().mean()
+        log.add("rollout/ratio_outside_clip", float(outside), rows)
 
     def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities (N,) with gradient and entropies (N,) without."""

@@ -14,6 +14,7 @@ from gspo_env.learner import Learner
 from gspo_env.packing import Sample, to_sample
 from gspo_env.rollout import Collector, derive_seed, rollout_metrics
 from gspo_env.types import Episode, FloatArray, Group, StopReason, Task
+from gspo_env.weight_sync import named_weights
 
 HELD_OUT = 10**9
 """Seeds from here on are for evaluation; training seeds stay below."""
@@ -45,10 +46,11 @@ class Loop:
             metrics = rollout_metrics(groups, time.perf_counter() - started)
             advantages, credit = estimate(groups, config.advantage)
             samples = self._samples(groups, advantages)
+            await self.collector.engine.sleep()
             if samples:
                 metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
             started = time.perf_counter()
-            weights = self.learner.policy.named_parameters()
+            weights = named_weights(self.learner.policy)
             await self.collector.engine.update_weights(weights, step)
             metrics |= credit | {"time/sync": time.perf_counter() - started}
             self._log(step, metrics, groups)

@@ -13,8 +13,7 @@ from gspo_env.chat import ChatTokenizer
 from gspo_env.checkpoint import load_model, make_output, save_model
 from gspo_env.config import Config, flatten, from_dict, to_toml
 from gspo_env.embedded import Demonstration, build, to_samples, warm_up
-from gspo_env.engines.base import Engine, Sampling
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines import Engine, Sampling, make_engine
 from gspo_env.learner import Learner
 from gspo_env.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.progress import Progress
@@ -91,6 +90,7 @@ class GSPOAgent:
                 history = asyncio.run(loop.train())
             finally:
                 collector.pool.close()
+                self.close()
             self._finish(folder, history, tracker)
             progress.line(self._summary(folder, history, tracker))
         return history
@@ -105,6 +105,7 @@ class GSPOAgent:
             )
         finally:
             collector.pool.close()
+            self.close()
 
     def metrics(self) -> dict[str, float]:
         """The `eval/...` metrics on the held-out tasks, sampled and greedy."""
@@ -113,6 +114,13 @@ class GSPOAgent:
             return asyncio.run(evaluate(collector, self.env_id, self.config.eval_tasks))[0]
         finally:
             collector.pool.close()
+            self.close()
+
+    def close(self) -> None:
+        """Stops the engine; whatever needs one starts it again."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def act(self, observation: str, *, first: bool = False, role: str = "user") -> str:
         """One greedy action in a running conversation.
@@ -174,11 +182,8 @@ class GSPOAgent:
         self._demonstrations = []
 
     def _new_engine(self) -> Engine:
-        limits = self.config.rollout
         if self._engine is None:
-            self._engine = TransformersEngine(
-                self.model, max_slots=limits.concurrency, max_context=limits.max_context
-            )
+            self._engine = make_engine(self.config, self.model)
         return self._engine
 
     def _collector(self) -> Collector:

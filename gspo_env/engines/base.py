@@ -47,6 +47,10 @@ class Engine(Protocol):
         """Forgets what is cached of a session."""
         ...
 
+    async def sleep(self) -> None:
+        """Gives what memory it can to the learner; `update_weights` wakes it."""
+        ...
+
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> None:

@@ -124,6 +124,9 @@ class TransformersEngine:
         elif slot is not None:
             slot.session = None
 
+    async def sleep(self) -> None:
+        """Nothing to give: the weights are the learner's, and the cache is small."""
+
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> None:

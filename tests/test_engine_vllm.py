@@ -1,0 +1,233 @@
+"""Real vLLM: the same probabilities as the trainer after every update, and the very tokens.
+
+Runs where vLLM is installed: `pytest -m vllm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import signal
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.advantages import AdvantageConfig, estimate
+from gspo_env.chat import ChatTokenizer
+from gspo_env.config import Config
+from gspo_env.embedded import EmbeddedConfig, build, to_samples, warm_up
+from gspo_env.engines.base import Sampling
+from gspo_env.engines.vllm import VLLMConfig, VLLMEngine
+from gspo_env.engines.vllm_server import VLLMServerConfig, VLLMServerEngine
+from gspo_env.errors import EngineError
+from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.packing import to_sample
+from gspo_env.registration import make_env
+from gspo_env.rollout import Collector, EnvPool, RolloutConfig
+from gspo_env.tracking import TrackingConfig
+from gspo_env.types import StopReason, Task
+from gspo_env.weight_sync import named_weights
+
+pytestmark = pytest.mark.vllm
+
+ENV = "gspo/Lookup-v0"
+EAGER = VLLMConfig(enforce_eager=True)
+LIMITS = RolloutConfig(concurrency=64)
+SIZES = {"max_slots": 64, "max_context": LIMITS.max_context}
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """A model that plays, and its transcript maker."""
+    env = make_env(ENV)
+    config = EmbeddedConfig(demonstrations=300, imitation_steps=60)
+    model, tokenizer, demonstrations = build(env, ENV, config, 0)
+    chat = ChatTokenizer(tokenizer)
+    warm_up(model, to_samples(demonstrations, chat, env), config, 0, lambda step, loss: None)
+    return model, chat
+
+
+@pytest.fixture(scope="module")
+def engine(parts):
+    running = VLLMEngine(parts[0], EAGER, **SIZES)
+    yield running
+    running.close()
+
+
+class Recording:
+    """An engine that keeps what it was asked and what it said."""
+
+    def __init__(self, engine):
+        self.engine, self.log = engine, {}
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        prompt = tuple(prompt_ids)
+        done = await self.engine.generate(prompt, sampling, session)
+        self.log.setdefault(session, []).append((prompt, done.token_ids))
+        return done
+
+    def release(self, session):
+        self.engine.release(session)
+
+
+def collect(engine, chat, tasks=16, seed=0, size=4):
+    collector = Collector(engine, chat, EnvPool(lambda: make_env(ENV)), LIMITS)
+    every = [Task(env_id=ENV, seed=n) for n in range(tasks)]
+    return asyncio.run(collector.collect(every, seed=seed, group_size=size))
+
+
+def update(learner, groups):
+    """One training step; its metrics hold the mismatch before it."""
+    advantages, _ = estimate(groups, AdvantageConfig())
+    return learner.update(
+        [
+            to_sample(episode, values)
+            for group, rows in zip(groups, advantages, strict=True)
+            for episode, values in zip(group.episodes, rows, strict=True)
+        ]
+    )
+
+
+def learner_of(parts):
+    settings = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=2)
+    return Learner(copy.deepcopy(parts[0]), ObjectiveConfig(), settings, total_steps=100)
+
+
+def sync(engine, learner, version):
+    asyncio.run(engine.update_weights(named_weights(learner.policy), version))
+
+
+def test_engine_and_trainer_agree_after_every_weight_update(parts, engine):
+    learner = learner_of(parts)
+    for version in range(1, 5):
+        sync(engine, learner, version)
+        groups = collect(engine, parts[1])  # the same prompts each time: a stale cache would show
+        assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
+        metrics = update(learner, groups)
+        assert metrics["rollout/logprob_diff_max"] < 1e-4
+        assert metrics["rollout/ratio_outside_clip"] == 0.0
+
+
+@pytest.mark.parametrize("fault", ["weights not loaded", "prefix cache not reset"])
+def test_the_agreement_would_notice(parts, engine, monkeypatch, fault):
+    learner = learner_of(parts)
+    sync(engine, learner, 1)
+    update(learner, collect(engine, parts[1]))
+    if fault == "weights not loaded":
+        monkeypatch.setattr(engine, "_load", lambda weights: None)
+    else:
+        monkeypatch.setattr(engine._engine, "reset_prefix_cache", lambda: True)
+    sync(engine, learner, 2)
+    assert update(learner, collect(engine, parts[1]))["rollout/logprob_diff_max"] > 1e-3
+    monkeypatch.undo()
+    sync(engine, learner_of(parts), 3)
+
+
+def test_500_episodes_extend_their_prompts_by_exactly_the_sampled_ids(parts, engine):
+    recording = Recording(engine)
+    groups = collect(recording, parts[1], tasks=125, size=4, seed=5)
+    trained = {e.token_ids.tobytes() for g in groups for e in g.episodes}
+    assert len(recording.log) == 500
+    for log in recording.log.values():
+        for (before, sampled), (after, _) in pairwise(log):
+            assert after[: len(before) + len(sampled)] == before + sampled
+        assert np.array(sum(log[-1], ()), dtype=np.int64).tobytes() in trained
+
+
+def test_the_same_seed_gives_the_same_action_whatever_else_runs(parts, engine):
+    prompt = list(parts[1].start('Follow 2 links from "amber".'))
+    sampling = Sampling(max_tokens=12, stop_ids=parts[1].stop_ids, seed=7)
+
+    async def crowd():
+        others = [
+            engine.generate(prompt[: 4 + n % 5], Sampling(max_tokens=9, seed=n)) for n in range(20)
+        ]
+        return (await asyncio.gather(engine.generate(prompt, sampling), *others))[0]
+
+    alone = asyncio.run(engine.generate(prompt, sampling))
+    assert alone.token_ids == asyncio.run(crowd()).token_ids
+
+
+def test_an_abandoned_request_is_aborted_and_the_engine_goes_on(parts, engine):
+    prompt = list(parts[1].start("hello"))
+
+    async def impatient():
+        endless = engine.generate(prompt, Sampling(max_tokens=400))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(endless, 0.05)
+        return await engine.generate(prompt, Sampling(max_tokens=3))
+
+    assert len(asyncio.run(impatient()).token_ids) == 3
+    with pytest.raises(EngineError, match="do not fit a context"):
+        asyncio.run(engine.generate(prompt, Sampling(max_tokens=5000)))
+
+
+def test_a_lora_adapter_reaches_the_engine(parts, engine):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        copy.deepcopy(parts[0]), LoraConfig(r=4, target_modules="all-linear")
+    )
+    settings = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=1)
+    learner = Learner(adapted, ObjectiveConfig(), settings, total_steps=10)
+    sync(engine, learner, 1)
+    update(learner, collect(engine, parts[1]))
+    sync(engine, learner, 2)
+    assert update(learner, collect(engine, parts[1]))["rollout/logprob_diff_max"] < 1e-4
+
+
+def test_a_training_run_with_vllm_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config(
+        engine="vllm",
+        steps=10,
+        eval_tasks=128,
+        vllm=EAGER,
+        tracking=TrackingConfig(enabled=False),
+    )
+    history = GSPOAgent(config=config).train()
+    scores = [m["eval/success"] for _, m in history if "eval/success" in m]
+    assert scores[-1] >= scores[0] + 0.2
+    assert max(m.get("rollout/logprob_diff_max", 0.0) for _, m in history) < 1e-4
+
+
+def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(parts):
+    fleet = VLLMServerConfig(replicas=2)
+    servers = VLLMServerEngine(parts[0], EAGER, fleet, **SIZES)
+    try:
+        learner = learner_of(parts)
+        update(learner, collect(servers, parts[1]))
+        sync(servers, learner, 1)
+        killed = []
+
+        class Killing(Recording):
+            async def generate(self, prompt_ids, sampling, session=None):
+                if len(self.log) > 20 and not killed:
+                    killed.append(servers.pids[0])
+                    os.killpg(killed[0], signal.SIGKILL)
+                return await super().generate(prompt_ids, sampling, session)
+
+        groups = collect(Killing(servers), parts[1], tasks=32)
+        episodes = [e for group in groups for e in group.episodes]
+        assert killed
+        assert servers.servers_lost == 1
+        assert len(episodes) == 128
+        assert all(e.stop_reason is not StopReason.ERROR for e in episodes)
+        for version in (2, 3):
+            assert update(learner, groups)["rollout/logprob_diff_max"] < 1e-4
+            sync(servers, learner, version)
+            groups = collect(servers, parts[1])
+    finally:
+        servers.close()
+    assert servers.pids == [] or all(not _runs(pid) for pid in servers.pids)
+
+
+def _runs(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
