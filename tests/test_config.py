@@ -58,7 +58,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_parameters_are_flat_and_complete():
     flat = flatten(Config())
-    assert flat["learner.learning_rate"] == 5e-4
+    assert flat["learner.learning_rate"] == 1e-3
     leaves = sum(
         len(dataclasses.fields(v)) if dataclasses.is_dataclass(v) else 1
         for v in (getattr(Config(), f.name) for f in dataclasses.fields(Config))

@@ -168,9 +168,7 @@ def test_an_abandoned_request_is_aborted_and_the_engine_goes_on(parts, engine):
 def test_a_lora_adapter_reaches_the_engine(parts, engine):
     from peft import LoraConfig, get_peft_model
 
-    adapted = get_peft_model(
-        copy.deepcopy(parts[0]), LoraConfig(r=4, target_modules="all-linear")
-    )
+    adapted = get_peft_model(copy.deepcopy(parts[0]), LoraConfig(r=4, target_modules="all-linear"))
     settings = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=1)
     learner = Learner(adapted, ObjectiveConfig(), settings, total_steps=10)
     sync(engine, learner, 1)

@@ -218,6 +218,7 @@ class VLLMServerEngine:
         environment = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "passive",  # the learner and other servers want the cores too
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
             "VLLM_LOGGING_LEVEL": "ERROR",
             **os.environ,

