@@ -125,8 +125,8 @@ def _vllm_memory() -> str:
     available = _free_memory()
     if available < _LEAST_GIB * 2**30:
         return (
-            f"{available / 2**30:.1f} GiB of memory are free, it needs {_LEAST_GIB:g} for a tiny model: "
-            "end other programs or lower --kv-cache-gib"
+            f"{available / 2**30:.1f} GiB of memory are free, it needs {_LEAST_GIB:g} for a tiny "
+            "model: end other programs or lower --kv-cache-gib"
         )
     return ""
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gspo_env.chat import ChatTokenizer
 from gspo_env.checkpoint import load_model, make_output, save_model
 from gspo_env.config import Config, flatten, from_dict, to_toml
@@ -57,6 +59,8 @@ class GSPOAgent:
             self.model, self.tokenizer, self._demonstrations = build(
                 self._env, self.env_id, self.config.embedded, self.config.seed
             )
+        if torch.cuda.is_available():
+            self.model.to("cuda")
         self.chat = ChatTokenizer(self.tokenizer, history=self.config.history)
         self._adapt()
         self.folder: Path | None = None
