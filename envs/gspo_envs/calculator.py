@@ -26,6 +26,7 @@ class CalculatorEnv(ToolEnv):
         render_mode: Must be None.
     """
 
+    blocking = False
     system_prompt = (
         "Work out the expression with the tools, one call per turn, innermost parentheses first. "
         "Then answer with <answer>number</answer>."

@@ -19,6 +19,7 @@ class GuessNumberEnv(TextEnv):
         render_mode: Must be None.
     """
 
+    blocking = False
     system_prompt = (
         "Guess the hidden number, one guess per turn, as <guess>number</guess>. You are told "
         "whether the number is higher or lower than your guess."

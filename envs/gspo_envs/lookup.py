@@ -30,6 +30,7 @@ class LookupEnv(ToolEnv):
         render_mode: Must be None.
     """
 
+    blocking = False
     system_prompt = (
         "Follow the links with the lookup tool, one call per turn. Each call returns the next "
         "word. After the last link, answer with <answer>word</answer>."
