@@ -120,6 +120,7 @@ def _config(arguments: list[str], program: str) -> Config:
     file, rest = _take(arguments, "--config")
     kwargs, rest = _pairs(rest, "--env-kwargs")
     engine_args, rest = _pairs(rest, "--engine-args")
+    args, rest = _pairs(rest, "--estimator-args")
     rest = [_SHORT.get(a, a) for a in rest]
     model, _ = _take(rest, "--model")
     tree = read_toml(file) if file else {}
@@ -132,6 +133,7 @@ def _config(arguments: list[str], program: str) -> Config:
         config,
         env_kwargs={**default.env_kwargs, **kwargs},
         vllm=dataclasses.replace(config.vllm, engine_args=free),
+        advantage=dataclasses.replace(config.advantage, args={**default.advantage.args, **args}),
     )
 
 

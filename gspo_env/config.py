@@ -21,7 +21,7 @@ from gspo_env.tracking import TrackingConfig
 
 T = TypeVar("T")
 
-_FREE = ("env_kwargs", "engine_args")
+_FREE = ("env_kwargs", "engine_args", "args")
 """Fields that hold whatever the user says; all other dictionaries are sections."""
 
 

@@ -37,6 +37,7 @@ class Loop:
     async def train(self) -> History:
         """Runs every step; returns the metrics of each."""
         config = self.config
+        await self._sync(0)
         await self._evaluate(0)
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
@@ -49,14 +50,17 @@ class Loop:
             await self.collector.engine.sleep()
             if samples:
                 metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
-            started = time.perf_counter()
-            weights = named_weights(self.learner.policy)
-            await self.collector.engine.update_weights(weights, step)
-            metrics |= credit | {"time/sync": time.perf_counter() - started}
+            metrics |= credit | {"time/sync": await self._sync(step)}
             self._log(step, metrics, groups)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 await self._evaluate(step)
         return self.history
+
+    async def _sync(self, version: int) -> float:
+        """Gives the engine the learner's weights; returns the seconds it took."""
+        started = time.perf_counter()
+        await self.collector.engine.update_weights(named_weights(self.learner.policy), version)
+        return time.perf_counter() - started
 
     def _tasks(self, step: int) -> list[Task]:
         seeds = (

@@ -52,14 +52,29 @@ class PackedBatch:
     engine_logprobs_N: Tensor
 
 
-def to_sample(episode: Episode, turn_advantages: FloatArray) -> Sample:
-    """Broadcasts per-turn advantages (K,) to an episode's model tokens."""
+def to_sample(episode: Episode, advantages: FloatArray) -> Sample:
+    """One training sequence of an episode and its advantages.
+
+    Per-turn advantages (K,) are given to each token of their turn; per-token ones (N,) stay as they
+    are. What the environment said of single tokens wins: `token_advantages` and `token_mask` in a
+    turn's info, see `gspo_env.text_env.Action`.
+    """
     turn_ids = episode.turn_ids
+    turn_N = turn_ids[turn_ids >= 0]
+    values_N = np.asarray(advantages, dtype=np.float64)
+    values_N = values_N[turn_N] if len(values_N) == len(episode.turns) else values_N.copy()
+    keep_N = np.ones(len(turn_N), dtype=bool)
+    for k, turn in enumerate(episode.turns):
+        if "token_advantages" in turn.info:
+            values_N[turn_N == k] = turn.info["token_advantages"]
+        if "token_mask" in turn.info:
+            keep_N[turn_N == k] = np.asarray(turn.info["token_mask"], dtype=bool)
+    turn_ids[np.flatnonzero(turn_ids >= 0)[~keep_N]] = -1
     return Sample(
         token_ids=episode.token_ids,
         turn_ids=turn_ids,
-        advantages=np.asarray(turn_advantages, dtype=np.float64)[turn_ids[turn_ids >= 0]],
-        engine_logprobs=episode.engine_logprobs,
+        advantages=values_N[keep_N],
+        engine_logprobs=episode.engine_logprobs[keep_N],
     )
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from gspo_env.chat import ChatTokenizer
 from gspo_env.engines.base import Completion, Engine, Sampling
 from gspo_env.errors import ConfigError, EnvironmentContractError, RolloutError
-from gspo_env.text_env import check_reset, check_step
+from gspo_env.text_env import Action, check_reset, check_step, check_tokens
 from gspo_env.types import Episode, Group, StopReason, Task, Timing, Turn
 
 logger = logging.getLogger(__name__)
@@ -273,8 +273,9 @@ class _Play:
     async def _turn(
         self, env: TextEnvironment, new: tuple[int, ...], completion: Completion, seconds: float
     ) -> None:
-        text = self.collector.chat.decode(completion.token_ids)
+        text = Action(self.collector.chat.decode(completion.token_ids), completion.token_ids)
         before, reward, step_seconds = self.observation, 0.0, 0.0
+        key = self.info.get("state_key")
         if completion.finish_reason == "length":
             self.stop = StopReason.MAX_TURN_TOKENS
         else:
@@ -282,6 +283,7 @@ class _Play:
             result = await self._call(env.step, text)
             step_seconds = time.perf_counter() - started
             step = check_step(self.task.env_id, result)
+            check_tokens(self.task.env_id, step[4], len(completion.token_ids))
             self.observation, reward, terminated, truncated, self.info = step
             if terminated:
                 self.stop = StopReason.TERMINATED
@@ -291,12 +293,13 @@ class _Play:
             prompt_ids=new,
             action_ids=completion.token_ids,
             logprobs=completion.logprobs,
-            text=text,
+            text=str(text),
             observation=before,
             reward=reward,
             info=self.info,
             timing=Timing(generate=seconds, step=step_seconds),
             weights_version=completion.weights_version,
+            state_key=None if key is None else str(key),
         )
         self.turns.append(turn)
 

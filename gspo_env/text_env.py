@@ -21,6 +21,23 @@ StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 ResetResult = tuple[str, dict[str, Any]]
 
 
+class Action(str):
+    """An action as `step` gets it from the rollout: a text that knows the ids it was decoded from.
+
+    An environment that judges tokens (a process reward model, a mask) may put one number for each
+    of `token_ids` into its info: `token_advantages` reach the loss unchanged in the place of the
+    estimator's, and tokens whose `token_mask` is false are context, not trained on.
+    """
+
+    token_ids: tuple[int, ...]
+
+    def __new__(cls, text: str, token_ids: Sequence[int] = ()) -> Action:
+        """Make the text and remember its ids."""
+        action = super().__new__(cls, text)
+        action.token_ids = tuple(token_ids)
+        return action
+
+
 class TextEnv(gymnasium.Env[str, str]):
     """A Gymnasium environment whose observations and actions are text.
 
@@ -114,6 +131,24 @@ def check_reset(env_id: str, result: object) -> ResetResult:
     observation, info = result
     _check_text_and_info(env_id, "reset()", observation, info)
     return observation, info
+
+
+def check_tokens(env_id: str, info: dict[str, Any], count: int) -> None:
+    """Validate what `step` said of single tokens.
+
+    Raises:
+        EnvironmentContractError: Not one finite number for each of the `count` sampled tokens.
+    """
+    for name in ("token_advantages", "token_mask"):
+        if name not in info:
+            continue
+        try:
+            values = np.asarray(info[name], dtype=np.float64)
+        except (TypeError, ValueError):
+            values = np.zeros(0)
+        if values.shape != (count,) or not np.isfinite(values).all():
+            expected = f"{count} finite numbers, one per sampled token"
+            raise _broken(env_id, f"info[{name!r}]", info[name], expected)
 
 
 def _check_step_slowly(env_id: str, result: object) -> StepResult:

@@ -72,6 +72,8 @@ class Turn:
     info: Mapping[str, Any] = field(default_factory=dict)
     timing: Timing = field(default_factory=Timing)
     weights_version: int = 0
+    state_key: str | None = None
+    """`info["state_key"]` of the state in which the policy acted; equal keys are equal states."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import hypothesis
 import pytest
 
 from gspo_env.chat import ChatTokenizer
@@ -18,6 +19,9 @@ from gspo_env.embedded import (
 )
 from gspo_env.packing import Sample
 from gspo_env.registration import make_env
+
+hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
+hypothesis.settings.load_profile("shared")
 
 WORDS = [
     'Follow 3 links from "amber".',

