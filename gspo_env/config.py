@@ -126,6 +126,15 @@ def from_dict(tree: dict[str, Any]) -> Config:
     return _replace(Config.for_model(_typed("model", model, str)), tree, "")
 
 
+def override(config: Config, tree: dict[str, Any]) -> Config:
+    """The config with what a nested dictionary names replaced.
+
+    Raises:
+        ConfigError: A field is unknown or impossible; the message names it.
+    """
+    return _replace(config, tree, "")
+
+
 def _replace(default: T, tree: dict[str, Any], where: str) -> T:
     hints = get_type_hints(type(default))
     values: dict[str, Any] = {}

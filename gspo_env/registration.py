@@ -24,9 +24,15 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "gspo_env.envs"
 _BUILTIN = {
+    "gspo/Additive-v0": "gspo_envs.diagnostics:AdditiveEnv",
     "gspo/Calculator-v0": "gspo_envs.calculator:CalculatorEnv",
+    "gspo/Distractor-v0": "gspo_envs.diagnostics:DistractorEnv",
     "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
+    "gspo/KeyDoor-v0": "gspo_envs.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
+    "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
+    "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",
+    "gspo/VariableLength-v0": "gspo_envs.diagnostics:VariableLengthEnv",
 }
 _OURS: dict[str, None] = {}
 

@@ -6,6 +6,7 @@ store takes seconds, a batch of metrics milliseconds, and training waits for nei
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -14,8 +15,8 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from dataclasses import fields as fields_of
 from enum import Enum
 from pathlib import Path
@@ -251,8 +252,80 @@ class Tracker:
             self._error = error
 
 
-def _open_run(config: TrackingConfig, tags: dict[str, str]) -> _Run:
-    """Import MLflow, open the store and make the run."""
+class ParentRun:
+    """One MLflow run with a nested child for each run of a comparison, as a context manager.
+
+    What was recorded is noted in `mlflow.json` in the folder, so that a comparison that is resumed
+    goes on in the same runs.
+    """
+
+    def __init__(self, config: TrackingConfig, folder: Path) -> None:
+        """Open nothing yet: `start` does."""
+        self.config = config
+        self._note = folder / "mlflow.json"
+        self._run: _Run | None = None
+        self._children: dict[str, str] = {}
+
+    def __enter__(self) -> ParentRun:
+        """Return itself."""
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        """End the parent as FINISHED, FAILED or KILLED."""
+        if self._run is not None:
+            killed = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
+            status = "FINISHED" if exc_type is None else "KILLED" if killed else "FAILED"
+            self._run.client.set_terminated(self._run.run_id, status)
+
+    def start(self, params: Mapping[str, Any]) -> None:
+        """Begin the parent, or go on in the one that the folder's note names."""
+        if not self.config.enabled:
+            return
+        self._run = _open_run(self.config, {"gspo_env.kind": "comparison"}, self._known())
+        _log_params(self._run, dict(_flatten(params)))
+        self._save()
+
+    def child(
+        self,
+        name: str,
+        params: Mapping[str, Any] | object,
+        history: Sequence[tuple[int, dict[str, float]]],
+        error: str = "",
+    ) -> None:
+        """Record a run under the parent, once."""
+        if self._run is None or name in self._children:
+            return
+        tags = {"mlflow.parentRunId": self._run.run_id, **({"error": error} if error else {})}
+        named = replace(self.config, run_name=name)
+        child = _open_run(named, {k: v[:_MAX_TAG_VALUE] for k, v in tags.items()})
+        _log_params(child, dict(_flatten(params)))
+        for step, metrics in history:
+            finite = {k: v for k, v in metrics.items() if math.isfinite(v)}
+            _log_metrics(child, finite, step, int(time.time() * 1000))
+        child.client.set_terminated(child.run_id, "FAILED" if error else "FINISHED")
+        self._children[name] = child.run_id
+        self._save()
+
+    def artifact(self, path: Path) -> None:
+        """Store a file with the parent."""
+        if self._run is not None:
+            self._run.client.log_artifact(self._run.run_id, str(path))
+
+    def _known(self) -> str:
+        if not self._note.exists():
+            return ""
+        kept = json.loads(self._note.read_text())
+        self._children = kept["children"]
+        return str(kept["parent"])
+
+    def _save(self) -> None:
+        if self._run is not None:
+            kept = {"parent": self._run.run_id, "children": self._children}
+            self._note.write_text(json.dumps(kept, indent=1))
+
+
+def _open_run(config: TrackingConfig, tags: dict[str, str], known: str = "") -> _Run:
+    """Import MLflow, open the store and make the run, or go on in a known one."""
     from mlflow.tracking import MlflowClient
     from mlflow.tracking.context.registry import resolve_tags
 
@@ -261,10 +334,23 @@ def _open_run(config: TrackingConfig, tags: dict[str, str]) -> _Run:
         logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri=config.tracking_uri or None)
     experiment_id = _experiment_id(client, config.experiment)
+    if known and _resume(client, known):
+        return _Run(client=client, run_id=known, experiment_id=experiment_id)
     run = client.create_run(
         experiment_id, run_name=config.run_name or None, tags=resolve_tags(tags)
     )
     return _Run(client=client, run_id=run.info.run_id, experiment_id=experiment_id)
+
+
+def _resume(client: MlflowClient, run_id: str) -> bool:
+    """Whether the store has that run; it is running again then."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.update_run(run_id, status="RUNNING")
+    except MlflowException:
+        return False
+    return True
 
 
 def _experiment_id(client: MlflowClient, name: str) -> str:

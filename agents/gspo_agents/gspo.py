@@ -79,7 +79,7 @@ class GSPOAgent:
         (folder / "config.toml").write_text(to_toml(config))
         with Progress() as progress, Tracker(config.tracking) as tracker:
             tracker.start(flatten(config), {"env": self.env_id})
-            self._warm_up(progress)
+            self.warm_up(progress)
             learner = Learner(
                 self.model,
                 config.objective,
@@ -170,7 +170,8 @@ class GSPOAgent:
             adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
             self.model = get_peft_model(self.model, adapter)
 
-    def _warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Lets the embedded model imitate its demonstrations; a given model, or twice: nothing."""
         settings = self.config.embedded
         if not self._demonstrations or not settings.imitation_steps:
             return
@@ -179,7 +180,7 @@ class GSPOAgent:
         total = settings.imitation_steps
 
         def show(step: int, loss: float) -> None:
-            if step % 20 == 0 or step == total:
+            if progress is not None and (step % 20 == 0 or step == total):
                 progress.update(phase="warm-up", step=step, total=total, loss=loss)
 
         warm_up(self.model, samples, settings, self.config.seed, show)

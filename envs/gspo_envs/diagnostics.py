@@ -1,0 +1,316 @@
+"""Six small problems, each with one property that credit assignment meets or misses.
+
+A turn shows a few words and takes one word as the action, so that a tiny model learns them in
+seconds. Their demonstrator with noise is uniform over the words: warmed up on it, a policy speaks
+the language and knows nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, ClassVar
+
+from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.text_env import ResetResult, StepResult, TextEnv
+
+_CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
+
+
+class _OneWord(TextEnv):
+    """An episode of turns with one word each; subclasses say what a word does."""
+
+    blocking = False
+    words: ClassVar[tuple[str, ...]] = ("red", "green", "blue", "gold")
+
+    def __init__(self, turns: int, render_mode: str | None = None) -> None:
+        """Set the most turns of an episode."""
+        if not 1 <= turns <= 64:
+            raise ConfigError(f"{type(self).__name__}: turns is {turns}, expected 1 to 64.")
+        self.turns = turns
+        self.render_mode = render_mode
+        self._turn, self._ended = 0, True
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Draw a new task."""
+        super().reset(seed=seed, options=options)
+        self._turn, self._ended = 0, False
+        self._draw()
+        return self._show(), {"state_key": self._state_key}
+
+    def step(self, action: str) -> StepResult:
+        """Play one word.
+
+        Raises:
+            EnvironmentContractError: The episode has ended or has not begun.
+        """
+        if self._ended:
+            name = type(self).__name__
+            raise EnvironmentContractError(f"{name}: step() outside an episode, call reset().")
+        reward, terminated, success, outcome = self._play(action.strip())
+        self._turn += 1
+        truncated = not terminated and self._turn >= self.turns
+        self._ended = terminated or truncated
+        info: dict[str, Any] = {"state_key": self._state_key}
+        if self._ended:
+            info["success"] = success
+            if outcome is not None:
+                info["episodic_reward"] = outcome
+        return "over" if self._ended else self._show(), reward, terminated, truncated, info
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """The right word; with any noise, each word with the same probability."""
+        if noise > 0.0:
+            return self.words[int(self.np_random.integers(len(self.words)))]
+        return self._right()
+
+    def _draw(self) -> None:
+        """Draw what the seed decides."""
+
+    def _show(self) -> str:
+        raise NotImplementedError
+
+    def _right(self) -> str:
+        raise NotImplementedError
+
+    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+        """The reward, whether that was the end, success, and the outcome where it has its own."""
+        raise NotImplementedError
+
+    @property
+    def _state_key(self) -> str:
+        return str(self._turn)
+
+
+class AdditiveEnv(_OneWord):
+    """Independent turns: each right word, for the cue shown, gives 1 / turns.
+
+    The more turns, the less an episode's total says about one of them.
+
+    Args:
+        turns: Turns of every episode, K.
+        render_mode: Must be None.
+    """
+
+    def __init__(self, turns: int = 8, render_mode: str | None = None) -> None:
+        """Set the number of turns."""
+        super().__init__(turns, render_mode)
+        self._cues: list[int] = []
+        self._hits = 0
+
+    def _draw(self) -> None:
+        self._cues = self.np_random.integers(len(_CUES), size=self.turns).tolist()
+        self._hits = 0
+
+    def _show(self) -> str:
+        return _CUES[self._cues[self._turn]]
+
+    def _right(self) -> str:
+        return self.words[self._cues[self._turn] % len(self.words)]
+
+    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+        right = word == self._right()
+        self._hits += right
+        return right / self.turns, self._turn + 1 == self.turns, self._hits == self.turns, None
+
+
+class KeyDoorEnv(_OneWord):
+    """A delayed effect: taking the key gives nothing, leaving it 0.2, and only it opens the door.
+
+    The door, in the last turn, gives 1. Credit for immediate rewards alone must fail.
+
+    Args:
+        turns: Turns of every episode, at least 2.
+        render_mode: Must be None.
+    """
+
+    words = ("take", "leave", "walk", "open")
+
+    def __init__(self, turns: int = 4, render_mode: str | None = None) -> None:
+        """Set the number of turns."""
+        if turns < 2:
+            raise ConfigError(f"KeyDoor: turns is {turns}, expected at least 2.")
+        super().__init__(turns, render_mode)
+        self._key = False
+
+    def _draw(self) -> None:
+        self._key = False
+
+    def _show(self) -> str:
+        if self._turn == 0:
+            return "key"
+        return "door" if self._turn + 1 == self.turns else "hall"
+
+    def _right(self) -> str:
+        return {"key": "take", "hall": "walk", "door": "open"}[self._show()]
+
+    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+        place = self._show()
+        if place == "key":
+            self._key = word == "take"
+            return (0.2 if word == "leave" else 0.0), False, False, None
+        if place == "hall":
+            return 0.0, False, False, None
+        opened = self._key and word == "open"
+        return float(opened), True, opened, float(opened)
+
+    @property
+    def _state_key(self) -> str:
+        return f"{self._turn}:{self._key}"
+
+
+class RecurringEnv(_OneWord):
+    """Recurring states: walk a ring of rooms to a goal; the same rooms are met again and again.
+
+    Arriving gives 1. What was done in a room can be compared across turns (`gigpo`, `group_gae`).
+
+    Args:
+        turns: The most turns.
+        rooms: Rooms of the ring.
+        render_mode: Must be None.
+    """
+
+    words = ("left", "right")
+
+    def __init__(self, turns: int = 8, rooms: int = 6, render_mode: str | None = None) -> None:
+        """Set the size of the ring."""
+        if not 3 <= rooms <= 16:
+            raise ConfigError(f"Recurring: rooms is {rooms}, expected 3 to 16.")
+        super().__init__(turns, render_mode)
+        self.rooms = rooms
+        self._room = self._goal = 0
+
+    def _draw(self) -> None:
+        self._room, self._goal = self.np_random.choice(self.rooms, 2, replace=False).tolist()
+
+    def _show(self) -> str:
+        return f"room{self._room} goal{self._goal}"
+
+    def _right(self) -> str:
+        return "right" if 2 * ((self._goal - self._room) % self.rooms) <= self.rooms else "left"
+
+    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+        self._room = (self._room + (word == "right") - (word == "left")) % self.rooms
+        there = self._room == self._goal
+        return float(there), there, there, float(there)
+
+    @property
+    def _state_key(self) -> str:
+        return str(self._room)
+
+
+class VariableLengthEnv(_OneWord):
+    """The policy decides the length: stop at the turn that was named.
+
+    Stopping gives 1, less the distance to that turn as a share of all turns; going on nothing.
+    A baseline of turn k is one of the episodes that went that far.
+
+    Args:
+        turns: The most turns.
+        render_mode: Must be None.
+    """
+
+    words = ("go", "stop")
+
+    def __init__(self, turns: int = 6, render_mode: str | None = None) -> None:
+        """Set the most turns."""
+        super().__init__(turns, render_mode)
+        self._best = 1
+
+    def _draw(self) -> None:
+        self._best = int(self.np_random.integers(1, self.turns + 1))
+
+    def _show(self) -> str:
+        return f"turn{self._turn + 1} stop{self._best}"
+
+    def _right(self) -> str:
+        return "stop" if self._turn + 1 == self._best else "go"
+
+    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+        if word != "stop":
+            return 0.0, False, False, 0.0
+        reward = 1.0 - abs(self._turn + 1 - self._best) / self.turns
+        return reward, True, reward == 1.0, float(reward == 1.0)
+
+
+class DistractorEnv(_OneWord):
+    """Distractor turns: every other turn's reward is noise of the word's own, of mean zero.
+
+    Right words in the other turns give 1 in all.
+
+    Args:
+        turns: Turns of every episode, at least 2.
+        noise: Size of the noise.
+        render_mode: Must be None.
+    """
+
+    def __init__(self, turns: int = 8, noise: float = 0.5, render_mode: str | None = None) -> None:
+        """Set the number of turns and the noise."""
+        if turns < 2:
+            raise ConfigError(f"Distractor: turns is {turns}, expected at least 2.")
+        super().__init__(turns, render_mode)
+        self.noise = noise
+        self._cues: list[int] = []
+        self._salt = self._hits = 0
+
+    def _draw(self) -> None:
+        self._cues = self.np_random.integers(len(_CUES), size=self.turns).tolist()
+        self._salt, self._hits = int(self.np_random.integers(2**31)), 0
+
+    def _show(self) -> str:
+        return _CUES[self._cues[self._turn]] if self._turn % 2 == 0 else "noise"
+
+    def _right(self) -> str:
+        return self.words[self._cues[self._turn] % len(self.words)]
+
+    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+        signals = (self.turns + 1) // 2
+        last = self._turn + 1 == self.turns
+        reward = 0.0
+        if self._turn % 2 == 0:
+            right = word == self._right()
+            self._hits += right
+            reward = right / signals
+        elif word in self.words:
+            text = f"{self._salt}:{self._turn}:{word}".encode()
+            heads = hashlib.blake2b(text, digest_size=1).digest()[0] % 2
+            reward = self.noise * (1 if heads else -1)
+        return reward, last, self._hits == signals, self._hits / signals
+
+
+class MisleadingEnv(_OneWord):
+    """A misleading dense reward: a bait pays 0.1 in each turn, the right words only all together.
+
+    Right words in every turn give 1 in the last.
+
+    Args:
+        turns: Turns of every episode.
+        render_mode: Must be None.
+    """
+
+    words = ("work", "bait", "rest")
+
+    def __init__(self, turns: int = 3, render_mode: str | None = None) -> None:
+        """Set the number of turns."""
+        super().__init__(turns, render_mode)
+        self._right_so_far = True
+
+    def _draw(self) -> None:
+        self._right_so_far = True
+
+    def _show(self) -> str:
+        return f"turn{self._turn + 1}"
+
+    def _right(self) -> str:
+        return "work"
+
+    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+        self._right_so_far &= word == "work"
+        last = self._turn + 1 == self.turns
+        won = last and self._right_so_far
+        return (0.1 if word == "bait" else float(won)), last, won, float(won)
+
+    @property
+    def _state_key(self) -> str:
+        return f"{self._turn}:{self._right_so_far}"
