@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, envs, doctor."""
+"""The command line: train, evaluate, compare, envs, doctor."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _USAGE = """usage: gspo-env COMMAND [OPTIONS]
 commands:
   train      train a policy with GSPO on a text environment
   evaluate   play held-out tasks with a trained folder, a hub model or a scripted agent
+  compare    compare settings over paired seeds
   envs       list the environments
   doctor     check this machine and a model
 
@@ -37,7 +38,13 @@ _SHORT = {"--advantage": "--estimator"}
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; bad input ends with one sentence and exit code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "evaluate": evaluate, "envs": envs, "doctor": doctor}
+    commands = {
+        "train": train,
+        "evaluate": evaluate,
+        "compare": compare,
+        "envs": envs,
+        "doctor": doctor,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         sys.exit(0 if arguments else 2)
@@ -87,6 +94,54 @@ def evaluate(arguments: list[str]) -> None:
     _print_scores(agent.evaluate(options.tasks, options.samples))
 
 
+_COMPARE = """usage: gspo-env compare [OPTIONS] [--config FILE] [options of `gspo-env train`]
+
+  --arm NAME=VALUE,VALUE...  an axis of the grid: a config field and its values; repeat for more
+  --seeds N                  paired seeds (default 5)
+  --metric NAME              what is compared (default eval/success); train/... has every step
+  --target VALUE             also count the episodes until the metric reaches this
+  --match-rms                scale every arm's advantages to a root mean square of 1
+  --workers N                processes (default: one for each core)
+  --output DIR               results; the same folder again goes on where it stopped
+
+A file's [compare] table holds the same: seeds, metric, target, match_rms, workers; [compare.grid]
+lists of values; [compare.arms.NAME] further arms; [compare.problems.NAME] changes to the config,
+for each problem that the arms are compared on."""
+
+
+def compare(arguments: list[str]) -> None:
+    """`gspo-env compare`."""
+    from pathlib import Path
+
+    from gspo_env.compare import compare as run
+    from gspo_env.compare import parse
+    from gspo_env.report.comparison import markdown, summarise, write_report
+
+    if any(flag in arguments for flag in ("-h", "--help")):
+        print(_COMPARE)
+        return
+    own: dict[str, str] = {}
+    for name in ("seeds", "metric", "target", "workers", "output"):
+        own[name], arguments = _take(arguments, f"--{name}")
+    axes: list[str] = []
+    while any(a.partition("=")[0] == "--arm" for a in arguments):
+        axis, arguments = _take(arguments, "--arm")
+        axes.append(axis)
+    if "--match-rms" in arguments:
+        own["match_rms"] = "true"
+        arguments = [a for a in arguments if a != "--match-rms"]
+    file, rest = _take(arguments, "--config")
+    tree = read_config(file) if file else {}
+    table = tree.pop("compare", {})
+    comparison = parse(table, axes, own, _resolve(tree, rest, "gspo-env compare"))
+    base = next(iter(comparison.problems.values()))
+    folder = Path(own["output"] or base.output or "comparisons/comparison")
+    results = run(comparison, folder, base.tracking, lambda line: print(line, flush=True))
+    paths = write_report(comparison, results, folder)
+    print(markdown(comparison, summarise(comparison, results)))
+    print(f"Page: {paths[0]}")
+
+
 def envs(arguments: list[str]) -> None:
     """`gspo-env envs`."""
     from gspo_env.registration import describe_envs
@@ -113,17 +168,27 @@ def doctor(arguments: list[str]) -> None:
 
 def _config(arguments: list[str], program: str) -> Config:
     """The model's defaults, then the TOML file of `--config`, then flags."""
+    file, rest = _take(arguments, "--config")
+    return _resolve(read_config(file) if file else {}, rest, program)
+
+
+def read_config(file: str) -> dict[str, Any]:
+    """The tree of a TOML file."""
+    from gspo_env.config import read_toml
+
+    return read_toml(file)
+
+
+def _resolve(tree: dict[str, Any], rest: list[str], program: str) -> Config:
     import tyro
 
-    from gspo_env.config import Config, from_dict, read_toml
+    from gspo_env.config import Config, from_dict
 
-    file, rest = _take(arguments, "--config")
     kwargs, rest = _pairs(rest, "--env-kwargs")
     engine_args, rest = _pairs(rest, "--engine-args")
     args, rest = _pairs(rest, "--estimator-args")
     rest = [_SHORT.get(a, a) for a in rest]
     model, _ = _take(rest, "--model")
-    tree = read_toml(file) if file else {}
     default = from_dict({**tree, "model": model} if model else tree)
     kind = Annotated[Config, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
     fixed: Any = tyro.conf.configure(tyro.conf.FlagConversionOff)(kind)

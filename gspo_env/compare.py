@@ -148,6 +148,64 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     )
 
 
+def parse(
+    table: Mapping[str, Any], axes: Sequence[str], own: Mapping[str, str], base: Config
+) -> Comparison:
+    """A comparison from a file's `[compare]` table and the command line, which wins.
+
+    Args:
+        table: `seeds`, `metric`, ..., `grid`, `arms` and `problems`.
+        axes: `name=value,value`, each an axis of the grid.
+        own: Text of the options that were given, empty where one was not.
+        base: What the problems change.
+
+    Raises:
+        ConfigError: Something is unknown or impossible.
+    """
+    kinds: dict[str, Any] = {
+        "seeds": int,
+        "workers": int,
+        "target": float,
+        "metric": str,
+        "match_rms": bool,
+    }
+    unknown = sorted({*table} - {*kinds, "grid", "arms", "problems"})
+    if unknown:
+        allowed = ", ".join([*kinds, "grid", "arms", "problems"])
+        raise ConfigError(f"unknown field compare.{unknown[0]!r}; expected one of: {allowed}")
+    settings = {name: table[name] for name in kinds if name in table}
+    for name, kind in kinds.items():
+        if own.get(name):
+            settings[name] = _value(name, own[name], kind)
+    lists = {**table.get("grid", {}), **dict(map(_axis, axes))}
+    arms = list(grid(lists)) if lists else []
+    arms += [Arm(name=name, changes=said) for name, said in table.get("arms", {}).items()]
+    named = table.get("problems") or {base.env.rpartition(":")[2].rpartition("/")[2]: {}}
+    problems = {name: override(base, tree) for name, tree in named.items()}
+    return Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **settings)
+
+
+def _axis(text: str) -> tuple[str, list[Any]]:
+    name, equals, values = text.partition("=")
+    if not equals or not all(values.split(",")):
+        raise ConfigError(f"--arm got {text!r}; expected name=value,value")
+    return name, [_json(value) for value in values.split(",")]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _value(name: str, text: str, kind: Any) -> Any:
+    try:
+        return text == "true" if kind is bool else kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {text!r}; expected {kind.__name__}") from error
+
+
 def change(config: Config, changes: Mapping[str, Any]) -> Config:
     """The config with fields replaced, each named by a dotted path or an unambiguous last part.
 

@@ -1,8 +1,7 @@
 """Six small problems, each with one property that credit assignment meets or misses.
 
 A turn shows a few words and takes one word as the action, so that a tiny model learns them in
-seconds. Their demonstrator with noise is uniform over the words: warmed up on it, a policy speaks
-the language and knows nothing.
+seconds. Warmed up on demonstrations with many slips, it speaks the language and knows little.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class _OneWord(TextEnv):
         return "over" if self._ended else self._show(), reward, terminated, truncated, info
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """The right word; with any noise, each word with the same probability."""
-        if noise > 0.0:
+        """The right word; with probability `noise` any word."""
+        if noise > 0.0 and self.np_random.random() < noise:
             return self.words[int(self.np_random.integers(len(self.words)))]
         return self._right()
 
@@ -116,7 +115,7 @@ class AdditiveEnv(_OneWord):
 
 
 class KeyDoorEnv(_OneWord):
-    """A delayed effect: taking the key gives nothing, leaving it 0.2, and only it opens the door.
+    """A delayed effect: taking the key gives nothing, leaving it 0.1, and only it opens the door.
 
     The door, in the last turn, gives 1. Credit for immediate rewards alone must fail.
 
@@ -125,7 +124,7 @@ class KeyDoorEnv(_OneWord):
         render_mode: Must be None.
     """
 
-    words = ("take", "leave", "walk", "open")
+    words = ("take", "leave", "open")
 
     def __init__(self, turns: int = 4, render_mode: str | None = None) -> None:
         """Set the number of turns."""
@@ -143,13 +142,13 @@ class KeyDoorEnv(_OneWord):
         return "door" if self._turn + 1 == self.turns else "hall"
 
     def _right(self) -> str:
-        return {"key": "take", "hall": "walk", "door": "open"}[self._show()]
+        return "take" if self._show() == "key" else "open"
 
     def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
         place = self._show()
         if place == "key":
             self._key = word == "take"
-            return (0.2 if word == "leave" else 0.0), False, False, None
+            return (0.1 if word == "leave" else 0.0), False, False, None
         if place == "hall":
             return 0.0, False, False, None
         opened = self._key and word == "open"
