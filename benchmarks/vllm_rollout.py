@@ -2,17 +2,22 @@
 
     python benchmarks/vllm_rollout.py
 
-Episodes of the look-up environment are played with 64 in flight, once with environments that answer
-at once and once with steps that sleep 50 ms. The floor hands vLLM every turn's prompt and length at
-once: the same prompts, lengths and concurrency, no environment. All alternate in this process.
+64 episodes in flight, environments that answer at once and environments whose steps sleep 50 ms,
+on two workloads: actions of about 64 tokens from a model with random weights, as an agent writes
+them, and the default look-up recipe's, of about 4 tokens, where a turn is over before a batch has
+formed. The floor hands vLLM every turn's prompt and length at once: the same prompts, lengths and
+concurrency, no environment, and no turn that waits for the one before. All alternate in this
+process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,21 +27,49 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+import gymnasium
 from vllm import LLM, SamplingParams
 
+from gspo_env.chat import ChatTokenizer
 from gspo_env.engines.vllm import VLLMConfig, VLLMEngine, engine_arguments
 from gspo_env.registration import make_env
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig
+from gspo_env.text_env import TextEnv
 from gspo_env.types import Episode, Task
 from gspo_env.weight_sync import Exporter, named_weights
 
-LIMITS = RolloutConfig(concurrency=64)
+FLIGHT = 64
 CONFIG = VLLMConfig(enforce_eager=True)
+PAUSE = 0.05
 
 
-def make_slow(pause: float):
+class FourTurns(TextEnv):
+    """Answers whatever it is told, four times."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.turn = 0
+        return f"Follow {seed} links.", {}
+
+    def step(self, action):
+        self.turn += 1
+        return "river stone", 0.0, self.turn == 4, False, {}
+
+
+class ManyEnds(ChatTokenizer):
+    """About one id in 64 ends an action, where a model with random weights draws them all alike."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(range(300, 300 + len(self.tokenizer) // 64))
+
+
+gymnasium.register("bench/FourTurns-v0", FourTurns)
+
+
+def make_waiting(env_id: str, pause: float):
     """The environment, with steps that take a while as those over a network do."""
-    env = make_env(ENV)
+    env = make_env(env_id)
     if pause:
         inner = env.unwrapped
         step = inner.step
@@ -50,64 +83,85 @@ def make_slow(pause: float):
     return env
 
 
-def play(engine: VLLMEngine, player, pause: float) -> list[Episode]:
-    """64 tasks, 4 episodes each; nothing cached from before."""
+def play(engine: VLLMEngine, chat, env_id: str, limits: RolloutConfig, episodes: int, pause: float):
+    """Plays groups of 4; nothing is cached from before."""
     engine._engine.reset_prefix_cache()
-    collector = Collector(engine, player.chat, EnvPool(lambda: make_slow(pause)), LIMITS)
-    tasks = [Task(env_id=ENV, seed=n) for n in range(64)]
+    collector = Collector(engine, chat, EnvPool(lambda: make_waiting(env_id, pause)), limits)
+    tasks = [Task(env_id=env_id, seed=n) for n in range(episodes // 4)]
     groups = asyncio.run(collector.collect(tasks, seed=0, group_size=4))
     collector.pool.close()
     return [e for group in groups for e in group.episodes]
 
 
-def make_offline(player, folder: str) -> LLM:
+def make_offline(player, folder: str, limits: RolloutConfig) -> LLM:
     """vLLM's offline entry point over the same weights."""
     exporter = Exporter(player.model, untie=not torch.cuda.is_available())
     exporter.write(named_weights(player.model), Path(folder))
     player.tokenizer.save_pretrained(folder)
-    arguments = engine_arguments(CONFIG, torch.float32, LIMITS.concurrency, LIMITS.max_context)
+    arguments = engine_arguments(CONFIG, torch.float32, FLIGHT, limits.max_context)
     return LLM(model=folder, **{**arguments, "skip_tokenizer_init": False})
 
 
-def main() -> None:
-    """Prints the rates and the ratios."""
-    player = make_player(steps=200)
-    engine = VLLMEngine(
-        player.model, CONFIG, max_slots=LIMITS.concurrency, max_context=LIMITS.max_context
-    )
+def requests_of(episodes: list[Episode]):
+    """Every turn's prompt and length, as the offline entry point takes them."""
     prompts, params = [], []
-    for episode in play(engine, player, 0.0):
+    for episode in episodes:
         ids: list[int] = []
         for turn in episode.turns:
             ids += turn.prompt_ids
             prompts.append({"prompt_token_ids": list(ids)})
-            size = len(turn.action_ids)
             sampling = SamplingParams(
-                max_tokens=size, ignore_eos=True, seed=len(params), logprobs=0, detokenize=False
+                max_tokens=len(turn.action_ids),
+                ignore_eos=True,
+                seed=len(params),
+                logprobs=0,
+                detokenize=False,
             )
             params.append(sampling)
             ids += turn.action_ids
+    return prompts, params
 
-    def ours(pause: float) -> float:
-        episodes: list[Episode] = []
-        taken = seconds(lambda: episodes.extend(play(engine, player, pause)))
-        return sum(e.model_tokens for e in episodes) / taken
+
+def measure(name: str, player, env_id: str, limits: RolloutConfig, episodes: int) -> None:
+    """Prints the rates and the ratios of one workload."""
+    engine = VLLMEngine(player.model, CONFIG, max_slots=FLIGHT, max_context=limits.max_context)
+    played = play(engine, player.chat, env_id, limits, episodes, 0.0)
+    prompts, params = requests_of(played)
+    total = sum(p.max_tokens for p in params)
+
+    def ours(pause: float) -> Callable[[], float]:
+        def run() -> float:
+            kept: list[Episode] = []
+            taken = seconds(
+                lambda: kept.extend(play(engine, player.chat, env_id, limits, episodes, pause))
+            )
+            return sum(e.model_tokens for e in kept) / taken
+
+        return run
 
     with tempfile.TemporaryDirectory() as folder:
-        llm = make_offline(player, folder)
+        llm = make_offline(player, folder, limits)
 
         def floor() -> float:
             llm.reset_prefix_cache()
-            taken = seconds(lambda: llm.generate(prompts, params, use_tqdm=False))
-            return sum(p.max_tokens for p in params) / taken
+            return total / seconds(lambda: llm.generate(prompts, params, use_tqdm=False))
 
-        rates = alternate(5, lambda: ours(0.0), lambda: ours(0.05), floor)
-    print(f"{len(prompts)} turns, {sum(p.max_tokens for p in params)} sampled tokens")
+        rates = alternate(3, ours(0.0), ours(PAUSE), floor)
+    print(f"{name}: {episodes} episodes, {len(prompts)} turns, {total} sampled tokens")
     base = show("vLLM offline generate", rates[2], "sampled tokens/s")
-    for name, values in (("at once", rates[0]), ("after 50 ms", rates[1])):
-        rate = show(f"rollout, environments answer {name}", values, "sampled tokens/s")
+    for answer, values in (("at once", rates[0]), ("after 50 ms", rates[1])):
+        rate = show(f"rollout, environments answer {answer}", values, "sampled tokens/s")
         print(f"    ratio {rate / base:.2f}")
     engine.close()
+
+
+def main() -> None:
+    """Both workloads."""
+    fresh = make_player(steps=0)
+    fresh = dataclasses.replace(fresh, chat=ManyEnds(fresh.tokenizer))
+    long = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=400, max_context=2048)
+    measure("actions of about 64 tokens", fresh, "bench/FourTurns-v0", long, 128)
+    measure("look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT), 256)
 
 
 if __name__ == "__main__":

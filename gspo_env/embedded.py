@@ -178,9 +178,22 @@ def build(
     system, tools = instructions(env)
     texts += [system or "", *(text for tool in tools for text in (tool.name, tool.description))]
     frames = [frame for tool in tools for frame in tool_call_frames(tool)]
+    texts += _complaints(env, [tool_call_frames(tool) for tool in tools])
     tokenizer = build_tokenizer(texts, frames)
     model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
     return model, tokenizer, demonstrations
+
+
+def _complaints(env: gymnasium.Env[str, str], calls: Sequence[Sequence[str]]) -> list[str]:
+    """What the environment says of nonsense: met often early on, and long if spelt in bytes."""
+    actions = [""]
+    for opening, *_, closing in calls:
+        actions += [opening, opening + opening + closing, opening + closing, closing]
+    observations = []
+    for action in actions:
+        env.reset(seed=0)
+        observations.append(str(env.step(action)[0]))
+    return observations
 
 
 def to_samples(

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import get_scheduler
 
 from gspo_env.attention import PackedAttention, use_ragged_attention
-from gspo_env.errors import ConfigError
+from gspo_env.errors import BatchError, ConfigError
 from gspo_env.objectives import ObjectiveOutput, importance_weights, packed_policy_loss
 from gspo_env.packing import PackedBatch, Sample, microbatches, pack
 
@@ -126,18 +126,36 @@ class Learner:
         scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.scheduler = scheduler
+        self._engine_is_old = objective.old_logprobs == "engine"
 
     @property
     def policy(self) -> Any:
         """The model without Accelerate's wrapping."""
         return self.accelerator.unwrap_model(self.model)
 
-    def update(self, samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
-        """Takes one optimiser step for each minibatch; returns the step's metrics."""
+    def update(
+        self,
+        samples: Sequence[Sample],
+        seed: int = 0,
+        old_logprobs: Literal["trainer", "engine"] | None = None,
+    ) -> dict[str, float]:
+        """Takes one optimiser step for each minibatch; returns the step's metrics.
+
+        Args:
+            samples: At least one.
+            seed: Decides how they are dealt into minibatches.
+            old_logprobs: Whose are pi_old; the objective's choice by default.
+
+        Raises:
+            BatchError: The engine's log-probabilities are needed and not known.
+        """
         started = time.perf_counter()
         log = _Log()
+        self._engine_is_old = (old_logprobs or self.objective.old_logprobs) == "engine"
+        if self._engine_is_old or self.objective.correction != "none":
+            _need_engine_logprobs(samples)
         chunks = self._minibatches(samples, seed)
-        recompute = len(chunks) > 1 and self.objective.old_logprobs == "trainer"
+        recompute = len(chunks) > 1 and not self._engine_is_old
         batches = [[self._pack(row) for row in self._rows(chunk)] for chunk in chunks]
         # Before the first step pi_old is the policy itself: its own detached log-probabilities
         # serve.
@@ -198,10 +216,9 @@ class Learner:
         logprobs_N, entropy_N = self._forward(batch)
         own_N = logprobs_N.detach()
         trainer_old_N = own_N if old_N is None else old_N
-        engine = self.objective.old_logprobs == "engine"
         output = packed_policy_loss(
             logprobs_N,
-            batch.engine_logprobs_N if engine else trainer_old_N,
+            batch.engine_logprobs_N if self._engine_is_old else trainer_old_N,
             batch.advantages_N,
             batch.sequence_N,
             num_sequences=len(batch.lengths_B),
@@ -246,6 +263,8 @@ class Learner:
     def _record_mismatch(self, batch: PackedBatch, old_N: Tensor, log: _Log) -> None:
         """How far the engine's log-probabilities are from the trainer's, before any update."""
         difference_N = old_N - batch.engine_logprobs_N
+        if difference_N.isnan().any():  # a batch from elsewhere, without an engine's
+            return
         log.differences.append(difference_N.abs().float().cpu())
         log.extreme("rollout/logprob_diff_max", float(difference_N.abs().max()), max)
         rows = len(batch.lengths_B)
@@ -279,6 +298,14 @@ class Learner:
         self.optimizer.zero_grad()
         self.scheduler.step()
         return norm
+
+
+def _need_engine_logprobs(samples: Sequence[Sample]) -> None:
+    if any(np.isnan(s.engine_logprobs).any() for s in samples):
+        raise BatchError(
+            "the engine's log-probabilities of some samples are not known; expected them where "
+            "they are pi_old or a mismatch is corrected"
+        )
 
 
 class _Log:

@@ -23,7 +23,7 @@ class Sample:
     advantages: FloatArray
     """(N,) of each model token."""
     engine_logprobs: FloatArray
-    """(N,)"""
+    """(N,); NaN where they are not known."""
 
     @property
     def mask(self) -> BoolArray:

@@ -1,0 +1,260 @@
+"""Exact analysis: a tabular softmax policy on small multi-turn problems whose gradient is known.
+
+A problem has S states in an order that only goes up, and in each A = V^L actions of L tokens. The
+policy has a logit for each state, each prefix of an action, and each token; the true gradient of
+the expected return follows by dynamic programming. Sampled groups go through the very estimators
+and objective of training, so that bias and variance are those of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gspo_env.advantages import Estimator
+from gspo_env.objectives import RatioLevel, packed_policy_loss
+from gspo_env.types import Episode, FloatArray, Group, IntArray, StopReason, Task, Turn
+
+_TASK = Task(env_id="tabular", seed=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """A finite multi-turn problem; state 0 is the first, -1 the end."""
+
+    after: IntArray
+    """(S, A) the state after an action: a larger number, or -1."""
+    reward: FloatArray
+    """(S, A)"""
+    tokens: int = 2
+    """Tokens of an action, L."""
+    vocabulary: int = 2
+    """V; there are V^L actions."""
+
+    @property
+    def nodes(self) -> int:
+        """Prefixes of an action, the empty one included."""
+        return sum(self.vocabulary**n for n in range(self.tokens))
+
+    def path(self, action: int) -> list[tuple[int, int]]:
+        """The (prefix, token) pairs that spell an action."""
+        v, length = self.vocabulary, self.tokens
+        spelt = [action // v ** (length - 1 - n) % v for n in range(length)]
+        pairs, first, rank = [], 0, 0
+        for n, token in enumerate(spelt):
+            pairs.append((first + rank, token))
+            first += v**n
+            rank = rank * v + token
+        return pairs
+
+
+def additive(turns: int) -> Problem:
+    """Independent turns: action 0 gives 1 / turns in each."""
+    after = np.repeat(np.arange(1, turns + 1)[:, None], 4, axis=1)
+    after[-1] = -1
+    reward = np.zeros((turns, 4))
+    reward[:, 0] = 1 / turns
+    return Problem(after=after, reward=reward)
+
+
+def key_and_door(turns: int) -> Problem:
+    """Action 0 takes the key; action 1 leaves it for 0.1; action 0 opens the door, with the key."""
+    # states 0, then (1, without), (1, with), (2, without), ...
+    states = 1 + 2 * (turns - 1)
+    after = np.full((states, 4), -1)
+    reward = np.zeros((states, 4))
+    if turns > 1:
+        after[0] = [2, 1, 1, 1]
+        reward[0, 1] = 0.1
+    for state in range(1, states - 2):
+        after[state] = state + 2
+    reward[-1, 0] = 1.0
+    return Problem(after=after, reward=reward)
+
+
+def may_stop(turns: int) -> Problem:
+    """The policy decides the length: action 3 stops, and every other gives 1 / turns at random.
+
+    Action 0 gives, the others do not: going on is worth something only with action 0.
+    """
+    problem = additive(turns)
+    after = problem.after.copy()
+    after[:, 3] = -1
+    return Problem(after=after, reward=problem.reward)
+
+
+def probabilities(problem: Problem, logits: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Log-probabilities of tokens (S, nodes, V) and probabilities of actions (S, A)."""
+    shifted = logits - logits.max(-1, keepdims=True)
+    log_token = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    actions = problem.after.shape[1]
+    log_action = np.zeros((len(logits), actions))
+    for action in range(actions):
+        for node, token in problem.path(action):
+            log_action[:, action] += log_token[:, node, token]
+    return log_token, np.exp(log_action)
+
+
+def true_gradient(problem: Problem, logits: FloatArray) -> tuple[FloatArray, float]:
+    """The gradient of the expected return in the logits, (S, nodes, V), and the expected return."""
+    log_token, chance = probabilities(problem, logits)
+    states, actions = problem.after.shape
+    value = np.zeros(states + 1)  # value[-1] is the end's
+    quality = np.zeros((states, actions))
+    for state in reversed(range(states)):
+        quality[state] = problem.reward[state] + value[problem.after[state]]
+        value[state] = chance[state] @ quality[state]
+    visits = np.zeros(states + 1)
+    visits[0] = 1.0
+    for state in range(states):
+        np.add.at(visits, problem.after[state], visits[state] * chance[state])
+    gradient = np.zeros_like(logits)
+    for action in range(actions):
+        weight_S = visits[:states] * chance[:, action] * quality[:, action]
+        for node, token in problem.path(action):
+            gradient[:, node] -= weight_S[:, None] * np.exp(log_token[:, node])
+            gradient[:, node, token] += weight_S
+    return gradient, float(value[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Analysis:
+    """How an estimator's gradient compares with the true one."""
+
+    cosine: float
+    """Between the mean estimate and the true gradient: below 1 is a bias in direction."""
+    bias: float
+    """Length of the mean estimate, at its best scale, less the true gradient, over its length."""
+    noise: float
+    """Standard deviation of one group's estimate over the length of the mean estimate."""
+    error: float
+    """Standard error of `bias`, from the number of groups."""
+
+
+def analyse(
+    problem: Problem,
+    estimator: Estimator,
+    *,
+    ratio_level: RatioLevel = "sequence",
+    drift: float = 0.0,
+    groups: int = 2000,
+    group_size: int = 8,
+    seed: int = 0,
+) -> Analysis:
+    """Bias, variance and direction of an estimator's policy gradient.
+
+    Args:
+        problem: The problem; the policy has random logits that the seed decides.
+        estimator: Of advantages.
+        ratio_level: Of the importance ratio; it matters where `drift` is not 0.
+        drift: Standard deviation of the difference in logits from the policy that sampled.
+        groups: Groups to sample.
+        group_size: Episodes of each, G.
+        seed: Decides everything.
+    """
+    rng = np.random.default_rng(seed)
+    logits = 0.5 * rng.standard_normal((len(problem.after), problem.nodes, problem.vocabulary))
+    sampler = logits + drift * rng.standard_normal(logits.shape)
+    gradient, _ = true_gradient(problem, logits)
+    batch = [_sample_group(problem, sampler, group_size, rng) for _ in range(groups)]
+    estimates = _gradients(problem, logits, sampler, batch, estimator, ratio_level)
+    true = gradient.ravel()
+    mean = estimates.mean(0)
+    spread = np.sqrt(estimates.var(0, ddof=1).sum())
+    length = max(float(np.linalg.norm(mean)), 1e-300)
+    scale = float(mean @ true) / length**2
+    size = float(np.linalg.norm(true))
+    return Analysis(
+        cosine=float(mean @ true) / (length * size),
+        bias=float(np.linalg.norm(scale * mean - true)) / size,
+        noise=spread / length,
+        error=abs(scale) * spread / np.sqrt(groups) / size,
+    )
+
+
+def _sample_group(
+    problem: Problem, logits: FloatArray, size: int, rng: np.random.Generator
+) -> tuple[Group, list[list[tuple[int, int]]]]:
+    """A group, and for each episode its (state, action) pairs."""
+    _, chance = probabilities(problem, logits)
+    total = chance.cumsum(1)
+    walks = []
+    for _ in range(size):
+        walk, state = [], 0
+        while state >= 0:
+            draw = rng.random() * total[state, -1]
+            action = int(np.searchsorted(total[state], draw, side="right"))
+            walk.append((state, action))
+            state = int(problem.after[state, action])
+        walks.append(walk)
+    episodes = tuple(_episode(problem, walk) for walk in walks)
+    return Group(task=_TASK, episodes=episodes), walks
+
+
+def _episode(problem: Problem, walk: Sequence[tuple[int, int]]) -> Episode:
+    blank = (0,) * problem.tokens
+    turns = tuple(
+        Turn(
+            prompt_ids=(),
+            action_ids=blank,
+            logprobs=(0.0,) * problem.tokens,
+            text="",
+            observation="",
+            reward=float(problem.reward[state, action]),
+            state_key=str(state),
+        )
+        for state, action in walk
+    )
+    return Episode(
+        task=_TASK,
+        turns=turns,
+        outcome=sum(turn.reward for turn in turns),
+        stop_reason=StopReason.TERMINATED,
+        terminated=True,
+        truncated=False,
+    )
+
+
+def _gradients(
+    problem: Problem,
+    logits: FloatArray,
+    sampler: FloatArray,
+    batch: Sequence[tuple[Group, list[list[tuple[int, int]]]]],
+    estimator: Callable[..., Sequence[FloatArray]],
+    ratio_level: RatioLevel,
+) -> FloatArray:
+    """Each group's gradient of minus the loss in the logits, (M, S * nodes * V)."""
+    log_new, _ = probabilities(problem, logits)
+    log_old, _ = probabilities(problem, sampler)
+    tokens: list[tuple[int, int, int, int, int, int]] = []
+    values: list[float] = []
+    for m, (group, walks) in enumerate(batch):
+        for g, (row, walk) in enumerate(zip(estimator(group), walks, strict=True)):
+            for k, (state, action) in enumerate(walk):
+                for node, token in problem.path(action):
+                    tokens.append((m, m * len(walks) + g, k, state, node, token))
+                    values.append(float(row[k]))
+    m_N, b_N, k_N, s_N, n_N, t_N = np.array(tokens).T
+    logprobs_N = torch.tensor(log_new[s_N, n_N, t_N], requires_grad=True)
+    sequences = int(b_N.max()) + 1
+    output = packed_policy_loss(
+        logprobs_N,
+        torch.tensor(log_old[s_N, n_N, t_N]),
+        torch.tensor(values, dtype=torch.float64),
+        torch.tensor(b_N),
+        num_sequences=sequences,
+        ratio_level=ratio_level,
+        turn_ids_N=torch.tensor(k_N),
+        clip_low=0.999,
+        clip_high=1e9,
+        normaliser=sequences / len(batch),
+    )
+    (slope,) = torch.autograd.grad(-output.loss, logprobs_N)
+    weight_N = slope.numpy()
+    estimates = np.zeros((len(batch), *logits.shape))
+    np.add.at(estimates, (m_N, s_N, n_N, t_N), weight_N)
+    np.add.at(estimates, (m_N, s_N, n_N), -weight_N[:, None] * np.exp(log_new[s_N, n_N]))
+    return estimates.reshape(len(batch), -1)

@@ -1,0 +1,133 @@
+"""Other people's rollouts: the same samples, the same update, clear refusals."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_env.advantages import AdvantageConfig
+from gspo_env.batch import from_padded
+from gspo_env.errors import BatchError
+from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 0], [0, 5, 6, 7, 0, 0], [5, 9, 9, 6, 0, 0], [5, 6, 6, 6, 6, 6]])
+REAL = torch.tensor(
+    [[1, 1, 1, 1, 1, 0], [0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]]
+)
+MODEL = torch.tensor(
+    [[0, 1, 0, 1, 1, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 1]]
+)
+TURNS = torch.tensor(
+    [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
+)
+GROUPS = [3, 3, 8, 8]
+
+
+def build(**credit):
+    return from_padded(IDS, REAL, MODEL, **credit)
+
+
+def learner_of(model, **objective):
+    config = LearnerConfig(learning_rate=1e-2, warmup_steps=0, minibatches=1)
+    return Learner(copy.deepcopy(model), ObjectiveConfig(**objective), config, total_steps=10)
+
+
+def test_padding_on_either_side_is_dropped_and_turns_are_kept():
+    samples = build(advantages=[1.0, 2.0, 3.0, 4.0], turn_ids=TURNS)
+    assert samples[0].token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert samples[0].turn_ids.tolist() == [-1, 0, -1, 1, 1]
+    assert samples[1].token_ids.tolist() == [5, 6, 7]
+    assert samples[1].turn_ids.tolist() == [-1, 0, 0]
+    assert samples[3].advantages.tolist() == [4.0] * 3
+
+
+def test_token_advantages_reach_the_samples_unchanged():
+    values = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 7
+    samples = build(token_advantages=values)
+    for b, sample in enumerate(samples):
+        assert sample.advantages.tolist() == values[b][MODEL[b].bool()].tolist()
+
+
+def test_rewards_of_episodes_become_the_groups_outcome_advantages():
+    samples = build(rewards=[1.0, 0.0, 2.0, 2.0], group_ids=GROUPS)
+    assert [s.advantages.tolist() for s in samples] == [[1.0] * 3, [-1.0] * 2, [0.0] * 2, [0.0] * 3]
+
+
+def test_rewards_of_turns_go_through_any_estimator():
+    config = AdvantageConfig(estimator="returns_to_go", scale="none")
+    rewards = [[1.0, 2.0], [0.5, np.nan], [0.0, 1.0], [1.0, 1.0]]
+    samples = build(rewards=rewards, group_ids=GROUPS, turn_ids=TURNS, config=config)
+    # returns-to-go [3, 2] and [0.5]: each against the mean of the other episode's turns
+    np.testing.assert_allclose(samples[0].advantages, [3 - 0.5, 2 - 0.5, 2 - 0.5])
+    np.testing.assert_allclose(samples[1].advantages, [0.5 - 2.5] * 2)
+
+
+def test_the_update_is_that_of_the_same_samples_and_old_logprobs_are_used(model):
+    width = model.config.vocab_size
+    assert int(IDS.max()) < width
+    plain = learner_of(model)
+    plain.update(build(advantages=[1.0, -1.0, 0.5, 0.0]))
+    by_token = learner_of(model)
+    spread = torch.tensor([1.0, -1.0, 0.5, 0.0])[:, None].expand(4, 6)
+    by_token.update(build(token_advantages=spread))
+    for a, b in zip(plain.policy.parameters(), by_token.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+    old = torch.full((4, 6), -3.0)
+    given = learner_of(model)
+    metrics = given.update(
+        build(advantages=[1.0, -1.0, 0.5, 0.0], old_logprobs=old), old_logprobs="engine"
+    )
+    assert abs(metrics["train/ratio"] - 1) > 1e-3
+    assert "rollout/logprob_diff_max" in metrics
+
+
+def test_unknown_logprobs_are_neither_measured_nor_used(model):
+    samples = build(advantages=[1.0, -1.0, 0.5, 0.0])
+    metrics = learner_of(model).update(samples)
+    assert "rollout/logprob_diff_max" not in metrics
+    assert all(np.isfinite(value) for value in metrics.values())
+    with pytest.raises(BatchError, match="not known"):
+        learner_of(model).update(samples, old_logprobs="engine")
+    with pytest.raises(BatchError, match="not known"):
+        learner_of(model, correction="truncated").update(samples)
+
+
+def test_a_sequence_without_a_response_is_left_out():
+    mask = MODEL.clone()
+    mask[2] = 0
+    samples = from_padded(IDS, REAL, mask, advantages=[1.0, 2.0, 3.0, 4.0])
+    assert [s.advantages[0] for s in samples] == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"advantages": [1.0]}, r"advantages has shape \(1,\); expected \(4,\)"),
+        ({}, "exactly one of rewards, advantages and token_advantages"),
+        ({"rewards": [1.0] * 4}, "without group_ids"),
+        ({"rewards": [1.0] * 4, "group_ids": [0.5] * 4}, "group_ids has dtype float64"),
+        ({"rewards": [1.0, np.nan, 0, 0], "group_ids": GROUPS}, "rewards of sequence 1"),
+        ({"advantages": [1.0] * 4, "turn_ids": TURNS * 2}, r"turn_ids of sequence 0 are \[0, 2\]"),
+        ({"advantages": [1.0] * 4, "old_logprobs": IDS * np.nan}, "old_logprobs hold NaN"),
+        ({"token_advantages": [[1.0] * 4] * 4}, r"token_advantages has shape \(4, 4\)"),
+    ],
+)
+def test_bad_batches_are_refused_in_one_sentence(changes, said):
+    with pytest.raises(BatchError, match=said):
+        build(**changes)
+
+
+def test_masks_have_to_fit_the_tokens():
+    beyond = MODEL.clone()
+    beyond[1, 5] = 1
+    with pytest.raises(BatchError, match="response_mask of sequence 1 is true on padding"):
+        from_padded(IDS, REAL, beyond, advantages=[0.0] * 4)
+    first = MODEL.clone()
+    first[0, 0] = 1
+    with pytest.raises(BatchError, match="first token of sequence 0"):
+        from_padded(IDS, REAL, first, advantages=[0.0] * 4)
+    with pytest.raises(BatchError, match="attention_mask holds other values"):
+        from_padded(IDS, REAL * 2, MODEL, advantages=[0.0] * 4)

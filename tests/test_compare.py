@@ -1,0 +1,238 @@
+"""Comparisons: what is compared is equal but for the arm, resumes, and nothing is dropped."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from gspo_env.cli import main
+from gspo_env.compare import Arm, Comparison, change, compare, grid, parse
+from gspo_env.config import Config, override
+from gspo_env.errors import ConfigError, OutputError
+from gspo_env.report.comparison import summarise, table
+from gspo_env.stats import (
+    holm,
+    interquartile_interval,
+    interquartile_mean,
+    paired_permutation_test,
+    probability_of_improvement,
+)
+from gspo_env.tracking import TrackingConfig
+
+SMALL = """
+env = "gspo/Additive-v0"
+steps = 2
+tasks_per_step = 2
+eval_every = 0
+eval_tasks = 4
+[env_kwargs]
+turns = 1
+[rollout]
+group_size = 4
+max_turn_tokens = 4
+[embedded]
+hidden_size = 16
+layers = 1
+heads = 2
+demonstrations = 32
+imitation_steps = 40
+imitation_batch = 16
+imitation_learning_rate = 0.02
+[learner]
+learning_rate = 3e-3
+warmup_steps = 0
+[compare]
+seeds = 2
+metric = "train/return"
+"""
+
+
+def small(**changes):
+    tree = {
+        "env": "gspo/Additive-v0",
+        "env_kwargs": {"turns": 1},
+        "steps": 2,
+        "tasks_per_step": 2,
+        "eval_every": 0,
+        "eval_tasks": 4,
+        "rollout": {"group_size": 4, "max_turn_tokens": 4},
+        "embedded": {
+            "hidden_size": 16,
+            "layers": 1,
+            "heads": 2,
+            "demonstrations": 32,
+            "imitation_steps": 40,
+            "imitation_batch": 16,
+            "imitation_learning_rate": 0.02,
+        },
+        "learner": {"learning_rate": 3e-3, "warmup_steps": 0},
+    }
+    return override(Config(), tree | changes)
+
+
+def run(comparison, folder, tracking=None):
+    said: list[str] = []
+    quiet = tracking or TrackingConfig(enabled=False)
+    return compare(comparison, folder, quiet, said.append), said
+
+
+def histories(results):
+    """What happened, without what the clock says."""
+    timed = ("time/", "_per_second")
+    return {
+        (r.run.arm.name, r.run.seed): [
+            (step, {k: v for k, v in m.items() if not any(t in k for t in timed)})
+            for step, m in r.history
+        ]
+        for r in results
+    }
+
+
+def test_with_one_turn_the_turn_and_the_sequence_level_agree_to_the_last_digit(tmp_path):
+    arms = grid({"ratio_level": ["sequence", "turn"]})
+    results, _ = run(
+        Comparison(problems={"one": small()}, arms=arms, seeds=2, workers=1), tmp_path / "out"
+    )
+    kept = histories(results)
+    for seed in range(2):
+        assert kept["sequence", seed] == kept["turn", seed]
+    assert kept["turn", 0] != kept["turn", 1]
+
+
+def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'runs.db'}"
+    arms = grid({"advantage": ["outcome", "returns_to_go"]})
+    comparison = Comparison(
+        problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="train/return"
+    )
+    tracking = TrackingConfig(tracking_uri=uri)
+    first, _ = run(comparison, tmp_path / "out", tracking)
+    marked = first[0].run.folder / "result.json"
+    kept = json.loads(marked.read_text())
+    marked.write_text(json.dumps(kept | {"seconds": 12345.0}))
+    (first[1].run.folder / "result.json").unlink()
+    again, said = run(comparison, tmp_path / "out", tracking)
+    assert again[0].seconds == 12345.0
+    assert "1 of 2 runs have a result already" in said
+    assert histories(again) == histories(first)
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("gspo_env")
+    runs = client.search_runs([experiment.experiment_id])
+    children = [r for r in runs if "mlflow.parentRunId" in r.data.tags]
+    parents = [r for r in runs if "mlflow.parentRunId" not in r.data.tags]
+    assert len(parents) == 1
+    assert sorted(r.info.run_name for r in children) == sorted(r.run.name for r in first)
+    assert all(r.data.tags["mlflow.parentRunId"] == parents[0].info.run_id for r in children)
+    assert all("train/return" in r.data.metrics for r in children)
+    with pytest.raises(OutputError, match="holds another comparison"):
+        run(Comparison(problems={"one": small(steps=3)}, arms=arms), tmp_path / "out")
+
+
+def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def half(group):\n"
+        "    r = np.array([e.rewards.sum() for e in group.episodes])\n"
+        "    v = (r - r.mean()) / 2\n"
+        "    return [np.full(len(e.turns), x) for e, x in zip(group.episodes, v)]\n"
+        "def broken(group):\n"
+        "    return []\n"
+    )
+    (tmp_path / "c.toml").write_text(SMALL.replace("seeds = 2", "seeds = 1"))
+    flags = ["--config", "c.toml", "--arm", "advantage=outcome,mine.py:half,mine.py:broken"]
+    main(["compare", *flags, "--output", "out", "--enabled", "False", "--workers", "1"])
+    shown = capsys.readouterr().out
+    assert "mine.py:half" in shown
+    broken = next(line for line in shown.splitlines() if line.startswith("| mine.py:broken"))
+    assert "1/1" in broken
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Failed runs" in page
+    assert "returned 0 arrays" in page
+    assert page.count("data:image/png;base64,") == 1
+
+
+def test_fields_are_found_by_name_or_path_and_ambiguity_is_named():
+    assert change(Config(), {"advantage": "gigpo"}).advantage.estimator == "gigpo"
+    assert change(Config(), {"gamma": 0.5}).advantage.gamma == 0.5
+    both = change(Config(), {"args.lam": 0.5, "advantage.args.x": 1})
+    assert both.advantage.args == {"lam": 0.5, "x": 1}
+    with pytest.raises(ConfigError, match="'speed' is no field"):
+        change(Config(), {"speed": 1})
+    with pytest.raises(ConfigError, match="expected one of"):
+        change(Config(), {"ratio_level": "word"})
+
+
+def test_arms_with_other_budgets_are_refused():
+    with pytest.raises(ConfigError, match="differ in"):
+        Comparison(problems={"one": small()}, arms=grid({"steps": [1, 2]}))
+    with pytest.raises(ConfigError, match="two or more"):
+        Comparison(problems={"one": small()}, arms=grid({"gamma": [1.0]}))
+
+
+def test_the_table_of_a_file_and_the_command_line_meet():
+    table_ = {"seeds": 3, "grid": {"gamma": [0.0, 1.0]}, "arms": {"plain": {"gamma": 0.5}}}
+    made = parse(table_, ["ratio_level=turn,token"], {"seeds": "4", "match_rms": "true"}, small())
+    assert made.seeds == 4
+    assert made.match_rms
+    assert [arm.name for arm in made.arms] == [
+        "0.0 · turn", "0.0 · token", "1.0 · turn", "1.0 · token", "plain"
+    ]  # fmt: skip
+    assert made.config("Additive-v0", made.arms[0], 1).advantage.rms == 1.0
+    with pytest.raises(ConfigError, match=r"unknown field compare.'sedes'"):
+        parse({"sedes": 1}, [], {}, small())
+    with pytest.raises(ConfigError, match="expected name=value"):
+        parse({}, ["gamma"], {}, small())
+
+
+def test_the_interquartile_mean_and_its_stratified_interval():
+    assert interquartile_mean(np.array([0.0, 1, 2, 3, 4, 5, 6, 100])) == pytest.approx(3.5)
+    low, high = interquartile_interval([np.array([0.4, 0.5, 0.6]), np.array([0.1, 0.2, 0.3])])
+    assert 0.1 <= low < 0.35 < high <= 0.6
+    same_low, same_high = interquartile_interval([np.array([0.7])])
+    assert same_low == same_high == 0.7
+
+
+def test_worked_examples_of_the_tests_between_arms():
+    # ten boys' shoes: Box, Hunter and Hunter, Statistics for Experimenters, table 4.2; 14 in 1024
+    a = [13.2, 8.2, 10.9, 14.3, 10.7, 6.6, 9.5, 10.8, 8.8, 13.3]
+    b = [14.0, 8.8, 11.2, 14.2, 11.8, 6.4, 9.8, 11.3, 9.3, 13.6]
+    assert paired_permutation_test(a, b) == pytest.approx(14 / 1024)
+    assert paired_permutation_test([1.0, 2, 3], [1.0, 2, 3]) == 1.0
+    assert paired_permutation_test([1.0, 2, 3, 4, 5], [0.0] * 5) == pytest.approx(2 / 32)
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert probability_of_improvement([1, 2, 3], [0, 2, 2]) == pytest.approx((1 + 2 + 3) / 9)
+
+
+def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
+    from gspo_env.compare import Result, _runs
+
+    arms = (Arm(name="low", changes={}), Arm(name="high", changes={"gamma": 0.9}))
+    comparison = Comparison(
+        problems={"one": small()}, arms=arms, seeds=2, metric="train/return", target=0.5
+    )
+    values = {"low": [0.0, 0.2], "high": [0.4, 0.8]}
+    results = [
+        Result(
+            run=r,
+            history=tuple(
+                (n + 1, {"train/return": v + 0.01 * r.seed})
+                for n, v in enumerate(values[r.arm.name])
+            ),
+            seconds=1.0,
+        )
+        for r in _runs(comparison, tmp_path)
+    ]
+    low, high = summarise(comparison, results)["one"]
+    np.testing.assert_allclose(high.areas, [0.6, 0.61])
+    np.testing.assert_allclose(low.finals, [0.2, 0.21])
+    assert high.to_target == (16.0, 16.0)  # the second step of 2 tasks x 4 episodes
+    assert low.to_target == (np.inf, np.inf)
+    assert high.improvement == 1.0
+    lines = table(comparison, [low, high])
+    assert lines[1][-1] == "not reached"
+    assert lines[2][-1] == "16"
