@@ -122,7 +122,9 @@ def requests_of(episodes: list[Episode]):
     return prompts, params
 
 
-def measure(name: str, player, env_id: str, limits: RolloutConfig, episodes: int) -> None:
+def measure(
+    name: str, player, env_id: str, limits: RolloutConfig, episodes: int, rounds: int
+) -> None:
     """Prints the rates and the ratios of one workload."""
     engine = VLLMEngine(player.model, CONFIG, max_slots=FLIGHT, max_context=limits.max_context)
     played = play(engine, player.chat, env_id, limits, episodes, 0.0)
@@ -146,7 +148,7 @@ def measure(name: str, player, env_id: str, limits: RolloutConfig, episodes: int
             llm.reset_prefix_cache()
             return total / seconds(lambda: llm.generate(prompts, params, use_tqdm=False))
 
-        rates = alternate(3, ours(0.0), ours(PAUSE), floor)
+        rates = alternate(rounds, ours(0.0), ours(PAUSE), floor)
     print(f"{name}: {episodes} episodes, {len(prompts)} turns, {total} sampled tokens")
     base = show("vLLM offline generate", rates[2], "sampled tokens/s")
     for answer, values in (("at once", rates[0]), ("after 50 ms", rates[1])):
@@ -160,8 +162,8 @@ def main() -> None:
     fresh = make_player(steps=0)
     fresh = dataclasses.replace(fresh, chat=ManyEnds(fresh.tokenizer))
     long = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=400, max_context=2048)
-    measure("actions of about 64 tokens", fresh, "bench/FourTurns-v0", long, 128)
-    measure("look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT), 256)
+    measure("actions of about 64 tokens", fresh, "bench/FourTurns-v0", long, 512, 2)
+    measure("look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT), 256, 3)
 
 
 if __name__ == "__main__":

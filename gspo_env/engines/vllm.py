@@ -255,7 +255,10 @@ class VLLMEngine:
             self._engine.abort_request(gone)
         for name, request in added:
             self._engine.add_request(name, {"prompt_token_ids": request.prompt}, request.params)
-        return [output for output in self._engine.step() if output.finished]
+        while True:  # the event loop is asked only when there is something to hand over
+            ended = [output for output in self._engine.step() if output.finished]
+            if ended or self._new or any(r.future.done() for r in list(self._running.values())):
+                return ended
 
     def _finish(self, output: Any) -> None:
         request = self._running.pop(output.request_id, None)
