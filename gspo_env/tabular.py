@@ -175,6 +175,47 @@ def analyse(
     )
 
 
+def best_return(problem: Problem) -> float:
+    """The return of the best policy."""
+    value = np.zeros(len(problem.after) + 1)
+    for state in reversed(range(len(problem.after))):
+        value[state] = (problem.reward[state] + value[problem.after[state]]).max()
+    return float(value[0])
+
+
+def episodes_to_target(
+    problem: Problem,
+    estimator: Estimator,
+    *,
+    step_size: float,
+    target: float = 0.9,
+    group_size: int = 8,
+    limit: int = 20_000,
+    seed: int = 0,
+) -> float:
+    """Episodes of plain policy gradient, a group a step, until the expected return is good enough.
+
+    Args:
+        problem: The problem; the policy starts uniform.
+        estimator: Of advantages.
+        step_size: Of gradient ascent.
+        target: Share of the best return.
+        group_size: Episodes of a group, G.
+        limit: Episodes after which it is given up: infinity.
+        seed: Decides every draw.
+    """
+    rng = np.random.default_rng(seed)
+    logits = np.zeros((len(problem.after), problem.nodes, problem.vocabulary))
+    wanted = target * best_return(problem)
+    for step in range(limit // group_size):
+        if true_gradient(problem, logits)[1] >= wanted:
+            return float(step * group_size)
+        batch = [_sample_group(problem, logits, group_size, rng)]
+        gradient = _gradients(problem, logits, logits, batch, estimator, "sequence")[0]
+        logits = logits + step_size * gradient.reshape(logits.shape)
+    return float("inf")
+
+
 def _sample_group(
     problem: Problem, logits: FloatArray, size: int, rng: np.random.Generator
 ) -> tuple[Group, list[list[tuple[int, int]]]]:

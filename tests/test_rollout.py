@@ -13,6 +13,7 @@ from gymnasium.wrappers import TimeLimit
 
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.packing import to_sample
 from gspo_env.registration import make_env
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig, rollout_metrics
 from gspo_env.text_env import TextEnv
@@ -218,3 +219,39 @@ def test_the_outcome_is_the_episodic_reward_or_else_the_sum_of_rewards(player):
             if e.stop_reason is StopReason.TERMINATED
         ]
         assert {(e.outcome, e.success) for e in ended} == {(outcome, success)}
+
+
+class TokenJudge(Echo):
+    """Judges every sampled token by its id, and hides the last one of each action."""
+
+    def step(self, action):
+        ids = action.token_ids
+        mask = [True] * (len(ids) - 1) + [False]
+        info = {"token_advantages": [i / 100 for i in ids], "token_mask": mask}
+        return "go on", 0.5, False, False, info
+
+
+def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player):
+    running = collector(player, TokenJudge, max_turns=2)
+    turns = 0
+    for episode in episodes(play(running)):
+        sample = to_sample(episode, np.full(len(episode.turns), 7.0))
+        ids, advantages = sample.token_ids[sample.mask].tolist(), sample.advantages.tolist()
+        for turn in episode.turns:
+            if "token_advantages" not in turn.info:  # cut before the environment saw it
+                ids, advantages = ids[len(turn.action_ids) :], advantages[len(turn.action_ids) :]
+                continue
+            kept = len(turn.action_ids) - 1
+            assert ids[:kept] == list(turn.action_ids[:-1])
+            assert advantages[:kept] == [i / 100 for i in turn.action_ids[:-1]]
+            ids, advantages = ids[kept:], advantages[kept:]
+            turns += 1
+        assert not ids
+    assert turns > 8
+
+
+def test_token_judgements_of_a_wrong_number_are_refused(player):
+    wrong = Echo(("go on", 0.5, False, False, {"token_mask": [True] * 99}))
+    running = collector(player, lambda: wrong, max_turns=1)
+    with pytest.raises(EnvironmentContractError, match=r"token_mask.*one per sampled token"):
+        play(running)

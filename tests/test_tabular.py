@@ -11,6 +11,8 @@ from gspo_env.advantages import ESTIMATORS
 from gspo_env.tabular import (
     additive,
     analyse,
+    best_return,
+    episodes_to_target,
     key_and_door,
     may_stop,
     probabilities,
@@ -70,6 +72,15 @@ def test_credit_by_turn_is_less_noisy_the_more_turns_there_are():
         ]
         gains.append(noise[0] / noise[1])
     assert 1 < gains[0] < gains[1]
+
+
+def test_policy_gradient_reaches_the_best_return_and_giving_up_is_infinite():
+    assert best_return(additive(4)) == pytest.approx(1.0)
+    assert best_return(key_and_door(3)) == pytest.approx(1.0)
+    quick = episodes_to_target(additive(2), ESTIMATORS["returns_to_go"], step_size=8.0)
+    assert 0 < quick < 2000
+    never = episodes_to_target(additive(2), ESTIMATORS["returns_to_go"], step_size=1e-6, limit=80)
+    assert never == np.inf
 
 
 def test_on_policy_the_ratio_level_does_not_matter_and_off_policy_it_does():
