@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gspo_env.cli import main
-from gspo_env.compare import Arm, Comparison, change, compare, grid, parse
+from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned
 from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.report.comparison import summarise, table
@@ -185,6 +185,9 @@ def test_the_table_of_a_file_and_the_command_line_meet():
     assert made.config("Additive-v0", made.arms[0], 1).advantage.rms == 1.0
     with pytest.raises(ConfigError, match=r"unknown field compare.'sedes'"):
         parse({"sedes": 1}, [], {}, small())
+    for wrong in ({"seeds": "5"}, {"match_rms": 1}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
+        with pytest.raises(ConfigError, match=f"compare.{next(iter(wrong))} is .*expected"):
+            parse(wrong, [], {}, small())
     with pytest.raises(ConfigError, match="expected name=value"):
         parse({}, ["gamma"], {}, small())
 
@@ -209,8 +212,6 @@ def test_worked_examples_of_the_tests_between_arms():
 
 
 def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
-    from gspo_env.compare import Result, _runs
-
     arms = (Arm(name="low", changes={}), Arm(name="high", changes={"gamma": 0.9}))
     comparison = Comparison(
         problems={"one": small()}, arms=arms, seeds=2, metric="train/return", target=0.5
@@ -225,7 +226,7 @@ def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
             ),
             seconds=1.0,
         )
-        for r in _runs(comparison, tmp_path)
+        for r in planned(comparison, tmp_path)
     ]
     low, high = summarise(comparison, results)["one"]
     np.testing.assert_allclose(high.areas, [0.6, 0.61])
