@@ -18,8 +18,22 @@ from gspo_env.errors import BatchError
 from gspo_env.objectives import importance_weights, packed_policy_loss, policy_loss
 
 CASES = json.loads((Path(__file__).parent / "data" / "objective_cases.json").read_text())
+TRL_CASES = json.loads((Path(__file__).parent / "data" / "trl_cases.json").read_text())
 LEVELS = ["sequence", "turn", "token"]
 seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.mark.parametrize("case", TRL_CASES)
+def test_loss_and_gradient_are_those_of_trl(case: dict[str, Any]) -> None:
+    """TRL 1.16, `loss_type="grpo"`, uniform advantages: see `tests/data/make_trl_cases.py`."""
+    names = ("logprobs", "old_logprobs", "advantages", "mask")
+    inputs = {n: torch.tensor(case[n]) for n in names if n == "mask"}
+    inputs |= {n: torch.tensor(case[n], dtype=torch.float64) for n in names if n != "mask"}
+    options = {n: case[n] for n in ("ratio_level", "clip_low", "clip_high")}
+    output, gradient = evaluate(inputs, **options)
+    np.testing.assert_allclose(output.loss.item(), case["loss"], atol=1e-12, rtol=0)
+    np.testing.assert_allclose(gradient, case["gradient"], atol=1e-12, rtol=0)
+    assert 0 < output.clipped.sum() < inputs["mask"].sum()
 
 
 def batch(seed: int, rows: int = 4, length: int = 12, spread: float = 4e-3) -> dict[str, Tensor]:

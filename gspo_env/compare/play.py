@@ -87,10 +87,10 @@ def compare(
             if run not in waiting:
                 parent.child(run.name, run.config, *_track(read(run)))
         workers = comparison.workers or os.cpu_count() or 1
-        begun = time.perf_counter()
         jobs = _starts(waiting)
         for done, _ in enumerate(_parallel(_prepare, jobs, workers), 1):
             say(f"warmed up {done}/{len(jobs)}")
+        begun = time.perf_counter()
         for done, run in enumerate(_parallel(_play, waiting, workers), 1):
             result = read(run)
             parent.child(run.name, run.config, *_track(result))
