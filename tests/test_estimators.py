@@ -205,8 +205,8 @@ def test_the_users_arguments_reach_the_estimator_and_unknown_ones_are_named():
     here = [group(episode(1, 0), episode(0, 1), episode(0, 0))]
     config = AdvantageConfig(estimator="group_gae", scale="none", args={"lam": 0.0})
     check(estimate(here, config)[0][0], *group_gae(here[0], lam=0.0, scale="none"))
-    with pytest.raises(ConfigError, match="takes no argument 'lamda'; expected one of: lam"):
-        estimate(here, AdvantageConfig(estimator="group_gae", args={"lamda": 0.0}))
+    with pytest.raises(ConfigError, match="takes no argument 'lamb'; expected one of: lam"):
+        estimate(here, AdvantageConfig(estimator="group_gae", args={"lamb": 0.0}))
 
 
 def test_advantages_are_scaled_to_the_wanted_root_mean_square():
