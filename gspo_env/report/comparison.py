@@ -208,14 +208,15 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
     for axis, (place, panel) in zip(axes, panels.items(), strict=True):
         for label, row in panel:
             handles[label] = _band(axis, row, colours[label])
-        _dress(axis, f"{comparison.axes[-1]}: {place}" if place else "")
+        others = "further arms" if len(panels) > 1 else ""
+        _dress(axis, f"{comparison.axes[-1]}: {place}" if place else others)
     axes[0].set_ylabel(comparison.metric, color=_INK, fontsize=11)
     figure.suptitle(name, x=0.01, ha="left", fontsize=15, fontweight="bold", color=_INK)
     figure.legend(
         handles.values(),
         handles.keys(),
         loc="outside lower center",
-        ncols=min(len(handles), 4),
+        ncols=min(len(handles), 5),
         frameon=False,
         fontsize=11,
         labelcolor=_INK,
