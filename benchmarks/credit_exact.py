@@ -80,7 +80,7 @@ def speed() -> None:
         best = {}
         for name in ("outcome", "returns_to_go"):
             trials = {}
-            for size in (2.0, 4.0, 8.0, 16.0, 32.0):
+            for size in (8.0, 16.0, 32.0, 64.0, 128.0, 256.0):
                 runs = [
                     episodes_to_target(
                         additive(turns), ESTIMATORS[name], step_size=size, seed=s, limit=4000
