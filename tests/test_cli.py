@@ -184,7 +184,7 @@ def test_an_output_that_cannot_be_written_is_one_sentence(capsys, tmp_path):
 
 
 def test_an_unknown_command_lists_the_known_ones(capsys):
-    assert "train, evaluate, envs, doctor" in refused(capsys, "trein")
+    assert "train, evaluate, compare, envs, doctor" in refused(capsys, "trein")
 
 
 def test_the_installed_command_starts_without_torch(tmp_path):
