@@ -10,7 +10,7 @@ import pytest
 from gspo_env.cli import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned
 from gspo_env.config import Config, override
-from gspo_env.errors import ConfigError, OutputError
+from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import summarise, table
 from gspo_env.stats import (
     holm,
@@ -165,6 +165,17 @@ def test_fields_are_found_by_name_or_path_and_ambiguity_is_named():
         change(Config(), {"speed": 1})
     with pytest.raises(ConfigError, match="expected one of"):
         change(Config(), {"ratio_level": "word"})
+
+
+def test_an_unknown_environment_or_estimator_is_refused_before_anything_is_written(tmp_path):
+    known = grid({"gamma": [0.0, 1.0]})
+    lost = Comparison(problems={"one": small(env="gspo/Nope-v0")}, arms=known)
+    with pytest.raises(UnknownEnvironmentError, match="gspo/Nope-v0"):
+        run(lost, tmp_path / "out")
+    for wrong in ({"advantage": ["outcome", "nope"]}, {"args.lam": [0.5, 1.0]}):
+        with pytest.raises(ConfigError, match="expected"):
+            run(Comparison(problems={"one": small()}, arms=grid(wrong)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_arms_with_other_budgets_are_refused():

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gspo_env.advantages import check_estimator
 from gspo_env.chat import ChatTokenizer
 from gspo_env.checkpoint import load_model, make_output, save_model
 from gspo_env.config import Config, flatten, from_dict, to_toml
@@ -47,6 +48,7 @@ class GSPOAgent:
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or Config.for_model(name)
+        check_estimator(self.config.advantage)
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)

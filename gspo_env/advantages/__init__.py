@@ -42,6 +42,7 @@ __all__ = [
     "ESTIMATORS",
     "AdvantageConfig",
     "Estimator",
+    "check_estimator",
     "estimate",
     "gigpo",
     "group_gae",
@@ -87,6 +88,15 @@ class AdvantageConfig:
             raise ConfigError(f"rms is {self.rms!r}; expected a number of at least 0")
         check_choice("baseline", self.baseline, ("mean", "leave_one_out"))
         check_choice("scale", self.scale, ("std", "none", "batch"))
+
+
+def check_estimator(config: AdvantageConfig) -> None:
+    """Makes sure, before anything is built, that an estimator exists and takes its arguments.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    _accepted(load_estimator(config.estimator), config)
 
 
 def estimate(

@@ -18,10 +18,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from gspo_env.advantages import check_estimator
 from gspo_env.checkpoint import load_model
 from gspo_env.compare.plan import Arm, Comparison
 from gspo_env.config import Config, to_toml
 from gspo_env.errors import OutputError
+from gspo_env.registration import resolve_env
 from gspo_env.tracking import ParentRun, TrackingConfig
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,12 @@ def compare(
 
     Raises:
         OutputError: The folder cannot be written, or holds another comparison.
+        GspoEnvError: An environment or an estimator does not exist.
     """
+    for problem, config in comparison.problems.items():
+        resolve_env(config.env)
+        for arm in comparison.arms:
+            check_estimator(comparison.config(problem, arm, 0).advantage)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     waiting = [run for run in runs if not (run.folder / "result.json").exists()]
