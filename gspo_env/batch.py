@@ -10,7 +10,7 @@ import numpy as np
 from gspo_env.advantages import AdvantageConfig, estimate
 from gspo_env.errors import BatchError
 from gspo_env.packing import Sample
-from gspo_env.types import BoolArray, Episode, FloatArray, Group, IntArray, StopReason, Task, Turn
+from gspo_env.types import BoolArray, Episode, FloatArray, Group, IntArray, Task, bare_episode
 
 
 def from_padded(
@@ -129,24 +129,7 @@ def _episode(place: int, turns: IntArray, rewards: FloatArray) -> Episode:
     else:
         emitted = rewards[:count].tolist()
     _check_finite(f"rewards of sequence {place}", np.array(emitted))
-    return Episode(
-        task=Task(env_id="batch", seed=place),
-        turns=tuple(
-            Turn(
-                prompt_ids=(),
-                action_ids=(0,) * size,
-                logprobs=(0.0,) * size,
-                text="",
-                observation="",
-                reward=reward,
-            )
-            for size, reward in zip(sizes, emitted, strict=True)
-        ),
-        outcome=float(sum(emitted)),
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
-    )
+    return bare_episode(Task(env_id="batch", seed=place), sizes, emitted)
 
 
 def _check_rows(real: BoolArray, model: BoolArray, turns: IntArray) -> None:

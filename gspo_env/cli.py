@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import json
 import logging
@@ -31,7 +30,6 @@ commands:
 
 `gspo-env COMMAND --help` shows a command's options."""
 
-_AGENTS = {"gspo": "gspo_agents.gspo:GSPOAgent", "scripted": "gspo_agents.scripted:ScriptedAgent"}
 _SHORT = {"--advantage": "--estimator"}
 
 
@@ -61,8 +59,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def train(arguments: list[str]) -> None:
     """`gspo-env train`."""
-    config = _config(arguments, "gspo-env train")
-    _agent("gspo")(config=config).train()
+    from gspo_env.config import read_toml
+    from gspo_env.registration import load_agent
+
+    file, rest = _take(arguments, "--config")
+    config = _config(read_toml(file) if file else {}, rest, "gspo-env train")
+    load_agent("gspo")(config=config).train()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,15 +84,17 @@ class _Evaluate:
 
 def evaluate(arguments: list[str]) -> None:
     """`gspo-env evaluate`."""
+    from gspo_env.registration import load_agent
+
     options = _parse(_Evaluate, arguments, "gspo-env evaluate")
     if options.tasks < 1 or options.samples < 1:
         raise ConfigError("tasks and samples have to be at least 1")
     if not options.model:
         raise ConfigError("no model given; expected --model with a folder, a hub id or 'scripted'")
     if options.model == "scripted":
-        agent = _agent("scripted")(options.env or "gspo/Lookup-v0")
+        agent = load_agent("scripted")(options.env or "gspo/Lookup-v0")
     else:
-        agent = _agent("gspo").load(options.model, options.env)
+        agent = load_agent("gspo").load(options.model, options.env)
     _print_scores(agent.evaluate(options.tasks, options.samples))
 
 
@@ -115,7 +119,8 @@ def compare(arguments: list[str]) -> None:
 
     from gspo_env.compare import compare as run
     from gspo_env.compare import parse
-    from gspo_env.report.comparison import markdown, summarise, write_report
+    from gspo_env.config import read_toml
+    from gspo_env.report.comparison import write_report
 
     if any(flag in arguments for flag in ("-h", "--help")):
         print(_COMPARE)
@@ -131,15 +136,20 @@ def compare(arguments: list[str]) -> None:
         own["match_rms"] = "true"
         arguments = [a for a in arguments if a != "--match-rms"]
     file, rest = _take(arguments, "--config")
-    tree = read_config(file) if file else {}
+    tree = read_toml(file) if file else {}
     table = tree.pop("compare", {})
-    comparison = parse(table, axes, own, _resolve(tree, rest, "gspo-env compare"))
+    comparison = parse(table, axes, own, _config(tree, rest, "gspo-env compare"))
     base = next(iter(comparison.problems.values()))
     folder = Path(own["output"] or base.output or "comparisons/comparison")
-    results = run(comparison, folder, base.tracking, lambda line: print(line, flush=True))
-    paths = write_report(comparison, results, folder)
-    print(markdown(comparison, summarise(comparison, results)))
-    print(f"Page: {paths[0]}")
+    run(
+        comparison,
+        folder,
+        base.tracking,
+        lambda line: print(line, flush=True),
+        lambda results: write_report(comparison, results, folder),
+    )
+    print((folder / "tables.md").read_text())
+    print(f"Page: {folder / 'report.html'}")
 
 
 def envs(arguments: list[str]) -> None:
@@ -166,20 +176,8 @@ def doctor(arguments: list[str]) -> None:
         sys.exit(1)
 
 
-def _config(arguments: list[str], program: str) -> Config:
-    """The model's defaults, then the TOML file of `--config`, then flags."""
-    file, rest = _take(arguments, "--config")
-    return _resolve(read_config(file) if file else {}, rest, program)
-
-
-def read_config(file: str) -> dict[str, Any]:
-    """The tree of a TOML file."""
-    from gspo_env.config import read_toml
-
-    return read_toml(file)
-
-
-def _resolve(tree: dict[str, Any], rest: list[str], program: str) -> Config:
+def _config(tree: dict[str, Any], rest: list[str], program: str) -> Config:
+    """The model's defaults, then the file's tree, then flags."""
     import tyro
 
     from gspo_env.config import Config, from_dict
@@ -260,15 +258,6 @@ def _pairs(arguments: list[str], name: str) -> tuple[dict[str, Any], list[str]]:
         except json.JSONDecodeError:
             values[key] = value
     return values, arguments[:place] + arguments[end:]
-
-
-def _agent(name: str) -> Any:
-    from transformers.utils.logging import disable_progress_bar
-
-    # its bars for loading and saving would tear ours
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    module, _, attribute = _AGENTS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _print_scores(groups: list[Group]) -> None:

@@ -126,7 +126,6 @@ class Learner:
         scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.scheduler = scheduler
-        self._engine_is_old = objective.old_logprobs == "engine"
 
     @property
     def policy(self) -> Any:
@@ -151,23 +150,21 @@ class Learner:
         """
         started = time.perf_counter()
         log = _Log()
-        self._engine_is_old = (old_logprobs or self.objective.old_logprobs) == "engine"
-        if self._engine_is_old or self.objective.correction != "none":
+        engine_is_old = (old_logprobs or self.objective.old_logprobs) == "engine"
+        if engine_is_old or self.objective.correction != "none":
             _need_engine_logprobs(samples)
         chunks = self._minibatches(samples, seed)
-        recompute = len(chunks) > 1 and not self._engine_is_old
         batches = [[self._pack(row) for row in self._rows(chunk)] for chunk in chunks]
         # Before the first step pi_old is the policy itself: its own detached log-probabilities
         # serve.
-        old = [
-            [self.logprobs(b) if recompute and n else None for b in row]
-            for n, row in enumerate(batches)
-        ]
+        old = [[self._old(b, engine_is_old, n) for b in row] for n, row in enumerate(batches)]
         for n, (chunk, rows, olds) in enumerate(zip(chunks, batches, old, strict=True)):
-            # once a step is taken, only a recomputed pi_old tells the engine's mismatch
-            measured = n == 0 or recompute
             for batch, old_N in zip(rows, olds, strict=True):
-                self._accumulate(batch, old_N, len(chunk), log, measured)
+                own_N = self._accumulate(batch, old_N, len(chunk), log)
+                if n == 0 or old_N is None:
+                    self._record_mismatch(batch, own_N, log)
+                elif not engine_is_old:
+                    self._record_mismatch(batch, old_N, log)
             log.add("train/grad_norm", float(self._step()), 1)
         seconds = time.perf_counter() - started
         tokens = sum(len(s.token_ids) for s in samples)
@@ -210,15 +207,22 @@ class Learner:
     def _pack(self, samples: Sequence[Sample]) -> PackedBatch:
         return pack(samples, self.accelerator.device)
 
+    def _old(self, batch: PackedBatch, engine_is_old: bool, steps_taken: int) -> Tensor | None:
+        """pi_old of the model tokens, (N,); None where it is the policy itself."""
+        if engine_is_old:
+            return batch.engine_logprobs_N
+        return self.logprobs(batch) if steps_taken else None
+
     def _accumulate(
-        self, batch: PackedBatch, old_N: Tensor | None, sequences: int, log: _Log, measured: bool
-    ) -> None:
+        self, batch: PackedBatch, old_N: Tensor | None, sequences: int, log: _Log
+    ) -> Tensor:
+        """Adds a microbatch's gradient; returns the policy's own log-probabilities, (N,)."""
         logprobs_N, entropy_N = self._forward(batch)
         own_N = logprobs_N.detach()
-        trainer_old_N = own_N if old_N is None else old_N
+        old_N = own_N if old_N is None else old_N
         output = packed_policy_loss(
             logprobs_N,
-            batch.engine_logprobs_N if self._engine_is_old else trainer_old_N,
+            old_N,
             batch.advantages_N,
             batch.sequence_N,
             num_sequences=len(batch.lengths_B),
@@ -226,19 +230,18 @@ class Learner:
             turn_ids_N=batch.turn_N,
             clip_low=self.objective.clip_low,
             clip_high=self.objective.clip_high,
-            importance_weights_N=self._correction(trainer_old_N, batch),
+            importance_weights_N=self._correction(old_N, batch),
             normaliser=sequences,
         )
         self.accelerator.backward(output.loss)
         self._record(batch, output, entropy_N, log)
-        if measured:
-            self._record_mismatch(batch, trainer_old_N, log)
+        return own_N
 
-    def _correction(self, trainer_old_N: Tensor, batch: PackedBatch) -> Tensor | None:
+    def _correction(self, old_N: Tensor, batch: PackedBatch) -> Tensor | None:
         if self.objective.correction == "none":
             return None
         return importance_weights(
-            trainer_old_N,
+            old_N,
             batch.engine_logprobs_N,
             batch.sequence_N,
             kind=self.objective.correction,

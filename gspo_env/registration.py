@@ -34,6 +34,7 @@ _BUILTIN = {
     "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostics:VariableLengthEnv",
 }
+_AGENTS = {"gspo": "gspo_agents.gspo:GSPOAgent", "scripted": "gspo_agents.scripted:ScriptedAgent"}
 _OURS: dict[str, None] = {}
 
 
@@ -110,6 +111,16 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
                 f"{env_id}: the space of its {name} is {space}, expected text (UnicodeText)."
             )
     return env
+
+
+def load_agent(name: str) -> Any:
+    """Give the class of a built-in agent: `gspo` or `scripted`."""
+    from transformers.utils.logging import disable_progress_bar
+
+    # its bars for loading and saving would tear ours
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    module, _, attribute = _AGENTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def describe_envs() -> list[EnvDescription]:

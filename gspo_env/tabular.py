@@ -16,7 +16,7 @@ import torch
 
 from gspo_env.advantages import Estimator
 from gspo_env.objectives import RatioLevel, packed_policy_loss
-from gspo_env.types import Episode, FloatArray, Group, IntArray, StopReason, Task, Turn
+from gspo_env.types import Episode, FloatArray, Group, IntArray, Task, bare_episode
 
 _TASK = Task(env_id="tabular", seed=0)
 
@@ -236,26 +236,11 @@ def _sample_group(
 
 
 def _episode(problem: Problem, walk: Sequence[tuple[int, int]]) -> Episode:
-    blank = (0,) * problem.tokens
-    turns = tuple(
-        Turn(
-            prompt_ids=(),
-            action_ids=blank,
-            logprobs=(0.0,) * problem.tokens,
-            text="",
-            observation="",
-            reward=float(problem.reward[state, action]),
-            state_key=str(state),
-        )
-        for state, action in walk
-    )
-    return Episode(
-        task=_TASK,
-        turns=turns,
-        outcome=sum(turn.reward for turn in turns),
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
+    return bare_episode(
+        _TASK,
+        [problem.tokens] * len(walk),
+        [float(problem.reward[state, action]) for state, action in walk],
+        [str(state) for state, _ in walk],
     )
 
 

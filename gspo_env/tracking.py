@@ -281,8 +281,10 @@ class ParentRun:
         """Begin the parent, or go on in the one that the folder's note names."""
         if not self.config.enabled:
             return
-        self._run = _open_run(self.config, {"gspo_env.kind": "comparison"}, self._known())
-        _log_params(self._run, dict(_flatten(params)))
+        known = self._known()
+        self._run = _open_run(self.config, {"gspo_env.kind": "comparison"}, known)
+        if self._run.run_id != known:  # a run's parameters cannot change
+            _log_params(self._run, dict(_flatten(params)))
         self._save()
 
     def child(

@@ -5,7 +5,7 @@ Axis letters: P tasks, G episodes of a group, K turns, T tokens, N model tokens,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -144,3 +144,40 @@ class Group:
 
     task: Task
     episodes: tuple[Episode, ...]
+
+
+def bare_episode(
+    task: Task,
+    lengths: Sequence[int],
+    rewards: Sequence[float],
+    state_keys: Sequence[str | None] = (),
+) -> Episode:
+    """An episode with only what advantage estimators read of its K turns.
+
+    Args:
+        task: Its task.
+        lengths: (K,) sampled tokens of each turn.
+        rewards: (K,) of the turns; their sum is the outcome.
+        state_keys: (K,) equal for equal states; none by default.
+    """
+    keys = state_keys or [None] * len(lengths)
+    turns = tuple(
+        Turn(
+            prompt_ids=(),
+            action_ids=(0,) * length,
+            logprobs=(0.0,) * length,
+            text="",
+            observation="",
+            reward=reward,
+            state_key=key,
+        )
+        for length, reward, key in zip(lengths, rewards, keys, strict=True)
+    )
+    return Episode(
+        task=task,
+        turns=turns,
+        outcome=float(sum(rewards)),
+        stop_reason=StopReason.TERMINATED,
+        terminated=True,
+        truncated=False,
+    )

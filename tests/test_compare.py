@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from gspo_env.cli import main
-from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned
+from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
 from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import summarise, table
@@ -119,12 +120,16 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     assert again[0].seconds == 12345.0
     assert "1 of 2 runs have a result already" in said
     assert histories(again) == histories(first)
+    more = dataclasses.replace(comparison, seeds=2)
+    compare(more, tmp_path / "out", tracking, print, lambda results: [marked])
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("gspo_env")
     runs = client.search_runs([experiment.experiment_id])
     children = [r for r in runs if "mlflow.parentRunId" in r.data.tags]
     parents = [r for r in runs if "mlflow.parentRunId" not in r.data.tags]
     assert len(parents) == 1
+    assert [f.path for f in client.list_artifacts(parents[0].info.run_id)] == ["result.json"]
+    first = [read(r) for r in planned(more, tmp_path / "out")]
     assert sorted(r.info.run_name for r in children) == sorted(r.run.name for r in first)
     assert all(r.data.tags["mlflow.parentRunId"] == parents[0].info.run_id for r in children)
     assert all("train/return" in r.data.metrics for r in children)
@@ -176,6 +181,18 @@ def test_an_unknown_environment_or_estimator_is_refused_before_anything_is_writt
         with pytest.raises(ConfigError, match="expected"):
             run(Comparison(problems={"one": small()}, arms=grid(wrong)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_metric_is_named_with_those_that_there_are(tmp_path):
+    arms = grid({"gamma": [0.0, 1.0]})
+    wrong = Comparison(
+        problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="train/rewards"
+    )
+    with pytest.raises(ConfigError, match=r"train/rewards.*expected one of.*train/return"):
+        run(wrong, tmp_path / "out")
+    right = dataclasses.replace(wrong, metric="train/return")
+    _, said = run(right, tmp_path / "out")
+    assert "runs have a result already" in said[0]
 
 
 def test_arms_with_other_budgets_are_refused():
@@ -248,3 +265,19 @@ def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
     lines = table(comparison, [low, high])
     assert lines[1][-1] == "not reached"
     assert lines[2][-1] == "16"
+
+
+def test_a_missing_value_is_read_between_its_neighbours_and_only_failed_runs_score_zero(tmp_path):
+    arms = (Arm(name="whole", changes={}), Arm(name="gap", changes={"gamma": 0.9}))
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=1, metric="m")
+    whole, gap = planned(comparison, tmp_path)
+    points = [(1, {"m": 0.2}), (2, {"m": 0.4}), (3, {"m": 0.6})]
+    results = [
+        Result(run=whole, history=tuple(points), seconds=1.0),
+        Result(run=gap, history=(points[0], (2, {}), points[2]), seconds=1.0),
+    ]
+    np.testing.assert_allclose(summarise(comparison, results)["one"][1].curves, [[0.2, 0.4, 0.6]])
+    failed = [Result(run=r, history=(), seconds=1.0, error="x") for r in (whole, gap)]
+    for row in summarise(comparison, failed)["one"]:
+        assert row.failed == 1
+        assert row.areas.tolist() == [0.0]

@@ -52,9 +52,30 @@ def test_the_gradient_is_that_of_the_enumerated_return(problem):
 def test_unscaled_estimators_are_unbiased_where_all_episodes_are_as_long(name, problem):
     arguments = {"scale": "none"} | ({"lam": 1.0} if name == "group_gae" else {})
     estimator = functools.partial(ESTIMATORS[name], **arguments)
+    # gigpo's small bias on key and door is below what so few groups can show: see the next test
     result = analyse(problem, estimator, groups=1500, seed=3)
     assert result.bias < 4 * result.error
     assert result.cosine > 0.98
+
+
+def test_states_that_few_episodes_meet_weigh_less_in_gigpo():
+    # its mean holds the episode itself: n visits shrink a state's signal by (n - 1) / n
+    estimator = functools.partial(ESTIMATORS["gigpo"], scale="none")
+    result = analyse(key_and_door(4), estimator, groups=8000)
+    assert 3 * result.error < result.bias < 0.15
+
+
+@pytest.mark.parametrize("name", ["outcome", "returns_to_go"])
+def test_where_the_policy_decides_the_length_the_bias_is_that_of_the_mean_over_tokens(name):
+    plain = functools.partial(ESTIMATORS[name], scale="none")
+
+    def undone(group):
+        return [row * len(row) for row in plain(group)]
+
+    biased = analyse(may_stop(4), plain, groups=1500)
+    assert biased.bias > 8 * biased.error
+    mended = analyse(may_stop(4), undone, groups=1500)
+    assert mended.bias < 4 * mended.error
 
 
 def test_immediate_credit_misses_the_delayed_effect():

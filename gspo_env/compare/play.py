@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
-import importlib
 import json
 import logging
 import os
@@ -22,13 +22,12 @@ from gspo_env.advantages import check_estimator
 from gspo_env.checkpoint import load_model
 from gspo_env.compare.plan import Arm, Comparison
 from gspo_env.config import Config, to_toml
-from gspo_env.errors import OutputError
-from gspo_env.registration import resolve_env
+from gspo_env.errors import ConfigError, OutputError
+from gspo_env.registration import load_agent, resolve_env
 from gspo_env.tracking import ParentRun, TrackingConfig
 
 logger = logging.getLogger(__name__)
 
-_AGENT = "gspo_agents.gspo:GSPOAgent"
 _ATTEMPTS = 2
 """How often a run is tried whose worker process dies."""
 
@@ -72,27 +71,33 @@ def compare(
     output: Path,
     tracking: TrackingConfig,
     say: Callable[[str], None] = print,
+    report: Callable[[list[Result]], Sequence[Path]] = lambda results: (),
 ) -> list[Result]:
     """Runs whatever has no result yet; returns all results, failed runs included.
 
+    Args:
+        comparison: What to play.
+        output: Folder of results; one that holds some already goes on from them.
+        tracking: Where the parent run and its children are recorded.
+        say: Called with a line for each run.
+        report: Called at the end; the files that it returns are kept with the parent run.
+
     Raises:
         OutputError: The folder cannot be written, or holds another comparison.
-        GspoEnvError: An environment or an estimator does not exist.
+        ConfigError: An estimator or the metric does not exist.
+        UnknownEnvironmentError: An environment does not exist.
     """
-    for problem, config in comparison.problems.items():
-        resolve_env(config.env)
-        for arm in comparison.arms:
-            check_estimator(comparison.config(problem, arm, 0).advantage)
+    _check(comparison)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
+    played = [run for run in runs if (run.folder / "result.json").exists()]
     waiting = [run for run in runs if not (run.folder / "result.json").exists()]
-    if len(waiting) < len(runs):
-        say(f"{len(runs) - len(waiting)} of {len(runs)} runs have a result already")
+    if played:
+        say(f"{len(played)} of {len(runs)} runs have a result already")
     with ParentRun(tracking, output) as parent:
         parent.start(_describe(comparison))
-        for run in runs:
-            if run not in waiting:
-                parent.child(run.name, run.config, *_track(read(run)))
+        for run in played:
+            _keep(parent, read(run))
         workers = comparison.workers or os.cpu_count() or 1
         jobs = _starts(waiting)
         for done, _ in enumerate(_parallel(_prepare, jobs, workers), 1):
@@ -100,12 +105,42 @@ def compare(
         begun = time.perf_counter()
         for done, run in enumerate(_parallel(_play, waiting, workers), 1):
             result = read(run)
-            parent.child(run.name, run.config, *_track(result))
-            _, values = result.curve(comparison.metric)
-            score = f"failed: {result.error}" if result.error else f"{values[-1]:.3f}"
-            left = (time.perf_counter() - begun) / done * (len(waiting) - done)
-            say(f"{done}/{len(waiting)}  {run.name}: {score}  ({left / 60:.0f} min left)")
-    return [read(run) for run in runs]
+            _keep(parent, result)
+            left = (time.perf_counter() - begun) / done * (len(waiting) - done) / 60
+            score = _score(result, comparison.metric)
+            say(f"{done}/{len(waiting)}  {run.name}: {score}  ({left:.0f} min left)")
+        results = [read(run) for run in runs]
+        for path in report(results):
+            parent.artifact(path)
+    return results
+
+
+def _check(comparison: Comparison) -> None:
+    """Finds what is missing before anything is written."""
+    for problem, config in comparison.problems.items():
+        resolve_env(config.env)
+        for arm in comparison.arms:
+            check_estimator(comparison.config(problem, arm, 0).advantage)
+
+
+def _keep(parent: ParentRun, result: Result) -> None:
+    parent.child(result.run.name, result.run.config, result.history, result.error)
+
+
+def _score(result: Result, metric: str) -> str:
+    """What to say of a run that ended.
+
+    Raises:
+        ConfigError: It never gave the metric.
+    """
+    if result.error:
+        return f"failed: {result.error}"
+    _, values = result.curve(metric)
+    if not values:
+        known = sorted({name for _, metrics in result.history for name in metrics})
+        near = ", ".join(difflib.get_close_matches(metric, known) or known)
+        raise ConfigError(f"metric is {metric!r}; expected one of: {near}")
+    return f"{values[-1]:.3f}"
 
 
 def read(run: Run) -> Result:
@@ -113,10 +148,6 @@ def read(run: Run) -> Result:
     kept = json.loads((run.folder / "result.json").read_text())
     history = tuple((int(step), metrics) for step, metrics in kept["history"])
     return Result(run=run, history=history, seconds=kept["seconds"], error=kept["error"])
-
-
-def _track(result: Result) -> tuple[Sequence[tuple[int, dict[str, float]]], str]:
-    return result.history, result.error
 
 
 def _describe(comparison: Comparison) -> dict[str, Any]:
@@ -177,7 +208,7 @@ def _starts(runs: Sequence[Run]) -> list[Run]:
 def _prepare(run: Run) -> None:
     """Warms a model up and leaves it for all arms of a problem and seed."""
     assert run.start is not None
-    agent = _agent()(config=run.config)
+    agent = load_agent("gspo")(config=run.config)
     agent.warm_up()
     agent.save(run.start)
 
@@ -191,10 +222,10 @@ def _play(run: Run) -> None:
     try:
         config = dataclasses.replace(run.config, output=str(run.folder))
         if run.start is None:
-            history = _agent()(config=config).train()
+            history = load_agent("gspo")(config=config).train()
         else:
             model, tokenizer = load_model(str(run.start))
-            history = _agent()(model=model, tokenizer=tokenizer, config=config).train()
+            history = load_agent("gspo")(model=model, tokenizer=tokenizer, config=config).train()
         shutil.rmtree(run.folder / "model")  # hundreds of runs would fill a disk
     except Exception as problem:
         logger.exception("%s failed", run.name)
@@ -209,20 +240,13 @@ def _leave(run: Run, history: Sequence[Any], seconds: float, error: str) -> None
     part.replace(run.folder / "result.json")
 
 
-def _agent() -> Any:
-    module, _, name = _AGENT.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _quiet(threads: int) -> None:
     """Prepares a worker process."""
     import sys
 
     import torch
-    from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(threads)
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from gspo_env import stats
 from gspo_env.compare import Arm, Comparison, Result
+from gspo_env.report.curves import INK, quiet_frame
 from gspo_env.types import FloatArray
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = ("#1f5fa8", "#d9722e", "#2e8b57", "#8e44ad", "#b03060", "#5f6b76", "#c9a227", "#17a2b8")
-_INK, _GRID = "#333333", "#e3e6ea"
 _TAIL = 0.1
 """Share of a curve's points that its final score is the mean of."""
 
@@ -44,6 +44,10 @@ class Row:
     """One arm on one problem."""
 
     arm: Arm
+    final: Score
+    """The mean of the curve's end, over seeds."""
+    area: Score
+    """The mean of the curve, over seeds."""
     finals: FloatArray
     """(S,) final score of each seed; a failed run scores 0."""
     areas: FloatArray
@@ -59,16 +63,6 @@ class Row:
     p_value: float
     """Of the paired difference in area from the first arm, after Holm's correction."""
 
-    @property
-    def final(self) -> Score:
-        """The final score over seeds."""
-        return _score(self.finals)
-
-    @property
-    def area(self) -> Score:
-        """The area under the curve over seeds."""
-        return _score(self.areas)
-
 
 def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, list[Row]]:
     """Every arm of every problem, in order."""
@@ -77,17 +71,12 @@ def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, li
 
 def _problem(comparison: Comparison, name: str, results: Sequence[Result]) -> list[Row]:
     mine = [r for r in results if r.run.problem == name]
-    steps = max((tuple(r.curve(comparison.metric)[0]) for r in mine), key=len)
-    episodes = comparison.budget(name, comparison.arms[0])[0] / max(
-        comparison.problems[name].steps, 1
-    )
+    steps = max((tuple(r.curve(comparison.metric)[0]) for r in mine), key=len) or (0,)
+    config = comparison.problems[name]
+    episodes = config.tasks_per_step * config.rollout.group_size
     curves = {
         arm.name: np.array(
-            [
-                _padded(r.curve(comparison.metric)[1], len(steps))
-                for r in mine
-                if r.run.arm.name == arm.name
-            ]
+            [_curve(r, comparison.metric, steps) for r in mine if r.run.arm.name == arm.name]
         )
         for arm in comparison.arms
     }
@@ -99,10 +88,13 @@ def _problem(comparison: Comparison, name: str, results: Sequence[Result]) -> li
     ]
     adjusted = [1.0, *stats.holm(raw)]
     tail = max(1, round(_TAIL * len(steps)))
+    finals = {arm: rows[:, -tail:].mean(axis=1) for arm, rows in curves.items()}
     return [
         Row(
             arm=arm,
-            finals=curves[arm.name][:, -tail:].mean(axis=1),
+            final=_score(finals[arm.name]),
+            area=_score(areas[arm.name]),
+            finals=finals[arm.name],
             areas=areas[arm.name],
             curves=curves[arm.name],
             steps=steps,
@@ -115,13 +107,16 @@ def _problem(comparison: Comparison, name: str, results: Sequence[Result]) -> li
     ]
 
 
-def _padded(values: Sequence[float], length: int) -> list[float]:
-    """A run that failed has no curve: it solved nothing."""
-    return list(values) if len(values) == length else [0.0] * length
+def _curve(result: Result, metric: str, steps: Sequence[int]) -> FloatArray:
+    """The values at these steps; a run that failed has none: it solved nothing."""
+    if result.error:
+        return np.zeros(len(steps))
+    own, values = result.curve(metric)
+    return np.interp(steps, own, values)
 
 
 def _to_target(
-    curves: FloatArray, steps: Sequence[int], episodes: float, target: float
+    curves: FloatArray, steps: Sequence[int], episodes: int, target: float
 ) -> tuple[float, ...]:
     if not target:
         return ()
@@ -210,8 +205,8 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
             handles[label] = _band(axis, row, colours[label])
         others = "further arms" if len(panels) > 1 else ""
         _dress(axis, f"{comparison.axes[-1]}: {place}" if place else others)
-    axes[0].set_ylabel(comparison.metric, color=_INK, fontsize=11)
-    figure.suptitle(name, x=0.01, ha="left", fontsize=15, fontweight="bold", color=_INK)
+    axes[0].set_ylabel(comparison.metric, color=INK, fontsize=11)
+    figure.suptitle(name, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     figure.legend(
         handles.values(),
         handles.keys(),
@@ -219,7 +214,7 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
         ncols=min(len(handles), 5),
         frameon=False,
         fontsize=11,
-        labelcolor=_INK,
+        labelcolor=INK,
     )
     return figure
 
@@ -234,19 +229,14 @@ def _band(axes: Axes, row: Row, colour: str) -> Any:
 def _dress(axes: Axes, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_title(title, loc="left", fontsize=12, color=_INK)
-    axes.set_xlabel("training step", fontsize=11, color=_INK)
+    axes.set_title(title, loc="left", fontsize=12, color=INK)
+    axes.set_xlabel("training step", fontsize=11, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", color=_GRID)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=10, length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
+    quiet_frame(axes, labelsize=10)
 
 
 _STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #333; max-width: 70rem; margin: 2rem auto;
+body { font: 16px/1.5 system-ui, sans-serif; color: #333; max-width: 80rem; margin: 2rem auto;
   padding: 0 1rem; }
 img { max-width: 100%; }
 div.scroll { overflow-x: auto; }
@@ -262,7 +252,10 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
     summary = summarise(comparison, results)
     tables = folder / "tables.md"
     tables.write_text(markdown(comparison, summary))
-    paths, body = [tables], [f"<h1>Comparison</h1><p>{html.escape(_facts(comparison))}</p>"]
+    paths, body = (
+        [tables],
+        [f"<h1>Comparison</h1><p>{html.escape(_facts(comparison).replace('`', ''))}</p>"],
+    )
     for name, rows in summary.items():
         picture = folder / f"curves-{name.replace('/', '-')}.png"
         memory = io.BytesIO()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 History = Sequence[tuple[int, dict[str, float]]]
 """(step, metrics) pairs, as the training loop collects them."""
 
-_INK = "#333333"
+INK = "#333333"
 _GRID = "#e3e6ea"
 
 
@@ -58,7 +58,7 @@ def learning_curve(history: History, title: str) -> Figure:
     drawn = [_draw(axes, history, series) for series in _SERIES]
     _dress(axes, title)
     if any(drawn):
-        axes.legend(frameon=False, loc="best", fontsize=13, labelcolor=_INK)
+        axes.legend(frameon=False, loc="best", fontsize=13, labelcolor=INK)
     else:
         axes.text(0.5, 0.5, "no success rate recorded yet", ha="center", transform=axes.transAxes)
     return figure
@@ -84,16 +84,21 @@ def _dress(axes: Axes, title: str) -> None:
     """Set the title, scales and a quiet frame."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-    axes.set_title(title, loc="left", fontsize=18, color=_INK, pad=16, fontweight="bold")
-    axes.set_xlabel("training step", fontsize=13, color=_INK)
-    axes.set_ylabel("episodes solved", fontsize=13, color=_INK)
+    axes.set_title(title, loc="left", fontsize=18, color=INK, pad=16, fontweight="bold")
+    axes.set_xlabel("training step", fontsize=13, color=INK)
+    axes.set_ylabel("episodes solved", fontsize=13, color=INK)
     axes.set_ylim(0.0, 1.0)
     axes.margins(x=0.02)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    quiet_frame(axes, labelsize=12)
+
+
+def quiet_frame(axes: Axes, labelsize: int) -> None:
+    """Leave a grid for the eye and no box."""
     axes.grid(axis="y", color=_GRID)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=12, length=0)
+    axes.tick_params(colors=INK, labelsize=labelsize, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)
