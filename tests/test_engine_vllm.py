@@ -21,7 +21,7 @@ from gspo_env.config import Config
 from gspo_env.embedded import EmbeddedConfig, build, to_samples, warm_up
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.vllm import VLLMConfig, VLLMEngine
-from gspo_env.engines.vllm_server import VLLMServerConfig
+from gspo_env.engines.vllm_server import VLLMServerConfig, VLLMServerEngine
 from gspo_env.errors import EngineError
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.packing import to_sample
@@ -217,6 +217,50 @@ def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_pa
     assert all(m.get("rollout/env_errors", 0.0) == 0.0 for _, m in history)
     check_learned(history)
     assert not any(_runs(pid) for pid in pids)
+
+
+def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_nothing(parts):
+    learner = learner_of(parts)
+    fleet = VLLMServerConfig(replicas=2, transfer="gloo")
+    servers = VLLMServerEngine(build_other(parts[0]), EAGER, fleet, **SIZES)
+    try:
+        written = os.stat(servers._folder / "model.safetensors").st_mtime_ns
+        for version in range(1, 5):
+            if version == 3:
+                os.killpg(servers.pids[0], signal.SIGKILL)
+            sync(servers, learner, version)
+            groups = collect(servers, parts[1])
+            assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
+            assert update(learner, groups)["rollout/logprob_diff_max"] < 1e-4
+        assert servers.servers_lost == 1
+        assert os.stat(servers._folder / "model.safetensors").st_mtime_ns == written
+    finally:
+        servers.close()
+
+
+def test_a_server_without_the_transfer_backend_is_named_with_its_reason(parts, monkeypatch):
+    from gspo_env.engines import vllm_server
+
+    plain = vllm_server.engine_arguments
+
+    def without_backend(*arguments):
+        return Forgetful(plain(*arguments))
+
+    class Forgetful(dict):
+        """A server that was started by hand, without `--weight-transfer-config`."""
+
+        def __setitem__(self, name, value):
+            assert name == "weight_transfer_config"
+
+    monkeypatch.setattr(vllm_server, "engine_arguments", without_backend)
+    fleet = VLLMServerConfig(transfer="gloo")
+    with pytest.raises(EngineError, match=r"none of the 1 vLLM .*backend is None; expected 'gloo'"):
+        VLLMServerEngine(parts[0], EAGER, fleet, **SIZES)
+
+
+def build_other(model):
+    """The same architecture with other weights."""
+    return type(model)(model.config)
 
 
 def _runs(pid):

