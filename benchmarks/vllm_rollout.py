@@ -162,7 +162,7 @@ def main() -> None:
     fresh = make_player(steps=0)
     fresh = dataclasses.replace(fresh, chat=ManyEnds(fresh.tokenizer))
     long = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=400, max_context=2048)
-    measure("actions of about 64 tokens", fresh, "bench/FourTurns-v0", long, 256, 3)
+    measure("actions of about 64 tokens", fresh, "bench/FourTurns-v0", long, 512, 3)
     measure("look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT), 256, 3)
 
 
