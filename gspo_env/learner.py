@@ -6,6 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from transformers import get_scheduler
 
 from gspo_env.attention import PackedAttention, use_ragged_attention
 from gspo_env.errors import BatchError, ConfigError
+from gspo_env.head import Predictions, linear_head, predict, predict_from_logits, without_head
 from gspo_env.objectives import ObjectiveOutput, importance_weights, packed_policy_loss
 from gspo_env.packing import PackedBatch, Sample, microbatches, pack
 
@@ -126,6 +128,7 @@ class Learner:
         scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.scheduler = scheduler
+        self._head = linear_head(self.policy)
 
     @property
     def policy(self) -> Any:
@@ -180,14 +183,14 @@ class Learner:
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Log-probabilities of the model tokens without gradient, (N,)."""
         with torch.no_grad():
-            return self._forward(batch)[0]
+            return self._forward(batch).logprobs_N
 
     def imitate(self, samples: Sequence[Sample]) -> float:
         """One step of maximum likelihood on the model tokens; returns the mean loss."""
         total = sum(int(s.mask.sum()) for s in samples)
         loss_sum = 0.0
         for row in self._rows(samples):
-            logprobs_N, _ = self._forward(self._pack(row))
+            logprobs_N = self._forward(self._pack(row)).logprobs_N
             loss = -logprobs_N.sum() / total
             self.accelerator.backward(loss)
             loss_sum += float(loss.detach())
@@ -217,11 +220,11 @@ class Learner:
         self, batch: PackedBatch, old_N: Tensor | None, sequences: int, log: _Log
     ) -> Tensor:
         """Adds a microbatch's gradient; returns the policy's own log-probabilities, (N,)."""
-        logprobs_N, entropy_N = self._forward(batch)
-        own_N = logprobs_N.detach()
+        predicted = self._forward(batch)
+        own_N = predicted.logprobs_N.detach()
         old_N = own_N if old_N is None else old_N
         output = packed_policy_loss(
-            logprobs_N,
+            predicted.logprobs_N,
             old_N,
             batch.advantages_N,
             batch.sequence_N,
@@ -234,7 +237,7 @@ class Learner:
             normaliser=sequences,
         )
         self.accelerator.backward(output.loss)
-        self._record(batch, output, entropy_N, log)
+        self._record(batch, output, predicted, log)
         return own_N
 
     def _correction(self, old_N: Tensor, batch: PackedBatch) -> Tensor | None:
@@ -252,7 +255,7 @@ class Learner:
         self,
         batch: PackedBatch,
         output: ObjectiveOutput,
-        entropy_N: Tensor,
+        predicted: Predictions,
         log: _Log,
     ) -> None:
         count = len(batch.target_N)
@@ -261,7 +264,8 @@ class Learner:
         log.extreme("train/ratio_min", float(output.ratio.min()), min)
         log.extreme("train/ratio_max", float(output.ratio.max()), max)
         log.add("train/clipped_fraction", float(output.clipped.float().mean()), count)
-        log.add("train/entropy", float(entropy_N.mean()), count)
+        log.add("train/entropy", float(predicted.entropy_N.mean()), count)
+        log.add("train/top1", float(predicted.top1_N.float().mean()), count)
 
     def _record_mismatch(self, batch: PackedBatch, old_N: Tensor, log: _Log) -> None:
         """How far the engine's log-probabilities are from the trainer's, before any update."""
@@ -277,22 +281,21 @@ class Learner:
         outside = ((ratio_B < low) | (ratio_B > high)).float().mean()
         log.add("rollout/ratio_outside_clip", float(outside), rows)
 
-    def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (N,) with gradient and entropies (N,) without."""
+    def _forward(self, batch: PackedBatch) -> Predictions:
+        """What the policy says of the batch's model tokens."""
         self.model.train()
-        output = self.model(
-            input_ids=batch.input_ids_T[None],
-            position_ids=batch.positions_T[None],
-            use_cache=False,
-            logits_to_keep=batch.source_N,
-            ragged=PackedAttention(batch.lengths_B, batch.input_ids_T.device),
-        )
-        # float32 whatever the model's dtype: bf16 rounds exp(3e-4) to exactly 1
-        logits_NV = output.logits[0].float() / self.temperature
-        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-        with torch.no_grad():
-            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-        return logprobs_NV.gather(-1, batch.target_N[:, None])[:, 0], entropy_N
+        with nullcontext() if self._head is None else without_head(self._head):
+            output = self.model(
+                input_ids=batch.input_ids_T[None],
+                position_ids=batch.positions_T[None],
+                use_cache=False,
+                logits_to_keep=batch.source_N,
+                ragged=PackedAttention(batch.lengths_B, batch.input_ids_T.device),
+            )
+        if self._head is None:
+            return predict_from_logits(output.logits[0], batch.target_N, self.temperature)
+        head = self._head
+        return predict(output.logits[0], head.weight, head.bias, batch.target_N, self.temperature)
 
     def _step(self) -> Tensor:
         limit = self.config.max_grad_norm or math.inf
