@@ -29,6 +29,14 @@ class Predictions:
     top1_N: Tensor
     """True where the token is the most likely one."""
 
+    def at(self, places: Tensor) -> Predictions:
+        """Those at the given places, which may repeat."""
+        return Predictions(
+            logprobs_N=self.logprobs_N[places],
+            entropy_N=self.entropy_N[places],
+            top1_N=self.top1_N[places],
+        )
+
 
 def predict(
     hidden_ND: Tensor,

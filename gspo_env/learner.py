@@ -21,6 +21,8 @@ from gspo_env.errors import BatchError, ConfigError
 from gspo_env.head import Predictions, linear_head, predict, predict_from_logits, without_head
 from gspo_env.objectives import ObjectiveOutput, importance_weights, packed_policy_loss
 from gspo_env.packing import PackedBatch, Sample, microbatches, pack
+from gspo_env.prefix import deal
+from gspo_env.tree_attention import TreeAttention
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,8 +203,8 @@ class Learner:
         count = min(self.config.minibatches, len(samples))
         if count <= 1:
             return [list(samples)]
-        order = np.random.default_rng(seed).permutation(len(samples))
-        return [[samples[i] for i in part] for part in np.array_split(order, count)]
+        hands = deal([s.token_ids for s in samples], count, np.random.default_rng(seed))
+        return [[samples[n] for n in hand] for hand in hands]
 
     def _rows(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         return microbatches(samples, self.config.microbatch_tokens)
@@ -284,18 +286,23 @@ class Learner:
     def _forward(self, batch: PackedBatch) -> Predictions:
         """What the policy says of the batch's model tokens."""
         self.model.train()
+        source_M, target_M = batch.source_N, batch.target_N
+        if batch.distinct_M is not None:
+            source_M, target_M = source_M[batch.distinct_M], target_M[batch.distinct_M]
         with nullcontext() if self._head is None else without_head(self._head):
             output = self.model(
                 input_ids=batch.input_ids_T[None],
                 position_ids=batch.positions_T[None],
                 use_cache=False,
-                logits_to_keep=batch.source_N,
-                ragged=PackedAttention(batch.lengths_B, batch.input_ids_T.device),
+                logits_to_keep=source_M,
+                ragged=_attention(batch),
             )
         if self._head is None:
-            return predict_from_logits(output.logits[0], batch.target_N, self.temperature)
-        head = self._head
-        return predict(output.logits[0], head.weight, head.bias, batch.target_N, self.temperature)
+            said = predict_from_logits(output.logits[0], target_M, self.temperature)
+        else:
+            weight, bias = self._head.weight, self._head.bias
+            said = predict(output.logits[0], weight, bias, target_M, self.temperature)
+        return said if batch.expand_N is None else said.at(batch.expand_N)
 
     def _step(self) -> Tensor:
         limit = self.config.max_grad_norm or math.inf
@@ -304,6 +311,13 @@ class Learner:
         self.optimizer.zero_grad()
         self.scheduler.step()
         return norm
+
+
+def _attention(batch: PackedBatch) -> PackedAttention:
+    device = batch.input_ids_T.device
+    if batch.runs:
+        return TreeAttention(batch.runs, device)
+    return PackedAttention(batch.lengths_B, device)
 
 
 def _need_engine_logprobs(samples: Sequence[Sample]) -> None:

@@ -130,6 +130,7 @@ def test_a_model_that_caps_its_logits_is_not_taken_for_a_linear_head():
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=8,
+        attn_logit_softcapping=None,
     )
     capped, plain = (Gemma2ForCausalLM(copy.deepcopy(shape)) for _ in range(2))
     plain.config.final_logit_softcapping = None
