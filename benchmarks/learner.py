@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     against_the_floor("small", 32, arguments.rounds)
     if not arguments.no_large:
-        against_the_floor("large", 8, min(3, arguments.rounds))
+        against_the_floor("large", 4, min(3, arguments.rounds))
     growth(min(3, arguments.rounds))
 
 

@@ -38,7 +38,7 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
     config = LearnerConfig(minibatches=1, warmup_steps=0)
     learner = Learner(Qwen3ForCausalLM(shape), ObjectiveConfig(), config, total_steps=10)
     if full:
-        learner._head = None
+        learner.scorer.head = None
     rng = np.random.default_rng(0)
     length = 513  # 512 of them the model's
     count = arguments.tokens // (length - 1)

@@ -47,6 +47,8 @@ class TreeAttention(PackedAttention):
         """See `Ragged.attend`."""
         if query.device.type == "cpu" and (window is None or window >= self._longest):
             apply: Any = _Tree.apply
+            # under autocast the norms of queries and keys leave them wider than the values
+            query, key = query.to(value.dtype), key.to(value.dtype)
             return apply(query, key, value, scale, self)  # type: ignore[no-any-return]
         return self._masked(query, key, value, scale, window)
 

@@ -96,10 +96,10 @@ def test_the_learner_has_the_gradient_of_full_logits(model, samples, gradients, 
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.7)
     chunk(10 * model.config.vocab_size)
     ours = learner_of(copy.deepcopy(model))
-    assert ours._head is ours.policy.lm_head
+    assert ours.scorer.head is ours.policy.lm_head
     found, metrics = gradients(ours, samples)
     plain = learner_of(copy.deepcopy(model))
-    plain._head = None
+    plain.scorer.head = None
     wanted, plain_metrics = gradients(plain, samples)
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
@@ -115,7 +115,7 @@ def test_an_adapter_on_the_head_counts(model, samples):
     adapter = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
     adapted = get_peft_model(model, adapter)
     learner = learner_of(adapted)
-    assert learner._head is None
+    assert learner.scorer.head is None
     merged = learner_of(copy.deepcopy(adapted).merge_and_unload().requires_grad_())
     batch = pack(samples)
     torch.testing.assert_close(learner.logprobs(batch), merged.logprobs(batch), rtol=0, atol=1e-9)

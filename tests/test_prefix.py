@@ -185,7 +185,7 @@ def test_siblings_that_see_each_other_are_found_out(
 
     plain = learner_of(exact(model))
     wanted, _ = unshared(lambda: gradients(plain, grouped))
-    monkeypatch.setattr("gspo_env.learner.TreeAttention", Careless)
+    monkeypatch.setattr("gspo_env.scoring.TreeAttention", Careless)
     found, _ = gradients(learner_of(exact(model)), grouped)
     moved = sum(float((found[n] - v).norm()) for n, v in wanted.items())
     assert moved > 0.05 * sum(float(v.norm()) for v in wanted.values())
