@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from gspo_env.chat import ChatTokenizer
 from gspo_env.embedded import EmbeddedConfig, build, to_samples, warm_up
 from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.packing import Sample
 from gspo_env.registration import make_env
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig
 from gspo_env.types import Group, Task
@@ -64,6 +67,61 @@ def seconds(work: Callable[[], Any]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def cpu_seconds(work: Callable[[], Any]) -> float:
+    """Seconds of CPU time of one call, in all threads of this process."""
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def make_model(size: str) -> Any:
+    """A Qwen3 with random weights: `small` has 0.9 M parameters, `large` 100 M."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    hidden, layers, vocabulary = {"small": (128, 4, 664), "large": (768, 12, 16_384)}[size]
+    shape = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // (32 if size == "small" else 64),
+        num_key_value_heads=hidden // (64 if size == "small" else 128),
+        head_dim=32 if size == "small" else 64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(shape)
+
+
+def multi_turn_group(
+    rng: np.random.Generator,
+    *,
+    vocabulary: int,
+    shared: int = 512,
+    own: tuple[int, int] = (64, 128),
+    size: int = 8,
+    turns: int = 3,
+) -> list[Sample]:
+    """Random episodes of one task: tokens in common, then turns that half the model says."""
+    prompt = rng.integers(0, vocabulary, max(shared, 1))
+    samples = []
+    for _ in range(size):
+        length = int(rng.integers(own[0], own[1] + 1))
+        turn_ids = np.arange(length) * 2 * turns // length
+        turn_ids = np.where(turn_ids % 2 == 0, turn_ids // 2, -1)
+        n = int((turn_ids >= 0).sum())
+        samples.append(
+            Sample(
+                token_ids=np.concatenate([prompt, rng.integers(0, vocabulary, length)]),
+                turn_ids=np.concatenate([np.full(len(prompt), -1), turn_ids]),
+                advantages=np.full(n, rng.normal()),
+                engine_logprobs=np.log(rng.uniform(0.5, 2.0, n) / vocabulary),
+            )
+        )
+    return samples
 
 
 def show(name: str, values: list[float], unit: str) -> float:

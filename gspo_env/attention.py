@@ -8,6 +8,7 @@ T mask is ever built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -50,12 +51,19 @@ def _ragged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     ragged: Ragged | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     if ragged is None:
         raise ModelError(
             "this model runs on packed rows inside gspo_env: call "
             "`model.set_attn_implementation('sdpa')` before using it elsewhere"
+        )
+    if softcap is not None or s_aux is not None:
+        raise ModelError(
+            "this model caps its attention scores or has attention sinks, which packed rows do not "
+            "support; expected plain scaled dot-product attention"
         )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -107,7 +115,7 @@ class PackedAttention:
         self._buckets: list[Tensor] = []
         sources: list[np.ndarray[Any, Any]] = []
         offset = 0
-        for bucket in _buckets(sizes, order):
+        for bucket in buckets(sizes, order):
             longest = int(sizes[bucket].max())
             column = np.arange(longest)
             inside = column < sizes[bucket][:, None]
@@ -135,14 +143,28 @@ class PackedAttention:
         for index in self._buckets:
             q, k, v = (_take(tensor, index) for tensor in (query, key, value))
             band = _band(index.shape[1], window, query.device)
-            out = sdpa(q, k, v, scale, band, causal=band is None)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(outputs).index_select(0, self._restore)
+            outputs.append(sdpa(q, k, v, scale, band, causal=band is None))
+        return self.unpadded(outputs)
+
+    def padded(self, rows: Tensor) -> list[Tensor]:
+        """(T, H, D) to (B, H, L, D) for each bucket, zero where a sequence has ended."""
+        shapes = [index.shape for index in self._buckets]
+        whole = rows.new_zeros(sum(math.prod(shape) for shape in shapes), *rows.shape[1:])
+        whole.index_copy_(0, self._restore, rows)
+        parts = torch.split(whole, [math.prod(shape) for shape in shapes])
+        return [
+            part.view(*shape, *rows.shape[1:]).transpose(1, 2)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+
+    def unpadded(self, parts: Sequence[Tensor]) -> Tensor:
+        """The way back."""
+        flat = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+        return flat.index_select(0, self._restore)
 
 
-def _buckets(
-    sizes: np.ndarray[Any, Any], order: np.ndarray[Any, Any]
-) -> list[np.ndarray[Any, Any]]:
+def buckets(sizes: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Cuts an order of falling sizes where padding would cost more than another call."""
     cuts = [0]
     for n, episode in enumerate(order):
         if sizes[order[cuts[-1]]] > _WASTE * sizes[episode]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,13 +12,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import get_scheduler
 
-from gspo_env.attention import PackedAttention, use_ragged_attention
-from gspo_env.errors import BatchError, ConfigError
-from gspo_env.objectives import ObjectiveOutput, importance_weights, packed_policy_loss
+from gspo_env.attention import use_ragged_attention
+from gspo_env.errors import BatchError, ConfigError, MissingExtraError
+from gspo_env.learner_log import UpdateLog
+from gspo_env.objectives import importance_weights, packed_policy_loss
 from gspo_env.packing import PackedBatch, Sample, microbatches, pack
+from gspo_env.prefix import deal
+from gspo_env.scoring import Scorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,9 @@ class ObjectiveConfig:
     """Weight for the train/inference mismatch; only with the trainer's pi_old."""
     correction_cap: float = 2.0
     """The largest correction weight C."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL to the reference: the model as it was given, with its adapter
+    off or as a frozen copy. 0 computes none."""
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
@@ -47,6 +53,8 @@ class ObjectiveConfig:
             raise ConfigError(f"clip_low is {self.clip_low!r}; expected a number in [0, 1)")
         if not (self.clip_high >= 0 and math.isfinite(self.clip_high)):
             raise ConfigError(f"clip_high is {self.clip_high!r}; expected a number of at least 0")
+        if not (self.kl_coef >= 0 and math.isfinite(self.kl_coef)):
+            raise ConfigError(f"kl_coef is {self.kl_coef!r}; expected a number of at least 0")
         if not self.correction_cap >= 1:
             raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
         if self.correction != "none" and self.old_logprobs == "engine":
@@ -74,6 +82,13 @@ class LearnerConfig:
     """The most tokens of one forward and backward pass."""
     lora_rank: int = 0
     """Rank of a LoRA adapter; 0 trains every weight."""
+    checkpointing: bool = False
+    """Keeps only each layer's input for the backward pass and computes the rest again."""
+    dtype: Literal["model", "bfloat16"] = "model"
+    """What the update computes in: the dtype of the weights, or bfloat16 over float32 weights.
+    Log-probabilities are float32 at least."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """The 8-bit ones need bitsandbytes."""
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
@@ -110,7 +125,7 @@ class Learner:
         total_steps: int,
         temperature: float = 1.0,
     ) -> None:
-        self.objective, self.config, self.temperature = objective, config, temperature
+        self.objective, self.config = objective, config
         use_ragged_attention(model)
         self.accelerator = Accelerator()
         if self.accelerator.num_processes > 1:
@@ -118,14 +133,24 @@ class Learner:
                 f"{self.accelerator.num_processes} processes were launched; expected 1, since "
                 "episodes are not yet shared out among processes"
             )
+        reference = copy.deepcopy(model) if objective.kl_coef and not _adapted(model) else None
+        if config.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        bf16 = config.dtype == "bfloat16"
         weights = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            weights, lr=config.learning_rate, weight_decay=config.weight_decay
-        )
+        for parameter in weights if bf16 else ():
+            parameter.data = parameter.data.float()
+        optimizer = make_optimizer(config, weights)
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
         scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.scheduler = scheduler
+        self.scorer = Scorer(self.model, self.policy, temperature, bf16)
+        self._at_reference = _adapter_is_zero(self.policy)
+        self._reference: Scorer | None = None
+        if reference is not None:
+            reference.to(self.accelerator.device).requires_grad_(False).eval()
+            self._reference = Scorer(reference, reference, temperature, bf16)
 
     @property
     def policy(self) -> Any:
@@ -149,30 +174,31 @@ class Learner:
             BatchError: The engine's log-probabilities are needed and not known.
         """
         started = time.perf_counter()
-        log = _Log()
+        log = UpdateLog()
         engine_is_old = (old_logprobs or self.objective.old_logprobs) == "engine"
         if engine_is_old or self.objective.correction != "none":
             _need_engine_logprobs(samples)
         chunks = self._minibatches(samples, seed)
         batches = [[self._pack(row) for row in self._rows(chunk)] for chunk in chunks]
-        # Before the first step pi_old is the policy itself: its own detached log-probabilities
-        # serve.
-        old = [[self._old(b, engine_is_old, n) for b in row] for n, row in enumerate(batches)]
-        for n, (chunk, rows, olds) in enumerate(zip(chunks, batches, old, strict=True)):
-            for batch, old_N in zip(rows, olds, strict=True):
-                own_N = self._accumulate(batch, old_N, len(chunk), log)
+        before = [[self._before(b, engine_is_old, n) for b in row] for n, row in enumerate(batches)]
+        low, high = 1 - self.objective.clip_low, 1 + self.objective.clip_high
+        for n, (chunk, rows, known) in enumerate(zip(chunks, batches, before, strict=True)):
+            for batch, (old_N, reference_N) in zip(rows, known, strict=True):
+                own_N = self._accumulate(batch, old_N, reference_N, len(chunk), log)
                 if n == 0 or old_N is None:
-                    self._record_mismatch(batch, own_N, log)
+                    log.mismatch(batch, own_N, low, high)
                 elif not engine_is_old:
-                    self._record_mismatch(batch, old_N, log)
+                    log.mismatch(batch, old_N, low, high)
             log.add("train/grad_norm", float(self._step()), 1)
         seconds = time.perf_counter() - started
         tokens = sum(len(s.token_ids) for s in samples)
+        computed = sum(len(batch.input_ids_T) for row in batches for batch in row)
         metrics = log.metrics()
         return {
             **metrics,
             "train/loss": metrics["train/loss"] / len(chunks),
             "train/learning_rate": float(self.scheduler.get_last_lr()[0]),
+            "train/shared_fraction": 1 - computed / tokens,
             "train/tokens_per_second": tokens / seconds,
             "time/update": seconds,
         }
@@ -180,14 +206,15 @@ class Learner:
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Log-probabilities of the model tokens without gradient, (N,)."""
         with torch.no_grad():
-            return self._forward(batch)[0]
+            return self.scorer(batch)[0].logprobs_N
 
     def imitate(self, samples: Sequence[Sample]) -> float:
         """One step of maximum likelihood on the model tokens; returns the mean loss."""
         total = sum(int(s.mask.sum()) for s in samples)
         loss_sum = 0.0
+        self.model.train()
         for row in self._rows(samples):
-            logprobs_N, _ = self._forward(self._pack(row))
+            logprobs_N = self.scorer(self._pack(row))[0].logprobs_N
             loss = -logprobs_N.sum() / total
             self.accelerator.backward(loss)
             loss_sum += float(loss.detach())
@@ -198,8 +225,8 @@ class Learner:
         count = min(self.config.minibatches, len(samples))
         if count <= 1:
             return [list(samples)]
-        order = np.random.default_rng(seed).permutation(len(samples))
-        return [[samples[i] for i in part] for part in np.array_split(order, count)]
+        hands = deal([s.token_ids for s in samples], count, np.random.default_rng(seed))
+        return [[samples[n] for n in hand] for hand in hands]
 
     def _rows(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         return microbatches(samples, self.config.microbatch_tokens)
@@ -207,21 +234,45 @@ class Learner:
     def _pack(self, samples: Sequence[Sample]) -> PackedBatch:
         return pack(samples, self.accelerator.device)
 
-    def _old(self, batch: PackedBatch, engine_is_old: bool, steps_taken: int) -> Tensor | None:
-        """pi_old of the model tokens, (N,); None where it is the policy itself."""
-        if engine_is_old:
-            return batch.engine_logprobs_N
-        return self.logprobs(batch) if steps_taken else None
+    def _before(
+        self, batch: PackedBatch, engine_is_old: bool, steps_taken: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """pi_old and the reference of the model tokens, (N,); None where it is the policy itself.
+
+        Before the first step pi_old is the policy, whose own detached log-probabilities serve; and
+        before the first step of a run so is the reference.
+        """
+        kl = bool(self.objective.kl_coef)
+        needed = not engine_is_old or (kl and self._at_reference)
+        start_N = self.logprobs(batch) if steps_taken and needed else None
+        old_N = batch.engine_logprobs_N if engine_is_old else start_N
+        return old_N, start_N if self._at_reference or not kl else self.reference_logprobs(batch)
+
+    def reference_logprobs(self, batch: PackedBatch) -> Tensor:
+        """Log-probabilities of the model tokens by the model as it was given, (N,)."""
+        if self._reference is None:
+            with self.policy.disable_adapter():
+                return self.logprobs(batch)
+        with torch.no_grad():
+            return self._reference(batch)[0].logprobs_N
 
     def _accumulate(
-        self, batch: PackedBatch, old_N: Tensor | None, sequences: int, log: _Log
+        self,
+        batch: PackedBatch,
+        old_N: Tensor | None,
+        reference_N: Tensor | None,
+        sequences: int,
+        log: UpdateLog,
     ) -> Tensor:
         """Adds a microbatch's gradient; returns the policy's own log-probabilities, (N,)."""
-        logprobs_N, entropy_N = self._forward(batch)
-        own_N = logprobs_N.detach()
+        router = self.scorer.router_coefficient
+        self.model.train()
+        predicted, balance = self.scorer(batch, routers=router > 0)
+        own_N = predicted.logprobs_N.detach()
         old_N = own_N if old_N is None else old_N
+        kl = bool(self.objective.kl_coef)
         output = packed_policy_loss(
-            logprobs_N,
+            predicted.logprobs_N,
             old_N,
             batch.advantages_N,
             batch.sequence_N,
@@ -230,11 +281,17 @@ class Learner:
             turn_ids_N=batch.turn_N,
             clip_low=self.objective.clip_low,
             clip_high=self.objective.clip_high,
+            reference_logprobs_N=(own_N if reference_N is None else reference_N) if kl else None,
+            kl_coef=self.objective.kl_coef,
             importance_weights_N=self._correction(old_N, batch),
             normaliser=sequences,
         )
-        self.accelerator.backward(output.loss)
-        self._record(batch, output, entropy_N, log)
+        loss = output.loss
+        log.objective(output, predicted, kl)
+        if balance is not None:
+            loss = loss + router * balance.loss * len(batch.lengths_B) / sequences
+            log.experts(balance, len(batch.input_ids_T))
+        self.accelerator.backward(loss)
         return own_N
 
     def _correction(self, old_N: Tensor, batch: PackedBatch) -> Tensor | None:
@@ -248,58 +305,13 @@ class Learner:
             cap=self.objective.correction_cap,
         )
 
-    def _record(
-        self,
-        batch: PackedBatch,
-        output: ObjectiveOutput,
-        entropy_N: Tensor,
-        log: _Log,
-    ) -> None:
-        count = len(batch.target_N)
-        log.add("train/loss", float(output.loss.detach()), None)
-        log.add("train/ratio", float(output.ratio.mean()), count)
-        log.extreme("train/ratio_min", float(output.ratio.min()), min)
-        log.extreme("train/ratio_max", float(output.ratio.max()), max)
-        log.add("train/clipped_fraction", float(output.clipped.float().mean()), count)
-        log.add("train/entropy", float(entropy_N.mean()), count)
-
-    def _record_mismatch(self, batch: PackedBatch, old_N: Tensor, log: _Log) -> None:
-        """How far the engine's log-probabilities are from the trainer's, before any update."""
-        difference_N = old_N - batch.engine_logprobs_N
-        if difference_N.isnan().any():  # a batch from elsewhere, without an engine's
-            return
-        log.differences.append(difference_N.abs().float().cpu())
-        log.extreme("rollout/logprob_diff_max", float(difference_N.abs().max()), max)
-        rows = len(batch.lengths_B)
-        sum_B = difference_N.new_zeros(rows).index_add_(0, batch.sequence_N, difference_N)
-        ratio_B = (sum_B / torch.bincount(batch.sequence_N, minlength=rows).clamp(min=1)).exp()
-        low, high = 1 - self.objective.clip_low, 1 + self.objective.clip_high
-        outside = ((ratio_B < low) | (ratio_B > high)).float().mean()
-        log.add("rollout/ratio_outside_clip", float(outside), rows)
-
-    def _forward(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (N,) with gradient and entropies (N,) without."""
-        self.model.train()
-        output = self.model(
-            input_ids=batch.input_ids_T[None],
-            position_ids=batch.positions_T[None],
-            use_cache=False,
-            logits_to_keep=batch.source_N,
-            ragged=PackedAttention(batch.lengths_B, batch.input_ids_T.device),
-        )
-        # float32 whatever the model's dtype: bf16 rounds exp(3e-4) to exactly 1
-        logits_NV = output.logits[0].float() / self.temperature
-        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
-        with torch.no_grad():
-            entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-        return logprobs_NV.gather(-1, batch.target_N[:, None])[:, 0], entropy_N
-
     def _step(self) -> Tensor:
         limit = self.config.max_grad_norm or math.inf
         norm: Tensor = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
+        self._at_reference = False
         return norm
 
 
@@ -311,30 +323,32 @@ def _need_engine_logprobs(samples: Sequence[Sample]) -> None:
         )
 
 
-class _Log:
-    """Token-weighted means and extremes over the microbatches of a step."""
+def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimiser that the config names.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = defaultdict(float)
-        self._weights: dict[str, float] = defaultdict(float)
-        self._extremes: dict[str, float] = {}
-        self.differences: list[Tensor] = []
+    Raises:
+        MissingExtraError: It is one of bitsandbytes, which is not installed.
+    """
+    settings: Any = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW(weights, fused=True, **settings)
+    try:
+        from bitsandbytes import optim
+    except ImportError as error:
+        raise MissingExtraError(
+            f"optimizer is {config.optimizer!r} and bitsandbytes is not installed: "
+            "pip install bitsandbytes"
+        ) from error
+    kind = optim.AdamW8bit if config.optimizer == "adamw_8bit" else optim.PagedAdamW8bit
+    made: torch.optim.Optimizer = kind(weights, **settings)
+    return made
 
-    def add(self, name: str, value: float, weight: float | None) -> None:
-        """Adds to a mean; without a weight the values add up."""
-        self._sums[name] += value * (1.0 if weight is None else weight)
-        self._weights[name] = 1.0 if weight is None else self._weights[name] + weight
 
-    def extreme(self, name: str, value: float, pick: Any) -> None:
-        """Keeps the smallest or largest value."""
-        self._extremes[name] = pick(self._extremes.get(name, value), value)
+def _adapted(model: Any) -> bool:
+    return hasattr(model, "disable_adapter")
 
-    def metrics(self) -> dict[str, float]:
-        """Everything, by metric name."""
-        means = {name: total / max(self._weights[name], 1.0) for name, total in self._sums.items()}
-        extra = {}
-        if self.differences:
-            every = torch.cat(self.differences)
-            extra["rollout/logprob_diff_mean"] = float(every.mean())
-            extra["rollout/logprob_diff_p99"] = float(np.quantile(every.numpy(), 0.99))
-        return {**means, **self._extremes, **extra}
+
+def _adapter_is_zero(model: Any) -> bool:
+    """Whether a model is what it was given as: a whole one is, an adapter only while it is zero."""
+    up = [p for name, p in model.named_parameters() if "lora_B" in name]
+    return not _adapted(model) or (bool(up) and not any(bool(p.any()) for p in up))

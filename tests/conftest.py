@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import hypothesis
+import numpy as np
 import pytest
+import torch
 
 from gspo_env.chat import ChatTokenizer
 from gspo_env.embedded import (
@@ -78,3 +80,50 @@ def player():
     samples = to_samples(demonstrations, chat, env)
     warm_up(tiny, samples, config, 0, lambda step, loss: None)
     return Player(env_id, tiny, words, chat, samples)
+
+
+def make_samples(rng, count, vocabulary=200):
+    """Random multi-turn samples."""
+    samples = []
+    for _ in range(count):
+        spans = [
+            (int(rng.integers(1, 12)), int(rng.integers(1, 6))) for _ in range(rng.integers(1, 5))
+        ]
+        turns = np.concatenate(
+            [[-1] * env + [k] * model for k, (env, model) in enumerate(spans)]
+        ).astype(np.int64)
+        n = int((turns >= 0).sum())
+        samples.append(
+            Sample(
+                token_ids=rng.integers(1, vocabulary, len(turns)),
+                turn_ids=turns,
+                advantages=rng.normal(size=n),
+                engine_logprobs=-rng.random(n),
+            )
+        )
+    return samples
+
+
+@pytest.fixture
+def samples():
+    """A dozen random multi-turn samples."""
+    return make_samples(np.random.default_rng(0), 12)
+
+
+@pytest.fixture
+def gradients():
+    """The gradient and the metrics of one update, with the optimiser held back."""
+
+    def of(learner, samples):
+        found = {}
+
+        def keep():
+            found.update({n: p.grad.clone() for n, p in learner.policy.named_parameters()})
+            learner.optimizer.zero_grad()
+            return torch.tensor(0.0)
+
+        learner._step = keep
+        metrics = learner.update(samples)
+        return found, metrics
+
+    return of

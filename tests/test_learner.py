@@ -12,33 +12,7 @@ from gspo_env.embedded import EmbeddedConfig, build_model
 from gspo_env.errors import ConfigError
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.objectives import policy_loss
-from gspo_env.packing import Sample, microbatches, pack
-
-
-def make_samples(rng, count, vocabulary=200):
-    samples = []
-    for _ in range(count):
-        spans = [
-            (int(rng.integers(1, 12)), int(rng.integers(1, 6))) for _ in range(rng.integers(1, 5))
-        ]
-        turns = np.concatenate(
-            [[-1] * env + [k] * model for k, (env, model) in enumerate(spans)]
-        ).astype(np.int64)
-        n = int((turns >= 0).sum())
-        samples.append(
-            Sample(
-                token_ids=rng.integers(1, vocabulary, len(turns)),
-                turn_ids=turns,
-                advantages=rng.normal(size=n),
-                engine_logprobs=-rng.random(n),
-            )
-        )
-    return samples
-
-
-@pytest.fixture
-def samples():
-    return make_samples(np.random.default_rng(0), 12)
+from gspo_env.packing import microbatches, pack
 
 
 def learner_of(model, objective=None, **config):
@@ -46,20 +20,6 @@ def learner_of(model, objective=None, **config):
     return Learner(
         copy.deepcopy(model).double(), objective or ObjectiveConfig(), settings, total_steps=8
     )
-
-
-def gradients(learner, samples):
-    """The gradient of one update, with the optimiser held back."""
-    found = {}
-
-    def keep():
-        found.update({n: p.grad.clone() for n, p in learner.policy.named_parameters()})
-        learner.optimizer.zero_grad()
-        return torch.tensor(0.0)
-
-    learner._step = keep
-    metrics = learner.update(samples)
-    return found, metrics
 
 
 def padded(samples):
@@ -92,7 +52,7 @@ def padded(samples):
 @pytest.mark.parametrize("old", ["trainer", "engine"])
 @pytest.mark.parametrize("level", ["sequence", "turn", "token"])
 def test_the_packed_update_has_the_gradient_of_policy_loss_on_padded_tensors(
-    model, samples, level, old
+    model, samples, gradients, level, old
 ):
     objective = ObjectiveConfig(ratio_level=level, clip_low=0.5, clip_high=9.0, old_logprobs=old)
     found, metrics = gradients(learner_of(model, objective), samples)
@@ -119,7 +79,7 @@ def test_the_packed_update_has_the_gradient_of_policy_loss_on_padded_tensors(
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(model, samples):
+def test_the_gradient_does_not_depend_on_how_the_batch_is_cut(model, samples, gradients):
     whole, _ = gradients(learner_of(model), samples)
     cut, _ = gradients(learner_of(model, microbatch_tokens=40), samples)
     assert len(microbatches(samples, 40)) > 4

@@ -1,0 +1,193 @@
+"""One update of TRL's GRPO trainer and one of ours on the same multi-turn episodes.
+
+    pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
+        httpx httpcore jinja2
+    python benchmarks/against_trl.py DIR
+
+Groups of eight episodes with 512 tokens in common, three turns, ragged lengths; the same token ids,
+masks, advantages and old log-probabilities, GSPO's sequence ratio. TRL's own loss, log-probability
+head and padding run as its trainer calls them (left-padded prompts, right-padded completions, one
+group a microbatch), with the same gradient clip and optimiser. Losses and gradients are compared
+before anything is timed. TRL is timed as shipped and with the compact head that it uses on a GPU.
+Process CPU time, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import sys
+import types
+from collections import defaultdict
+
+import numpy as np
+import torch
+from common import alternate, cpu_seconds, make_model, multi_turn_group, show
+
+from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.packing import Sample
+
+CLIP = (0.03, 0.05)
+
+
+class Peer:
+    """TRL's loss over its own model, optimiser and padded batches."""
+
+    def __init__(self, model, groups: list[list[Sample]], prompt: int) -> None:
+        from accelerate import Accelerator
+        from trl import GRPOTrainer
+        from trl.trainer.utils import add_fused_lm_head
+
+        self.model = copy.deepcopy(model)
+        self.model.set_attn_implementation("sdpa")
+        add_fused_lm_head(self.model, temperature=1.0, outputs=("log_probs", "entropy"))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-9, weight_decay=0.0)
+        self.batches = [_padded(group, prompt) for group in groups]
+        self.loss = GRPOTrainer._compute_loss
+        self.trainer = types.SimpleNamespace(
+            aux_loss_enabled=False,
+            _entropy_bonus_enabled=False,
+            top_entropy_quantile=1.0,
+            off_policy_mask_threshold=None,
+            importance_sampling_level="sequence",
+            beta=0.0,
+            loss_type="grpo",
+            epsilon_low=CLIP[0],
+            epsilon_high=CLIP[1],
+            args=types.SimpleNamespace(delta=None),
+            use_vllm=False,
+            vllm_importance_sampling_correction=False,
+            model=self.model,
+            current_gradient_accumulation_steps=len(groups),
+            accelerator=Accelerator(cpu=True),
+            _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
+        )
+        scores = GRPOTrainer._get_per_token_logps_and_entropies
+        self.trainer._get_per_token_logps_and_entropies = types.MethodType(scores, self.trainer)
+
+    def backward(self) -> float:
+        """Loss of all batches, with gradients."""
+        self.model.train()
+        total = 0.0
+        for batch in self.batches:
+            loss = self.loss(self.trainer, self.model, batch)
+            self.trainer.accelerator.backward(loss)
+            total += float(loss.detach())
+        return total
+
+    def update(self) -> None:
+        """One optimiser step."""
+        self.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _padded(group: list[Sample], prompt: int) -> dict[str, torch.Tensor]:
+    longest = max(len(s.token_ids) for s in group) - prompt
+
+    def rows(per_sample, dtype):
+        filled = [np.pad(v, (0, longest - len(v))) for v in per_sample]
+        return torch.tensor(np.stack(filled), dtype=dtype)
+
+    def spread(sample):
+        values = np.zeros(len(sample.token_ids))
+        values[sample.mask] = sample.engine_logprobs
+        return values[prompt:]
+
+    ids = torch.tensor(np.stack([s.token_ids[:prompt] for s in group]))
+    return {
+        "prompt_ids": ids,
+        "prompt_mask": torch.ones_like(ids),
+        "completion_ids": rows([s.token_ids[prompt:] for s in group], torch.long),
+        "completion_mask": rows([np.ones(len(s.token_ids) - prompt) for s in group], torch.long),
+        "tool_mask": rows([s.mask[prompt:] for s in group], torch.float32),
+        "advantages": torch.tensor([s.advantages[0] for s in group], dtype=torch.float32),
+        "old_per_token_logps": rows([spread(s) for s in group], torch.float32),
+    }
+
+
+def with_real_logprobs(learner: Learner, groups: list[list[Sample]]) -> list[list[Sample]]:
+    """The policy's own log-probabilities, a little off, as pi_old."""
+    rng = np.random.default_rng(1)
+
+    def near(sample):
+        own = learner.logprobs(learner._pack([sample])).numpy().astype(np.float64)
+        old = own + rng.normal(0.05 * rng.normal(), 0.1, len(own))
+        return dataclasses.replace(sample, engine_logprobs=old)
+
+    return [[near(s) for s in group] for group in groups]
+
+
+def compare(learner: Learner, peer: Peer, samples: list[Sample]) -> None:
+    """Prints how far losses and gradients are apart, and stops where they are not the same."""
+    step, learner._step = learner._step, lambda: torch.zeros(())
+    metrics = learner.update(samples)
+    learner._step = step
+    theirs = peer.backward()
+    ours = dict(learner.policy.named_parameters())
+    wanted = {n: p.grad for n, p in peer.model.named_parameters()}
+    total = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
+    apart = sum(float((ours[n].grad - g).square().sum()) for n, g in wanted.items()) ** 0.5
+    print(
+        f"loss {metrics['train/loss']:.7f} and {theirs:.7f}; gradients apart by {apart / total:.0e}"
+        f" of their norm; {metrics['train/clipped_fraction']:.0%} of tokens clipped"
+    )
+    if apart > 1e-4 * total or abs(metrics["train/loss"] - theirs) > 1e-5:
+        raise SystemExit("not the same work")
+    learner.optimizer.zero_grad()
+    peer.optimizer.zero_grad()
+
+
+def main() -> None:
+    """Prints the seconds of all and how many times faster ours is."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("trl", help="the folder that TRL was installed into")
+    parser.add_argument("--model", choices=("small", "large"), default="small")
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--shared", type=int, default=512)
+    parser.add_argument("--own", type=int, nargs=2, default=(64, 128))
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    sys.path.append(arguments.trl)
+    import trl
+    from trl.trainer import utils
+
+    torch.set_num_threads(1)
+    model = make_model(arguments.model)
+    rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
+    shape = {"shared": arguments.shared, "own": tuple(arguments.own), "vocabulary": vocabulary}
+    groups = [multi_turn_group(rng, **shape) for _ in range(arguments.groups)]
+    config = LearnerConfig(minibatches=1, learning_rate=1e-9, warmup_steps=0)
+    objective = ObjectiveConfig(clip_low=CLIP[0], clip_high=CLIP[1], old_logprobs="engine")
+    learner = Learner(copy.deepcopy(model), objective, config, total_steps=10**6)
+    groups = with_real_logprobs(learner, groups)
+    samples = [s for group in groups for s in group]
+    peer = Peer(model, groups, arguments.shared)
+    total = sum(len(s.token_ids) for s in samples)
+    print(f"TRL {trl.__version__}; {len(samples)} episodes, {total} tokens")
+    compare(learner, peer, samples)
+    shipped = utils._use_triton
+
+    def compact() -> float:
+        utils._use_triton = lambda device: True
+        try:
+            return cpu_seconds(peer.update)
+        finally:
+            utils._use_triton = shipped
+
+    times = alternate(
+        arguments.rounds,
+        lambda: cpu_seconds(lambda: learner.update(samples)),
+        lambda: cpu_seconds(peer.update),
+        compact,
+    )
+    ours = show("ours", times[0], "s")
+    for name, row in (("TRL as shipped", times[1]), ("TRL with its compact head", times[2])):
+        theirs = show(name, row, "s")
+        print(f"  ours is {theirs / ours:.2f} times as fast (at least 4 wanted)")
+
+
+if __name__ == "__main__":
+    main()

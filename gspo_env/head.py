@@ -1,0 +1,190 @@
+"""The output head: log-probabilities of chosen tokens without the logits of all of them.
+
+Axis letters: N model tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gspo_env.attention import PackedAttention
+
+_CHUNK = {"cpu": 2**24, "cuda": 2**27}
+"""Logits that exist at a time. A tiny vocabulary fits whole, so that nothing is computed twice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predictions:
+    """What a model says of its N tokens, each (N,) and at least float32."""
+
+    logprobs_N: Tensor
+    """Has a gradient."""
+    entropy_N: Tensor
+    top1_N: Tensor
+    """True where the token is the most likely one."""
+
+    def at(self, places: Tensor) -> Predictions:
+        """Those at the given places, which may repeat."""
+        return Predictions(
+            logprobs_N=self.logprobs_N[places],
+            entropy_N=self.entropy_N[places],
+            top1_N=self.top1_N[places],
+        )
+
+
+def predict(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_N: Tensor,
+    temperature: float = 1.0,
+) -> Predictions:
+    """Predictions from hidden states; logits exist for a chunk of tokens at a time.
+
+    The backward pass computes them again. Logits are divided by the temperature and normalised in
+    float32, or in float64 where the hidden states are.
+    """
+    apply: Any = _Head.apply
+    logprobs_N, entropy_N, top1_N = apply(hidden_ND, weight_VD, bias_V, target_N, temperature)
+    return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N)
+
+
+def predict_from_logits(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Predictions:
+    """The same from logits, for heads that are more than one linear layer."""
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
+    logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+    with torch.no_grad():
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        top1_N = logprobs_NV.argmax(-1) == target_N
+    logprobs_N = logprobs_NV.gather(-1, target_N[:, None])[:, 0]
+    return Predictions(logprobs_N=logprobs_N, entropy_N=entropy_N, top1_N=top1_N)
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = _parts(hidden_ND, weight_VD)
+        weight = weight_VD.to(hidden_ND.dtype)
+        rows: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        ctx.probabilities = None
+        for part in parts:
+            logits_NV = _logits(hidden_ND[part], weight, bias_V, temperature)
+            top_N = logits_NV.amax(-1)
+            logits_NV.sub_(top_N[:, None])
+            picked_N = logits_NV.gather(-1, target_N[part, None])[:, 0]
+            powers_NV = logits_NV.exp()
+            sum_N = powers_NV.sum(-1)
+            entropy_N = sum_N.log() - logits_NV.mul_(powers_NV).sum(-1) / sum_N
+            rows.append((picked_N - sum_N.log(), entropy_N, picked_N == 0, top_N + sum_N.log()))
+            if len(parts) == 1 and any(ctx.needs_input_grad):
+                ctx.probabilities = powers_NV.div_(sum_N[:, None])
+        logprobs_N, entropy_N, top1_N, normaliser_N = map(torch.cat, zip(*rows, strict=True))
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, target_N, normaliser_N)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy_N, top1_N)
+        return logprobs_N, entropy_N, top1_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, target_N, normaliser_N = ctx.saved_tensors
+        kept, ctx.probabilities = ctx.probabilities, None
+        scaled_N = gradients[0] / ctx.temperature
+        weight = weight_VD.to(hidden_ND.dtype)
+        d_hidden, d_weight, d_bias = _empty_gradients(ctx.needs_input_grad, hidden_ND, weight_VD)
+        for part in _parts(hidden_ND, weight_VD):
+            d_logits = kept
+            if kept is None:
+                d_logits = _logits(hidden_ND[part], weight, bias_V, ctx.temperature)
+                d_logits.sub_(normaliser_N[part, None]).exp_()
+            d_logits.mul_(-scaled_N[part, None])
+            d_logits.scatter_add_(-1, target_N[part, None], scaled_N[part, None])
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(hidden_ND.dtype)
+            if d_hidden is not None:
+                torch.mm(d_logits, weight, out=d_hidden[part])
+            if d_weight is not None and d_weight.dtype == hidden_ND.dtype:
+                d_weight.addmm_(d_logits.T, hidden_ND[part])
+            elif d_weight is not None:
+                d_weight += d_logits.T @ hidden_ND[part]
+        d_weight = None if d_weight is None else d_weight.to(weight_VD.dtype)
+        d_bias = None if d_bias is None or bias_V is None else d_bias.to(bias_V.dtype)
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def _parts(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:
+    step = max(1, _CHUNK.get(hidden_ND.device.type, 2**24) // len(weight_VD))
+    return [slice(n, n + step) for n in range(0, max(1, len(hidden_ND)), step)]
+
+
+def _logits(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float
+) -> Tensor:
+    """A tensor of its own, which may be written over."""
+    logits_NV = hidden_ND @ weight_VD.T
+    if bias_V is not None:
+        logits_NV += bias_V
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return logits_NV if temperature == 1 else logits_NV.div_(temperature)
+
+
+def _empty_gradients(
+    needed: tuple[bool, ...], hidden_ND: Tensor, weight_VD: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Where gradients are added up: float32 at least for weights, whose sum has many terms."""
+    wide = torch.promote_types(weight_VD.dtype, torch.float32)
+    return (
+        torch.empty_like(hidden_ND) if needed[0] else None,
+        torch.zeros_like(weight_VD, dtype=wide) if needed[1] else None,
+        weight_VD.new_zeros(len(weight_VD), dtype=wide) if needed[2] else None,
+    )
+
+
+def linear_head(model: Any) -> nn.Linear | None:
+    """The head, where the model's logits are that linear layer and nothing else.
+
+    A model may cap or scale its logits, and an adapter may wrap the head. Asking the model once is
+    surer than a list of those that do; large logits make a cap show.
+    """
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return None
+    seen: list[Tensor] = []
+
+    def logits_of_large_states(hidden: Tensor) -> Tensor:
+        large = torch.linspace(-1e3, 1e3, hidden.numel(), dtype=hidden.dtype, device=hidden.device)
+        seen.append(nn.functional.linear(large.view_as(hidden), head.weight, head.bias))
+        return seen[0]
+
+    ids = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
+    with torch.no_grad(), _head_does(head, logits_of_large_states):
+        ragged = PackedAttention([2], ids.device)
+        logits = model(input_ids=ids, use_cache=False, ragged=ragged).logits
+    return head if len(seen) == 1 and torch.equal(seen[0], logits) else None
+
+
+@contextmanager
+def _head_does(head: nn.Linear, forward: Any) -> Iterator[None]:
+    head.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def without_head(head: nn.Linear) -> AbstractContextManager[None]:
+    """Within it the model gives the hidden states that its head would see as its logits."""
+    return _head_does(head, lambda hidden: hidden)

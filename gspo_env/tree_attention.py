@@ -1,0 +1,178 @@
+"""Attention over a tree of runs: a token sees its own run up to itself and the runs before it.
+
+Softmax over several sets of keys can be put together from the softmax over each, given the
+logarithm of each normaliser. So no mask is built and no key is copied: every run attends to itself
+causally, and all that stands behind a run attends to all of it, one rectangle for each fork.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo_env.attention import PackedAttention, buckets, sdpa
+from gspo_env.prefix import Run
+
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class TreeAttention(PackedAttention):
+    """Attention of a packed row whose sequences share their first tokens."""
+
+    def __init__(self, runs: Sequence[Run], device: torch.device | str = "cpu") -> None:
+        super().__init__([run.length for run in runs], device)
+        self._runs = runs
+        self._longest = max(run.depth + run.length for run in runs)
+        self._paths: list[tuple[Tensor, Tensor, Tensor]] | None = None
+        self.forks = [
+            (slice(run.stop, run.end), slice(run.start, run.stop))
+            for run in runs
+            if run.end > run.stop
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """See `Ragged.attend`."""
+        if query.device.type == "cpu" and (window is None or window >= self._longest):
+            apply: Any = _Tree.apply
+            # under autocast the norms of queries and keys leave them wider than the values
+            query, key = query.to(value.dtype), key.to(value.dtype)
+            return apply(query, key, value, scale, self)  # type: ignore[no-any-return]
+        return self._masked(query, key, value, scale, window)
+
+    def _masked(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """Each run against its whole path, with a mask: for windows and other devices."""
+        if self._paths is None:
+            self._paths, self._back = _path_buckets(self._runs, query.device)
+        parts = []
+        for own, path, position in self._paths:
+            q = query[own].transpose(1, 2)
+            k, v = key[path].transpose(1, 2), value[path].transpose(1, 2)
+            distance = position[:, :, None] - torch.arange(path.shape[1], device=path.device)
+            seen = (distance >= 0) & (distance < (window or self._longest + 1))
+            out = sdpa(q, k, v, scale, seen[:, None], causal=False)
+            parts.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts).index_select(0, self._back)
+
+
+def _path_buckets(
+    runs: Sequence[Run], device: torch.device
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    """Row positions of runs and of their paths, positions in the sequence, and the way back.
+
+    What fills up a short run or path stands behind what it belongs to, where no query sees it.
+    """
+    paths = _paths(runs)
+    sizes = np.array([len(path) for path in paths])
+    found, back, offset = [], np.empty(sum(run.length for run in runs), dtype=np.int64), 0
+    for bucket in buckets(sizes, np.argsort(-sizes, kind="stable")):
+        widths = np.array([runs[n].length for n in bucket])
+        for part in buckets(widths, np.argsort(-widths, kind="stable")):
+            chosen, width = bucket[part], widths[part].max()
+            own = np.zeros((len(chosen), width), dtype=np.int64)
+            path = np.zeros((len(chosen), sizes[chosen].max()), dtype=np.int64)
+            for row, n in enumerate(chosen):
+                run = runs[n]
+                path[row, : sizes[n]] = paths[n]
+                own[row, : run.length] = paths[n][run.depth :]
+                back[run.start : run.stop] = offset + row * width + np.arange(run.length)
+            depth = np.array([[runs[n].depth] for n in chosen]) + np.arange(width)
+            found.append(tuple(torch.from_numpy(a).to(device) for a in (own, path, depth)))
+            offset += own.size
+    return found, torch.from_numpy(back).to(device)  # type: ignore[return-value]
+
+
+def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
+    """The row positions that each run's last token sees."""
+    paths: list[np.ndarray[Any, Any]] = []
+    above: list[int] = []
+    for n, run in enumerate(runs):
+        while above and runs[above[-1]].end <= run.start:
+            above.pop()
+        before = paths[above[-1]] if above else np.empty(0, dtype=np.int64)
+        paths.append(np.concatenate([before, np.arange(run.start, run.stop)]))
+        above.append(n)
+    return paths
+
+
+class _Tree(torch.autograd.Function):
+    """Partial softmaxes put together; backward, each part is given the whole one's normaliser."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, tree: TreeAttention
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        k, v = (_repeat(tensor, groups) for tensor in (key, value))
+        parts = [
+            _flash(*qkv, 0.0, True, scale=scale)
+            for qkv in zip(*(tree.padded(t) for t in (query, k, v)), strict=True)
+        ]
+        out = tree.unpadded([part[0] for part in parts])
+        norm = tree.unpadded([part[1][..., None] for part in parts])
+        out = out.to(norm.dtype)
+        for behind, run in tree.forks:
+            more, also = _flash(
+                _heads(query[behind]), _heads(k[run]), _heads(v[run]), 0.0, False, scale=scale
+            )
+            more, also = _tokens(more), _tokens(also[..., None])
+            total = torch.logaddexp(norm[behind], also)
+            out[behind].mul_((norm[behind] - total).exp_()).add_(more * also.sub_(total).exp_())
+            norm[behind] = total
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, norm)
+        ctx.scale, ctx.tree = scale, tree
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, norm = ctx.saved_tensors
+        tree, groups = ctx.tree, query.shape[1] // key.shape[1]
+        k, v = (_repeat(tensor, groups) for tensor in (key, value))
+        whole = (gradients[0], query, k, v, out, norm)
+        parts = [
+            _flash_backward(*row[:5], row[5][..., 0], 0.0, True, scale=ctx.scale)
+            for row in zip(*(tree.padded(t) for t in whole), strict=True)
+        ]
+        d_query, d_key, d_value = (tree.unpadded([p[n] for p in parts]) for n in range(3))
+        for behind, run in tree.forks:
+            g, q, o, n = (_heads(t[behind]) for t in (gradients[0], query, out, norm))
+            more = _flash_backward(
+                g, q, _heads(k[run]), _heads(v[run]), o, n[..., 0], 0.0, False, scale=ctx.scale
+            )
+            d_query[behind] += _tokens(more[0])
+            d_key[run] += _tokens(more[1])
+            d_value[run] += _tokens(more[2])
+        return d_query, _sum(d_key, groups), _sum(d_value, groups), None, None
+
+
+def _heads(rows: Tensor) -> Tensor:
+    """(L, H, D) to (1, H, L, D)."""
+    return rows.transpose(0, 1)[None]
+
+
+def _tokens(heads: Tensor) -> Tensor:
+    """(1, H, L, D) to (L, H, D)."""
+    return heads[0].transpose(0, 1)
+
+
+def _repeat(tensor: Tensor, groups: int) -> Tensor:
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def _sum(tensor: Tensor, groups: int) -> Tensor:
+    return tensor if groups == 1 else tensor.unflatten(1, (-1, groups)).sum(2)  # type: ignore[no-untyped-call]

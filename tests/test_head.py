@@ -1,0 +1,140 @@
+"""The chunked head: the numbers and gradients of full logits, whatever the chunk."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from gspo_env import head
+from gspo_env.attention import use_ragged_attention
+from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.packing import pack
+
+
+@pytest.fixture
+def chunk(monkeypatch):
+    def set_to(logits):
+        monkeypatch.setitem(head._CHUNK, "cpu", logits)
+
+    return set_to
+
+
+def both(count, vocabulary, temperature, bias, seed=0, dtype=torch.float64):
+    """Values and gradients by the chunked head and by full logits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    parts = [random(count, 6), random(vocabulary, 6)] + [random(vocabulary)] * bias
+    target = torch.randint(vocabulary, (count,), generator=generator)
+    weights = random(count)
+    answers = []
+    for chunked in (True, False):
+        given = [p.clone().requires_grad_() for p in parts]
+        b = given[2] if bias else None
+        if chunked:
+            said = head.predict(given[0], given[1], b, target, temperature)
+        else:
+            logits = nn.functional.linear(given[0], given[1], b)
+            said = head.predict_from_logits(logits, target, temperature)
+        (said.logprobs_N * weights).sum().backward()
+        answers.append((said, [g.grad for g in given]))
+    return answers
+
+
+@given(
+    st.integers(1, 30), st.integers(2, 40), st.floats(0.3, 3), st.booleans(), st.integers(1, 200)
+)
+def test_the_chunked_head_equals_full_logits(count, vocabulary, temperature, bias, size):
+    whole, head._CHUNK["cpu"] = head._CHUNK["cpu"], size
+    try:
+        (ours, d_ours), (full, d_full) = both(count, vocabulary, temperature, bias)
+    finally:
+        head._CHUNK["cpu"] = whole
+    torch.testing.assert_close(ours.logprobs_N, full.logprobs_N, rtol=0, atol=1e-10)
+    torch.testing.assert_close(ours.entropy_N, full.entropy_N, rtol=0, atol=1e-10)
+    assert torch.equal(ours.top1_N, full.top1_N)
+    for a, b in zip(d_ours, d_full, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [30, 10**6])
+def test_log_probabilities_of_a_bf16_model_are_float32(chunk, size):
+    chunk(size)
+    (ours, d_ours), (full, d_full) = both(9, 12, 0.7, bias=False, dtype=torch.bfloat16)
+    assert ours.logprobs_N.dtype == torch.float32
+    torch.testing.assert_close(ours.logprobs_N, full.logprobs_N, rtol=0, atol=1e-6)
+    for a, b in zip(d_ours, d_full, strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_a_second_backward_pass_gives_the_same_gradient():
+    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
+    total = head.predict(hidden, weight, None, torch.arange(5)).logprobs_N.sum()
+    total.backward(retain_graph=True)
+    once = hidden.grad.clone()
+    total.backward()
+    torch.testing.assert_close(hidden.grad, 2 * once)
+
+
+def learner_of(model):
+    config = LearnerConfig(minibatches=1, warmup_steps=0, max_grad_norm=0)
+    return Learner(model.double(), ObjectiveConfig(), config, total_steps=2, temperature=0.8)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_learner_has_the_gradient_of_full_logits(model, samples, gradients, chunk, tied):
+    if not tied:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.7)
+    chunk(10 * model.config.vocab_size)
+    ours = learner_of(copy.deepcopy(model))
+    assert ours.scorer.head is ours.policy.lm_head
+    found, metrics = gradients(ours, samples)
+    plain = learner_of(copy.deepcopy(model))
+    plain.scorer.head = None
+    wanted, plain_metrics = gradients(plain, samples)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10)
+    for name in ("train/loss", "train/entropy", "train/top1"):
+        assert metrics[name] == pytest.approx(plain_metrics[name], abs=1e-9)
+
+
+def test_an_adapter_on_the_head_counts(model, samples):
+    from peft import LoraConfig, get_peft_model
+
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    adapted = get_peft_model(model, adapter)
+    learner = learner_of(adapted)
+    assert learner.scorer.head is None
+    merged = learner_of(copy.deepcopy(adapted).merge_and_unload().requires_grad_())
+    batch = pack(samples)
+    torch.testing.assert_close(learner.logprobs(batch), merged.logprobs(batch), rtol=0, atol=1e-9)
+
+
+def test_a_model_that_caps_its_logits_is_not_taken_for_a_linear_head():
+    shape = Gemma2Config(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        attn_logit_softcapping=None,
+    )
+    capped, plain = (Gemma2ForCausalLM(copy.deepcopy(shape)) for _ in range(2))
+    plain.config.final_logit_softcapping = None
+    for each in (capped, plain):
+        use_ragged_attention(each)
+    assert head.linear_head(capped) is None
+    assert head.linear_head(plain) is plain.lm_head

@@ -1,0 +1,240 @@
+"""KL, memory options and mixture-of-experts: each gives the numbers that it promises."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.experts import balance
+from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.packing import pack
+
+
+def learner_of(model, objective=None, **config):
+    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
+    return Learner(copy.deepcopy(model), objective or ObjectiveConfig(), settings, total_steps=8)
+
+
+def adapted(model, start_at_zero):
+    adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=start_at_zero)
+    return get_peft_model(copy.deepcopy(model), adapter)
+
+
+class Passes:
+    """Counts forward passes, with and without gradient."""
+
+    def __init__(self, learner):
+        self.with_gradient = self.without = 0
+        for scorer in (learner.scorer, learner._reference):
+            if scorer is not None:
+                self._watch(scorer)
+
+    def _watch(self, scorer):
+        inner = scorer.model
+
+        def counted(**call):
+            if torch.is_grad_enabled():
+                self.with_gradient += 1
+            else:
+                self.without += 1
+            return inner(**call)
+
+        scorer.model = counted
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_kl_is_that_to_the_model_as_it_was_given(model, samples, lora):
+    given = adapted(model, start_at_zero=True) if lora else model
+    learner = learner_of(given, ObjectiveConfig(kl_coef=0.1), learning_rate=1e-2)
+    reference = learner.logprobs(pack(samples))
+    learner.update(samples)
+    moved = learner.logprobs(pack(samples))
+    torch.testing.assert_close(
+        learner.reference_logprobs(pack(samples)), reference, rtol=0, atol=1e-5
+    )
+    metrics = learner.update(samples)
+    log_r = reference - moved
+    assert metrics["train/kl"] == pytest.approx(float((log_r.exp() - 1 - log_r).mean()), rel=1e-3)
+    assert metrics["train/kl"] > 1e-4
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_kl_holds_the_policy_near_its_reference(model, samples, lora):
+    def distance(kl_coef):
+        given = adapted(model, start_at_zero=True) if lora else model
+        learner = learner_of(given, ObjectiveConfig(kl_coef=kl_coef), learning_rate=3e-3)
+        for _ in range(6):
+            learner.update(samples)
+        batch = pack(samples)
+        return float((learner.logprobs(batch) - learner_of(model).logprobs(batch)).abs().mean())
+
+    assert distance(10.0) < 0.7 * distance(0.0)
+
+
+def test_no_pass_is_made_that_nothing_needs(model, samples):
+    def counted(model, objective, minibatches, updates=1):
+        learner = learner_of(model, objective, minibatches=minibatches)
+        for _ in range(updates - 1):
+            learner.update(samples)
+        passes = Passes(learner)
+        learner.update(samples)
+        return passes.with_gradient, passes.without
+
+    kl = ObjectiveConfig(kl_coef=0.1)
+    assert counted(model, ObjectiveConfig(), 1) == (1, 0)
+    assert counted(model, ObjectiveConfig(), 4) == (4, 3)
+    # before the first step the reference is the policy, so that pi_old's passes serve it too
+    assert counted(model, kl, 1) == (1, 0)
+    assert counted(model, kl, 4) == (4, 3)
+    assert counted(adapted(model, True), kl, 4) == (4, 3)
+    assert counted(model, kl, 4, updates=2) == (4, 7)
+    # an adapter that is not zero differs from its base at once
+    assert counted(adapted(model, False), kl, 4) == (4, 7)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_checkpointing_changes_no_gradient(model, samples, gradients, lora):
+    given = adapted(model, False) if lora else model
+    shared = [*samples, *samples]  # over a tree
+
+    def found(checkpointing):
+        learner = learner_of(given.double(), checkpointing=checkpointing)
+        saved = []
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: saved.append(t) or t, lambda t: t
+        )
+        with hooks:
+            learner.scorer.model.train()
+            learner.scorer(pack(shared))
+        learner._step = lambda: torch.tensor(0.0)
+        learner.update(shared)
+        grads = {n: p.grad for n, p in learner.policy.named_parameters() if p.grad is not None}
+        return grads, sum(t.numel() for t in saved)
+
+    (kept, much), (again, little) = found(False), found(True)
+    assert little < 0.5 * much
+    for name, value in kept.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=1e-10)
+
+
+def test_bfloat16_keeps_float32_weights_and_log_probabilities(model, samples):
+    exact = learner_of(model)
+    lower = learner_of(model.bfloat16(), dtype="bfloat16", learning_rate=1e-6)
+    assert {p.dtype for p in lower.policy.parameters()} == {torch.float32}
+    doubled = [*samples, *samples]
+    said = lower.logprobs(pack(doubled))
+    assert said.dtype == torch.float32
+    torch.testing.assert_close(said, exact.logprobs(pack(doubled)), rtol=0, atol=0.3)
+    before = [p.clone() for p in lower.policy.parameters()]
+    metrics = lower.update(doubled)
+    assert np.isfinite(metrics["train/loss"])
+    # a step that bfloat16 weights would round away
+    moved = max(
+        float((a - b).abs().max()) for a, b in zip(before, lower.policy.parameters(), strict=True)
+    )
+    assert 0 < moved < 1e-5
+
+
+def test_an_8_bit_optimiser_without_its_library_says_how_to_install_it(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MissingExtraError, match="pip install bitsandbytes"):
+        learner_of(model, optimizer="adamw_8bit")
+
+
+def test_an_impossible_kl_is_named():
+    with pytest.raises(ConfigError, match=r"kl_coef is -0\.1"):
+        ObjectiveConfig(kl_coef=-0.1)
+
+
+@pytest.fixture
+def mixture():
+    shape = Qwen3MoeConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        router_aux_loss_coef=0.05,
+    )
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(shape)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)
+    return model
+
+
+@pytest.mark.parametrize("weights", [[1] * 7, [3, 1, 1, 2, 1, 1, 8]])
+def test_the_balance_is_that_of_transformers(weights):
+    uses = torch.tensor(weights)
+    logits = tuple(torch.randn(7, 4, requires_grad=True) for _ in range(3))
+    ours = balance(logits, 2, uses)
+    # as often as sequences use it, without a weight
+    repeated = tuple(layer.repeat_interleave(uses, 0) for layer in logits)
+    torch.testing.assert_close(ours.loss, load_balancing_loss_func(repeated, 4, 2))
+    assert float(ours.load.sum()) == pytest.approx(4.0)
+    ours.loss.backward()
+    assert logits[0].grad.abs().max() > 0
+
+
+def test_a_mixture_trains_with_its_routers_loss(mixture, samples, gradients):
+    found, metrics = gradients(learner_of(mixture), samples)
+    without = copy.deepcopy(mixture)
+    without.config.router_aux_loss_coef = 0.0
+    plain, plain_metrics = gradients(learner_of(without), samples)
+    batch = pack(samples)
+    again = copy.deepcopy(mixture)
+    learner = learner_of(again)
+    _, even = learner.scorer(batch, routers=True)
+    (0.05 * even.loss).backward()
+    for name, parameter in learner.policy.named_parameters():
+        extra = torch.zeros_like(found[name]) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found[name], plain[name] + extra, rtol=1e-3, atol=1e-6)
+    assert metrics["train/router_loss"] > 1.0
+    assert metrics["train/expert_load_max"] > 1.0 > metrics["train/expert_load_min"]
+    assert "train/router_loss" not in plain_metrics
+
+
+def test_shared_tokens_count_for_the_router_as_often_as_they_are_used(mixture, samples, gradients):
+    once, once_metrics = gradients(learner_of(mixture), samples)
+    twice, metrics = gradients(learner_of(mixture), [*samples, *samples])
+    assert metrics["train/shared_fraction"] == pytest.approx(0.5)
+    assert metrics["train/router_loss"] == pytest.approx(once_metrics["train/router_loss"])
+    for name, value in once.items():
+        torch.testing.assert_close(twice[name], value, rtol=1e-3, atol=1e-6)
+
+
+def test_routing_noise_moves_the_sequence_ratio_less_than_token_ratios(mixture, samples):
+    batch = pack(samples)
+    learner = learner_of(mixture, ObjectiveConfig(ratio_level="sequence"))
+    before = learner.logprobs(batch)
+    generator = torch.Generator().manual_seed(0)
+    token_ratios, sequence_ratios = [], []
+    routers = [m.mlp.gate for m in learner.policy.model.layers]
+    for _ in range(20):
+        kept = [r.weight.detach().clone() for r in routers]
+        for router in routers:
+            noise = torch.randn(router.weight.shape, generator=generator)
+            router.weight.data += 0.05 * router.weight.std() * noise
+        log_ratio = learner.logprobs(batch) - before
+        for router, weight in zip(routers, kept, strict=True):
+            router.weight.data = weight
+        sums = torch.zeros(len(samples)).index_add(0, batch.sequence_N, log_ratio)
+        token_ratios.append(log_ratio.exp())
+        sequence_ratios.append((sums / torch.bincount(batch.sequence_N)).exp())
+    token, sequence = torch.stack(token_ratios).std(), torch.stack(sequence_ratios).std()
+    assert token > 0.005  # experts did change
+    assert sequence < 0.6 * token

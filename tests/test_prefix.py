@@ -1,0 +1,298 @@
+"""Shared prefixes: every shared token once, and the numbers of computing it for each sequence."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from transformers import MistralConfig, MistralForCausalLM
+
+from gspo_env import prefix
+from gspo_env.attention import PackedAttention
+from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.packing import Sample, microbatches, pack
+from gspo_env.prefix import LEAST, deal, grow, order
+from gspo_env.tree_attention import TreeAttention
+
+
+def sample_of(rng, tokens, turns):
+    n = int((turns >= 0).sum())
+    return Sample(
+        token_ids=np.asarray(tokens),
+        turn_ids=np.asarray(turns),
+        advantages=rng.normal(size=n),
+        engine_logprobs=-rng.random(n),
+    )
+
+
+def group(rng, count=8, vocabulary=200):
+    """Episodes of one task: a prompt, a first turn that most share, then each its own."""
+    prompt = rng.integers(1, vocabulary, 30)
+    opening = rng.integers(1, vocabulary, 20)
+    samples = []
+    for n in range(count):
+        first = opening if n < count - 2 else rng.integers(1, vocabulary, 20)
+        own = rng.integers(1, vocabulary, rng.integers(3, 40))
+        turns = [-1] * 30 + [0] * 20 + [-1] * 2 + [1] * (len(own) - 2)
+        samples.append(sample_of(rng, np.concatenate([prompt, first, own]), np.array(turns)))
+    return samples
+
+
+@pytest.fixture
+def grouped():
+    """Two groups, a copy of an episode, an episode that another begins with, and a stranger."""
+    rng = np.random.default_rng(3)
+    first, second = group(rng), group(rng)
+    copied = sample_of(rng, first[0].token_ids, first[0].turn_ids)
+    cut = sample_of(rng, first[1].token_ids[:-2], first[1].turn_ids[:-2])
+    stranger = sample_of(rng, rng.integers(1, 200, 50), np.array([-1] * 10 + [0] * 40))
+    mixed = [*first, *second, copied, cut, stranger]
+    return [mixed[n] for n in rng.permutation(len(mixed))]
+
+
+@pytest.fixture
+def unshared(monkeypatch):
+    """Runs something with sharing switched off."""
+
+    def run(work):
+        with monkeypatch.context() as patch:
+            patch.setattr(prefix, "_WORTH", 2.0)
+            return work()
+
+    return run
+
+
+def exact(model):
+    """A copy in float64, its norms too: the library's own compute in float32."""
+    model = copy.deepcopy(model).double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(norm, module)
+    return model
+
+
+def norm(module, x):
+    return module.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def learner_of(model, **objective):
+    settings = LearnerConfig(minibatches=1, warmup_steps=0, max_grad_norm=0)
+    return Learner(model, ObjectiveConfig(**objective), settings, total_steps=8)
+
+
+alphabet = st.lists(st.integers(0, 1), min_size=1, max_size=60).map(np.array)
+
+
+@given(st.lists(alphabet, min_size=1, max_size=12))
+def test_a_tree_holds_every_sequence_and_no_shared_run_twice(sequences):
+    tree = grow(sequences, order(sequences))
+    size = sum(run.length for run in tree.runs)
+    row, depth = np.full(size, -1), np.full(size, -1)
+    for tokens, place in zip(sequences, tree.places, strict=True):
+        assert np.isin(row[place], [-1, *tokens]).all()
+        row[place], depth[place] = tokens, np.arange(len(tokens))
+    for tokens, place in zip(sequences, tree.places, strict=True):
+        assert row[place].tolist() == tokens.tolist()
+    assert [run.start for run in tree.runs] == np.cumsum([0, *(r.length for r in tree.runs)])[
+        :-1
+    ].tolist()
+    assert size <= sum(map(len, sequences)) - order(sequences).saved
+    for run in tree.runs:
+        assert depth[run.start : run.stop].tolist() == list(
+            range(run.depth, run.depth + run.length)
+        )
+        below = [r for r in tree.runs if run.stop <= r.start < run.end]
+        assert all(r.depth >= run.depth + run.length for r in below)
+
+
+def test_a_worked_example(monkeypatch):
+    monkeypatch.setattr(prefix, "LEAST", 1)
+    a, b = np.array([1, 2, 3, 4, 5]), np.array([1, 2, 3, 9])
+    tree = grow([a, b], order([a, b]))
+    assert [(r.start, r.length, r.depth, r.end) for r in tree.runs] == [
+        (0, 3, 0, 6),
+        (3, 2, 3, 5),
+        (5, 1, 3, 6),
+    ]
+    assert [p.tolist() for p in tree.places] == [[0, 1, 2, 3, 4], [0, 1, 2, 5]]
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_over_a_tree_is_that_of_each_sequence_alone(grouped, window, masked):
+    batch = pack(grouped)
+    sequences = [s.token_ids for s in grouped]
+    tree = grow(sequences, order(sequences))
+    generator = torch.Generator().manual_seed(0)
+    size = len(batch.input_ids_T)
+    given = [
+        torch.randn(size, h, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for h in (4, 2, 2)
+    ]
+    attention = TreeAttention(batch.runs)
+    attend = attention._masked if masked else lambda *a: attention.attend(0, *a)
+    weight = torch.randn(size, 4, 8, dtype=torch.float64, generator=generator)
+    out = attend(*given, 0.3, window)
+    (out * weight).sum().backward()
+    ours = [g.grad.clone() for g in given]
+
+    places = torch.from_numpy(np.concatenate(tree.places))
+    plain = [g.detach().clone().requires_grad_() for g in given]
+    flat = PackedAttention(batch.lengths_B).attend(0, *(p[places] for p in plain), 0.3, window)
+    torch.testing.assert_close(out[places], flat, rtol=0, atol=1e-12)
+    # each token's weight once, however many sequences it belongs to
+    (flat * (weight / batch.uses_T[:, None, None])[places]).sum().backward()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn", "token"])
+def test_the_gradient_is_that_of_computing_every_sequence(
+    model, grouped, gradients, unshared, level
+):
+    settings = {"ratio_level": level, "old_logprobs": "engine", "clip_low": 0.5, "clip_high": 9.0}
+    assert len(pack(grouped).input_ids_T) < 0.6 * sum(len(s.token_ids) for s in grouped)
+    ours, metrics = gradients(learner_of(exact(model), **settings), grouped)
+    plain = learner_of(exact(model), **settings)
+    wanted, plain_metrics = unshared(lambda: gradients(plain, grouped))
+    for name, value in wanted.items():
+        assert value.abs().max() > 0
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10)
+    for name in ("train/loss", "train/ratio_max", "train/entropy", "rollout/logprob_diff_max"):
+        assert metrics[name] == pytest.approx(plain_metrics[name], abs=1e-6)
+
+
+def test_siblings_that_see_each_other_are_found_out(
+    model, grouped, gradients, unshared, monkeypatch
+):
+    class Careless(TreeAttention):
+        def __init__(self, runs, device="cpu"):
+            super().__init__(runs, device)
+            twins = [
+                (slice(b.start, b.stop), slice(a.start, a.stop))
+                for a in runs
+                for b in runs
+                if a.depth == b.depth > 0 and a.end == b.start
+            ]
+            assert twins
+            self.forks += twins
+
+    plain = learner_of(exact(model))
+    wanted, _ = unshared(lambda: gradients(plain, grouped))
+    monkeypatch.setattr("gspo_env.scoring.TreeAttention", Careless)
+    found, _ = gradients(learner_of(exact(model)), grouped)
+    moved = sum(float((found[n] - v).norm()) for n, v in wanted.items())
+    assert moved > 0.05 * sum(float(v.norm()) for v in wanted.values())
+
+
+def test_a_shared_model_token_counts_once_for_each_episode(model, gradients, unshared):
+    rng = np.random.default_rng(0)
+    tokens, turns = rng.integers(1, 200, 40), np.array([-1] * 20 + [0] * 20)
+    twins = [
+        Sample(
+            token_ids=tokens,
+            turn_ids=turns,
+            advantages=np.full(20, credit),
+            engine_logprobs=np.zeros(20),
+        )
+        for credit in (3.0, -1.0)
+    ]
+    alone = Sample(
+        token_ids=tokens, turn_ids=turns, advantages=np.full(20, 1.0), engine_logprobs=np.zeros(20)
+    )
+    both, _ = gradients(learner_of(exact(model)), twins)
+    one, _ = gradients(learner_of(exact(model)), [alone])
+    assert len(pack(twins).input_ids_T) == 40
+    for name, value in one.items():  # (3 - 1) / 2 sequences
+        torch.testing.assert_close(both[name], value, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_other_models_and_adapters_share_too(grouped, gradients, unshared, window):
+    shape = MistralConfig(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=window,
+    )
+    adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    base = get_peft_model(MistralForCausalLM(shape), adapter)
+
+    def found():
+        learner = learner_of(exact(base))
+        learner._step = lambda: torch.tensor(0.0)
+        learner.update(grouped)
+        return {n: p.grad for n, p in learner.policy.named_parameters() if p.grad is not None}
+
+    ours, wanted = found(), unshared(found)
+    assert set(ours) == set(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10)
+
+
+def test_the_pass_for_pi_old_shares_too(model, grouped, unshared):
+    learner = learner_of(exact(model))
+    ours = learner.logprobs(pack(grouped))
+    wanted = learner.logprobs(unshared(lambda: pack(grouped)))
+    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-11)
+
+
+def test_nothing_is_rearranged_where_little_is_shared(samples):
+    batch = pack(samples)
+    assert batch.runs == ()
+    assert batch.input_ids_T.tolist() == np.concatenate([s.token_ids for s in samples]).tolist()
+    assert batch.expand_N is None
+
+
+def test_rows_keep_their_limit_and_groups_stay_together(grouped):
+    for limit in (60, 120, 300):
+        rows = microbatches(grouped, limit)
+        assert sorted(id(s) for row in rows for s in row) == sorted(map(id, grouped))
+        assert all(len(row) == 1 or len(pack(row).input_ids_T) <= limit for row in rows)
+    whole = len(pack(grouped).input_ids_T)
+    assert len(microbatches(grouped, whole + LEAST * len(grouped))) == 1
+
+
+def groups_of(sizes, rng):
+    return [
+        np.concatenate([head, rng.integers(0, 9, 3)])
+        for size in sizes
+        for head in [rng.integers(0, 9, 40)]
+        for _ in range(size)
+    ]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 6), st.integers(0, 99))
+def test_every_sequence_is_dealt_once_and_no_hand_is_empty(sizes, count, seed):
+    rng = np.random.default_rng(seed)
+    sequences = groups_of(sizes, rng)
+    count = min(count, len(sequences))
+    hands = deal(sequences, count, rng)
+    assert sorted(n for hand in hands for n in hand) == list(range(len(sequences)))
+    assert all(hands)
+
+
+def test_a_group_is_dealt_whole_and_to_every_hand_alike():
+    rng = np.random.default_rng(0)
+    sequences = groups_of([8, 4, 4, 2, 8, 1, 1, 4], rng)
+    counts = np.zeros((len(sequences), 4))
+    for seed in range(2000):
+        for n, hand in enumerate(deal(sequences, 4, np.random.default_rng(seed))):
+            counts[hand, n] += 1
+            assert not 0 < len({*range(8)} & {*hand}) < 8
+    assert np.abs(counts / 2000 - 0.25).max() < 0.05
+
+
+def test_a_group_larger_than_a_hand_is_dealt_by_its_parts():
+    rng = np.random.default_rng(0)
+    hands = deal(groups_of([8], rng), 4, rng)
+    assert sorted(map(len, hands)) == [2, 2, 2, 2]
