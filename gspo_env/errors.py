@@ -33,6 +33,10 @@ class RolloutError(GspoEnvError, RuntimeError):
     """Too many episodes failed for a training step to mean anything."""
 
 
+class SandboxUnavailableError(GspoEnvError, RuntimeError):
+    """Untrusted code cannot be shut in on this machine; the message says what is missing."""
+
+
 class ModelError(GspoEnvError, ValueError):
     """A model or its tokenizer cannot be loaded."""
 
