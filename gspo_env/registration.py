@@ -31,8 +31,11 @@ _BUILTIN = {
     "gspo/KeyDoor-v0": "gspo_envs.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
     "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
+    "gspo/PythonTool-v0": "gspo_envs.python_tool:PythonToolEnv",
     "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",
+    "gspo/SQL-v0": "gspo_envs.sql:SQLEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostics:VariableLengthEnv",
+    "gspo/Wordle-v0": "gspo_envs.wordle:WordleEnv",
 }
 _AGENTS = {"gspo": "gspo_agents.gspo:GSPOAgent", "scripted": "gspo_agents.scripted:ScriptedAgent"}
 _OURS: dict[str, None] = {}

@@ -185,7 +185,8 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
 @contextlib.contextmanager
 def _launch(isolated: bool, folder: str | None) -> Iterator[tuple[Any, int]]:
     home = folder or "/sandbox"
-    environment = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+    # With one seed for hashes a program prints its sets in the same order each time.
+    environment = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
     # A thread counts as a process, and libraries start one for each core.
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
@@ -193,7 +194,7 @@ def _launch(isolated: bool, folder: str | None) -> Iterator[tuple[Any, int]]:
     mode = "isolated" if isolated else "unsafe"
     try:
         process = subprocess.Popen(
-            [python, "-I", "-S", "-X", "utf8", "-c", _START, str(theirs), mode],
+            [python, "-P", "-s", "-S", "-X", "utf8", "-c", _START, str(theirs), mode],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
