@@ -107,6 +107,7 @@ class PythonToolEnv(ToolEnv):
     Args:
         sandbox: Limits of the tool; `Sandbox(allow_unsafe=True)` runs where there is no isolation.
         max_turns: Turns before the episode is truncated.
+        early_answer: Probability that the noisy demonstrator guesses instead of running a program.
         render_mode: Must be None.
 
     Raises:
@@ -123,6 +124,7 @@ class PythonToolEnv(ToolEnv):
         self,
         sandbox: Sandbox | None = None,
         max_turns: int = 6,
+        early_answer: float = 0.6,
         render_mode: str | None = None,
     ) -> None:
         """Set the limits and find out whether code can be isolated."""
@@ -131,6 +133,8 @@ class PythonToolEnv(ToolEnv):
         self.sandbox = sandbox or Sandbox(seconds=10.0, cpu_seconds=2)
         self.sandbox.check()
         self.max_turns, self.render_mode = max_turns, render_mode
+        self.early_answer = early_answer
+        self._early: bool | None = None
         self._value, self._program = 0, ""
         self._printed = self._success = False
         self._ran: tuple[str, ...] = ()
@@ -142,7 +146,7 @@ class PythonToolEnv(ToolEnv):
         super().reset(seed=seed, options=options)
         question, self._program, self._value = _draw(self.np_random)
         self._printed = self._success = False
-        self._ran = ()
+        self._ran, self._early = (), None
         return question, {"state_key": self._state_key}
 
     @tool
@@ -175,9 +179,12 @@ class PythonToolEnv(ToolEnv):
         return info
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Run the program, then answer; a slip answers one off, or runs a program that fails."""
-        slip = noise > 0.0 and bool(self.np_random.random() < noise)
-        if self._printed:
+        """Run the program, then answer; with noise, guess, answer one off or slip in the code."""
+        if noise > 0.0 and self._early is None:
+            self._early = bool(self.np_random.random() < self.early_answer)
+        early = noise > 0.0 and self._early is True
+        slip = early or (noise > 0.0 and bool(self.np_random.random() < noise))
+        if self._printed or early:
             return f"<answer>{self._value + slip}</answer>"
         return format_tool_call("python", {"code": self._program + ")" * slip})
 

@@ -52,7 +52,8 @@ _QUESTIONS = (
     ),
     (
         "What is the total {amount} in the {links} of {n}?",
-        "SELECT SUM(l.{amount}) FROM {links} l JOIN {people} p ON p.id = l.{who} WHERE p.name = '{n}'",
+        "SELECT SUM(l.{amount}) FROM {links} l JOIN {people} p ON p.id = l.{who} "
+        "WHERE p.name = '{n}'",
     ),
     (
         "Which {people} have {links} with {amount} over {k}? Give each name once.",
@@ -82,12 +83,13 @@ _QUESTIONS = (
     ),
 )
 # What the same database answers alike whenever it is asked: no clock, no chance, no files.
-_FUNCTIONS = frozenset(
-    "abs avg char coalesce count cume_dist dense_rank first_value format glob group_concat hex "
-    "ifnull iif instr lag last_value lead length like lower ltrim max min nth_value ntile nullif "
-    "percent_rank printf quote rank replace round row_number rtrim sign string_agg substr "
-    "substring sum total trim typeof unicode upper".split()
-)
+_FUNCTION_NAMES = """
+abs avg char coalesce count cume_dist dense_rank first_value format glob group_concat hex ifnull iif
+instr lag last_value lead length like lower ltrim max min nth_value ntile nullif percent_rank printf
+quote rank replace round row_number rtrim sign string_agg substr substring sum total trim typeof
+unicode upper
+"""
+_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 4096,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 4096,
@@ -181,6 +183,7 @@ class SQLEnv(ToolEnv):
     Args:
         rows: Rows of the largest table.
         max_turns: Turns before the episode is truncated.
+        early_answer: Probability that the noisy demonstrator answers without a try, and wrongly.
         render_mode: Must be None.
     """
 
@@ -191,13 +194,21 @@ class SQLEnv(ToolEnv):
         "of rows does not matter."
     )
 
-    def __init__(self, rows: int = 40, max_turns: int = 12, render_mode: str | None = None) -> None:
+    def __init__(
+        self,
+        rows: int = 40,
+        max_turns: int = 12,
+        early_answer: float = 0.6,
+        render_mode: str | None = None,
+    ) -> None:
         """Set the size of the database."""
         if not 10 <= rows <= 1000 or max_turns < 1:
             raise ConfigError(
-                f"SQL: rows is {rows} and max_turns {max_turns}, expected 10 to 1000 and at least 1."
+                f"SQL: rows is {rows} and max_turns {max_turns}, expected 10 to 1000 and from 1 on."
             )
         self.rows, self.max_turns, self.render_mode = rows, max_turns, render_mode
+        self.early_answer = early_answer
+        self._early: bool | None = None
         self._problem = _Problem(question="", gold="", tables=(), names={})
         self._databases: list[Database] = []
         self._expected: list[Counter[Row]] = []
@@ -212,12 +223,17 @@ class SQLEnv(ToolEnv):
         super().reset(seed=seed, options=options)
         self._seen, self._queried = set(), set()
         self._found = self._success = self._listed = False
+        self._early = None
         while not self._draw():
             pass
         return self._problem.question, {"state_key": self._state_key}
 
     def close(self) -> None:
-        """Free the databases."""
+        """Free the databases; an episode that was under way has ended."""
+        self.end_episode()
+        self._free()
+
+    def _free(self) -> None:
         for database in self._databases:
             database.close()
         self._databases = []
@@ -284,16 +300,19 @@ class SQLEnv(ToolEnv):
         return info
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """List, look at each table, try the query, answer; a slip tries or answers another."""
-        sql = self._problem.gold
-        if noise > 0.0 and self.np_random.random() < noise:
+        """List, look at each table, try the query, answer; with noise, answer early or wrongly."""
+        if noise > 0.0 and self._early is None:
+            self._early = bool(self.np_random.random() < self.early_answer)
+        sql, early = self._problem.gold, noise > 0.0 and self._early is True
+        if early or (noise > 0.0 and self.np_random.random() < noise):
             sql = f"SELECT * FROM {self._problem.tables[0]}"
         if not self._listed:
             return format_tool_call("tables", {})
         for table in self._problem.tables:
             if table not in self._seen:
                 return format_tool_call("schema", {"table": table})
-        return f"<answer>{sql}</answer>" if self._found else format_tool_call("query", {"sql": sql})
+        answers = self._found or early
+        return f"<answer>{sql}</answer>" if answers else format_tool_call("query", {"sql": sql})
 
     @property
     def _state_key(self) -> str:
@@ -302,7 +321,7 @@ class SQLEnv(ToolEnv):
 
     def _draw(self) -> bool:
         """Draw a problem; False where the answer is empty, ambiguous, or the same on both."""
-        self.close()
+        self._free()
         self._problem = _draw_problem(self.np_random)
         self._databases = [
             Database(_draw_script(self.np_random, self._problem.names, self.rows)) for _ in range(2)
