@@ -350,6 +350,17 @@ def test_an_output_flood_is_cut(stream: str) -> None:
     assert len(getattr(result, stream)) == 64 << 10
 
 
+def test_what_a_flood_leaves_is_not_left_to_chance() -> None:
+    code = "import os, time\nos.write(2, b'early')\ntime.sleep(0.5)\nos.write(1, b'x' * 70000)"
+    result = inside(code)
+    assert (result.stopped, result.stdout, result.stderr) == (Stop.OUTPUT, "x" * (64 << 10), "")
+    code = "import os\nos.write(1, b'x' * 70000)\nos.write(2, b'late')"
+    results = [inside(code) for _ in range(20)]
+    assert {(r.stopped, r.stdout, r.stderr) for r in results} == {
+        (result.stopped, result.stdout, result.stderr)
+    }
+
+
 DOUBLE_FORK = """
 import os, time
 if os.fork() == 0:

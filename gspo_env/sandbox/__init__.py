@@ -85,7 +85,8 @@ class Sandbox:
     disk_mib: int = 32
     """All files of the private folder, which lives in memory."""
     output_kib: int = 64
-    """Standard output and error together."""
+    """Standard output, and standard error; when one has more, the run ends and the other, of which
+    only chance would say how much had come, is left out."""
     readable: tuple[str, ...] = ()
     """Further folders that the code may read and import from."""
     allow_unsafe: bool = False
@@ -283,7 +284,7 @@ def _limits(box: Sandbox, isolated: bool, *, own_user: bool) -> dict[str, Any]:
 
 def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> SandboxResult:
     """Read what the code says until it has ended or meets a limit."""
-    begun = time.monotonic()
+    begun, most = time.monotonic(), box.output_kib << 10
     said = {process.stdout: bytearray(), process.stderr: bytearray(), status: bytearray()}
     stopped: Stop | None = None
     with selectors.DefaultSelector() as selector:
@@ -297,8 +298,7 @@ def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> Sandbox
                 said[key.fileobj] += data
                 if not data:
                     selector.unregister(key.fileobj)
-            printed = len(said[process.stdout]) + len(said[process.stderr])
-            if printed > box.output_kib << 10:
+            if any(len(said[s]) > most for s in (process.stdout, process.stderr)):
                 stopped = Stop.OUTPUT
             elif left <= 0.0:
                 stopped = Stop.TIME
@@ -308,7 +308,10 @@ def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> Sandbox
     code = None if stopped else _exit_code(bytes(said[status]), process, isolated)
     if code == -signal.SIGXCPU:
         stopped, code = Stop.CPU, None
-    texts = [bytes(said[s][: box.output_kib << 10]) for s in (process.stdout, process.stderr)]
+    texts = [bytes(said[s]) for s in (process.stdout, process.stderr)]
+    if stopped is Stop.OUTPUT:
+        flooded = len(texts[0]) > most
+        texts = [texts[0][:most] if flooded else b"", b"" if flooded else texts[1][:most]]
     return SandboxResult(
         stdout=texts[0].decode("utf-8", "replace"),
         stderr=texts[1].decode("utf-8", "replace"),
