@@ -24,7 +24,7 @@ class Finding:
 
 
 def diagnose(model: str = "") -> list[Finding]:
-    """Checks versions, devices, environments, the sandbox, the vLLM extra and, if named, a model."""
+    """Checks packages, device, environments, the sandbox, vLLM and, if named, a model."""
     findings = [_versions(), _device(), _vision(), _environments(), _sandbox(), _vllm()]
     return [*findings, _model(model)] if model else findings
 
