@@ -25,10 +25,16 @@ def second_process() -> None:
         os._exit(0)
 
 
+def read_only(path: str) -> bool:
+    """Whether the file system there refuses to be written."""
+    return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+
+
 found = {
     "it sees the host's processes": os.getpid() > 2 or os.path.exists("/proc/1"),
     "it is root": os.getuid() == 0 or os.geteuid() == 0,
-    "it sees the host's files": any(map(os.path.exists, ("/etc", "/proc", "/sys", "/run"))),
+    "it sees the host's files": any(map(os.path.exists, ("/etc", "/proc", "/sys", "/.host"))),
+    "its libraries can be written": not all(map(read_only, ("/", os.path.dirname(os.__file__)))),
     "it writes outside its folder": possible(lambda: os.mkdir("/x"))
     or possible(lambda: os.mkdir(f"{os.path.dirname(os.__file__)}/x")),
     "it opens sockets": possible(lambda: socket.socket(socket.AF_UNIX)),
