@@ -84,12 +84,12 @@ _QUESTIONS = (
 )
 # What the same database answers alike whenever it is asked: no clock, no chance, no files.
 _FUNCTION_NAMES = """
-abs avg char coalesce count cume_dist dense_rank first_value format glob group_concat hex ifnull iif
+abs avg char coalesce count cume_dist dense_rank first_value format glob group_concat hex ifnull
 instr lag last_value lead length like lower ltrim max min nth_value ntile nullif percent_rank printf
 quote rank replace round row_number rtrim sign string_agg substr substring sum total trim typeof
 unicode upper
 """
-_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+_FUNCTIONS = frozenset((*_FUNCTION_NAMES.split(), "iif"))  # codespell:ignore iif
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 4096,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 4096,
