@@ -326,6 +326,24 @@ def test_the_bot_of_the_package_reaches_every_goal() -> None:
         assert total == pytest.approx(1 - 0.9 * turns / limit)
 
 
+def test_where_the_bot_gives_up_the_demonstrator_goes_on() -> None:
+    env: Any = make_env("gspo/MiniGrid-v0")
+    lost = 0
+    for seed in range(60):
+        env.reset(seed=seed)
+        done = False
+        while not done:
+            env.unwrapped.expert_action()
+            game = env.unwrapped._game.unwrapped
+            ahead = game.grid.get(*game.front_pos)
+            box = ahead is not None and ahead.type == "box"
+            action = "toggle" if box else env.unwrapped.expert_action(0.5)
+            *_, terminated, truncated, _ = env.step(action)
+            done = terminated or truncated
+        lost += env.unwrapped._lost
+    assert lost > 0
+
+
 def test_other_words_take_a_turn_and_change_nothing() -> None:
     env: Any = make_env("gspo/MiniGrid-v0", max_turns=3)
     state = env.reset(seed=0)[1]["state_key"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from typing import Any
 
 import gymnasium
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
 from gspo_env.text_env import ResetResult, StepResult, TextEnv
+
+logger = logging.getLogger(__name__)
 
 _ACTIONS = ("left", "right", "forward", "pick up", "drop", "toggle", "wait")
 _KINDS = ("unseen", "empty", "wall", "floor", "door", "key", "ball", "box", "goal", "lava")
@@ -58,7 +61,7 @@ class MiniGridEnv(TextEnv):
         self._turn, self._ended = 0, True
         self._bot: Any = None
         self._done: int | None = None
-        self._key: str | None = None
+        self._lost = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -67,6 +70,7 @@ class MiniGridEnv(TextEnv):
         super().reset(seed=seed)
         seen, _ = self._game.reset(seed=int(self.np_random.integers(2**31)))
         self._turn, self._ended, self._bot, self._done = 0, False, None, None
+        self._lost = False
         return f"Mission: {seen['mission']}.\n{describe(seen)}", self._info()
 
     def step(self, action: str) -> StepResult:
@@ -99,18 +103,26 @@ class MiniGridEnv(TextEnv):
     def expert_action(self, noise: float = 0.0) -> str:
         """Do what the package's own bot would; with probability `noise` anything.
 
+        The bot gives up where a box that it needs was opened; from then on anything is done.
+
         Raises:
             NotImplementedError: The game is none of BabyAI's, which alone has a bot.
         """
-        from minigrid.utils.baby_ai_bot import BabyAIBot
+        from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError
 
         if not hasattr(self._game.unwrapped, "instrs"):
             raise NotImplementedError(f"{self.game} has no scripted demonstrator")
         if self._bot is None:
             bot: Any = BabyAIBot
             self._bot, self._done = bot(self._game.unwrapped), None
-        action = int(self._bot.replan(self._done))
-        if noise > 0.0 and self.np_random.random() < noise:
+        action = None
+        if not self._lost:
+            try:
+                action = int(self._bot.replan(self._done))
+            except DisappearedBoxError as error:
+                logger.debug("%s: its bot gives up: %s", self.game, error)
+                self._lost = True
+        if action is None or (noise > 0.0 and self.np_random.random() < noise):
             action = int(self.np_random.integers(len(_ACTIONS)))
         return _ACTIONS[action]
 

@@ -102,7 +102,8 @@ class PythonToolEnv(ToolEnv):
     """Solve a problem about whole numbers with a tool that runs Python in the sandbox.
 
     The first run that prints the right number on a line of its own gives 0.2, the right answer 1.0.
-    The same actions give the same episode unless the code asks for the time or for randomness.
+    The same actions give the same episode unless the code asks for the time or for randomness, or
+    is so slow that only chance says whether it ends within its limits.
 
     Args:
         sandbox: Limits of the tool; `Sandbox(allow_unsafe=True)` runs where there is no isolation.
