@@ -55,8 +55,9 @@ def inside(code: str, box: Sandbox = BOX, **options: Any) -> SandboxResult:
     return result
 
 
-def imprisoned() -> list[str]:
-    """Processes in a PID namespace below ours that were started as a sandbox."""
+def imprisoned(parent: int = 0) -> list[str]:
+    """Processes in a PID namespace below ours that were started as a sandbox by us, or by one."""
+    owner = str(parent or os.getpid()).encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -65,7 +66,8 @@ def imprisoned() -> list[str]:
                 for line in (folder / "status").read_text().splitlines()
                 if line.startswith("NSpid:")
             ]
-            if nested[0] and b"jail.main()" in (folder / "cmdline").read_bytes():
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if nested[0] and "jail.main()" in str(words) and owner in words:
                 found.append(folder.name)
     return found
 
@@ -410,9 +412,9 @@ def eventually(condition: Any) -> bool:
 def test_a_run_dies_with_the_process_that_asked_for_it() -> None:
     code = "from gspo_env.sandbox import Sandbox\nSandbox(seconds=600.0).run('while True: pass')"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        assert eventually(imprisoned)
+        assert eventually(lambda: imprisoned(process.pid))
         process.kill()
-    assert eventually(lambda: not imprisoned())
+    assert eventually(lambda: not imprisoned(process.pid))
 
 
 SYSTEM_CALLS = {

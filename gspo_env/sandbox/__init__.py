@@ -192,10 +192,11 @@ def _launch(isolated: bool, folder: str | None) -> Iterator[tuple[Any, int]]:
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     status, theirs = os.pipe()
-    mode = "isolated" if isolated else "unsafe"
+    # The last word tells whoever looks at the list of processes whose this is.
+    words = (str(theirs), "isolated" if isolated else "unsafe", str(os.getpid()))
     try:
         process = subprocess.Popen(
-            [python, "-P", "-s", "-S", "-X", "utf8", "-c", _START, str(theirs), mode],
+            [python, "-P", "-s", "-S", "-X", "utf8", "-c", _START, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
