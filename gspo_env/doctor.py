@@ -24,8 +24,8 @@ class Finding:
 
 
 def diagnose(model: str = "") -> list[Finding]:
-    """Checks versions, devices, the environments, the vLLM extra and, if named, a model."""
-    findings = [_versions(), _device(), _vision(), _environments(), _vllm()]
+    """Checks packages, device, environments, the sandbox, vLLM and, if named, a model."""
+    findings = [_versions(), _device(), _vision(), _environments(), _sandbox(), _vllm()]
     return [*findings, _model(model)] if model else findings
 
 
@@ -85,6 +85,14 @@ def _environments() -> Finding:
         ok=True,
         text=", ".join(name for name in (env.id for env in describe_envs())),
     )
+
+
+def _sandbox() -> Finding:
+    from gspo_env.sandbox import find_missing
+
+    missing = find_missing()
+    text = "code tools are isolated" if missing is None else f"code tools refuse: {missing}"
+    return Finding(name="sandbox", ok=True, text=text)
 
 
 def _vllm() -> Finding:

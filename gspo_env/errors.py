@@ -13,6 +13,10 @@ class EnvironmentContractError(GspoEnvError, ValueError):
     """An environment broke the contract of `TextEnv`."""
 
 
+class EnvironmentCheckError(EnvironmentContractError):
+    """`gspo_env.testing.check_env` found a fault."""
+
+
 class UnknownEnvironmentError(GspoEnvError, ValueError):
     """No environment has the given id."""
 
@@ -31,6 +35,10 @@ class EngineError(GspoEnvError, RuntimeError):
 
 class RolloutError(GspoEnvError, RuntimeError):
     """Too many episodes failed for a training step to mean anything."""
+
+
+class SandboxUnavailableError(GspoEnvError, RuntimeError):
+    """Untrusted code cannot be shut in on this machine; the message says what is missing."""
 
 
 class ModelError(GspoEnvError, ValueError):

@@ -30,9 +30,13 @@ _BUILTIN = {
     "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
     "gspo/KeyDoor-v0": "gspo_envs.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
+    "gspo/MiniGrid-v0": "gspo_envs.minigrid:MiniGridEnv",
     "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
+    "gspo/PythonTool-v0": "gspo_envs.python_tool:PythonToolEnv",
     "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",
+    "gspo/SQL-v0": "gspo_envs.sql:SQLEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostics:VariableLengthEnv",
+    "gspo/Wordle-v0": "gspo_envs.wordle:WordleEnv",
 }
 _AGENTS = {"gspo": "gspo_agents.gspo:GSPOAgent", "scripted": "gspo_agents.scripted:ScriptedAgent"}
 _OURS: dict[str, None] = {}

@@ -6,7 +6,7 @@ import importlib.metadata
 
 import pytest
 
-from gspo_env import doctor
+from gspo_env import doctor, sandbox
 from gspo_env.checkpoint import save_model
 
 
@@ -33,6 +33,13 @@ def versions(monkeypatch):
 
 def test_a_healthy_machine_has_nothing_to_mend():
     assert all(f.ok for f in doctor.diagnose() if f.name != "vllm")
+
+
+def test_it_says_whether_code_tools_can_be_isolated(monkeypatch):
+    monkeypatch.setattr(sandbox, "find_missing", lambda: None)
+    assert finding("sandbox").text == "code tools are isolated"
+    monkeypatch.setattr(sandbox, "find_missing", lambda: "namespaces")
+    assert finding("sandbox").text == "code tools refuse: namespaces"
 
 
 def test_a_missing_vllm_is_optional_and_says_how_to_install_it(versions):

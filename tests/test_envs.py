@@ -16,7 +16,13 @@ from gspo_env import format_tool_call, make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.text_env import StepResult, check_reset, check_step
 
-IDS = ["gspo/Calculator-v0", "gspo/GuessNumber-v0", "gspo/Lookup-v0"]
+IDS = [
+    "gspo/Calculator-v0",
+    "gspo/GuessNumber-v0",
+    "gspo/Lookup-v0",
+    "gspo/SQL-v0",
+    "gspo/Wordle-v0",
+]
 
 
 def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[StepResult]]:
@@ -94,8 +100,10 @@ TEXTS = (
     st.text()
     | st.builds(
         format_tool_call,
-        st.sampled_from(["lookup", "add", "multiply"]),
-        st.dictionaries(st.sampled_from(["key", "a", "b"]), st.text() | st.integers()),
+        st.sampled_from(["lookup", "add", "multiply", "query", "schema"]),
+        st.dictionaries(
+            st.sampled_from(["key", "a", "b", "sql", "table"]), st.text() | st.integers()
+        ),
     )
     | st.builds("<{0}>{1}</{0}>".format, st.sampled_from(["answer", "guess"]), st.text())
 )

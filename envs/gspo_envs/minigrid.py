@@ -1,0 +1,224 @@
+"""Walk through rooms of which little is seen: MiniGrid and BabyAI in words."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import NDArray
+
+from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
+from gspo_env.text_env import ResetResult, StepResult, TextEnv
+
+logger = logging.getLogger(__name__)
+
+_ACTIONS = ("left", "right", "forward", "pick up", "drop", "toggle", "wait")
+_KINDS = ("unseen", "empty", "wall", "floor", "door", "key", "ball", "box", "goal", "lava")
+_COLOURS = ("red", "green", "blue", "purple", "yellow", "grey")
+_STATES = ("open", "closed", "locked")
+_FACING = ("east", "south", "west", "north")
+_PASSABLE = ("empty", "floor", "goal")
+
+
+class MiniGridEnv(TextEnv):
+    """Walk through rooms of which little is seen, to a goal told in words (MiniGrid, BabyAI).
+
+    The reward is the game's own: reaching the goal gives 1 - 0.9 x (turns / most turns), all else
+    nothing. An action that is none of the words takes a turn and changes nothing.
+
+    Args:
+        game: A Gymnasium id of the package, `BabyAI-...` or `MiniGrid-...`.
+        max_turns: Turns before the episode is truncated; the game's own limit by default.
+        render_mode: Must be None.
+
+    Raises:
+        MissingExtraError: The package `minigrid` is not installed.
+        ConfigError: It has no such game, or its goal is no sentence.
+    """
+
+    blocking = False
+    system_prompt = (
+        "You walk through rooms on squares and see a few squares around you. Do what the mission "
+        f"says. Each turn write one action: {', '.join(_ACTIONS)}. Forward walks one square, left "
+        "and right turn you on the spot; pick up, drop and toggle (open and close doors and boxes, "
+        "with the key of its colour where it is locked) act on the square in front of you."
+    )
+
+    def __init__(
+        self,
+        game: str = "BabyAI-GoToLocal-v0",
+        max_turns: int | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        """Make the game."""
+        if max_turns is not None and max_turns < 1:
+            raise ConfigError(f"MiniGrid: max_turns is {max_turns}, expected at least 1.")
+        self._game: Any = _make(game)
+        self.game, self.max_turns, self.render_mode = game, max_turns, render_mode
+        self._turn, self._ended = 0, True
+        self._bot: Any = None
+        self._done: int | None = None
+        self._lost = False
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Draw new rooms."""
+        super().reset(seed=seed)
+        seen, _ = self._game.reset(seed=int(self.np_random.integers(2**31)))
+        self._turn, self._ended, self._bot, self._done = 0, False, None, None
+        self._lost = False
+        return f"Mission: {seen['mission']}.\n{describe(seen)}", self._info()
+
+    def step(self, action: str) -> StepResult:
+        """Do an action.
+
+        Raises:
+            EnvironmentContractError: The episode has ended or has not begun.
+        """
+        if self._ended:
+            raise EnvironmentContractError(
+                "MiniGridEnv: step() was called outside an episode, call reset() first."
+            )
+        self._turn += 1
+        word = " ".join(action.lower().split()).strip(".")
+        reward, terminated, truncated = 0.0, False, False
+        if word in _ACTIONS:
+            self._done = _ACTIONS.index(word)
+            seen, reward, terminated, truncated, _ = self._game.step(self._done)
+            observation = describe(seen)
+        else:
+            observation = f"Write one action: {', '.join(_ACTIONS)}."
+        limit = self.max_turns or self._game.unwrapped.max_steps
+        truncated = not terminated and (truncated or self._turn >= limit)
+        self._ended = terminated or truncated
+        info = self._info()
+        if self._ended:
+            info["success"] = bool(reward > 0)
+        return observation, float(reward), bool(terminated), bool(truncated), info
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """Do what the package's own bot would; with probability `noise` anything.
+
+        The bot gives up where a box that it needs was opened; from then on anything is done.
+
+        Raises:
+            NotImplementedError: The game is none of BabyAI's, which alone has a bot.
+        """
+        from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError
+
+        if not hasattr(self._game.unwrapped, "instrs"):
+            raise NotImplementedError(f"{self.game} has no scripted demonstrator")
+        if self._bot is None:
+            bot: Any = BabyAIBot
+            self._bot, self._done = bot(self._game.unwrapped), None
+        action = None
+        if not self._lost:
+            try:
+                action = int(self._bot.replan(self._done))
+            except DisappearedBoxError as error:
+                logger.debug("%s: its bot gives up: %s", self.game, error)
+                self._lost = True
+        if action is None or (noise > 0.0 and self.np_random.random() < noise):
+            action = int(self.np_random.integers(len(_ACTIONS)))
+        return _ACTIONS[action]
+
+    def close(self) -> None:
+        """Close the game."""
+        self._game.close()
+        self._ended = True
+
+    def _info(self) -> dict[str, Any]:
+        """Give the state, where the rooms are all of it (a mission in two parts remembers)."""
+        game = self._game.unwrapped
+        if not hasattr(getattr(game, "instrs", None), "instr_a"):
+            carried = game.carrying
+            thing = f"{carried.color} {carried.type}" if carried else ""
+            return {"state_key": f"{game.hash()}:{thing}"}
+        return {}
+
+
+def describe(seen: dict[str, Any]) -> str:
+    """Say what is seen, from where the walker stands; the walker is at the bottom, in the middle.
+
+    Example:
+        `You face east. The way ahead is free for 2 squares, then a wall. You see a green key 2
+        ahead and 1 to the left.`
+    """
+    image: NDArray[np.uint8] = seen["image"]
+    width, depth = image.shape[:2]
+    middle = width // 2
+    things = [
+        _thing(image[x, y]) + _where(depth - 1 - y, x - middle)
+        for y in reversed(range(depth))
+        for x in range(width)
+        if _KINDS[image[x, y, 0]] not in ("unseen", "empty", "wall", "floor")
+        and (x, y) != (middle, depth - 1)
+    ]
+    free = 0
+    while free + 1 < depth and _passable(image[middle, depth - 2 - free]):
+        free += 1
+    beyond = image[middle, depth - 2 - free] if free + 1 < depth else None
+    stop = "" if beyond is None or beyond[0] == 0 else f", then {_thing(beyond)}"
+    held = image[middle, depth - 1]
+    parts = [
+        f"You face {_FACING[int(seen['direction'])]}.",
+        f"The way ahead is free for {free} square{'s' * (free != 1)}{stop}.",
+        f"You see {'; '.join(things)}." if things else "You see nothing else.",
+    ]
+    if _KINDS[held[0]] in ("key", "ball", "box"):
+        parts.append(f"You carry {_thing(held)}.")
+    return " ".join(parts)
+
+
+def _thing(square: NDArray[np.uint8]) -> str:
+    kind = _KINDS[square[0]]
+    if kind in ("wall", "lava", "goal", "floor", "empty"):
+        return {"wall": "a wall", "lava": "lava", "goal": "the goal"}.get(kind, kind)
+    state = f"{_STATES[square[2]]} " if kind == "door" else ""
+    words = f"{state}{_COLOURS[square[1]]} {kind}"
+    return f"an {words}" if words[0] in "aeiou" else f"a {words}"
+
+
+def _where(ahead: int, side: int) -> str:
+    parts = [f"{ahead} ahead"] if ahead else []
+    if side:
+        parts.append(f"{abs(side)} to the {'left' if side < 0 else 'right'}")
+    return f" {' and '.join(parts)}"
+
+
+def _passable(square: NDArray[np.uint8]) -> bool:
+    kind = _KINDS[square[0]]
+    return kind in _PASSABLE or (kind == "door" and _STATES[square[2]] == "open")
+
+
+def _make(game: str) -> Any:
+    try:
+        import minigrid
+        from minigrid.envs.babyai.core import roomgrid_level
+    except ImportError as error:
+        raise MissingExtraError(
+            "gspo/MiniGrid-v0 needs minigrid, install it: pip install 'gspo-env[minigrid]'."
+        ) from error
+    vars(roomgrid_level).setdefault("print", lambda *_: None)  # it tells of each draw it rejects
+    ids = [i for i in gymnasium.registry if i.startswith(("MiniGrid-", "BabyAI-"))]
+    if game not in ids:
+        near = difflib.get_close_matches(str(game), ids, n=3) or ids[:3]
+        raise ConfigError(
+            f"minigrid {minigrid.__version__} has no game {game!r}, near are: {near}."
+        )
+    try:
+        made: Any = gymnasium.make(game, disable_env_checker=True)
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise MissingExtraError(f"MiniGrid: {game} cannot be made: {error}.") from error
+    space = made.observation_space
+    parts = {"image", "direction", "mission"}
+    if not isinstance(space, gymnasium.spaces.Dict) or set(space) != parts:
+        made.close()
+        raise ConfigError(
+            f"MiniGrid: {game} has no mission and partial view, its space is {space}."
+        )
+    return made

@@ -1,0 +1,225 @@
+"""Solve sums that want a program: a tool runs Python in the sandbox."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gspo_env.errors import ConfigError
+from gspo_env.sandbox import Sandbox, SandboxResult, Stop
+from gspo_env.text_env import ResetResult, extract_tag
+from gspo_env.tool_env import ToolEnv
+from gspo_env.tools import ToolCall, format_tool_call, tool
+
+_MOST_OUTPUT = 2000
+
+
+def _primes(a: int, b: int, c: int) -> int:
+    return sum(n for n in range(2, a * 20) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+
+
+def _divisors(a: int, b: int, c: int) -> int:
+    return sum(1 for d in range(1, a * b + 1) if (a * b) % d == 0)
+
+
+def _digits(a: int, b: int, c: int) -> int:
+    return sum(map(int, str(a**b)))
+
+
+def _fibonacci(a: int, b: int, c: int) -> int:
+    first, second = 0, 1
+    for _ in range(a):
+        first, second = second, first + second
+    return first % (b * c)
+
+
+def _multiples(a: int, b: int, c: int) -> int:
+    return sum(1 for n in range(1, a * 10 + 1) if (n % b == 0) != (n % c == 0))
+
+
+def _collatz(a: int, b: int, c: int) -> int:
+    steps, n = 0, a * b + c
+    while n != 1:
+        steps, n = steps + 1, n // 2 if n % 2 == 0 else 3 * n + 1
+    return steps
+
+
+def _coins(a: int, b: int, c: int) -> int:
+    ways = [1] + [0] * a
+    for coin in (1, b, b + c):
+        for amount in range(coin, a + 1):
+            ways[amount] += ways[amount - coin]
+    return ways[a]
+
+
+Kind = tuple[str, str, Callable[[int, int, int], int]]
+_KINDS: tuple[Kind, ...] = (
+    (
+        "What is the sum of all primes below {a20}?",
+        "print(sum(n for n in range(2, {a20}) if all(n % d for d in range(2, n))))",
+        _primes,
+    ),
+    (
+        "How many divisors does {ab} have?",
+        "print(sum({ab} % d == 0 for d in range(1, {ab} + 1)))",
+        _divisors,
+    ),
+    (
+        "What is the sum of the decimal digits of {a} to the power of {b}?",
+        "print(sum(map(int, str({a} ** {b}))))",
+        _digits,
+    ),
+    (
+        "With F(0) = 0 and F(1) = 1, what is the Fibonacci number F({a}) modulo {bc}?",
+        "x, y = 0, 1\nfor _ in range({a}):\n    x, y = y, x + y\nprint(x % {bc})",
+        _fibonacci,
+    ),
+    (
+        "How many numbers from 1 to {a10} are divisible by {b} or by {c}, but not by both?",
+        "print(sum((n % {b} == 0) != (n % {c} == 0) for n in range(1, {a10} + 1)))",
+        _multiples,
+    ),
+    (
+        "A number is halved if even, else tripled and increased by 1. After how many such steps "
+        "is {ab_c} first 1?",
+        "n, k = {ab_c}, 0\nwhile n != 1:\n    n, k = (3 * n + 1 if n % 2 else n // 2), k + 1\n"
+        "print(k)",
+        _collatz,
+    ),
+    (
+        "In how many ways can {a} be paid with coins of 1, {b} and {b_c}?",
+        "print(sum(1 for x in range(0, {a} + 1, {b}) for _ in range(x, {a} + 1, {b_c})))",
+        _coins,
+    ),
+)
+
+
+class PythonToolEnv(ToolEnv):
+    """Solve a problem about whole numbers with a tool that runs Python in the sandbox.
+
+    The first run that prints the right number on a line of its own gives 0.2, the right answer 1.0.
+    The same actions give the same episode unless the code asks for the time or for randomness, or
+    is so slow that only chance says whether it ends within its limits.
+
+    Args:
+        sandbox: Limits of the tool; `Sandbox(allow_unsafe=True)` runs where there is no isolation.
+        max_turns: Turns before the episode is truncated.
+        early_answer: Probability that the noisy demonstrator guesses instead of running a program.
+        render_mode: Must be None.
+
+    Raises:
+        SandboxUnavailableError: Code cannot be isolated here.
+    """
+
+    blocking = True
+    system_prompt = (
+        "Solve the problem. The tool runs a Python program and shows what it prints; each run is "
+        "new. Make one call per turn, then answer with <answer>number</answer>."
+    )
+
+    def __init__(
+        self,
+        sandbox: Sandbox | None = None,
+        max_turns: int = 6,
+        early_answer: float = 0.6,
+        render_mode: str | None = None,
+    ) -> None:
+        """Set the limits and find out whether code can be isolated."""
+        if max_turns < 1:
+            raise ConfigError(f"PythonTool: max_turns is {max_turns}, expected at least 1.")
+        self.sandbox = sandbox or Sandbox(seconds=10.0, cpu_seconds=2)
+        self.sandbox.check()
+        self.max_turns, self.render_mode = max_turns, render_mode
+        self.early_answer = early_answer
+        self._early: bool | None = None
+        self._value, self._program = 0, ""
+        self._printed = self._success = False
+        self._ran: tuple[str, ...] = ()
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Draw a new problem."""
+        super().reset(seed=seed, options=options)
+        question, self._program, self._value = _draw(self.np_random)
+        self._printed = self._success = False
+        self._ran, self._early = (), None
+        return question, {"state_key": self._state_key}
+
+    @tool
+    def python(self, code: str) -> str:
+        """Run a Python program and show what it prints, and the value of a last expression.
+
+        Args:
+            code: The program.
+        """
+        result = self.sandbox.run(code, echo=True)
+        self._ran += (code,)
+        return _shown(self.sandbox, result)
+
+    def on_tool_result(self, call: ToolCall, result: str) -> float:
+        """Pay for the first run that prints the value."""
+        new = not self._printed and str(self._value) in result.split("\n")
+        self._printed |= new
+        return 0.2 * new
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Compare the answer with the value."""
+        self._success = extract_tag(text, "answer") == str(self._value)
+        return ("correct", 1.0, True) if self._success else ("wrong", 0.0, True)
+
+    def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
+        """Give the state, and at the end the outcome."""
+        info: dict[str, Any] = {"state_key": self._state_key}
+        if terminated or truncated:
+            info.update(success=self._success, episodic_reward=float(self._success))
+        return info
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """Run the program, then answer; with noise, guess, answer one off or slip in the code."""
+        if noise > 0.0 and self._early is None:
+            self._early = bool(self.np_random.random() < self.early_answer)
+        early = noise > 0.0 and self._early is True
+        slip = early or (noise > 0.0 and bool(self.np_random.random() < noise))
+        if self._printed or early:
+            return f"<answer>{self._value + slip}</answer>"
+        return format_tool_call("python", {"code": self._program + ")" * slip})
+
+    @property
+    def _state_key(self) -> str:
+        return repr(self._ran)
+
+
+def _draw(random: np.random.Generator) -> tuple[str, str, int]:
+    """A question, a program that prints its answer, and the answer worked out otherwise."""
+    question, code, solve = _KINDS[int(random.integers(len(_KINDS)))]
+    a, b, c = (int(random.integers(*bounds)) for bounds in ((20, 100), (6, 20), (2, 6)))
+    values = {"a": a, "b": b, "c": c, "a20": a * 20, "a10": a * 10, "ab": a * b, "bc": b * c}
+    values |= {"ab_c": a * b + c, "b_c": b + c}
+    return question.format(**values), code.format(**values), _solve(solve, a, b, c)
+
+
+@functools.lru_cache(maxsize=4096)
+def _solve(solve: Callable[[int, int, int], int], a: int, b: int, c: int) -> int:
+    return solve(a, b, c)
+
+
+def _shown(box: Sandbox, result: SandboxResult) -> str:
+    parts = [result.stdout.strip("\n"), result.stderr.strip("\n")]
+    text = "\n".join(part for part in parts if part)
+    if len(text) > _MOST_OUTPUT:
+        text = f"{text[:_MOST_OUTPUT]}\n... ({len(text) - _MOST_OUTPUT} characters more)"
+    limits = {
+        Stop.TIME: f"{box.seconds:g} seconds",
+        Stop.CPU: f"{box.cpu_seconds} seconds of processor time",
+        Stop.OUTPUT: f"{box.output_kib} KiB of output",
+    }
+    if result.stopped is not None:
+        text += f"\nstopped after {limits[result.stopped]}"
+    elif result.exit_code and not result.stderr:
+        text += f"\nended with exit code {result.exit_code}"
+    return text.strip("\n") or "(no output)"

@@ -1,0 +1,417 @@
+"""Answer a question about a database: explore its schema, try queries, hand in one."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gspo_env.errors import ConfigError
+from gspo_env.text_env import ResetResult, extract_tag
+from gspo_env.tool_env import ToolEnv
+from gspo_env.tools import ToolCall, format_tool_call, tool
+
+_NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noa Oli Pia Quin Rosa Sam Tess"
+_THINGS = "Amber Birch Cedar Delta Ember Fjord Grove Haven Iris Jade Karst Lotus Maple Nova Onyx"
+_THEMES: tuple[dict[str, str], ...] = (
+    {
+        "people": "customers clients buyers",
+        "trait": "city town",
+        "traits": "Oslo Lima Cairo Kyoto Porto",
+        "things": "products articles goods",
+        "value": "price cost",
+        "links": "orders purchases sales",
+        "amount": "quantity units pieces",
+    },
+    {
+        "people": "students pupils learners",
+        "trait": "house team",
+        "traits": "red blue green gold white",
+        "things": "courses subjects lessons",
+        "value": "credits hours",
+        "links": "results marks grades",
+        "amount": "score points",
+    },
+    {
+        "people": "readers members visitors",
+        "trait": "district quarter",
+        "traits": "north south east west harbour",
+        "things": "books titles volumes",
+        "value": "pages chapters",
+        "links": "loans borrowings rentals",
+        "amount": "days weeks",
+    },
+)
+_QUESTIONS = (
+    (
+        "How many {people} have the {trait} {t}?",
+        "SELECT COUNT(*) FROM {people} WHERE {trait} = '{t}'",
+    ),
+    (
+        "What is the total {amount} in the {links} of {n}?",
+        "SELECT SUM(l.{amount}) FROM {links} l JOIN {people} p ON p.id = l.{who} "
+        "WHERE p.name = '{n}'",
+    ),
+    (
+        "Which {people} have {links} with {amount} over {k}? Give each name once.",
+        "SELECT DISTINCT p.name FROM {people} p JOIN {links} l ON l.{who} = p.id "
+        "WHERE l.{amount} > {k}",
+    ),
+    (
+        "Which one of the {things} has the highest total {amount} in the {links}? Give its name.",
+        "SELECT t.name FROM {things} t JOIN {links} l ON l.{what} = t.id "
+        "GROUP BY t.id ORDER BY SUM(l.{amount}) DESC LIMIT 1",
+    ),
+    (
+        "How many {links} belong to the {people} of each {trait} that has any? "
+        "Give the {trait} and the number.",
+        "SELECT p.{trait}, COUNT(*) FROM {people} p JOIN {links} l ON l.{who} = p.id "
+        "GROUP BY p.{trait}",
+    ),
+    (
+        "Which {people} have no {links}? Give their names.",
+        "SELECT name FROM {people} WHERE id NOT IN (SELECT {who} FROM {links})",
+    ),
+    (
+        "What is the average {value} of the {things} in the {links} of {n}? "
+        "Count each of the {links} once.",
+        "SELECT AVG(t.{value}) FROM {links} l JOIN {things} t ON t.id = l.{what} "
+        "JOIN {people} p ON p.id = l.{who} WHERE p.name = '{n}'",
+    ),
+)
+# What the same database answers alike whenever it is asked: no clock, no chance, no files.
+_FUNCTION_NAMES = """
+abs avg char coalesce count cume_dist dense_rank first_value format glob group_concat hex ifnull
+instr lag last_value lead length like lower ltrim max min nth_value ntile nullif percent_rank printf
+quote rank replace round row_number rtrim sign string_agg substr substring sum total trim typeof
+unicode upper
+"""
+_FUNCTIONS = frozenset((*_FUNCTION_NAMES.split(), "iif"))  # codespell:ignore iif
+_LIMITS = {
+    sqlite3.SQLITE_LIMIT_LENGTH: 4096,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 4096,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 64,
+    sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 64,
+    sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 16,
+    sqlite3.SQLITE_LIMIT_COLUMN: 64,
+    sqlite3.SQLITE_LIMIT_VDBE_OP: 20_000,
+    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+}
+_STEPS = 500_000
+"""Steps of SQLite's virtual machine that a query may take; a quarter of a second at the most."""
+_MOST_ROWS = 200
+
+Row = tuple[Any, ...]
+
+
+class SQLError(Exception):
+    """A query was refused, failed or took too long; the message is for the policy."""
+
+
+class Database:
+    """An SQLite database in memory that can only be read once it is made.
+
+    Args:
+        script: Statements that make it.
+    """
+
+    def __init__(self, script: str) -> None:
+        """Make the database, then close it to all but reading."""
+        self._connection = sqlite3.connect(":memory:", check_same_thread=False)
+        self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        self._connection.executescript(script)
+        self._connection.set_authorizer(_authorize)
+        self._connection.set_progress_handler(self._count, 1000)
+        for limit, value in _LIMITS.items():
+            self._connection.setlimit(limit, value)
+        self._left = 0
+
+    def query(self, sql: str) -> tuple[list[str], list[Row]]:
+        """Give the columns and at most 201 rows.
+
+        Raises:
+            SQLError: It is not one statement that only reads, or it takes too much work.
+        """
+        self._left = _STEPS // 1000
+        try:
+            cursor = self._connection.execute(sql)
+            rows = cursor.fetchmany(_MOST_ROWS + 1)
+        except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
+            raise SQLError("too much work" if self._left < 0 else str(error)) from error
+        if cursor.description is None:
+            raise SQLError("the statement is empty")
+        cursor.close()
+        return [column[0] for column in cursor.description or ()], rows
+
+    def close(self) -> None:
+        """Free it."""
+        self._connection.close()
+
+    def _count(self) -> int:
+        self._left -= 1
+        return int(self._left < 0)
+
+
+def _authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    if action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE):
+        return sqlite3.SQLITE_OK
+    if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _FUNCTIONS:
+        return sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_DENY
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Problem:
+    question: str
+    gold: str
+    tables: tuple[str, ...]
+    """What the right query reads, in the order of the schema."""
+    names: dict[str, str]
+
+
+class SQLEnv(ToolEnv):
+    """Answer a question about an SQLite database with tools, then hand in the query.
+
+    The first look at each table that the answer needs gives 0.1, the first query that gives what
+    was asked 0.2, and the right query as the answer 1.0. The answer must give the right rows on
+    this database and on a hidden one with the same tables and other rows, so that a constant
+    copied from an observation is wrong.
+
+    Args:
+        rows: Rows of the largest table.
+        max_turns: Turns before the episode is truncated.
+        early_answer: Probability that the noisy demonstrator answers without a try, and wrongly.
+        render_mode: Must be None.
+    """
+
+    blocking = False
+    system_prompt = (
+        "Answer the question with one SQLite query. Look at the database with the tools, one call "
+        "per turn; it cannot be changed. Then answer with <answer>SELECT ...</answer>. The order "
+        "of rows does not matter."
+    )
+
+    def __init__(
+        self,
+        rows: int = 40,
+        max_turns: int = 12,
+        early_answer: float = 0.6,
+        render_mode: str | None = None,
+    ) -> None:
+        """Set the size of the database."""
+        if not 10 <= rows <= 1000 or max_turns < 1:
+            raise ConfigError(
+                f"SQL: rows is {rows} and max_turns {max_turns}, expected 10 to 1000 and from 1 on."
+            )
+        self.rows, self.max_turns, self.render_mode = rows, max_turns, render_mode
+        self.early_answer = early_answer
+        self._early: bool | None = None
+        self._problem = _Problem(question="", gold="", tables=(), names={})
+        self._databases: list[Database] = []
+        self._expected: list[Counter[Row]] = []
+        self._seen: set[str] = set()
+        self._queried: set[str] = set()
+        self._found = self._success = self._listed = False
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Draw a new database and a question that has an answer."""
+        super().reset(seed=seed, options=options)
+        self._seen, self._queried = set(), set()
+        self._found = self._success = self._listed = False
+        self._early = None
+        while not self._draw():
+            pass
+        return self._problem.question, {"state_key": self._state_key}
+
+    def close(self) -> None:
+        """Free the databases; an episode that was under way has ended."""
+        self.end_episode()
+        self._free()
+
+    def _free(self) -> None:
+        for database in self._databases:
+            database.close()
+        self._databases = []
+
+    @tool
+    def tables(self) -> str:
+        """List the tables."""
+        self._listed = True
+        return ", ".join(self._problem.names[name] for name in ("people", "things", "links"))
+
+    @tool
+    def schema(self, table: str) -> str:
+        """Show the columns of a table.
+
+        Args:
+            table: The table's name.
+        """
+        try:
+            return str(self._databases[0].query(_SCHEMA.format(_quoted(table)))[1][0][0])
+        except (SQLError, IndexError):
+            return "no such table"
+
+    @tool
+    def query(self, sql: str) -> str:
+        """Run a query and show its first rows.
+
+        Args:
+            sql: One SELECT statement.
+        """
+        try:
+            columns, rows = self._databases[0].query(sql)
+        except SQLError as error:
+            return f"SQL error: {error}"
+        self._queried.add(sql)
+        lines = [" | ".join(_shown(cell) for cell in row) for row in (columns, *rows[:10])]
+        many = f"more than {_MOST_ROWS}" if len(rows) > _MOST_ROWS else str(len(rows))
+        return "\n".join([*lines, f"({many} row{'s' * (many != '1')})"])
+
+    def on_tool_result(self, call: ToolCall, result: str) -> float:
+        """Pay for the first look at a table that is needed, and for the right rows."""
+        if call.name == "schema":
+            table = call.arguments["table"].lower()
+            new = table in self._problem.tables and table not in self._seen
+            if result != "no such table":
+                self._seen.add(table)
+            return 0.1 * new
+        if call.name != "query" or self._found or result.startswith("SQL error"):
+            return 0.0
+        self._found = _rows(self._databases[0], call.arguments["sql"]) == self._expected[0]
+        return 0.2 * self._found
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Compare what the answer gives, here and on the hidden database."""
+        sql = extract_tag(text, "answer") or ""
+        given = [_rows(database, sql) for database in self._databases]
+        self._success = given == self._expected
+        return ("correct", 1.0, True) if self._success else ("wrong", 0.0, True)
+
+    def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
+        """Give the state, and at the end the outcome."""
+        info: dict[str, Any] = {"state_key": self._state_key}
+        if terminated or truncated:
+            info.update(success=self._success, episodic_reward=float(self._success))
+        return info
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """List, look at each table, try the query, answer; with noise, answer early or wrongly."""
+        if noise > 0.0 and self._early is None:
+            self._early = bool(self.np_random.random() < self.early_answer)
+        sql, early = self._problem.gold, noise > 0.0 and self._early is True
+        if early or (noise > 0.0 and self.np_random.random() < noise):
+            sql = f"SELECT * FROM {self._problem.tables[0]}"
+        if not self._listed:
+            return format_tool_call("tables", {})
+        for table in self._problem.tables:
+            if table not in self._seen:
+                return format_tool_call("schema", {"table": table})
+        answers = self._found or early
+        return f"<answer>{sql}</answer>" if answers else format_tool_call("query", {"sql": sql})
+
+    @property
+    def _state_key(self) -> str:
+        known = (self._listed, sorted(self._seen), sorted(self._queried))
+        return repr(known)
+
+    def _draw(self) -> bool:
+        """Draw a problem; False where the answer is empty, ambiguous, or the same on both."""
+        self._free()
+        self._problem = _draw_problem(self.np_random)
+        self._databases = [
+            Database(_draw_script(self.np_random, self._problem.names, self.rows)) for _ in range(2)
+        ]
+        answers = [_rows(database, self._problem.gold) for database in self._databases]
+        ambiguous = "LIMIT 1" in self._problem.gold and any(
+            _tied(database, self._problem.gold) for database in self._databases
+        )
+        self._expected = [answer for answer in answers if answer]
+        empty = len(self._expected) < 2 or any((None,) in answer for answer in self._expected)
+        return not (empty or ambiguous or answers[0] == answers[1])
+
+
+_SCHEMA = "SELECT sql FROM sqlite_master WHERE type = 'table' AND lower(name) = lower({})"
+
+
+def _draw_problem(random: np.random.Generator) -> _Problem:
+    def one(words: str) -> str:
+        choices = words.split()
+        return choices[int(random.integers(len(choices)))]
+
+    theme = _THEMES[int(random.integers(len(_THEMES)))]
+    names = {key: one(words) for key, words in theme.items() if key != "traits"}
+    names |= {"who": f"{names['people'][:-1]}_id", "what": f"{names['things'][:-1]}_id"}
+    names |= {"traits": theme["traits"]}
+    values = {"t": one(theme["traits"]), "n": one(_NAMES), "k": str(int(random.integers(5, 9)))}
+    question, gold = _QUESTIONS[int(random.integers(len(_QUESTIONS)))]
+    tables = tuple(names[k] for k in ("people", "things", "links") if f"{{{k}}} " in f"{gold} ")
+    return _Problem(
+        question=question.format(**names, **values),
+        gold=gold.format(**names, **values),
+        tables=tables,
+        names=names,
+    )
+
+
+def _draw_script(random: np.random.Generator, names: dict[str, str], rows: int) -> str:
+    """Statements that make the three tables, with rows of their own at each call."""
+
+    def insert(table: str, values: str) -> str:
+        return f"INSERT INTO {table} VALUES {values};"
+
+    traits = names["traits"].split()
+    people, things = _NAMES.split(), _THINGS.split()
+    lines = [
+        "CREATE TABLE {people} (id INTEGER PRIMARY KEY, name TEXT, {trait} TEXT);",
+        "CREATE TABLE {things} (id INTEGER PRIMARY KEY, name TEXT, {value} INTEGER);",
+        "CREATE TABLE {links} (id INTEGER PRIMARY KEY, {who} INTEGER REFERENCES {people}(id), "
+        "{what} INTEGER REFERENCES {things}(id), {amount} INTEGER);",
+    ]
+    lines = [line.format(**names) for line in lines]
+    for index, name in enumerate(people, 1):
+        trait = traits[int(random.integers(len(traits)))]
+        lines.append(insert(names["people"], f"({index}, '{name}', '{trait}')"))
+    for index, name in enumerate(things, 1):
+        lines.append(insert(names["things"], f"({index}, '{name}', {random.integers(2, 60)})"))
+    for index in range(1, rows + 1):
+        who, what = random.integers(1, len(people) + 1), random.integers(1, len(things) + 1)
+        lines.append(insert(names["links"], f"({index}, {who}, {what}, {random.integers(1, 11)})"))
+    return "\n".join(lines)
+
+
+def _tied(database: Database, gold: str) -> bool:
+    """Whether the two highest totals are equal."""
+    order = gold.partition("ORDER BY ")[2].partition(" DESC")[0]
+    totals = gold.replace("SELECT t.name", f"SELECT {order}", 1).replace("LIMIT 1", "LIMIT 2")
+    rows = database.query(totals)[1]
+    return len(rows) == 2 and rows[0] == rows[1]
+
+
+def _rows(database: Database, sql: str) -> Counter[Row] | None:
+    """The rows of a query as they are compared; None where it fails or gives too many."""
+    try:
+        rows = database.query(sql)[1]
+    except SQLError:
+        return None
+    return Counter(tuple(_cell(c) for c in row) for row in rows) if len(rows) <= 200 else None
+
+
+def _cell(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bytes):
+        return f"x'{value.hex()}'"
+    text = "NULL" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("'", "''").replace("\0", "")
+    return f"'{escaped}'"

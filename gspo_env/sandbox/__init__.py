@@ -1,0 +1,331 @@
+"""Run Python code that nobody trusts, shut in by the operating system; see docs/sandbox.md."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import marshal
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from gspo_env.errors import ConfigError, SandboxUnavailableError
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = str(Path(__file__).parent)
+_INNER_ID = 1000  # as in jail.py, which only the launcher imports: it looks for Linux
+_START = f"import sys; sys.path.insert(0, {_FOLDER!r}); import jail; del sys.path[0]; jail.main()"
+_SETUP_SECONDS = 30.0
+_GRACE_SECONDS = 5.0
+_MIB = 1 << 20
+
+
+class Stop(StrEnum):
+    """Which limit ended a run."""
+
+    TIME = "time"
+    """The wall clock."""
+    CPU = "cpu"
+    """Seconds of the processor."""
+    OUTPUT = "output"
+    """More was printed than may be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxResult:
+    """What a run left."""
+
+    stdout: str
+    stderr: str
+    exit_code: int | None
+    """As in `subprocess`: the negative signal where one ended it. None when a limit did."""
+    stopped: Stop | None
+    seconds: float
+    """Wall-clock seconds of the code, without the set-up."""
+    isolated: bool
+    """False for a run that only `allow_unsafe` made possible."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the code ended by itself and without an error."""
+        return self.exit_code == 0 and self.stopped is None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sandbox:
+    r"""Limits of a run; each run is a new process in new namespaces with an empty folder.
+
+    Example:
+        >>> Sandbox().run("print(6 * 7)").stdout
+        '42\n'
+    """
+
+    seconds: float = 5.0
+    """Wall-clock limit."""
+    cpu_seconds: int = 5
+    """Processor seconds of each process."""
+    memory_mib: int = 256
+    """Address space of each process."""
+    processes: int = 1
+    """Processes and threads at a time; the memory in use is at most this times `memory_mib`."""
+    file_mib: int = 16
+    """Largest file."""
+    disk_mib: int = 32
+    """All files of the private folder, which lives in memory."""
+    output_kib: int = 64
+    """Standard output, and standard error; when one has more, the run ends and the other, of which
+    only chance would say how much had come, is left out."""
+    readable: tuple[str, ...] = ()
+    """Further folders that the code may read and import from."""
+    allow_unsafe: bool = False
+    """Run without isolation where there is none: limits, a process group, and no protection."""
+
+    def __post_init__(self) -> None:
+        """Validate.
+
+        Raises:
+            ConfigError: A limit is not positive, or a folder does not exist.
+        """
+        for name in self.__slots__:
+            value = getattr(self, name)
+            low = 64 if name == "memory_mib" else 1 if isinstance(value, int) else 0.01
+            if name not in ("readable", "allow_unsafe") and not low <= value < 1 << 24:
+                raise ConfigError(f"Sandbox: {name} is {value}, expected at least {low}.")
+        for folder in self.readable:
+            if not os.path.isdir(folder):
+                raise ConfigError(f"Sandbox: readable folder {folder!r} does not exist.")
+
+    def check(self) -> bool:
+        """Find out, once a process, whether code can be shut in here; True where it can.
+
+        Raises:
+            SandboxUnavailableError: It cannot, and `allow_unsafe` is not set.
+        """
+        missing = find_missing()
+        if missing is not None and not self.allow_unsafe:
+            raise SandboxUnavailableError(_refusal(missing))
+        return missing is None
+
+    def run(self, code: str, *, stdin: str = "", echo: bool = False) -> SandboxResult:
+        """Run Python code as a program of its own.
+
+        Args:
+            code: The source.
+            stdin: What it reads on standard input.
+            echo: Print the value of a last line that is an expression, as a console does.
+
+        Raises:
+            SandboxUnavailableError: It cannot be shut in, and `allow_unsafe` is not set.
+        """
+        return _run(self, code, stdin, echo, self.check())
+
+
+@functools.cache
+def find_missing() -> str | None:
+    """Give what this machine lacks to isolate code; None when a trial run was truly shut in."""
+    if sys.platform != "linux":
+        return f"Linux namespaces (this is {sys.platform})"
+    probe = Sandbox(seconds=20.0, cpu_seconds=20)
+    try:
+        result = _run(probe, Path(_FOLDER, "probe.py").read_text(), "", False, True)
+    except SandboxUnavailableError as error:
+        return str(error)
+    if result.stdout == "isolated\n":
+        return None
+    said = (result.stdout or result.stderr).strip()
+    return f"a trial run was not shut in: {said or f'it ended with {result.exit_code}'}"
+
+
+def _refusal(missing: str) -> str:
+    return (
+        f"code cannot be isolated on this machine, it lacks: {missing}. Allow unprivileged user "
+        "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
+        "kernel.apparmor_restrict_unprivileged_userns; in Docker --security-opt "
+        "seccomp=unconfined --security-opt apparmor=unconfined), or pass allow_unsafe=True to "
+        "run code that you trust without isolation."
+    )
+
+
+def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> SandboxResult:
+    request: dict[str, Any] = {
+        "code": code.encode("utf-8", "replace").decode(),
+        "stdin": stdin.encode("utf-8", "replace"),
+        "echo": echo,
+        "readable": [os.path.realpath(folder) for folder in box.readable],
+        "parent": os.getpid(),
+        "disk": box.disk_mib * _MIB,
+        "folder": None,
+    }
+    with contextlib.ExitStack() as stack:
+        if not isolated:
+            logger.warning("running code without isolation, as allow_unsafe says")
+            request["folder"] = stack.enter_context(tempfile.TemporaryDirectory())
+        process, status = stack.enter_context(_launch(isolated, request["folder"]))
+        _expect(status, "unshared")
+        request["groups"] = isolated and _map_ids(process.pid)
+        request["limits"] = _limits(box, isolated, own_user=bool(request["groups"]))
+        with contextlib.suppress(BrokenPipeError):  # the status says why it ended
+            process.stdin.write(marshal.dumps(request))
+            process.stdin.close()
+        _expect(status, "running")
+        return _collect(box, process, status, isolated)
+
+
+@contextlib.contextmanager
+def _launch(isolated: bool, folder: str | None) -> Iterator[tuple[Any, int]]:
+    home = folder or "/sandbox"
+    # With one seed for hashes a program prints its sets in the same order each time.
+    environment = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+    # A thread counts as a process, and libraries start one for each core.
+    environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    status, theirs = os.pipe()
+    # The last word tells whoever looks at the list of processes whose this is.
+    words = (str(theirs), "isolated" if isolated else "unsafe", str(os.getpid()))
+    try:
+        process = subprocess.Popen(
+            [python, "-P", "-s", "-S", "-X", "utf8", "-c", _START, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd="/",
+            env=environment,
+            pass_fds=(theirs,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(status)
+        raise
+    finally:
+        os.close(theirs)
+    try:
+        with process:
+            try:
+                yield process, status
+            finally:
+                _end(process, isolated)
+    finally:
+        os.close(status)
+
+
+def _end(process: Any, isolated: bool) -> None:
+    """Take down what is left; the launcher of an isolated run ends after all within."""
+    if isolated:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+            return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _expect(status: int, wanted: str) -> None:
+    line, deadline = b"", time.monotonic() + _SETUP_SECONDS
+    with selectors.DefaultSelector() as selector:
+        selector.register(status, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(deadline - time.monotonic()):
+                raise SandboxUnavailableError(f"no set-up within {_SETUP_SECONDS:.0f} seconds")
+            if not (byte := os.read(status, 1)):
+                break
+            line += byte
+    said = line.decode("utf-8", "replace").strip()
+    if said != wanted:
+        raise SandboxUnavailableError(said.removeprefix("error ") or "the set-up died")
+
+
+def _map_ids(pid: int) -> bool:
+    """Say who the code is outside; True where that is a user of its own.
+
+    Root becomes a user that nobody is: the kernel counts no processes of the real root.
+    """
+    user, group = os.geteuid(), os.getegid()
+    known = Path("/proc/self/uid_map").read_text().splitlines()
+    last = max(int(first) + int(count) - 1 for first, _, count in map(str.split, known))
+    own = user == 0 and last >= 65534
+    if own:
+        nobody = 65534 if last < 1 << 31 else (1 << 30) + secrets.randbelow(1 << 20)
+        maps = dict.fromkeys(("uid_map", "gid_map"), f"0 0 1\n{_INNER_ID} {nobody} 1\n")
+    else:
+        maps = {"setgroups": "deny"}
+        maps |= {"uid_map": f"{_INNER_ID} {user} 1\n", "gid_map": f"{_INNER_ID} {group} 1\n"}
+    for name, text in maps.items():
+        try:
+            Path(f"/proc/{pid}/{name}").write_text(text)
+        except OSError as error:
+            raise SandboxUnavailableError(f"{name} cannot be written: {error}") from error
+    return own
+
+
+def _limits(box: Sandbox, isolated: bool, *, own_user: bool) -> dict[str, Any]:
+    limits: dict[str, Any] = {
+        "CPU": (box.cpu_seconds, box.cpu_seconds + 1),
+        "FSIZE": box.file_mib * _MIB,
+        "NOFILE": 64,
+        "CORE": 0,
+    }
+    if sys.platform == "linux":
+        limits |= {"AS": box.memory_mib * _MIB, "MEMLOCK": 0, "MSGQUEUE": 0}
+    if isolated:  # the launcher and process 1 count where they are the same user
+        limits["NPROC"] = box.processes + (0 if own_user else 2)
+    return limits
+
+
+def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> SandboxResult:
+    """Read what the code says until it has ended or meets a limit."""
+    begun, most = time.monotonic(), box.output_kib << 10
+    said = {process.stdout: bytearray(), process.stderr: bytearray(), status: bytearray()}
+    stopped: Stop | None = None
+    with selectors.DefaultSelector() as selector:
+        for source in said:
+            selector.register(source, selectors.EVENT_READ)
+        while selector.get_map() and stopped is None:
+            left = begun + box.seconds - time.monotonic()
+            ready = selector.select(max(0.0, min(left, 0.1)))
+            for key, _ in ready:
+                data = os.read(key.fd, 1 << 16)
+                said[key.fileobj] += data
+                if not data:
+                    selector.unregister(key.fileobj)
+            if any(len(said[s]) > most for s in (process.stdout, process.stderr)):
+                stopped = Stop.OUTPUT
+            elif left <= 0.0:
+                stopped = Stop.TIME
+            elif not ready and process.poll() is not None:
+                break  # without isolation a process may have left the group with the pipe
+    seconds = time.monotonic() - begun
+    code = None if stopped else _exit_code(bytes(said[status]), process, isolated)
+    if code == -signal.SIGXCPU:
+        stopped, code = Stop.CPU, None
+    texts = [bytes(said[s]) for s in (process.stdout, process.stderr)]
+    if stopped is Stop.OUTPUT:
+        flooded = len(texts[0]) > most
+        texts = [texts[0][:most] if flooded else b"", b"" if flooded else texts[1][:most]]
+    return SandboxResult(
+        stdout=texts[0].decode("utf-8", "replace"),
+        stderr=texts[1].decode("utf-8", "replace"),
+        exit_code=code,
+        stopped=stopped,
+        seconds=seconds,
+        isolated=isolated,
+    )
+
+
+def _exit_code(said: bytes, process: Any, isolated: bool) -> int:
+    if not isolated:
+        return int(process.wait(_GRACE_SECONDS))
+    word, _, number = said.decode("ascii", "replace").partition(" ")
+    # Without a word from process 1 the kernel has killed it, for want of memory.
+    return int(number) if word == "exit" else -signal.SIGKILL

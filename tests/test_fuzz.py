@@ -1,0 +1,139 @@
+"""Any text at all, through every built-in environment and the tool-call parsers.
+
+`python benchmarks/fuzz.py` does the same with 100,000 strings each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_env import format_tool_call, make_env
+from gspo_env.errors import ConfigError, GspoEnvError, MissingExtraError
+from gspo_env.registration import _BUILTIN
+from gspo_env.sandbox import find_missing
+from gspo_env.text_env import check_step
+
+PROGRAM = Path(__file__).parent.parent / "benchmarks" / "fuzz.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("fuzz_program", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FUZZ = load()
+
+
+def make(env_id: str) -> Any:
+    """The environment, or a skip where it needs arguments or a package that is not here."""
+    if "Python" in env_id and find_missing() and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
+        pytest.skip("the Python tool is NOT tested, GSPO_ENV_NO_SANDBOX is set")
+    try:
+        return make_env(env_id)
+    except (MissingExtraError, ConfigError) as error:
+        pytest.skip(f"{env_id} cannot be made bare: {error}")
+
+
+TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def actions(tools: Any) -> st.SearchStrategy[str]:
+    """Free text, tagged text, and calls of these tools with any arguments."""
+    names = [tool.name for tool in tools] or ["lookup"]
+    keys = [key for tool in tools for key in tool.parameters["properties"]] or ["key"]
+    return (
+        TEXT
+        | st.builds("<{0}>{1}</{0}>".format, st.sampled_from(["answer", "guess"]), TEXT)
+        | st.builds("<tool_call>{}</tool_call>".format, TEXT)
+        | st.builds(
+            format_tool_call,
+            st.sampled_from(names) | TEXT,
+            st.dictionaries(st.sampled_from(keys) | TEXT, VALUES, max_size=3),
+        )
+    )
+
+
+@pytest.mark.parametrize("env_id", sorted(_BUILTIN))
+def test_any_actions_give_the_same_sound_episode_twice(env_id: str) -> None:
+    pair = [make(env_id), make(env_id)]
+
+    @settings(max_examples=20 if pair[0].unwrapped.blocking else 50)
+    @given(st.lists(actions(pair[0].unwrapped.tools), max_size=8), st.integers(0, 2**32 - 1))
+    def play(texts: list[str], seed: int) -> None:
+        def record(env: Any) -> list[Any]:
+            steps = [env.reset(seed=seed)]
+            for text in texts:
+                steps.append(check_step(env_id, env.step(text)))
+                steps[-1][0].encode()
+                if steps[-1][2] or steps[-1][3]:
+                    break
+            return steps
+
+        assert record(pair[0]) == record(pair[1])
+
+    play()
+    for env in pair:
+        env.close()
+
+
+def test_the_program_plays_every_environment_and_stops_at_a_difference(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ids = [env_id for env_id in sorted(_BUILTIN) if "Python" not in env_id]
+    FUZZ.main(["--count", "100", "--seed", "7", *ids])
+    said = capsys.readouterr().out
+    assert all(env_id in said for env_id in ids)
+    for core in ("Lookup", "SQL", "Wordle", "KeyDoor"):
+        assert f"gspo/{core}-v0".ljust(24) + " NOT MADE" not in said
+
+
+class Forgetful:
+    """An environment that is not what its seed says."""
+
+    def __init__(self) -> None:
+        self.unwrapped, self.tools = self, ()
+        self.number = random.random()
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        return str(self.number), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 0.0, True, False, {}
+
+    def expert_action(self, noise: float) -> str:
+        raise NotImplementedError
+
+
+def test_the_program_notices_what_does_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FUZZ, "make_env", lambda env_id: Forgetful())
+    with pytest.raises(AssertionError, match="and then"):
+        FUZZ.play("x", 10, 0)
+
+
+def test_what_cannot_be_made_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(env_id: str) -> None:
+        raise GspoEnvError("no server")
+
+    monkeypatch.setattr(FUZZ, "make_env", refuse)
+    assert FUZZ.main(["--count", "10", "a/B-v0"]) == 1
+    assert "NOT MADE: no server" in capsys.readouterr().out

@@ -1,0 +1,561 @@
+"""The sandbox under attack: each attack works outside, so that it is real, and fails inside.
+
+On a machine that cannot isolate, these tests fail and say why; `GSPO_ENV_NO_SANDBOX=1` skips them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_env.errors import ConfigError, SandboxUnavailableError
+from gspo_env.sandbox import Sandbox, SandboxResult, Stop, find_missing
+
+SECRET = "opensesame"
+BOX = Sandbox(seconds=20.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def isolation() -> None:
+    """Nothing here means anything where code cannot be shut in."""
+    missing = find_missing()
+    if missing is not None and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
+        pytest.skip(f"the sandbox is NOT tested, GSPO_ENV_NO_SANDBOX is set: {missing}")
+    assert missing is None, f"no isolation here (GSPO_ENV_NO_SANDBOX=1 skips this): {missing}"
+
+
+def program(code: str, **names: Any) -> str:
+    """Put values before a program."""
+    return "".join(f"{k} = {v!r}\n" for k, v in names.items()) + textwrap.dedent(code)
+
+
+def outside(code: str, **options: Any) -> str:
+    """What a program prints without a sandbox."""
+    options = {"timeout": 60, "text": True, "capture_output": True} | options
+    return subprocess.run([sys.executable, "-I", "-c", code], **options).stdout
+
+
+def inside(code: str, box: Sandbox = BOX, **options: Any) -> SandboxResult:
+    result = box.run(code, **options)
+    assert result.isolated
+    return result
+
+
+def imprisoned(parent: int = 0) -> list[str]:
+    """Processes in a PID namespace below ours that were started as a sandbox by us, or by one."""
+    owner = str(parent or os.getpid()).encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            nested = [
+                line.split()[2:]
+                for line in (folder / "status").read_text().splitlines()
+                if line.startswith("NSpid:")
+            ]
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if nested[0] and "jail.main()" in str(words) and owner in words:
+                found.append(folder.name)
+    return found
+
+
+FORK_BOMB = """
+import os, time
+children = 0
+try:
+    for _ in range(50):
+        if os.fork() == 0:
+            time.sleep(1)
+            os._exit(0)
+        children += 1
+except OSError as error:
+    print(type(error).__name__)
+print("children", children)
+"""
+
+
+def test_a_fork_bomb_makes_no_more_processes_than_allowed() -> None:
+    assert "children 50" in outside(FORK_BOMB)
+    assert inside(FORK_BOMB).stdout == "BlockingIOError\nchildren 0\n"
+    some = inside(FORK_BOMB, Sandbox(processes=8, seconds=20.0))
+    assert some.stdout == "BlockingIOError\nchildren 7\n"
+    assert imprisoned() == []
+
+
+MEMORY_BOMB = """
+block = bytearray(300 * 2**20)
+block[::4096] = b"x" * len(block[::4096])
+print("took", len(block) >> 20)
+"""
+
+
+def test_a_memory_bomb_meets_its_limit() -> None:
+    assert outside(MEMORY_BOMB) == "took 300\n"
+    result = inside(MEMORY_BOMB)
+    assert (result.stdout, result.exit_code) == ("", 1)
+    assert "MemoryError" in result.stderr
+    assert inside(MEMORY_BOMB, Sandbox(memory_mib=512, seconds=20.0)).stdout == "took 300\n"
+
+
+HIDDEN_MEMORY = """
+import mmap, os
+kept = 0
+try:
+    for n in range(20):  # each below the limit of a process and of a file, together 300 MiB
+        fd = os.memfd_create(str(n))
+        os.write(fd, bytes(15 * 2**20))
+        kept += 15
+except OSError as error:
+    print(type(error).__name__)
+print("kept", kept)
+"""
+
+
+def test_memory_that_is_in_no_address_space_cannot_be_had() -> None:
+    assert outside(HIDDEN_MEMORY) == "kept 300\n"
+    assert inside(HIDDEN_MEMORY).stdout == "PermissionError\nkept 0\n"
+
+
+BIG_FILE = """
+import os
+with open(path, "wb") as file:
+    file.seek(2**30 - 1)
+    file.write(b"x")
+print(os.path.getsize(path))
+"""
+
+MANY_FILES = """
+import os
+written = 0
+try:
+    for n in range(60):
+        with open(os.path.join(folder, str(n)), "wb") as file:
+            written += file.write(bytes(2**20))
+except OSError as error:
+    print(error.strerror)
+print(written >> 20)
+"""
+
+
+def test_a_file_of_one_gigabyte_and_a_full_disk_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "big"
+    assert outside(program(BIG_FILE, path=str(path))) == f"{2**30}\n"
+    path.unlink()
+    result = inside(program(BIG_FILE, path="big"))
+    assert "File too large" in result.stderr
+    assert result.stdout == ""
+    assert outside(program(MANY_FILES, folder=str(tmp_path))) == "60\n"
+    said = inside(program(MANY_FILES, folder=".")).stdout.splitlines()
+    assert said[0] == "No space left on device"
+    assert int(said[1]) <= 32
+    assert inside("import os; print(os.listdir('.'))").stdout == "[]\n"
+
+
+CONNECT = """
+import socket
+for kind, address in addresses:
+    try:
+        with socket.socket(getattr(socket, kind)) as line:
+            line.connect(address)
+            line.sendall(b"secret")
+            print("sent")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[tuple[str, Any, socket.socket]]]:
+    """Listeners on loopback and on an abstract name, which no file system hides."""
+    tcp, unix = socket.socket(), socket.socket(socket.AF_UNIX)
+    tcp.bind(("127.0.0.1", 0))
+    name = f"\0gspo-{os.getpid()}"
+    unix.bind(name)
+    for line in (tcp, unix):
+        line.listen()
+        line.setblocking(False)
+    with tcp, unix:
+        yield [("AF_INET", tcp.getsockname(), tcp), ("AF_UNIX", name, unix)]
+
+
+def test_no_connection_reaches_a_listener(listeners: list[tuple[str, Any, socket.socket]]) -> None:
+    code = program(CONNECT, addresses=[entry[:2] for entry in listeners])
+    assert outside(code) == "sent\nsent\n"
+    for _, _, line in listeners:
+        assert line.accept()[0].recv(10) == b"secret"
+    assert inside(code).stdout == "PermissionError\n" * 2
+    for _, _, line in listeners:
+        with pytest.raises(BlockingIOError):
+            line.accept()
+
+
+def test_the_machine_beneath_a_virtual_machine_is_out_of_reach() -> None:
+    result = inside("import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)")
+    assert "PermissionError" in result.stderr
+
+
+ENVIRONMENT = """
+import glob, os
+found = list(os.environb.values())
+for path in glob.glob("/proc/*/environ"):
+    try:
+        found += open(path, "rb").read().split(b"\\0")
+    except OSError:
+        pass
+print(sum(secret.encode() in value for value in found))
+"""
+
+
+def test_the_parents_environment_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOX_TEST_TOKEN", SECRET)
+    code = program(ENVIRONMENT, secret=SECRET)
+    assert int(outside(code)) >= 2
+    assert inside(code).stdout == "0\n"
+
+
+READ = """
+import os
+found = 0
+for path in paths:
+    try:
+        found += secret in open(path).read()
+    except OSError:
+        pass
+for fd in range(3, 64):
+    try:
+        found += secret.encode() in os.pread(fd, 100, 0)
+    except OSError:
+        pass
+print(found)
+"""
+
+
+def test_files_outside_and_open_descriptors_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(SECRET)
+    paths = [str(path), *(f"/proc/{pid}/root{path}" for pid in ("self", 1, os.getpid()))]
+    paths += [f"{'../' * 12}{path}", f"/.host{path}", f"{os.path.dirname(os.__file__)}/../..{path}"]
+    code = program(READ, paths=paths, secret=SECRET)
+    with path.open() as file:
+        os.set_inheritable(file.fileno(), True)
+        assert int(outside(code, close_fds=False, cwd="/")) >= 4
+        assert inside(code).stdout == "0\n"
+
+
+def test_only_the_interpreters_libraries_can_be_seen(tmp_path: Path) -> None:
+    code = "import os; print(*os.listdir('/'))"
+    top = Path(os.path.realpath(sys.base_prefix)).parts[1]
+    known = {"dev", "lib", "lib64", "sandbox", "tmp", "usr", top}
+    assert set(outside(code).split()) > known - {"sandbox"} - {"lib64"}
+    assert set(inside(code).stdout.split()) <= known
+    tmp_path.chmod(0o755)
+    (tmp_path / "helper.py").write_text("answer = 42")
+    box = Sandbox(readable=(str(tmp_path),), seconds=20.0)
+    assert inside("import helper; print(helper.answer)", box).stdout == "42\n"
+    assert "Error" in inside("import helper").stderr
+
+
+WRITE = """
+import os
+for path in paths:
+    try:
+        open(path, "w").write("x")
+        print("wrote")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_nothing_outside_can_be_written(tmp_path: Path) -> None:
+    readable, plain = tmp_path / "readable", tmp_path / "plain"
+    readable.mkdir()
+    plain.mkdir()
+    readable.chmod(0o777)
+    paths = [str(readable / "new"), str(plain / "new")]
+    assert outside(program(WRITE, paths=paths)) == "wrote\nwrote\n"
+    for path in paths:
+        os.unlink(path)
+    paths += ["/new", "/dev/new", "/lib/new", f"{os.path.dirname(os.__file__)}/new"]
+    box = Sandbox(readable=(str(readable),), seconds=20.0)
+    said = inside(program(WRITE, paths=paths), box).stdout.split()
+    assert len(said) == len(paths)
+    assert "wrote" not in said
+    assert not any(os.path.exists(path) for path in paths)
+
+
+SIGNALS = """
+import os
+for pid in pids:
+    try:
+        os.kill(pid, number)
+        print("sent")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_signals_do_not_reach_the_parent() -> None:
+    caught: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
+    try:
+        code = program(SIGNALS, pids=[os.getpid()], number=int(signal.SIGUSR1))
+        assert outside(code) == "sent\n"
+        assert caught == [signal.SIGUSR1]
+        assert inside(code).stdout == "ProcessLookupError\n"
+        everyone = program(SIGNALS, pids=[-1, 1], number=int(signal.SIGKILL))
+        assert inside(everyone + "print('alive')").stdout.endswith("alive\n")
+        assert caught == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_infinite_loop_ends_by_the_wall_clock() -> None:
+    for code in ("while True: pass", "import time\nprint('begun')\ntime.sleep(600)"):
+        with pytest.raises(subprocess.TimeoutExpired):
+            outside(code, timeout=1)
+        result = inside(code, Sandbox(seconds=0.5))
+        assert (result.stopped, result.exit_code, result.ok) == (Stop.TIME, None, False)
+    assert result.stdout == "begun\n"
+    assert imprisoned() == []
+
+
+def test_an_infinite_loop_ends_by_the_processors_clock_even_where_it_ignores_the_signal() -> None:
+    box = Sandbox(cpu_seconds=1, seconds=60.0)
+    assert inside("while True: pass", box).stopped is Stop.CPU
+    stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
+    assert inside(stubborn, box).exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_an_output_flood_is_cut(stream: str) -> None:
+    code = f"import sys\nwhile True: sys.{stream}.write('flood ' * 1000)"
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", code], **{stream: subprocess.PIPE}
+    ) as process:
+        assert len(getattr(process, stream).read(1 << 20)) == 1 << 20
+        process.kill()
+    result = inside(code)
+    assert result.stopped is Stop.OUTPUT
+    assert len(getattr(result, stream)) == 64 << 10
+
+
+def test_what_a_flood_leaves_is_not_left_to_chance() -> None:
+    code = "import os, time\nos.write(2, b'early')\ntime.sleep(0.5)\nos.write(1, b'x' * 70000)"
+    result = inside(code)
+    assert (result.stopped, result.stdout, result.stderr) == (Stop.OUTPUT, "x" * (64 << 10), "")
+    code = "import os\nos.write(1, b'x' * 70000)\nos.write(2, b'late')"
+    results = [inside(code) for _ in range(20)]
+    assert {(r.stopped, r.stdout, r.stderr) for r in results} == {
+        (result.stopped, result.stdout, result.stderr)
+    }
+
+
+DOUBLE_FORK = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for _ in range(50):
+            with open(path, "a") as file:
+                file.write("x")
+            time.sleep(0.1)
+    os._exit(0)
+while not os.path.exists(path):
+    time.sleep(0.01)
+print("escaped", flush=True)
+time.sleep(wait)
+"""
+
+
+def test_a_double_fork_does_not_outlive_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "heartbeat"
+    code = program(DOUBLE_FORK, path=str(path), wait=60)
+    with subprocess.Popen(
+        [sys.executable, "-I", "-c", code], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"escaped\n"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        beats = path.stat().st_size
+        assert eventually(lambda: path.stat().st_size > beats)  # it lives on outside
+
+    for wait, stopped in ((0, None), (60, Stop.TIME)):  # ended by itself, and by the clock
+        code = program(DOUBLE_FORK, path="heartbeat", wait=wait)
+        result = inside(code, Sandbox(processes=8, seconds=5.0))
+        assert (result.stdout, result.stopped) == ("escaped\n", stopped)
+        assert imprisoned() == []
+
+
+def eventually(condition: Any) -> bool:
+    """Whether a condition comes true within half a minute."""
+    for _ in range(300):
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_run_dies_with_the_process_that_asked_for_it() -> None:
+    code = "from gspo_env.sandbox import Sandbox\nSandbox(seconds=600.0).run('while True: pass')"
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        assert eventually(lambda: imprisoned(process.pid))
+        process.kill()
+    assert eventually(lambda: not imprisoned(process.pid))
+
+
+SYSTEM_CALLS = {
+    "a new user namespace": ("unshare", 0x10000000),
+    "a memory file": ("memfd_create", b"x", 0),
+    "another root": ("chroot", b"."),
+    "tracing": ("ptrace", 0, 0, 0, 0),
+    "a queue": ("msgget", 0, 0o1600),
+    "shared memory": ("shmget", 0, 4096, 0o1600),
+    "another program": ("execv", b"/usr/lib/x", None),
+    "a mount": ("mount", b"none", b"/sandbox", b"tmpfs", 0, None),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEM_CALLS)
+def test_system_calls_that_open_a_way_out_are_refused(name: str) -> None:
+    call, *arguments = SYSTEM_CALLS[name]
+    code = f"""
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        result = libc.{call}(*{arguments!r})
+        print(result >= 0, ctypes.get_errno())
+    """
+    assert inside(textwrap.dedent(code)).stdout == "False 1\n"
+    if name in ("a new user namespace", "a memory file", "tracing", "a queue", "shared memory"):
+        assert outside(textwrap.dedent(code)).startswith("True")
+
+
+def test_no_privilege_is_left() -> None:
+    code = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        data = (ctypes.c_uint32 * 6)()
+        libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), data)
+        bounding = any(libc.prctl(23, c) == 1 for c in range(64))
+        print(list(data), bounding, libc.prctl(39, 0, 0, 0, 0))
+        for change in (os.setuid, os.setgid):
+            try:
+                change(0)
+                print("became root")
+            except OSError as error:
+                print(type(error).__name__)
+    """
+    said = inside(textwrap.dedent(code)).stdout.splitlines()
+    assert said[0] == "[0, 0, 0, 0, 0, 0] False 1"
+    assert "became root" not in said
+
+
+def test_runs_at_the_same_time_share_nothing() -> None:
+    def play(number: int) -> str:
+        code = program("open('mine', 'x').write(str(n)); print(open('mine').read())", n=number)
+        return inside(code).stdout
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(play, range(24))) == [f"{n}\n" for n in range(24)]
+    assert imprisoned() == []
+
+
+@pytest.mark.parametrize(
+    ("code", "stdout", "stderr", "exit_code"),
+    [
+        ("", "", "", 0),
+        ("print(input()[::-1])", "olleh\n", "", 0),
+        ("x = 6\nx * 7", "", "", 0),
+        ("import sys; sys.exit(3)", "", "", 3),
+        ("exit('no')", "", "no\n", 1),
+        ("print('\\ud800')", "\\ud800\n", "", 0),
+        ("1 +", "", "SyntaxError: invalid syntax", 1),
+        ("x = 1\n\0", "", "null bytes", 1),
+        ("def f():\n    return 1 / 0\nf()", "", "    return 1 / 0\n", 1),
+        ("import os; os.abort()", "", "", -signal.SIGABRT),
+        ("import os; os.write(1, b'\\xff')", "\ufffd", "", 0),
+    ],
+)
+def test_a_program_behaves_as_it_would_on_a_command_line(
+    code: str, stdout: str, stderr: str, exit_code: int
+) -> None:
+    result = inside(code, stdin="hello")
+    assert (result.stdout, result.exit_code, result.stopped) == (stdout, exit_code, None)
+    assert stderr in result.stderr
+    assert result.ok == (exit_code == 0)
+    assert "jail" not in result.stderr
+
+
+def test_with_echo_a_last_expression_is_printed_as_on_a_console() -> None:
+    assert inside("x = 6\nx * 7", echo=True).stdout == "42\n"
+    assert inside("x = 6\nNone", echo=True).stdout == ""
+    assert inside("print(1); 'a'", echo=True).stdout == "1\n'a'\n"
+    assert "SyntaxError" in inside("x = = 2", echo=True).stderr
+
+
+@settings(max_examples=25)
+@given(st.text(), st.text())
+def test_any_text_can_be_run(code: str, stdin: str) -> None:
+    result = inside(code, stdin=stdin)
+    (result.stdout + result.stderr).encode()
+
+
+REFUSED = """
+import os, sys
+sys.path.insert(0, os.path.join(os.path.dirname(sys.argv[1])))
+import jail
+from gspo_env.errors import SandboxUnavailableError
+from gspo_env.sandbox import Sandbox
+jail.deny({"unshare": jail._DENIED["unshare"]})  # a machine that grants no namespaces
+try:
+    Sandbox().run("print(1)")
+except SandboxUnavailableError as error:
+    print(error)
+box = Sandbox(allow_unsafe=True, seconds=1.0)
+print(box.check(), box.run("print(2)"))
+print(box.run("while True: pass").stopped, box.run("x = bytearray(2**30)").exit_code)
+print(box.run("import os; os.setsid() if os.fork() == 0 else 0\\nwhile True: pass").stopped)
+"""
+
+
+def test_without_isolation_it_refuses_unless_told_otherwise() -> None:
+    import gspo_env.sandbox
+
+    file = gspo_env.sandbox.__file__
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, file], capture_output=True, text=True, timeout=60
+    )
+    refusal, unsafe, limits, escaped = done.stdout.splitlines()
+    assert "unshare of user, mount, PID and network namespaces: Operation not perm" in refusal
+    assert "allow_unsafe=True" in refusal
+    assert "user.max_user_namespaces" in refusal
+    assert unsafe.startswith("False SandboxResult(stdout='2\\n', stderr='', exit_code=0")
+    assert "isolated=False" in unsafe
+    assert limits == "time 1"
+    assert escaped == "time"
+    assert "without isolation" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"seconds": 0.0}, {"processes": 0}, {"memory_mib": 1}, {"readable": ("/nowhere",)}]
+)
+def test_impossible_limits_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Sandbox(**wrong)
+
+
+def test_an_unavailable_sandbox_is_a_typed_error() -> None:
+    assert issubclass(SandboxUnavailableError, RuntimeError)

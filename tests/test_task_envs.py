@@ -1,0 +1,442 @@
+"""SQL, Wordle and the Python tool: what is right, what is paid, and what cannot be gamed."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import string
+import sys
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_env import format_tool_call, make_env
+from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.sandbox import Sandbox, find_missing
+from gspo_env.testing import check_env
+from gspo_envs.minigrid import describe
+from gspo_envs.sql import Database, SQLError
+from gspo_envs.wordle import WORDS, mark
+
+
+def call(env: Any, name: str, **arguments: str) -> tuple[str, float]:
+    observation, reward, *_ = env.step(format_tool_call(name, arguments))
+    return observation, reward
+
+
+@pytest.mark.parametrize("env_id", ["gspo/MiniGrid-v0", "gspo/SQL-v0", "gspo/Wordle-v0"])
+def test_the_checker_accepts(env_id: str) -> None:
+    check_env(env_id)
+
+
+# SQL
+
+
+@pytest.fixture
+def database() -> Database:
+    return Database("CREATE TABLE t (x INTEGER, y TEXT); INSERT INTO t VALUES (1, 'a'), (2, 'b');")
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "INSERT INTO t VALUES (3, 'c')",
+        "UPDATE t SET x = 0",
+        "DELETE FROM t",
+        "DROP TABLE t",
+        "CREATE TABLE u (x)",
+        "CREATE TEMP TABLE u (x)",
+        "ATTACH 'other.db' AS other",
+        "PRAGMA writable_schema = 1",
+        "VACUUM INTO 'copy.db'",
+        "BEGIN",
+        "SELECT load_extension('x')",
+        "SELECT writefile('x', 'y')",
+        "SELECT random()",
+        "SELECT CURRENT_TIMESTAMP",
+        "SELECT date('now')",
+        "SELECT * FROM pragma_database_list",
+        "SELECT 1; DROP TABLE t",
+        "WITH c AS (SELECT 1) DELETE FROM t",
+        "REPLACE INTO t VALUES (1, 'z')",
+        "",
+        "-- nothing",
+        "SELECT '\0'",
+        "SELECT '\ud800'",
+        "SELECT zeroblob(1e9)",
+        "SELECT * FROM nowhere",
+        "SELECT " + "(" * 1000 + "1" + ")" * 1000,
+    ],
+)
+def test_all_but_reading_is_an_error_and_changes_nothing(
+    database: Database, sql: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SQLError):
+        database.query(sql)
+    assert database.query("SELECT * FROM t")[1] == [(1, "a"), (2, "b")]
+    assert os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c",
+        "SELECT count(*) FROM t a, t b, t c, t d, t e, t f, t g, t h, t i, t j, t k, t l, t m, "
+        "t n, t o, t p, t q, t r, t s, t u, t v, t w",
+        "WITH RECURSIVE c(x) AS (SELECT 'ab' UNION ALL SELECT x || x FROM c) SELECT max(x) FROM c",
+    ],
+)
+def test_endless_work_is_cut(database: Database, sql: str) -> None:
+    with pytest.raises(SQLError, match=r"too (much work|big)"):
+        database.query(sql)
+    assert database.query("SELECT 1")[1] == [(1,)]
+
+
+@pytest.mark.parametrize(
+    ("sql", "rows"),
+    [
+        ("SELECT max(x), upper(y) FROM t", [(2, "B")]),
+        ("SELECT y, row_number() OVER (ORDER BY x DESC) FROM t ORDER BY y", [("a", 2), ("b", 1)]),
+        ("WITH RECURSIVE c(n) AS (SELECT 1 UNION SELECT n + 1 FROM c LIMIT 3) SELECT * FROM c",
+         [(1,), (2,), (3,)]),
+        ("SELECT name FROM sqlite_master", [("t",)]),
+        ("SELECT CAST(x'ff' AS TEXT)", [("\ufffd",)]),
+        ("SELECT count(*) FROM t WHERE y LIKE '%a%a%a%a%a%a%a%a%a%b'", [(0,)]),
+    ],
+)  # fmt: skip
+def test_reading_is_allowed(database: Database, sql: str, rows: list[Any]) -> None:
+    assert database.query(sql)[1] == rows
+
+
+def test_sql_pays_each_needed_table_the_right_rows_and_the_answer_once() -> None:
+    env: Any = make_env("gspo/SQL-v0")
+    env.reset(seed=0)
+    problem = env.unwrapped._problem
+    gold, needed = problem.gold, problem.tables
+    spare = next(problem.names[k] for k in ("people", "things", "links")
+                 if problem.names[k] not in needed)  # fmt: skip
+    listed, reward = call(env, "tables")
+    assert set(listed.split(", ")) == {*needed, spare}
+    assert reward == 0.0
+    assert call(env, "schema", table=spare)[1] == 0.0
+    assert call(env, "schema", table="x' OR 1 --") == ("no such table", 0.0)
+    for table in needed:
+        shown, reward = call(env, "schema", table=table.upper())
+        assert shown.startswith(f"CREATE TABLE {table} (id INTEGER")
+        assert reward == 0.1
+        assert call(env, "schema", table=table)[1] == 0.0
+    assert call(env, "query", sql="SELECT * FROM nowhere") == (
+        "SQL error: no such table: nowhere",
+        0.0,
+    )
+    assert call(env, "query", sql=gold)[1] == 0.2
+    assert call(env, "query", sql=gold)[1] == 0.0
+    observation, reward, terminated, _, info = env.step(f"<answer>{gold}</answer>")
+    assert (observation, reward, terminated) == ("correct", 1.0, True)
+    assert (info["success"], info["episodic_reward"]) == (True, 1.0)
+
+
+def test_a_constant_copied_from_the_shown_rows_is_no_answer() -> None:
+    env: Any = make_env("gspo/SQL-v0")
+    for seed in range(30):
+        env.reset(seed=seed)
+        rows = env.unwrapped._databases[0].query(env.unwrapped._problem.gold)[1]
+        values = ", ".join(f"({', '.join(repr(cell) for cell in row)})" for row in rows)
+        constant = f"SELECT * FROM (VALUES {values})"
+        assert call(env, "query", sql=constant)[1] == 0.2
+        observation, reward, *_ = env.step(f"<answer>{constant}</answer>")
+        assert (observation, reward) == ("wrong", 0.0)
+
+
+def test_the_answer_may_be_written_otherwise() -> None:
+    env: Any = make_env("gspo/SQL-v0")
+    for seed in range(30):
+        env.reset(seed=seed)
+        gold = env.unwrapped._problem.gold
+        other = f"WITH answer AS ({gold}) SELECT * FROM answer ORDER BY 1 DESC"
+        assert env.step(f"I think <answer>\n{other};\n</answer>")[0] == "correct"
+
+
+def test_every_kind_of_question_and_theme_is_drawn() -> None:
+    env: Any = make_env("gspo/SQL-v0")
+    starts = Counter(env.reset(seed=seed)[0].partition(" ")[0] for seed in range(80))
+    assert len(starts) >= 3
+    questions = {env.reset(seed=seed)[0] for seed in range(80)}
+    assert len(questions) > 60
+
+
+def test_long_results_are_cut() -> None:
+    env: Any = make_env("gspo/SQL-v0", rows=300)
+    env.reset(seed=0)
+    links = env.unwrapped._problem.names["links"]
+    observation, _ = call(env, "query", sql=f"SELECT * FROM {links}")
+    assert observation.count("\n") == 11
+    assert observation.endswith("(more than 200 rows)")
+    assert len(call(env, "query", sql=f"SELECT group_concat(id) FROM {links}")[0]) < 120
+
+
+def test_the_databases_are_freed() -> None:
+    env: Any = make_env("gspo/SQL-v0")
+    env.reset(seed=0)
+    shown = env.unwrapped._databases[0]
+    env.close()
+    with pytest.raises(sqlite3.ProgrammingError):
+        shown._connection.execute("SELECT 1")
+    env.reset(seed=0)
+
+
+# Wordle
+
+
+@pytest.mark.parametrize(
+    ("word", "guess", "marks"),
+    [
+        ("crane", "crane", "GGGGG"),
+        ("crane", "slump", "-----"),
+        ("crane", "nacre", "YYYYG"),
+        ("abide", "added", "GY-Y-"),
+        ("green", "eerie", "YYY--"),
+        ("sheep", "eerie", "YY---"),
+        ("level", "hello", "-GYY-"),
+        ("robot", "motto", "-GY-Y"),
+        ("total", "motto", "-GGY-"),
+    ],
+)
+def test_letters_are_marked_no_more_often_than_the_word_has_them(
+    word: str, guess: str, marks: str
+) -> None:
+    assert mark(word, guess) == marks
+
+
+@given(st.sampled_from(WORDS), st.text(string.ascii_lowercase[:8], min_size=5, max_size=5))
+def test_marks_account_for_every_letter(word: str, guess: str) -> None:
+    marks = mark(word, guess)
+    assert [m == "G" for m in marks] == [a == b for a, b in zip(word, guess, strict=True)]
+    for letter in set(guess):
+        told = sum(m != "-" for m, g in zip(marks, guess, strict=True) if g == letter)
+        assert told == min(word.count(letter), guess.count(letter))
+
+
+def test_the_word_list_is_sound_and_the_demonstrator_finds_every_word() -> None:
+    assert len(WORDS) == len(set(WORDS)) >= 380
+    assert all(len(word) == 5 and set(word) <= set(string.ascii_lowercase) for word in WORDS)
+    env: Any = make_env("gspo/Wordle-v0")
+    for word in WORDS[::7]:
+        env.reset(seed=0, options={"word": word})
+        for _ in range(6):
+            *_, terminated, _, info = env.step(env.unwrapped.expert_action())
+            if terminated:
+                break
+        assert info["success"]
+
+
+def test_a_place_is_paid_once_and_states_forget_the_order() -> None:
+    env: Any = make_env("gspo/Wordle-v0")
+    states = []
+    for guesses, paid in (
+        (["<guess>CRIMP</guess>", "<guess>xrxxx</guess>"], [0.2, 0.0]),
+        (["<guess>xrxxx</guess>", "<guess>crimp</guess>"], [0.1, 0.1]),
+    ):
+        env.reset(seed=0, options={"word": "crane"})
+        steps = [env.step(guess) for guess in guesses]
+        assert [step[1] for step in steps] == paid
+        states.append(steps[-1][4]["state_key"])
+    assert states[0] == states[1]
+    assert env.step("crane")[:2] == (
+        "Write your guess of five letters as <guess>word</guess>.",
+        0.0,
+    )
+    assert env.step("<guess>crane</guess>")[:3] == ("crane GGGGG correct", 1.0, True)
+
+
+def test_the_word_list_can_be_made_the_rule() -> None:
+    env: Any = make_env("gspo/Wordle-v0", words_only=True)
+    env.reset(seed=0, options={"word": "crane"})
+    assert env.step("<guess>xrxxx</guess>")[:2] == ("xrxxx is not in the word list.", 0.0)
+    with pytest.raises(ConfigError, match="expected one of"):
+        env.reset(options={"word": "xrxxx"})
+
+
+# MiniGrid
+
+
+def view(rows: str, direction: int = 0) -> dict[str, Any]:
+    """What is seen, drawn with the walker in the middle of the last row."""
+    square = {
+        "?": (0, 0, 0), ".": (1, 0, 0), "#": (2, 5, 0), "D": (4, 0, 1), "O": (4, 4, 0),
+        "L": (4, 2, 2), "k": (5, 4, 0), "G": (8, 1, 0), "~": (9, 0, 0), "^": (1, 0, 0),
+    }  # fmt: skip
+    image = np.array([[square[c] for c in row] for row in rows.split()], dtype=np.uint8)
+    return {"image": image.transpose(1, 0, 2), "direction": direction, "mission": "go"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ("... ... .^.", "free for 2 squares. You see nothing else."),
+        ("#.# #.# #^#", "free for 2 squares. You see nothing else."),
+        ("### ... .^.", "free for 1 square, then a wall. You see nothing else."),
+        ("... .D. .^.", "free for 0 squares, then a closed red door. You see a closed red door 1"),
+        ("... .O. .^.", "free for 2 squares. You see an open yellow door 1 ahead."),
+        ("?L? ... k^.", "free for 1 square, then a locked blue door. You see a yellow key 1 to the "
+         "left; a locked blue door 2 ahead."),
+        ("..G .~. .^.", "free for 0 squares, then lava. You see lava 1 ahead; the goal 2 ahead and "
+         "1 to the right."),
+        ("... ... .k.", "You see nothing else. You carry a yellow key."),
+    ],
+)  # fmt: skip
+def test_a_view_is_told_from_where_the_walker_stands(rows: str, said: str) -> None:
+    assert said in describe(view(rows))
+    assert describe(view(rows, 3)).startswith("You face north.")
+
+
+def test_the_package_agrees_with_the_words_of_a_view() -> None:
+    env: Any = make_env("gspo/MiniGrid-v0")
+    hidden = 0
+    for seed in range(30):
+        observation = env.reset(seed=seed)[0]
+        game = env.unwrapped._game.unwrapped
+        seen = observation.partition("You see ")[2].count(";") + 1
+        things = [o for o in game.grid.grid if o is not None and o.type in ("key", "ball", "box")]
+        assert seen <= len(things)
+        hidden += len(things) - seen
+        free = int(observation.partition("free for ")[2].partition(" ")[0])
+        before = tuple(game.agent_pos)
+        for _ in range(free):
+            env.step("forward")
+        assert sum(abs(a - b) for a, b in zip(before, game.agent_pos, strict=True)) == free
+    assert hidden > 10  # what is seen is a part of what is there
+
+
+def test_the_bot_of_the_package_reaches_every_goal() -> None:
+    env: Any = make_env("gspo/MiniGrid-v0", game="BabyAI-UnlockPickup-v0")
+    for seed in range(15):
+        env.reset(seed=seed)
+        done, total, turns = False, 0.0, 0
+        while not done:
+            _, reward, terminated, truncated, info = env.step(env.unwrapped.expert_action())
+            done, total, turns = terminated or truncated, total + reward, turns + 1
+        limit = env.unwrapped._game.unwrapped.max_steps
+        assert info["success"] is True
+        assert total == pytest.approx(1 - 0.9 * turns / limit)
+
+
+def test_where_the_bot_gives_up_the_demonstrator_goes_on() -> None:
+    env: Any = make_env("gspo/MiniGrid-v0")
+    lost = 0
+    for seed in range(60):
+        env.reset(seed=seed)
+        done = False
+        while not done:
+            env.unwrapped.expert_action()
+            game = env.unwrapped._game.unwrapped
+            ahead = game.grid.get(*game.front_pos)
+            box = ahead is not None and ahead.type == "box"
+            action = "toggle" if box else env.unwrapped.expert_action(0.5)
+            *_, terminated, truncated, _ = env.step(action)
+            done = terminated or truncated
+        lost += env.unwrapped._lost
+    assert lost > 0
+
+
+def test_other_words_take_a_turn_and_change_nothing() -> None:
+    env: Any = make_env("gspo/MiniGrid-v0", max_turns=3)
+    state = env.reset(seed=0)[1]["state_key"]
+    for action, told in (("fly", "Write one action"), ("Pick  Up.", "You face"), ("", "Write")):
+        observation, reward, terminated, truncated, info = env.step(action)
+        assert observation.startswith(told)
+        assert (reward, terminated, info["state_key"]) == (0.0, False, state)
+    assert truncated
+    assert info["success"] is False
+
+
+def test_without_the_package_the_error_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "minigrid", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'gspo-env\[minigrid\]'"):
+        make_env("gspo/MiniGrid-v0")
+
+
+def test_games_that_cannot_be_played_are_refused() -> None:
+    with pytest.raises(ConfigError, match="BabyAI-GoToLocal-v0"):
+        make_env("gspo/MiniGrid-v0", game="BabyAI-GoToLocl-v0")
+    with pytest.raises(ConfigError, match="max_turns"):
+        make_env("gspo/MiniGrid-v0", max_turns=0)
+    env: Any = make_env("gspo/MiniGrid-v0", game="MiniGrid-DoorKey-5x5-v0")
+    env.reset(seed=0)
+    with pytest.raises(NotImplementedError):
+        env.unwrapped.expert_action()
+
+
+# The Python tool
+
+
+@pytest.fixture
+def tool_env() -> Any:
+    missing = find_missing()
+    if missing is not None and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
+        pytest.skip(f"the Python tool is NOT tested, GSPO_ENV_NO_SANDBOX is set: {missing}")
+    return make_env("gspo/PythonTool-v0")
+
+
+def test_the_checker_accepts_the_python_tool(tool_env: Any) -> None:
+    check_env(tool_env, episodes=1)
+
+
+def test_programs_print_what_another_way_works_out(tool_env: Any) -> None:
+    kinds = set()
+    for seed in range(25):
+        kinds.add(tool_env.reset(seed=seed)[0].partition(" ")[0:3])
+        printed, reward = tool_env.step(tool_env.unwrapped.expert_action())[:2]
+        assert reward == 0.2
+        result = tool_env.step(tool_env.unwrapped.expert_action())
+        assert result[:4] == ("correct", 1.0, True, False)
+        assert printed == str(tool_env.unwrapped._value)
+    assert len(kinds) > 3
+
+
+def test_failed_programs_are_observed_and_not_paid(tool_env: Any) -> None:
+    tool_env.reset(seed=0)
+    observation, reward = call(tool_env, "python", code="1 / 0")
+    assert "ZeroDivisionError" in observation
+    assert reward == 0.0
+    assert call(tool_env, "python", code="x = 1")[0] == "(no output)"
+    assert call(tool_env, "python", code="'a' * 3")[0] == "'aaa'"
+    assert "ended with exit code 3" in call(tool_env, "python", code="exit(3)")[0]
+    assert tool_env.step("no idea")[:3] == ("wrong", 0.0, True)
+
+
+def test_endless_programs_are_cut() -> None:
+    tool_env: Any = make_env("gspo/PythonTool-v0", sandbox=Sandbox(seconds=0.5))
+    tool_env.reset(seed=0)
+    assert call(tool_env, "python", code="while True: pass")[0] == "stopped after 0.5 seconds"
+    flood, _ = call(tool_env, "python", code="while True: print('x' * 99)")
+    assert flood.endswith("stopped after 64 KiB of output")
+    assert len(flood) < 2200
+
+
+def test_a_noisy_demonstrator_of_the_tool_sometimes_fails(tool_env: Any) -> None:
+    wins = 0
+    for seed in range(20):
+        tool_env.reset(seed=seed)
+        done = False
+        while not done:
+            action = tool_env.unwrapped.expert_action(0.15)
+            *_, terminated, truncated, info = tool_env.step(action)
+            done = terminated or truncated
+        wins += info["success"]
+    assert 2 <= wins <= 15
+
+
+@settings(max_examples=40)
+@given(st.text(max_size=30))
+def test_any_query_is_answered(sql: str) -> None:
+    env: Any = make_env("gspo/SQL-v0")
+    env.reset(seed=0)
+    for body in (sql, f"SELECT {sql}", f"SELECT * FROM loans WHERE {sql}"):
+        call(env, "query", sql=body)[0].encode()
+    env.close()
