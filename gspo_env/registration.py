@@ -28,6 +28,7 @@ _BUILTIN = {
     "gspo/Calculator-v0": "gspo_envs.calculator:CalculatorEnv",
     "gspo/Distractor-v0": "gspo_envs.diagnostics:DistractorEnv",
     "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
+    "gspo/GymText-v0": "gspo_envs.gym_text:GymTextEnv",
     "gspo/KeyDoor-v0": "gspo_envs.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
     "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
