@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -116,13 +117,14 @@ class GymTextEnv(TextEnv):
         self.inner = _make(env, kwargs)
         for name in ("observation_space", "action_space"):
             _refuse(env, name, getattr(self.inner, name))
+        self._actions = copy.deepcopy(self.inner.action_space)  # a class may share its spaces
         limit = self.inner.spec.max_episode_steps if self.inner.spec else None
         self.max_turns = max_turns or limit or 100
         self.invalid_reward, self.invalid_steps = invalid_reward, invalid_steps
         self.render_mode = render_mode
         self._known = _KNOWN.get(type(self.inner.unwrapped).__name__)
         self._names = tuple(action_names) or (self._known.actions if self._known else ())
-        self._grammar = f"<action>{_grammar(self.inner.action_space, self._names)}</action>"
+        self._grammar = f"<action>{_grammar(self._actions, self._names)}</action>"
         rules = self._known.rules if self._known else f"Act in {env}."
         self.system_prompt = f"{rules} Each turn, write one action as {self._grammar}."
         self._turn, self._ended = 0, True
@@ -134,7 +136,7 @@ class GymTextEnv(TextEnv):
         super().reset(seed=seed, options=options)
         inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
         observation, _ = self.inner.reset(seed=inner_seed, options=options or None)
-        self.inner.action_space.seed(action_seed)
+        self._actions.seed(action_seed)
         self._turn, self._ended = 0, False
         self._seen = observation
         return self._show(observation), self._info(observation)
@@ -151,7 +153,7 @@ class GymTextEnv(TextEnv):
             )
         self._turn += 1
         tagged = extract_tag(action, "action")
-        space = self.inner.action_space
+        space = self._actions
         value = read_action(space, action.strip() if tagged is None else tagged, self._names)
         said, reward, info = "", 0.0, {}
         if value is None:
@@ -178,10 +180,10 @@ class GymTextEnv(TextEnv):
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Demonstrate the grammar alone: any action of the space."""
-        return f"<action>{self._write(self.inner.action_space.sample())}</action>"
+        return f"<action>{self._write(self._actions.sample())}</action>"
 
     def _write(self, action: Any) -> str:
-        space = self.inner.action_space
+        space = self._actions
         if isinstance(space, spaces.Discrete) and self._names:
             return self._names[int(action) - int(space.start)]
         return write_value(space, action)
@@ -257,11 +259,12 @@ def _from_json(space: spaces.Space[Any], value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError("not a whole number")
         return value
-    array = np.asarray(value, dtype=np.float64)
-    if not np.isfinite(array).all() or (space.dtype.kind != "f" and (array % 1).any()):  # type: ignore[union-attr]
-        raise ValueError("not a number of the space")
-    with np.errstate(all="ignore"):  # an overflow is found by `contains`
-        return array.reshape(space.shape or ()).astype(space.dtype)
+    array = np.asarray(value, dtype=np.float64).reshape(space.shape or ())
+    with np.errstate(all="ignore"):
+        cast = array.astype(space.dtype)
+    if cast.dtype.kind != "f" and not np.array_equal(cast, array):
+        raise ValueError("not whole numbers of the space")
+    return cast
 
 
 def _folded(names: tuple[str, ...]) -> list[str]:
