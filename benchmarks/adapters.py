@@ -32,7 +32,7 @@ from gspo_env.testing import check_env, random_policy
 from gspo_env.text_env import check_reset, check_step
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
-EPISODES, TURNS, EPISODE_SECONDS, CHECK_SECONDS = 5, 100, 20, 120
+EPISODES, TURNS, EPISODE_SECONDS, CHECK_SECONDS = 5, 100, 20, 60
 
 Kwargs = dict[str, Any]
 
@@ -144,6 +144,10 @@ ADAPTERS = [
 ]
 
 
+class PackageError(Exception):
+    """The package raised on an action."""
+
+
 class TooSlow(BaseException):
     """Not an Exception, so that no package catches it."""
 
@@ -170,7 +174,7 @@ def play(env: Any, seed: int) -> None:
         step = check_step("environment", env.step(random_policy(rng, observation)))
         observation, _, terminated, truncated, info = step
         if "env_error" in info:
-            raise RuntimeError(f"in the package: {info['env_error']}")
+            raise PackageError(info["env_error"])
         if terminated or truncated:
             return
 
@@ -206,11 +210,13 @@ def try_out(row: Row, kwargs: Kwargs) -> None:
 
 def reason(error: Exception, name: str) -> str:
     """A short text that is the same for the same fault of several environments."""
-    text = " ".join(str(error).replace(name, "it").split())
-    text = re.sub(r"arguments? \{[^}]*\}|with \{[^}]*\}", "", text)
-    text = re.sub(r"'?/\S+/(?=[^/]+)", "", text)  # no folder of this machine
-    kind = type(error).__name__
-    return f"{kind}: {text[:150]}".replace("|", "\\|").replace("<", "&lt;")
+    text = " ".join(str(error).split())
+    text = re.sub(rf"{re.escape(name)} (cannot be|needs)", r"\1", text)
+    text = re.sub(r"cannot be (made|played by \d+)( with( arguments)? \{[^}]*\})?: ", "", text)
+    text = re.sub(r"Could not import \S+ Error: ", "", text)
+    text = re.sub(r" \(env.py, line \d+\)|: '?/\S+", "", text)  # nor folders of this machine
+    kind = "" if isinstance(error, (ConfigError, MissingExtraError)) else type(error).__name__
+    return f"{kind}: {text[:150]}".removeprefix(": ").replace("|", "\\|").replace("<", "&lt;")
 
 
 @contextlib.contextmanager

@@ -174,6 +174,16 @@ def test_textarena_counts_invalid_moves_and_pays_what_is_done() -> None:
     assert info == {"success": False, "invalid_move": True}
 
 
+@adapters
+def test_a_game_that_confuses_reward_and_reason_is_still_paid() -> None:
+    env = make_env("gspo/TextArena-v0", game="ThreeCardMonte-v0")
+    env.reset(seed=0)
+    env.step("nothing")
+    observation, reward, terminated, _, info = env.step("nothing")
+    assert (reward, terminated, info["invalid_move"]) == (0.0, True, True)
+    assert observation.endswith("Bad action. Use `[k]`.")
+
+
 def win(rng: random.Random, observation: str) -> str:
     return "[col 3]"
 
@@ -181,7 +191,6 @@ def win(rng: random.Random, observation: str) -> str:
 @adapters
 def test_other_players_are_played_by_the_opponent() -> None:
     arguments = {"game": "ConnectFour-v0", "players": 2, "opponent": f"{__name__}:win"}
-    sys.modules.setdefault(__name__, sys.modules[win.__module__])
     env = make_env("gspo/TextArena-v0", **arguments)
     steps = play(env, 0, *(f"[col {n}]" for n in (0, 1, 0, 1)))
     assert "[Player 1] [col 3]" in steps[0][0]

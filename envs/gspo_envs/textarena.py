@@ -93,11 +93,13 @@ class TextArenaEnv(ForeignEnv):
         if not done:
             return self._read(done), 0.0, False, False, {}
         rewards, notes = self._bare.close()
-        reward = float((rewards or {}).get(0, 0.0))
         note = (notes or {}).get(0, {})
-        said = f"{self._read(done)}\n{note.get('reason') or ''}".strip()
+        reward, reason = (rewards or {}).get(0, 0.0), str(note.get("reason") or "")
+        if isinstance(reward, str):  # some games hand these two over in the wrong order
+            reward, reason = reason.removeprefix("Invalid Move: "), reward
+        reward = float(reward)
         info = {"success": reward >= 1.0, "invalid_move": bool(note.get("invalid_move"))}
-        return said, reward, True, False, info
+        return f"{self._read(done)}\n{reason}".strip(), reward, True, False, info
 
     @property
     def _bare(self) -> Any:
