@@ -112,13 +112,13 @@ def test_what_is_not_an_element_is_not_an_action(space: Any, text: str) -> None:
 def test_frozen_lake_reads_as_a_map_and_names_its_actions() -> None:
     env: Any = make_env("gspo/GymText-v0", env="FrozenLake-v1", is_slippery=False)
     observation, info = env.reset(seed=0)
-    assert observation == "@FFF\nFHFH\nFFFH\nHFFG"
+    assert observation == "@FFF\nFHFH\nFFFH\nHFFG\nYou are at row 0, column 0."
     assert info == {"state_key": "0"}
     assert "<action>left|down|right|up</action>" in env.get_wrapper_attr("system_prompt")
     for action in ("down", "DOWN", "2", "<action> 1 </action>", "so: <action>right</action>"):
         observation, reward, terminated, _, info = env.step(action)
         assert (reward, terminated) == (0.0, False)
-    assert observation == "SFFF\nFHFH\nFFFH\nHF@G"
+    assert observation == "SFFF\nFHFH\nFFFH\nHF@G\nYou are at row 3, column 2."
     assert info == {"state_key": "14"}
     result = env.step("right")
     assert result[1:4] == (1.0, True, False)
@@ -130,7 +130,7 @@ def test_frozen_lake_reads_as_a_map_and_names_its_actions() -> None:
 def test_taxi_and_blackjack_say_their_state_in_words() -> None:
     taxi, _ = make_env("gspo/GymText-v0", env="Taxi-v4").reset(seed=3)
     assert "The taxi is at row 3, column 0. The passenger is at G (row 0, column 4)." in taxi
-    assert "@" in taxi.splitlines()[5]
+    assert "@" in taxi.splitlines()[4]
     assert "\x1b" not in taxi
     env = make_env("gspo/GymText-v0", env="Blackjack-v1")
     hand, info = env.reset(seed=3)
@@ -140,7 +140,8 @@ def test_taxi_and_blackjack_say_their_state_in_words() -> None:
 
 def test_falling_off_the_cliff_is_no_success_and_the_goal_is() -> None:
     env = make_env("gspo/GymText-v0", env="CliffWalking-v1")
-    env.reset(seed=0)
+    observation, _ = env.reset(seed=0)
+    assert observation.endswith("\nx  C  C  C  C  C  C  C  C  C  C  T\nYou are at row 3, column 0.")
     assert env.step("right")[1:3] == (-100.0, False)
     for action in ["up", *["right"] * 11, "down"]:
         result = env.step(action)
@@ -173,13 +174,36 @@ def test_an_unreadable_action_may_be_a_random_step_instead() -> None:
     assert len(maps) > 1
 
 
-def test_the_demonstrator_shows_the_grammar() -> None:
-    env: Any = make_env("gspo/GymText-v0", env="Taxi-v4")
-    env.reset(seed=0)
-    actions = {env.get_wrapper_attr("expert_action")() for _ in range(60)}
-    assert "<action>pickup</action>" in actions
-    assert len(actions) == 6
-    assert all("invalid_action" not in env.step(action)[4] for action in sorted(actions))
+@pytest.mark.parametrize(
+    ("name", "arguments", "best"),
+    [
+        ("FrozenLake-v1", {"is_slippery": False}, 1.0),
+        ("CliffWalking-v1", {}, -13.0),
+        ("Taxi-v4", {}, None),
+    ],
+)
+def test_the_demonstrator_solves_what_has_a_table_of_transitions(
+    name: str, arguments: dict[str, Any], best: float | None
+) -> None:
+    env: Any = make_env("gspo/GymText-v0", env=name, **arguments)
+    for seed in range(10):
+        env.reset(seed=seed)
+        total, ended = 0.0, False
+        while not ended:
+            _, reward, *ends, info = env.step(env.get_wrapper_attr("expert_action")())
+            total += reward
+            ended = any(ends)
+        assert info["success"] is True
+        assert best is None or total == best
+
+
+def test_a_noisy_demonstrator_still_shows_the_grammar() -> None:
+    for name in ("Taxi-v4", "Blackjack-v1"):
+        env: Any = make_env("gspo/GymText-v0", env=name)
+        env.reset(seed=0)
+        actions = {env.get_wrapper_attr("expert_action")(1.0) for _ in range(60)}
+        assert len(actions) == env.unwrapped.inner.action_space.n
+        assert "invalid_action" not in env.step(min(actions))[4]
 
 
 def test_nested_spaces_are_json() -> None:

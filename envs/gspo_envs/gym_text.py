@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import gymnasium
@@ -29,13 +30,18 @@ class _Known:
     actions: tuple[str, ...]
     success: float
     """A terminal step with at least this reward is a success."""
-    describe: Callable[[Any, Any], str] | None = None
+    describe: Callable[[Any, Any], str]
     """From the bare environment and its observation."""
 
 
 def _blackjack(env: Any, observation: Any) -> str:
     total, dealer, ace = (int(part) for part in observation)
     return f"You have {total}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
+
+
+def _place(columns: int, observation: Any) -> str:
+    row, column = divmod(int(observation), columns)
+    return f"You are at row {row}, column {column}."
 
 
 def _taxi(env: Any, observation: Any) -> str:
@@ -48,17 +54,18 @@ def _taxi(env: Any, observation: Any) -> str:
     )
 
 
-_COMPASS = ("up", "right", "down", "left")
 _KNOWN = {
     "FrozenLakeEnv": _Known(
         rules="Walk over the frozen lake from S to G; F is ice, H a hole, @ is you.",
         actions=("left", "down", "right", "up"),
         success=1.0,
+        describe=lambda env, observation: _place(env.ncol, observation),
     ),
     "CliffWalkingEnv": _Known(
         rules="Walk to T without stepping on C, the cliff; o is ground, x is you.",
-        actions=_COMPASS,
+        actions=("up", "right", "down", "left"),
         success=-1.0,
+        describe=lambda env, observation: _place(env.shape[1], observation),
     ),
     "TaxiEnv": _Known(
         rules="Fetch the passenger and set them down at the destination; | is a wall, @ the taxi.",
@@ -179,8 +186,17 @@ class GymTextEnv(TextEnv):
         self.inner.close()
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Demonstrate the grammar alone: any action of the space."""
+        """Play well where the environment has a table `P` of its transitions, else at random.
+
+        With probability `noise` the action is any of the space.
+        """
+        if self._policy and self.np_random.random() >= noise:
+            return f"<action>{self._write(self._policy[int(self._seen)])}</action>"
         return f"<action>{self._write(self._actions.sample())}</action>"
+
+    @cached_property
+    def _policy(self) -> dict[int, int]:
+        return _solve(getattr(self.inner.unwrapped, "P", None) or {})
 
     def _write(self, action: Any) -> str:
         space = self._actions
@@ -190,10 +206,10 @@ class GymTextEnv(TextEnv):
 
     def _show(self, observation: Any) -> str:
         parts = []
-        if self._known is not None and self._known.describe is not None:
-            parts.append(self._known.describe(self.inner.unwrapped, observation))
         if self.inner.render_mode == "ansi":
             parts.append(_plain(str(self.inner.render())))
+        if self._known is not None:
+            parts.append(self._known.describe(self.inner.unwrapped, observation))
         text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
         return text.encode("utf-8", "replace").decode()[:MAX_TEXT_LENGTH]
 
@@ -265,6 +281,26 @@ def _from_json(space: spaces.Space[Any], value: Any) -> Any:
     if cast.dtype.kind != "f" and not np.array_equal(cast, array):
         raise ValueError("not whole numbers of the space")
     return cast
+
+
+def _solve(table: dict[int, dict[int, list[tuple[float, int, float, bool]]]]) -> dict[int, int]:
+    """Give the best action of each state by value iteration, discounted by 0.99 a turn."""
+    values = dict.fromkeys(table, 0.0)
+
+    def worth(outcomes: list[tuple[float, int, float, bool]]) -> float:
+        return sum(p * (gain + 0.99 * values[s] * (not done)) for p, s, gain, done in outcomes)
+
+    change = 1.0
+    while change > 1e-6:
+        change = 0.0
+        for state, actions in table.items():
+            best = max(worth(outcomes) for outcomes in actions.values())
+            change = max(change, abs(best - values[state]))
+            values[state] = best
+    return {
+        state: max(actions, key=lambda action: worth(actions[action]))
+        for state, actions in table.items()
+    }
 
 
 def _folded(names: tuple[str, ...]) -> list[str]:
