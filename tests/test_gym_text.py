@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env import make_env
+from gspo_env.cli import main
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.testing import check_env
 from gspo_envs.gym_text import read_action, write_value
@@ -228,3 +230,15 @@ def test_nested_spaces_are_json() -> None:
 def test_what_cannot_be_text_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_env("gspo/GymText-v0", **arguments)
+
+
+def test_the_example_trains_on_frozen_lake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny = ["--demonstrations", "32", "--imitation-steps", "2", "--steps", "1"]
+    tiny += ["--tasks-per-step", "2", "--group-size", "4", "--eval-tasks", "4"]
+    example = request.config.rootpath / "examples" / "frozen_lake.toml"
+    main(["train", "--config", str(example), *tiny, "--output", "out"])
+    episodes = (tmp_path / "out" / "episodes-0001.txt").read_text()
+    assert "You are at row 0, column 0." in episodes
