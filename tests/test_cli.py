@@ -109,7 +109,8 @@ def test_a_file_may_give_an_environment_arguments_named_as_our_fields(tmp_path, 
     )
     main(["train", *TINY, "--config", "lake.toml", "--output", "out", "--steps", "1"])
     assert "after" in capsys.readouterr().out
-    assert 'max_turns": 3' in (tmp_path / "out" / "config.toml").read_text().replace(" =", '":')
+    resolved = (tmp_path / "out" / "config.toml").read_text()
+    assert 'env = "FrozenLake-v1", is_slippery = false, max_turns = 3 }' in resolved
 
 
 def test_an_unknown_environment_offers_the_nearest_names(capsys):
