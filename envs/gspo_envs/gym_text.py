@@ -131,6 +131,11 @@ class GymTextEnv(TextEnv):
         self.render_mode = render_mode
         self._known = _KNOWN.get(type(self.inner.unwrapped).__name__)
         self._names = tuple(action_names) or (self._known.actions if self._known else ())
+        count = getattr(self._actions, "n", 0)
+        if self._names and len(self._names) != count:
+            raise ConfigError(
+                f"GymText: action_names is {self._names}, expected {count} for {self._actions}."
+            )
         self._grammar = f"<action>{_grammar(self._actions, self._names)}</action>"
         rules = self._known.rules if self._known else f"Act in {env}."
         self.system_prompt = f"{rules} Each turn, write one action as {self._grammar}."
@@ -178,7 +183,7 @@ class GymTextEnv(TextEnv):
         self._ended = terminated or truncated
         info |= self._info(self._seen)
         if self._ended and self._known is not None:
-            info["success"] = terminated and gained >= self._known.success
+            info["success"] = bool(terminated and gained >= self._known.success)
         return said, gained + reward, bool(terminated), bool(truncated), info
 
     def close(self) -> None:
