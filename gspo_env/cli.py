@@ -190,7 +190,14 @@ def _config(tree: dict[str, Any], rest: list[str], program: str) -> Config:
     default = from_dict({**tree, "model": model} if model else tree)
     kind = Annotated[Config, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
     fixed: Any = tyro.conf.configure(tyro.conf.FlagConversionOff)(kind)
-    config: Config = _parse(fixed, rest, program, default)
+    # what is free must not become flags: an environment may have arguments named as our fields
+    closed = dataclasses.replace(
+        default,
+        env_kwargs={},
+        vllm=dataclasses.replace(default.vllm, engine_args={}),
+        advantage=dataclasses.replace(default.advantage, args={}),
+    )
+    config: Config = _parse(fixed, rest, program, closed)
     free = {**default.vllm.engine_args, **engine_args}
     return dataclasses.replace(
         config,

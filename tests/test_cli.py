@@ -102,6 +102,17 @@ def test_envs_lists_ids_summaries_and_tools(capsys):
     assert "[tools: lookup]" in said
 
 
+def test_a_file_may_give_an_environment_arguments_named_as_our_fields(tmp_path, capsys):
+    (tmp_path / "lake.toml").write_text(
+        'env = "gspo/GymText-v0"\n'
+        'env_kwargs = { env = "FrozenLake-v1", is_slippery = false, max_turns = 3 }\n'
+    )
+    main(["train", *TINY, "--config", "lake.toml", "--output", "out", "--steps", "1"])
+    assert "after" in capsys.readouterr().out
+    resolved = (tmp_path / "out" / "config.toml").read_text()
+    assert 'env = "FrozenLake-v1", is_slippery = false, max_turns = 3 }' in resolved
+
+
 def test_an_unknown_environment_offers_the_nearest_names(capsys):
     assert "gspo/Lookup-v0" in refused(capsys, "train", "--env", "gspo/Lokup-v0")
 

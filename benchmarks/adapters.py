@@ -1,0 +1,302 @@
+"""Every environment that the adapters reach: check_env, episodes by a random policy, speed.
+
+    python benchmarks/adapters.py                              # whatever is installed
+    python benchmarks/adapters.py --only GEM --verbose         # each environment by name
+    python benchmarks/adapters.py --write docs/adapters.md     # between the two marks there
+
+An environment has run when each of its episodes ended, or reached the limit of turns, with sound
+values, within its time, and without an exception: neither ours nor one of the package itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import random
+import re
+import signal
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gspo_env import make_env
+from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.testing import check_env, random_policy
+from gspo_env.text_env import check_reset, check_step
+
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+EPISODES, TURNS, EPISODE_SECONDS, CHECK_SECONDS = 5, 100, 20, 60
+
+Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A row of the table: an adapter and what it reaches."""
+
+    name: str
+    package: str
+    env_id: str
+    environments: Callable[[], list[Kwargs]]
+    """The arguments of everything it reaches; called where the package is installed."""
+
+
+@dataclass(kw_only=True)
+class Row:
+    adapter: Adapter
+    version: str
+    total: int = 0
+    ran: int = 0
+    checked: int = 0
+    episodes: int = 0
+    seconds: float = 0.0
+    faults: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+
+def gymnasium_ids() -> list[Kwargs]:
+    names = "FrozenLake-v1 FrozenLake8x8-v1 CliffWalking-v1 CliffWalkingSlippery-v1 Taxi-v4"
+    names += " Blackjack-v1 CartPole-v1 Acrobot-v1 MountainCar-v0 MountainCarContinuous-v0"
+    return [{"env": name} for name in [*names.split(), "Pendulum-v1"]]
+
+
+def textarena_games(single: bool) -> list[Kwargs]:
+    """Games without the ids that only add TextArena's own observation wrappers."""
+    from textarena.envs.registration import ENV_REGISTRY
+
+    names = [name for name in ENV_REGISTRY if not name.endswith(("-train", "-raw"))]
+    players = {name: count_players(name) for name in names}
+    return [
+        {"game": name} | ({} if single else {"players": count})
+        for name, count in players.items()
+        if (count == 1) == single
+    ]
+
+
+def count_players(game: str) -> int:
+    """The least number of players with which a game begins; TextArena does not list it."""
+    # these begin alone, and then wait for others
+    several = ("QuantumTicTacToe", "SpiteAndMalice", "PublicGoodsGame", "MarketEntryGame")
+    for count in (2, 3, 4) if game.startswith(several) else (1, 2, 3, 4, 5, 6, 8):
+        with contextlib.suppress(ConfigError, MissingExtraError, OSError, ValueError):
+            make_env("gspo/TextArena-v0", game=game, players=count).close()
+            return count
+    return 1
+
+
+def reasoning_gym_tasks() -> list[Kwargs]:
+    from reasoning_gym.factory import DATASETS
+
+    return [{"task": name, "attempts": 3} for name in DATASETS]
+
+
+def gem_tasks(mirror: bool) -> list[Kwargs]:
+    """GEM's tasks, or those that wrap reasoning-gym."""
+    import gem.envs  # noqa: F401
+    from gem.envs.registration import ENV_REGISTRY
+
+    return [{"task": name} for name in ENV_REGISTRY if name.startswith("rg:") == mirror]
+
+
+ADAPTERS = [
+    Adapter(
+        name="GymText",
+        package="gymnasium",
+        env_id="gspo/GymText-v0",
+        environments=gymnasium_ids,
+    ),
+    Adapter(
+        name="TextArena",
+        package="textarena",
+        env_id="gspo/TextArena-v0",
+        environments=lambda: textarena_games(single=True),
+    ),
+    Adapter(
+        name="TextArena, several players",
+        package="textarena",
+        env_id="gspo/TextArena-v0",
+        environments=lambda: textarena_games(single=False),
+    ),
+    Adapter(
+        name="reasoning-gym",
+        package="reasoning-gym",
+        env_id="gspo/ReasoningGym-v0",
+        environments=reasoning_gym_tasks,
+    ),
+    Adapter(
+        name="GEM",
+        package="gem-llm",
+        env_id="gspo/GEM-v0",
+        environments=lambda: gem_tasks(mirror=False),
+    ),
+    Adapter(
+        name="GEM, reasoning-gym tasks",
+        package="gem-llm",
+        env_id="gspo/GEM-v0",
+        environments=lambda: gem_tasks(mirror=True),
+    ),
+]
+
+
+class PackageError(Exception):
+    """The package raised on an action."""
+
+
+class TooSlow(BaseException):
+    """Not an Exception, so that no package catches it."""
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def play(env: Any, seed: int) -> None:
+    """One episode by a random policy; an exception inside the package is raised here."""
+    rng = random.Random(seed)
+    observation, _ = check_reset("environment", env.reset(seed=seed))
+    for _ in range(TURNS):
+        step = check_step("environment", env.step(random_policy(rng, observation)))
+        observation, _, terminated, truncated, info = step
+        if "env_error" in info:
+            raise PackageError(info["env_error"])
+        if terminated or truncated:
+            return
+
+
+def try_out(row: Row, kwargs: Kwargs) -> None:
+    """Plays and checks one environment; what fails is noted in its row."""
+    name = next(iter(kwargs.values()))
+    what = "cannot be made"
+    env = None
+    try:
+        with within(EPISODE_SECONDS):
+            env = make_env(row.adapter.env_id, **kwargs)
+        what = f"an episode took over {EPISODE_SECONDS} s"
+        for seed in range(EPISODES):
+            started = time.perf_counter()
+            with within(EPISODE_SECONDS):
+                play(env, seed)
+            row.seconds += time.perf_counter() - started
+            row.episodes += 1
+        row.ran += 1
+        what = f"check_env took over {CHECK_SECONDS} s"
+        with within(CHECK_SECONDS):
+            check_env(env, episodes=1)
+        row.checked += 1
+    except TooSlow:
+        row.faults[what].append(name)
+    except Exception as error:
+        row.faults[reason(error, name)].append(name)
+    finally:
+        if env is not None:
+            env.close()
+
+
+def reason(error: Exception, name: str) -> str:
+    """A short text that is the same for the same fault of several environments."""
+    text = " ".join(str(error).split())
+    text = re.sub(rf"{re.escape(name)} (cannot be|needs)", r"\1", text)
+    text = re.sub(r"cannot be (made|played by \d+)( with( arguments)? \{[^}]*\})?: ", "", text)
+    text = re.sub(r"Could not import \S+ Error: ", "", text)
+    text = re.sub(r" \(env.py, line \d+\)|: '?/\S+", "", text)  # nor folders of this machine
+    kind = "" if isinstance(error, (ConfigError, MissingExtraError)) else type(error).__name__
+    return f"{kind}: {text[:150]}".removeprefix(": ").replace("|", "\\|").replace("<", "&lt;")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Packages print; NLTK reports each download that fails."""
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        yield
+    logging.disable(logging.NOTSET)
+
+
+def measure(adapter: Adapter, verbose: bool) -> Row | None:
+    try:
+        row = Row(adapter=adapter, version=version(adapter.package))
+    except PackageNotFoundError:
+        print(f"{adapter.name}: {adapter.package} is not installed, left out")
+        return None
+    with quiet():
+        environments = adapter.environments()
+    row.total = len(environments)
+    for kwargs in environments:
+        started, ran, checked = time.perf_counter(), row.ran, row.checked
+        with quiet():
+            try_out(row, kwargs)
+        if verbose:
+            seconds = time.perf_counter() - started
+            print(f"{kwargs} ran={row.ran - ran} checked={row.checked - checked} {seconds:.1f} s")
+    print(f"{adapter.name}: {row.ran} of {row.total} ran, {row.checked} pass check_env", flush=True)
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        f"| adapter | package | ids | ran {EPISODES} episodes | pass `check_env` | episodes/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        package = f"{row.adapter.package} {row.version}"
+        speed = f"{row.episodes / row.seconds:.3g}" if row.seconds else "–"  # noqa: RUF001
+        counts = f"{row.total} | {row.ran} | {row.checked}"
+        lines.append(f"| {row.adapter.name} | {package} | {counts} | {speed} |")
+    foreign = [row for row in rows if row.adapter.package != "gymnasium"]
+    total = sum(row.ran for row in foreign)
+    repeated = sum(row.ran for row in foreign if "reasoning-gym tasks" in row.adapter.name)
+    lines += [
+        "",
+        f"**{total} environments of other packages ran {EPISODES} episodes each without an "
+        f"exception**; {total - repeated} without those of GEM that wrap a task of reasoning-gym. "
+        "`check_env` runs only where the episodes did.",
+        "",
+        "| adapter | what failed | environments |",
+        "|---|---|---|",
+    ]
+    for row in rows:
+        for why, names in row.faults.items():
+            shown = ", ".join(f"`{name}`" for name in names)
+            lines.append(f"| {row.adapter.name} | {why} | {len(names)}: {shown} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The table of the adapters.")
+    parser.add_argument("--only", default="", help="start of an adapter's name")
+    parser.add_argument("--verbose", action="store_true", help="a line for each environment")
+    parser.add_argument("--write", type=Path, help="file with the two marks")
+    arguments = parser.parse_args()
+    chosen = [a for a in ADAPTERS if a.name.startswith(arguments.only)]
+    rows = [row for a in chosen if (row := measure(a, arguments.verbose)) is not None]
+    text = table(rows)
+    print(text)
+    if arguments.write:
+        before, _, rest = arguments.write.read_text().partition(BEGIN)
+        after = rest.partition(END)[2]
+        arguments.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""The adapters against the real packages: `pytest -m adapters` where they are installed."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_env import make_env
+from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
+from gspo_env.rollout import EnvPool
+from gspo_env.testing import check_env
+from gspo_envs.foreign import ForeignEnv, PrivateRandom, clean, load
+
+GEM = "game:GuessTheNumber-v0-easy"
+adapters = pytest.mark.adapters
+
+
+def play(env: Any, seed: int, *actions: str) -> list[tuple[Any, ...]]:
+    env.reset(seed=seed)
+    return [env.step(action)[:4] for action in actions]
+
+
+class Dice(ForeignEnv):
+    """As careless as a package may be: it draws from both global generators and may raise."""
+
+    def begin(self, seed: int, options: dict[str, Any]) -> Any:
+        random.seed(seed)
+        return str(random.random()), {}
+
+    def act(self, action: str) -> Any:
+        if action == "crash":
+            raise IndexError("no such die")
+        return f"{random.random()} {np.random.random()}", 1.0, False, False, {}
+
+
+def test_private_streams_make_a_careless_package_repeat_and_leave_ours_alone() -> None:
+    one, two = Dice(), Dice()
+    random.seed(3)
+    np.random.seed(3)
+    expected = random.random(), np.random.random()
+    random.seed(3)
+    np.random.seed(3)
+    alone = play(one, 7, "throw", "throw")
+    one.reset(seed=7)
+    two.reset(seed=8)
+    beside = []
+    for _ in range(2):
+        beside.append(one.step("throw")[:4])
+        two.step("throw")
+    assert beside == alone
+    assert (random.random(), np.random.random()) == expected
+
+
+def test_a_package_that_raises_on_an_action_ends_the_episode_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    env = Dice()
+    env.reset(seed=0)
+    observation, reward, terminated, truncated, info = env.step("crash")
+    assert (reward, terminated, truncated) == (0.0, False, True)
+    assert "cannot be taken" in observation
+    assert info == {"env_error": "IndexError: no such die", "success": False}
+    assert "no such die" in caplog.text
+    with pytest.raises(EnvironmentContractError, match="call reset"):
+        env.step("again")
+    assert env.reset(seed=0)
+
+
+def test_an_adapter_has_a_limit_of_turns() -> None:
+    env = Dice(max_turns=2)
+    assert [step[3] for step in play(env, 0, "a", "b")] == [False, True]
+    with pytest.raises(ConfigError, match="max_turns is 0"):
+        Dice(max_turns=0)
+
+
+def test_text_of_other_packages_can_be_tokenised_and_fits() -> None:
+    assert clean("a\ud800b") == "a?b"
+    assert len(clean("é" * 20000)) == Dice().observation_space.max_length
+
+
+def test_private_streams_of_one_seed_are_equal_and_of_two_differ() -> None:
+    def draw(seed: int) -> tuple[float, float]:
+        with PrivateRandom(seed).installed():
+            return random.random(), np.random.random()
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert draw(2**40 + 1) != draw(2**41 + 1)
+
+
+def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, env_id, extra in (
+        ("textarena", "gspo/TextArena-v0", "textarena"),
+        ("reasoning_gym", "gspo/ReasoningGym-v0", "reasoning-gym"),
+        ("gem", "gspo/GEM-v0", "gem"),
+    ):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(MissingExtraError, match=rf"pip install 'gspo-env\[{extra}\]'"):
+            make_env(env_id)
+
+
+def test_loading_a_package_keeps_our_logging(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "noisy_package.py").write_text(
+        "import logging\nlogging.basicConfig(level=1, force=True)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = logging.root.handlers[:], logging.root.level
+    load("noisy_package", "Noisy", "noisy")
+    assert (logging.root.handlers, logging.root.level) == before
+
+
+@adapters
+@pytest.mark.parametrize(
+    ("env_id", "arguments"),
+    [
+        ("gspo/TextArena-v0", {}),
+        ("gspo/TextArena-v0", {"game": "GuessTheNumber-v0-hardcore"}),
+        ("gspo/TextArena-v0", {"game": "Minesweeper-v0-small"}),
+        ("gspo/TextArena-v0", {"game": "ConnectFour-v0", "players": 2}),
+        ("gspo/ReasoningGym-v0", {}),
+        ("gspo/ReasoningGym-v0", {"task": "pool_matrix"}),
+        ("gspo/ReasoningGym-v0", {"task": "mini_sudoku", "attempts": 4}),
+        ("gspo/GEM-v0", {"task": GEM}),
+        ("gspo/GEM-v0", {"task": "game:Minesweeper-v0-random"}),
+        ("gspo/GEM-v0", {"task": "rg:chain_sum"}),
+    ],
+)
+def test_the_adapter_keeps_the_contract(env_id: str, arguments: dict[str, Any]) -> None:
+    check_env(env_id) if not arguments else check_env(make_env(env_id, **arguments))
+
+
+@adapters
+def test_a_tower_of_hanoi_is_won_and_paid_at_the_end() -> None:
+    env = make_env("gspo/TextArena-v0", game="TowerOfHanoi-v0")
+    prompt, _ = env.reset(seed=0)
+    assert "Tower of Hanoi with 3 disks" in prompt
+    moves = ["A C", "A B", "C B", "A C", "B A", "B C", "A C"]
+    steps = [env.step(f"[{move}]") for move in moves]
+    assert [step[1] for step in steps] == [0.0] * 6 + [1.0]
+    assert steps[-1][2] is True
+    assert steps[-1][4]["success"] is True
+    assert "Congratulations" in steps[-1][0]
+    assert steps[0][0].startswith("You moved disk 1 from A to C.")
+    assert all(prompt not in step[0] for step in steps)
+
+
+@adapters
+def test_nothing_of_an_episode_reaches_the_next() -> None:
+    env = make_env("gspo/TextArena-v0", game="TowerOfHanoi-v0")
+    first, _ = env.reset(seed=0)
+    env.step("[A C] remember the password amber")
+    again, _ = env.reset(seed=0)
+    assert again == first
+    assert "amber" not in env.step("[A C]")[0]
+
+
+@adapters
+def test_textarena_counts_invalid_moves_and_pays_what_is_done() -> None:
+    env = make_env("gspo/TextArena-v0", game="TowerOfHanoi-v0", num_disks=2)
+    steps = play(env, 0, "[B C]", "[B C]")
+    assert "invalid move" in steps[0][0]
+    assert steps[1][2] is True
+    env = make_env("gspo/TextArena-v0", game="GuessTheNumber-v0")
+    env.reset(seed=0)
+    env.step("nothing")
+    info = env.step("nothing")[4]
+    assert info == {"success": False, "invalid_move": True}
+
+
+@adapters
+def test_a_game_that_confuses_reward_and_reason_is_still_paid() -> None:
+    env = make_env("gspo/TextArena-v0", game="ThreeCardMonte-v0")
+    env.reset(seed=0)
+    env.step("nothing")
+    observation, reward, terminated, _, info = env.step("nothing")
+    assert (reward, terminated, info["invalid_move"]) == (0.0, True, True)
+    assert observation.endswith("Bad action. Use `[k]`.")
+
+
+def win(rng: random.Random, observation: str) -> str:
+    return "[col 3]"
+
+
+@adapters
+def test_other_players_are_played_by_the_opponent() -> None:
+    arguments = {"game": "ConnectFour-v0", "players": 2, "opponent": f"{__name__}:win"}
+    env = make_env("gspo/TextArena-v0", **arguments)
+    steps = play(env, 0, *(f"[col {n}]" for n in (0, 1, 0, 1)))
+    assert "[Player 1] [col 3]" in steps[0][0]
+    assert steps[-1][1:3] == (-1.0, True)
+    with pytest.raises(ConfigError, match="expected 'module:function'"):
+        make_env("gspo/TextArena-v0", game="Nim-v0", players=2, opponent="no_module:play")
+
+
+@adapters
+@pytest.mark.parametrize(
+    ("env_id", "arguments", "error", "message"),
+    [
+        (
+            "gspo/TextArena-v0",
+            {"game": "TowerOfHanoy-v0"},
+            ConfigError,
+            "did you mean TowerOfHanoi",
+        ),
+        ("gspo/TextArena-v0", {"game": "Nim-v0"}, ConfigError, "cannot be played by 1"),
+        ("gspo/TextArena-v0", {"game": "Nim-v0", "x": 1}, ConfigError, "arguments {'x': 1}"),
+        ("gspo/ReasoningGym-v0", {"task": "chain_sums"}, ConfigError, "did you mean chain_sum"),
+        ("gspo/ReasoningGym-v0", {"min_terms": -1}, ConfigError, "cannot be made with"),
+        ("gspo/ReasoningGym-v0", {"attempts": 0}, ConfigError, "attempts is 0"),
+        ("gspo/GEM-v0", {"task": "game:Guess"}, ConfigError, "has no 'game:Guess'"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(
+    env_id: str, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_env(env_id, **arguments)
+
+
+@adapters
+def test_word_games_name_the_word_lists_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr(nltk, "download", lambda *args, **kwargs: False)
+    for env_id, arguments in (
+        ("gspo/TextArena-v0", {"game": "Wordle-v0"}),
+        ("gspo/GEM-v0", {"task": "game:Hangman-v0-easy"}),
+    ):
+        with pytest.raises(MissingExtraError, match=r"python -m nltk.downloader words"):
+            make_env(env_id, **arguments)
+
+
+@adapters
+def test_reasoning_gym_pays_what_an_attempt_adds() -> None:
+    env: Any = make_env("gspo/ReasoningGym-v0", task="chain_sum", attempts=4)
+    env.reset(seed=0)
+    right = env.get_wrapper_attr("expert_action")()
+    answer = right.removeprefix("<answer>").removesuffix("</answer>")
+    partial = f"<answer>it is {answer}, surely</answer>"
+    observation, reward, terminated, *_ = env.step("no idea")
+    assert observation == "Write your answer as <answer>answer</answer>. 3 attempts left."
+    assert (reward, terminated) == (0.0, False)
+    observation, part, *_ = env.step(partial)
+    assert 0 < part < 1
+    assert observation == f"That is not right (score {part:.2f}). 2 attempts left."
+    assert env.step(partial)[1] == 0.0
+    observation, rest, terminated, _, info = env.step(right)
+    assert (observation, terminated, info["success"]) == ("correct", True, True)
+    assert part + rest == pytest.approx(1.0)
+
+
+@adapters
+def test_reasoning_gym_has_a_new_task_for_each_seed_and_ends_when_attempts_do() -> None:
+    env = make_env("gspo/ReasoningGym-v0", task="chain_sum", feedback=False, attempts=2)
+    assert len({env.reset(seed=seed)[0] for seed in range(20)}) == 20
+    steps = play(env, 0, "<answer>x</answer>", "<answer>y</answer>")
+    assert steps[0][0] == "That is not right. 1 attempt left."
+    assert steps[1] == ("wrong", 0.0, True, False)
+
+
+@adapters
+def test_an_answer_that_breaks_a_scorer_scores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    env: Any = make_env("gspo/ReasoningGym-v0", task="countdown")
+    env.reset(seed=0)
+
+    def explode(answer: str, entry: Any) -> float:
+        raise SyntaxError(answer)
+
+    monkeypatch.setattr(env.unwrapped._data, "score_answer", explode)
+    _, reward, terminated, _, info = env.step("<answer>((</answer>")
+    assert (reward, terminated) == (0.0, True)
+    assert info == {"scorer_error": "SyntaxError: ((", "success": False}
+
+
+@adapters
+def test_gem_shows_its_suffix_and_can_be_won() -> None:
+    env: Any = make_env("gspo/GEM-v0", task=GEM)
+    prompt, _ = env.reset(seed=0)
+    assert prompt.endswith("Enter your next guess.")
+    low, high = 1, 10
+    for _ in range(4):
+        guess = (low + high) // 2
+        observation, reward, terminated, _, info = env.step(f"\\boxed{{{guess}}}")
+        if terminated:
+            break
+        assert observation.endswith("Enter your next guess.")
+        low, high = (low, guess - 1) if "lower" in observation else (guess + 1, high)
+    assert (reward, info["success"]) == (1.0, True)
+
+
+@adapters
+def test_gem_demonstrates_its_grammar() -> None:
+    env: Any = make_env("gspo/GEM-v0", task=GEM)
+    env.reset(seed=0)
+    shown = {env.get_wrapper_attr("expert_action")() for _ in range(40)}
+    assert len(shown) > 3
+    assert all(action.startswith("\\boxed{") for action in shown)
+
+
+@adapters
+def test_an_environment_serves_many_episodes_from_the_pool() -> None:
+    pool = EnvPool(lambda: make_env("gspo/GEM-v0", task="rg:chain_sum"))
+    env = pool.acquire()
+    first = env.reset(seed=5)[0]
+    for seed in range(30):
+        env.reset(seed=seed)
+    assert env.reset(seed=5)[0] == first
+    pool.give_back(env)
+    assert pool.acquire() is env
