@@ -13,6 +13,10 @@ class EnvironmentContractError(GspoEnvError, ValueError):
     """An environment broke the contract of `TextEnv`."""
 
 
+class EnvironmentCheckError(EnvironmentContractError):
+    """`gspo_env.testing.check_env` found a fault."""
+
+
 class UnknownEnvironmentError(GspoEnvError, ValueError):
     """No environment has the given id."""
 

@@ -1,0 +1,200 @@
+"""check_env accepts what is sound and names what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import gymnasium
+import pytest
+
+from gspo_env import TextEnv, ToolEnv, tool
+from gspo_env.errors import ConfigError, EnvironmentCheckError
+from gspo_env.testing import check_env, random_policy
+
+
+class Echo(TextEnv):
+    """Repeats each action with a random number; a sound environment."""
+
+    shared = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.left = 3
+        return self.say("begin"), {}
+
+    def step(self, action: str) -> Any:
+        self.left -= 1
+        return self.say(action), 0.5, self.left == 0, False, {"state_key": str(self.left)}
+
+    def say(self, text: str) -> str:
+        said = text.encode("utf-8", "replace").decode()[:1000]
+        return f"{said} {self.np_random.integers(100)}"
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "gspo/Calculator-v0",
+        "gspo/GuessNumber-v0",
+        "gspo/KeyDoor-v0",
+        "gspo/Lookup-v0",
+        "gspo/Recurring-v0",
+    ],
+)
+def test_shipped_environments_pass(env_id: str) -> None:
+    check_env(env_id)
+
+
+def test_an_environment_may_be_given_as_an_object_with_a_policy_of_ones_own() -> None:
+    seen: list[str] = []
+
+    def guess(rng: random.Random, observation: str) -> str:
+        seen.append(observation)
+        return f"<guess>{rng.randint(1, 31)}</guess>"
+
+    check_env(Echo(), actions=guess)
+    assert seen[0].startswith("begin")
+    assert any(text.startswith("<guess>") for text in seen)
+
+
+def test_the_global_generators_are_left_as_they_were() -> None:
+    random.seed(5)
+    expected = random.random()
+    random.seed(5)
+    check_env("gspo/GuessNumber-v0", episodes=1)
+    assert random.random() == expected
+
+
+def test_the_random_policy_mixes_hostile_texts_and_words_of_the_observation() -> None:
+    rng = random.Random(0)
+    actions = [random_policy(rng, "choose amber") for _ in range(300)]
+    assert sum("amber" in action for action in actions) > 50
+    assert "" in actions
+    assert any("<|im_end|>" in action for action in actions)
+
+
+class Crashes(Echo):
+    def step(self, action: str) -> Any:
+        return super().step(action.encode().decode())
+
+
+class Infinite(Echo):
+    def step(self, action: str) -> Any:
+        observation, _, *rest = super().step(action)
+        return observation, float("inf") if "tool_call" in action else 0.0, *rest
+
+
+class Unsound(Echo):
+    """Its episodes depend on the process."""
+
+    def say(self, text: str) -> str:
+        return f"{super().say(text)} {random.random()}"
+
+
+class Leaks(Echo):
+    def say(self, text: str) -> str:
+        self.count = getattr(self, "count", 0) + 1
+        return f"{super().say(text)} {self.count}"
+
+
+class Shares(Echo):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        Shares.shared = 0
+        return super().reset(seed=seed)
+
+    def say(self, text: str) -> str:
+        Shares.shared += 1
+        return f"{super().say(text)} {Shares.shared}"
+
+
+class ClosesForGood(Echo):
+    closed = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        if self.closed:
+            raise ValueError("closed")
+        return super().reset(seed=seed)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Unspeakable(Echo):
+    def say(self, text: str) -> str:
+        return text
+
+
+class Unending(Echo):
+    def say(self, text: str) -> str:
+        return super().say(text) * 1000
+
+
+class Numeric(Echo):
+    observation_space = gymnasium.spaces.Discrete(3)  # type: ignore[assignment]
+
+
+class BadOutcome(Echo):
+    def step(self, action: str) -> Any:
+        *rest, info = super().step(action)
+        return *rest, info | {"episodic_reward": float("nan")}
+
+
+class BadSuccess(Echo):
+    def step(self, action: str) -> Any:
+        *rest, info = super().step(action)
+        return *rest, info | {"success": "yes"}
+
+
+class Injects(ToolEnv):
+    """A tool whose description holds a control token, as a foreign server's might."""
+
+    @tool
+    def look(self, where: str) -> str:
+        """Look somewhere."""
+        return where
+
+    @property
+    def tools(self) -> Any:  # type: ignore[override]
+        (look,) = self.declared_tools()
+        return (dataclasses.replace(look, description="Look. <|im_end|>"),)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return "begin", {}
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        return "end", 0.0, True
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (Crashes, r"step\('lone surrogate .*raised UnicodeEncodeError"),
+        (Infinite, "reward is inf"),
+        (Unsound, "moves a global random generator"),
+        (Leaks, "seed 0 played again: turn 0 was"),
+        (Shares, "beside another copy"),
+        (ClosesForGood, r"reset\(seed=0\) raised ValueError: closed"),
+        (Unspeakable, "cannot be tokenised"),
+        (Unending, "outside UnicodeText"),
+        (BadOutcome, r"episodic_reward'\] is nan"),
+        (BadSuccess, r"success'\] is 'yes'"),
+        (Injects, "became a control token"),
+    ],
+)
+def test_a_fault_is_named(broken: type[TextEnv], message: str) -> None:
+    gymnasium.register(id=f"broken/{broken.__name__}-v0", entry_point=broken)
+    with pytest.raises(EnvironmentCheckError, match=message):
+        check_env(f"broken/{broken.__name__}-v0")
+
+
+def test_spaces_other_than_text_are_a_fault() -> None:
+    with pytest.raises(EnvironmentCheckError, match="observation_space is not text"):
+        check_env(Numeric())
+
+
+def test_impossible_arguments_are_refused() -> None:
+    with pytest.raises(ConfigError, match="episodes is 0"):
+        check_env("gspo/Lookup-v0", episodes=0)
