@@ -26,10 +26,12 @@ ENTRY_POINT_GROUP = "gspo_env.envs"
 _BUILTIN = {
     "gspo/Additive-v0": "gspo_envs.diagnostics:AdditiveEnv",
     "gspo/Calculator-v0": "gspo_envs.calculator:CalculatorEnv",
+    "gspo/Dataset-v0": "gspo_envs.dataset:DatasetEnv",
     "gspo/Distractor-v0": "gspo_envs.diagnostics:DistractorEnv",
     "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
     "gspo/KeyDoor-v0": "gspo_envs.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
+    "gspo/MCP-v0": "gspo_envs.mcp:MCPEnv",
     "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
     "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostics:VariableLengthEnv",
