@@ -124,7 +124,9 @@ class MCPTools(ToolEnv):
         """Begin an episode; with `mcp_session="episode"` every server begins anew too."""
         if self.mcp_session == "episode":
             self._drop_sessions()
-        return super().reset(seed=seed, options=options)
+        result = super().reset(seed=seed, options=options)
+        logger.debug("tools: %s", [one.name for one in self.tools])  # connects, the first time
+        return result
 
     def close(self) -> None:
         """End the connections of this environment and the servers it started."""
@@ -204,6 +206,7 @@ class _Session:
         self._client: Any = None
         self._end = asyncio.Event()
         self._answers = 0
+        self._ending: set[asyncio.Task[None]] = set()
         _ALIVE.add(self)
 
     def ask(self, question: Callable[[Any], Awaitable[T]], timeout: float) -> T:
@@ -215,8 +218,8 @@ class _Session:
         return background.run(self._ask(question, timeout), _LOOP)
 
     def close(self) -> None:
-        """End the connection, and the server where it was started here."""
-        if self._task is not None:
+        """End the connection, and the server where it was started here; wait for both."""
+        if self._task is not None or self._ending:
             background.run(self._finish(), _LOOP)
 
     async def _ask(self, question: Callable[[Any], Awaitable[T]], timeout: float) -> T:
@@ -269,17 +272,21 @@ class _Session:
                         ToolServerError(f"MCP server {self.server.name!r} cannot be used: {words}")
                     )
 
-    def _drop(self) -> asyncio.Task[None] | None:
+    def _drop(self) -> None:
+        """Let the connection end in the background; a server that hangs is killed on the way."""
         task, self._task = self._task, None
         self._end.set()
-        if task is not None and self._client is None:
-            task.cancel()  # it is still greeting
+        if task is not None:
+            if self._client is None:  # it is still greeting
+                task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
         self._client = None
-        return task
 
     async def _finish(self) -> None:
-        if (task := self._drop()) is not None:
-            await asyncio.wait({task}, timeout=_CLOSING)
+        self._drop()
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=_CLOSING)
 
 
 _PROCESS_SESSIONS: dict[MCPServer, _Session] = {}
