@@ -29,6 +29,7 @@ _BUILTIN = {
     "gspo/Dataset-v0": "gspo_envs.dataset:DatasetEnv",
     "gspo/Distractor-v0": "gspo_envs.diagnostics:DistractorEnv",
     "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
+    "gspo/GymText-v0": "gspo_envs.gym_text:GymTextEnv",
     "gspo/KeyDoor-v0": "gspo_envs.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
     "gspo/MCP-v0": "gspo_envs.mcp:MCPEnv",

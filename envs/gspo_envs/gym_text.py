@@ -1,0 +1,341 @@
+"""Any Gymnasium environment as text: its spaces are written out, and actions are read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.text_env import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv, extract_tag
+
+MAX_NUMBERS = 1024
+"""More numbers than this in one observation or action are refused: pixels are not text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Known:
+    """What the spaces of an environment do not say."""
+
+    rules: str
+    actions: tuple[str, ...]
+    success: float
+    """A terminal step with at least this reward is a success."""
+    describe: Callable[[Any, Any], str] | None = None
+    """From the bare environment and its observation."""
+
+
+def _blackjack(env: Any, observation: Any) -> str:
+    total, dealer, ace = (int(part) for part in observation)
+    return f"You have {total}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
+
+
+def _taxi(env: Any, observation: Any) -> str:
+    row, column, passenger, goal = env.decode(int(observation))
+    places = [f"at {name} (row {r}, column {c})" for name, (r, c) in zip("RGYB", env.locs)]  # noqa: B905
+    where = [*places, "in the taxi"][passenger]
+    return (
+        f"The taxi is at row {row}, column {column}. The passenger is {where}. "
+        f"The destination is {places[goal].removeprefix('at ')}."
+    )
+
+
+_COMPASS = ("up", "right", "down", "left")
+_KNOWN = {
+    "FrozenLakeEnv": _Known(
+        rules="Walk over the frozen lake from S to G; F is ice, H a hole, @ is you.",
+        actions=("left", "down", "right", "up"),
+        success=1.0,
+    ),
+    "CliffWalkingEnv": _Known(
+        rules="Walk to T without stepping on C, the cliff; o is ground, x is you.",
+        actions=_COMPASS,
+        success=-1.0,
+    ),
+    "TaxiEnv": _Known(
+        rules="Fetch the passenger and set them down at the destination; | is a wall, @ the taxi.",
+        actions=("south", "north", "east", "west", "pickup", "dropoff"),
+        success=20.0,
+        describe=_taxi,
+    ),
+    "BlackjackEnv": _Known(
+        rules="Come closer to 21 than the dealer without going over.",
+        actions=("stick", "hit"),
+        success=1.0,
+        describe=_blackjack,
+    ),
+}
+
+
+class GymTextEnv(TextEnv):
+    """Any Gymnasium environment as text, `env="FrozenLake-v1"` by default.
+
+    An action is written `<action>left</action>`: a name or number where actions are discrete,
+    JSON for all other spaces. The system prompt gives the grammar.
+
+    Args:
+        env: Id of the Gymnasium environment; further keyword arguments are its own.
+        invalid_reward: The turn's reward of an action that cannot be read.
+        invalid_steps: Whether the environment then takes a random action; else it waits.
+        max_turns: Turns before truncation, unreadable actions included; by default the
+            environment's own limit, else 100.
+        action_names: Names of discrete actions, in order; known for Gymnasium's `toy_text`.
+        render_mode: Must be None.
+        kwargs: Arguments of the environment, such as `is_slippery=False`.
+
+    Raises:
+        ConfigError: The environment cannot be made, or its spaces cannot be text.
+    """
+
+    blocking = None
+
+    def __init__(
+        self,
+        env: str = "FrozenLake-v1",
+        *,
+        invalid_reward: float = 0.0,
+        invalid_steps: bool = False,
+        max_turns: int | None = None,
+        action_names: tuple[str, ...] = (),
+        render_mode: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make the inner environment and the prompt."""
+        if not math.isfinite(invalid_reward) or (max_turns is not None and max_turns < 1):
+            raise ConfigError(
+                f"GymText: invalid_reward is {invalid_reward} and max_turns {max_turns}, "
+                "expected a finite number and at least 1."
+            )
+        self.inner = _make(env, kwargs)
+        for name in ("observation_space", "action_space"):
+            _refuse(env, name, getattr(self.inner, name))
+        limit = self.inner.spec.max_episode_steps if self.inner.spec else None
+        self.max_turns = max_turns or limit or 100
+        self.invalid_reward, self.invalid_steps = invalid_reward, invalid_steps
+        self.render_mode = render_mode
+        self._known = _KNOWN.get(type(self.inner.unwrapped).__name__)
+        self._names = tuple(action_names) or (self._known.actions if self._known else ())
+        self._grammar = f"<action>{_grammar(self.inner.action_space, self._names)}</action>"
+        rules = self._known.rules if self._known else f"Act in {env}."
+        self.system_prompt = f"{rules} Each turn, write one action as {self._grammar}."
+        self._turn, self._ended = 0, True
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Reset the inner environment with a seed drawn from ours."""
+        super().reset(seed=seed, options=options)
+        inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
+        observation, _ = self.inner.reset(seed=inner_seed, options=options or None)
+        self.inner.action_space.seed(action_seed)
+        self._turn, self._ended = 0, False
+        self._seen = observation
+        return self._show(observation), self._info(observation)
+
+    def step(self, action: str) -> StepResult:
+        """Read an action and take it.
+
+        Raises:
+            EnvironmentContractError: The episode has ended or has not begun.
+        """
+        if self._ended:
+            raise EnvironmentContractError(
+                "GymTextEnv: step() was called outside an episode, call reset() first."
+            )
+        self._turn += 1
+        tagged = extract_tag(action, "action")
+        space = self.inner.action_space
+        value = read_action(space, action.strip() if tagged is None else tagged, self._names)
+        said, reward, info = "", 0.0, {}
+        if value is None:
+            said, reward = f"Write one action as {self._grammar}.", self.invalid_reward
+            info["invalid_action"] = True
+            value = space.sample() if self.invalid_steps else None
+        terminated = truncated = False
+        gained = 0.0
+        if value is not None:
+            self._seen, gain, terminated, truncated, _ = self.inner.step(value)
+            gained = float(gain)
+            shown = self._show(self._seen)
+            said = f"{said}\n{shown}" if said else shown
+        truncated = truncated or (not terminated and self._turn >= self.max_turns)
+        self._ended = terminated or truncated
+        info |= self._info(self._seen)
+        if self._ended and self._known is not None:
+            info["success"] = terminated and gained >= self._known.success
+        return said, gained + reward, bool(terminated), bool(truncated), info
+
+    def close(self) -> None:
+        """Close the inner environment; `reset` may still be called."""
+        self.inner.close()
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """Demonstrate the grammar alone: any action of the space."""
+        return f"<action>{self._write(self.inner.action_space.sample())}</action>"
+
+    def _write(self, action: Any) -> str:
+        space = self.inner.action_space
+        if isinstance(space, spaces.Discrete) and self._names:
+            return self._names[int(action) - int(space.start)]
+        return write_value(space, action)
+
+    def _show(self, observation: Any) -> str:
+        parts = []
+        if self._known is not None and self._known.describe is not None:
+            parts.append(self._known.describe(self.inner.unwrapped, observation))
+        if self.inner.render_mode == "ansi":
+            parts.append(_plain(str(self.inner.render())))
+        text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
+        return text.encode("utf-8", "replace").decode()[:MAX_TEXT_LENGTH]
+
+    def _info(self, observation: Any) -> dict[str, Any]:
+        space = self.inner.observation_space
+        return {"state_key": write_value(space, observation)} if _is_discrete(space) else {}
+
+
+def write_value(space: spaces.Space[Any], value: Any) -> str:
+    """Write an element of a space as text: JSON, or the bare text or number.
+
+    Example:
+        >>> write_value(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), (1, [0.5, 1]))
+        '[1, [0.5, 1.0]]'
+    """
+    return str(value) if isinstance(space, spaces.Text) else json.dumps(_to_json(space, value))
+
+
+def read_action(space: spaces.Space[Any], text: str, names: tuple[str, ...] = ()) -> Any:
+    """Read an element of a space from text; None where the text is none of its elements.
+
+    Example:
+        >>> read_action(spaces.Discrete(2), "Hit", ("stick", "hit"))
+        1
+    """
+    if isinstance(space, spaces.Text):
+        return text if space.contains(text) else None
+    if isinstance(space, spaces.Discrete) and text.casefold() in (folded := _folded(names)):
+        return int(space.start) + folded.index(text.casefold())
+    try:
+        value = _from_json(space, json.loads(text))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+    return value if space.contains(value) else None
+
+
+def _to_json(space: spaces.Space[Any], value: Any) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _to_json(inner, value[key]) for key, inner in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return [_to_json(inner, v) for inner, v in zip(space.spaces, value, strict=True)]
+    if isinstance(space, spaces.Text):
+        return str(value)
+    if isinstance(space, spaces.Discrete):
+        return int(value)
+    array = np.asarray(value, dtype=space.dtype)
+    if array.dtype.kind != "f":
+        return array.tolist()
+    rounded = [float(f"{number:.4g}") for number in array.ravel()]
+    return np.array(rounded).reshape(array.shape).tolist()
+
+
+def _from_json(space: spaces.Space[Any], value: Any) -> Any:
+    if isinstance(space, spaces.Dict):
+        if set(value) != set(space.spaces):
+            raise ValueError("other keys")
+        return {key: _from_json(inner, value[key]) for key, inner in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_from_json(inner, v) for inner, v in zip(space.spaces, value, strict=True))
+    if isinstance(space, spaces.Text):
+        return value
+    if isinstance(space, spaces.Discrete):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError("not a whole number")
+        return value
+    array = np.asarray(value, dtype=np.float64)
+    if not np.isfinite(array).all() or (space.dtype.kind != "f" and (array % 1).any()):  # type: ignore[union-attr]
+        raise ValueError("not a number of the space")
+    with np.errstate(all="ignore"):  # an overflow is found by `contains`
+        return array.reshape(space.shape or ()).astype(space.dtype)
+
+
+def _folded(names: tuple[str, ...]) -> list[str]:
+    return [name.casefold() for name in names]
+
+
+def _grammar(space: spaces.Space[Any], names: tuple[str, ...]) -> str:
+    if isinstance(space, spaces.Discrete):
+        first = int(space.start)
+        return "|".join(names) if names else f"number from {first} to {first + int(space.n) - 1}"
+    if isinstance(space, spaces.Dict):
+        inner = (f'"{key}": {_grammar(value, ())}' for key, value in space.spaces.items())
+        return f"{{{', '.join(inner)}}}"
+    if isinstance(space, spaces.Tuple):
+        return f"[{', '.join(_grammar(value, ()) for value in space.spaces)}]"
+    if isinstance(space, spaces.Text):
+        return f"text of {space.min_length} to {space.max_length} characters"
+    if isinstance(space, spaces.MultiDiscrete):
+        return f"JSON list of whole numbers, each from {space.start.tolist()} and below " + str(
+            (space.start + space.nvec).tolist()
+        )
+    if isinstance(space, spaces.MultiBinary):
+        return f"JSON list of {list(space.shape)} zeros and ones"
+    low, high = (write_value(space, bound) for bound in (space.low, space.high))  # type: ignore[attr-defined]
+    return f"JSON list of shape {list(space.shape or ())} from {low} to {high}"
+
+
+def _leaves(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
+    if isinstance(space, spaces.Dict):
+        return [leaf for inner in space.spaces.values() for leaf in _leaves(inner)]
+    if isinstance(space, spaces.Tuple):
+        return [leaf for inner in space.spaces for leaf in _leaves(inner)]
+    return [space]
+
+
+def _is_discrete(space: spaces.Space[Any]) -> bool:
+    kinds = (spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+    return all(isinstance(leaf, kinds) for leaf in _leaves(space))
+
+
+def _refuse(env: str, name: str, space: spaces.Space[Any]) -> None:
+    kinds = (
+        spaces.Box,
+        spaces.Discrete,
+        spaces.MultiBinary,
+        spaces.MultiDiscrete,
+        spaces.Text,
+    )
+    for leaf in _leaves(space):
+        if not isinstance(leaf, kinds):
+            allowed = ", ".join(kind.__name__ for kind in (*kinds, spaces.Tuple, spaces.Dict))
+            raise ConfigError(f"GymText: the {name} of {env} holds {leaf}, expected {allowed}.")
+    numbers = sum(math.prod(leaf.shape or ()) for leaf in _leaves(space))
+    if numbers > MAX_NUMBERS:
+        raise ConfigError(
+            f"GymText: the {name} of {env} holds {numbers} numbers, at most {MAX_NUMBERS} are text."
+        )
+
+
+def _make(env: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    try:
+        spec = gymnasium.spec(env)
+        inner = gymnasium.make(env, disable_env_checker=True, **kwargs)
+        if "ansi" in inner.metadata.get("render_modes", []):
+            inner.close()
+            inner = gymnasium.make(spec, disable_env_checker=True, render_mode="ansi", **kwargs)
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError, KeyError) as error:
+        reason = str(error).split(" was raised from")[0]
+        raise ConfigError(f"GymText: {env!r} cannot be made with {kwargs}: {reason}") from error
+    return inner
+
+
+def _plain(ansi: str) -> str:
+    """Show a coloured background as @ and drop all other colours and the last action."""
+    marked = re.sub(r"\x1b\[(?:\d+;)*4\d(?:;\d+)*m.\x1b\[0m", "@", ansi)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", marked).splitlines()
+    return "\n".join(line for line in lines if line.strip() and not line.startswith("  ("))
