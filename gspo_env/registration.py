@@ -28,13 +28,16 @@ _BUILTIN = {
     "gspo/Calculator-v0": "gspo_envs.calculator:CalculatorEnv",
     "gspo/Dataset-v0": "gspo_envs.dataset:DatasetEnv",
     "gspo/Distractor-v0": "gspo_envs.diagnostics:DistractorEnv",
+    "gspo/GEM-v0": "gspo_envs.gem:GEMEnv",
     "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
     "gspo/GymText-v0": "gspo_envs.gym_text:GymTextEnv",
     "gspo/KeyDoor-v0": "gspo_envs.diagnostics:KeyDoorEnv",
     "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
     "gspo/MCP-v0": "gspo_envs.mcp:MCPEnv",
     "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
+    "gspo/ReasoningGym-v0": "gspo_envs.reasoning_gym:ReasoningGymEnv",
     "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",
+    "gspo/TextArena-v0": "gspo_envs.textarena:TextArenaEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostics:VariableLengthEnv",
 }
 _AGENTS = {"gspo": "gspo_agents.gspo:GSPOAgent", "scripted": "gspo_agents.scripted:ScriptedAgent"}

@@ -1,0 +1,161 @@
+"""What the adapters of other packages' environments share: seeds, isolation and clean text."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import logging
+import random
+import threading
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
+from gspo_env.text_env import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv
+
+logger = logging.getLogger(__name__)
+
+_LOCK = threading.RLock()
+
+
+class PrivateRandom:
+    """Python's and NumPy's global generators as one environment alone sees them.
+
+    Many packages seed and draw from the global generators; beside other environments that gives
+    other episodes for the same seed, and it would reseed the whole program.
+    """
+
+    def __init__(self, seed: int) -> None:
+        """Begin both streams from a seed."""
+        legacy = np.random.RandomState(seed % 2**32)
+        self._states = random.Random(seed).getstate(), legacy.get_state()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Put the streams in the place of the global ones for a while."""
+        with _LOCK:
+            outside = random.getstate(), np.random.get_state()
+            _install(self._states)
+            try:
+                yield
+            finally:
+                self._states = random.getstate(), np.random.get_state()
+                _install(outside)
+
+
+def _install(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+class ForeignEnv(TextEnv):
+    """Base of an adapter: a subclass gives `begin` and `act` in terms of the other package.
+
+    Both run under private random streams that the seed decides. An action on which the package
+    raises ends the episode: truncated, without reward, `info["env_error"]` says why.
+
+    Args:
+        max_turns: Steps before the episode is truncated.
+        render_mode: Must be None.
+    """
+
+    blocking = False  # the private streams are installed globally, by one thread at a time
+
+    def __init__(self, max_turns: int | None = None, render_mode: str | None = None) -> None:
+        """Set the limit on turns."""
+        if max_turns is not None and max_turns < 1:
+            raise ConfigError(
+                f"{type(self).__name__}: max_turns is {max_turns}, expected at least 1."
+            )
+        self.max_turns, self.render_mode = max_turns, render_mode
+        self._random = PrivateRandom(0)
+        self._turn, self._ended = 0, True
+
+    @abstractmethod
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Begin an episode that the seed decides."""
+
+    @abstractmethod
+    def act(self, action: str) -> StepResult:
+        """Take an action."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Begin an episode with a seed drawn from ours."""
+        super().reset(seed=seed, options=options)
+        drawn = int(self.np_random.integers(2**31))
+        self._random = PrivateRandom(drawn)
+        with self._random.installed():
+            observation, info = self.begin(drawn, options or {})
+        self._turn, self._ended = 0, False
+        return clean(observation), info
+
+    def step(self, action: str) -> StepResult:
+        """Take an action.
+
+        Raises:
+            EnvironmentContractError: The episode has ended or has not begun.
+        """
+        if self._ended:
+            raise EnvironmentContractError(
+                f"{type(self).__name__}: step() was called outside an episode, call reset() first."
+            )
+        self._turn += 1
+        with self._random.installed():
+            observation, reward, terminated, truncated, info = self._try(clean(action))
+        limit = self.max_turns
+        truncated = truncated or (not terminated and limit is not None and self._turn >= limit)
+        self._ended = terminated or truncated
+        return clean(observation), reward, terminated, truncated, info
+
+    def _try(self, action: str) -> StepResult:
+        try:
+            return self.act(action)
+        except Exception as error:  # the package's fault, yet an action must not break a run
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("%s raised on an action: %s", type(self).__name__, reason, exc_info=True)
+            info = {"env_error": reason, "success": False}
+            return "Error: this action cannot be taken.", 0.0, False, True, info
+
+
+def load(module: str, package: str, extra: str) -> ModuleType:
+    """Import a module of another package without its grip on our logging.
+
+    Raises:
+        MissingExtraError: The package, or one that it needs, is not installed.
+    """
+    handlers, level = logging.root.handlers[:], logging.root.level
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{package} cannot be imported ({error}): pip install 'gspo-env[{extra}]'."
+        ) from error
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+
+
+def check_name(package: str, name: str, known: Iterable[str]) -> None:
+    """Refuse a name that a package does not know.
+
+    Raises:
+        ConfigError: The name is unknown; the message has the nearest.
+    """
+    names = list(known)
+    if name not in names:
+        near = difflib.get_close_matches(str(name), names, n=3) or names[:3]
+        raise ConfigError(f"{package} has no {name!r}, did you mean {' or '.join(near)}?")
+
+
+def clean(text: str) -> str:
+    """Make text that any tokenizer can read and that fits the observation space."""
+    if not text.isascii():
+        text = text.encode("utf-8", "replace").decode("utf-8")
+    return text[:MAX_TEXT_LENGTH]

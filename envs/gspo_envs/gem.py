@@ -1,0 +1,94 @@
+"""GEM's environments: `gym.make("gspo/GEM-v0", task="game:GuessTheNumber-v0-easy")`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.text_env import ResetResult, StepResult
+from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
+
+_END = "TERMINAL_STATE"
+
+
+class GEMEnv(ForeignEnv):
+    r"""An environment of GEM (`gem-llm`); actions are written as `\boxed{action}`.
+
+    What GEM puts into `info["prefix"]` and `info["suffix"]` is part of the observation. A success
+    is a last turn with a reward of 1.
+
+    Args:
+        task: GEM's id, such as "game:GuessTheNumber-v0-easy" or "rg:chain_sum".
+        max_turns: Steps before truncation; GEM's games have limits of their own.
+        render_mode: Must be None.
+        kwargs: Arguments of the environment, such as `max_number=20`.
+
+    Raises:
+        ConfigError: The task is unknown or cannot be made so.
+        MissingExtraError: GEM, or what the task needs, is not installed.
+    """
+
+    def __init__(
+        self,
+        task: str = "game:GuessTheNumber-v0-easy",
+        *,
+        max_turns: int | None = None,
+        render_mode: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make the environment."""
+        super().__init__(max_turns, render_mode)
+        self._gem = load("gem", "GEM", "gem")
+        load("gem.envs", "GEM", "gem")
+        registry = load("gem.envs.registration", "GEM", "gem").ENV_REGISTRY
+        check_name("GEM", task, registry)
+        self.task, self._kwargs = task, kwargs
+        with PrivateRandom(0).installed():
+            self._inner = self._make()
+
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Reset GEM's environment; a game is made anew, so that nothing of it is left."""
+        if self.task.startswith("game:"):
+            self._inner = self._make()
+        elif hasattr(self._inner, "idx"):
+            self._inner.idx = 0  # how many episodes there were decides when it draws new data
+        observation, info = self._inner.reset(seed=seed)
+        return _with_frame(observation, info), {}
+
+    def act(self, action: str) -> StepResult:
+        """Take an action."""
+        said, reward, terminated, truncated, info = self._inner.step(action)
+        reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
+        if not (terminated or truncated):
+            return _with_frame(said, info), reward, False, False, {}
+        said = "" if _END in str(said) else str(said)
+        truncated = truncated and not terminated  # GEM often says both
+        return said, reward, terminated, truncated, {"success": reward >= 1.0}
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """Demonstrate the grammar alone: GEM's own random action.
+
+        Raises:
+            NotImplementedError: This task has none.
+        """
+        with self._random.installed():
+            return str(self._inner.sample_random_action())
+
+    def _make(self) -> Any:
+        try:
+            return self._gem.make(self.task, **self._kwargs)
+        except LookupError as error:
+            if "nltk" not in str(error).lower():
+                raise
+            raise MissingExtraError(
+                f"{self.task} needs word lists of NLTK: python -m nltk.downloader words"
+            ) from error
+        except ImportError as error:
+            raise MissingExtraError(f"{self.task} needs another package: {error}") from error
+        except (TypeError, AssertionError) as error:
+            raise ConfigError(f"{self.task} cannot be made with {self._kwargs}: {error}") from error
+
+
+def _with_frame(observation: Any, info: dict[str, Any]) -> str:
+    parts = (info.get("prefix"), observation, info.get("suffix"))
+    return "\n".join(str(part).strip("\n") for part in parts if part)

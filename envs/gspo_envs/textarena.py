@@ -1,0 +1,145 @@
+"""TextArena's games: `gym.make("gspo/TextArena-v0", game="TowerOfHanoi-v0")`."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.text_env import ResetResult, StepResult
+from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
+
+Opponent = Callable[[random.Random, str], str]
+"""Gives the action of another player for what that player reads."""
+
+_MOST_MOVES = 1000
+
+
+def random_opponent(rng: random.Random, observation: str) -> str:
+    """Choose among the last actions in brackets that the game has shown."""
+    shown = re.findall(r"\[[^\[\]\n]{1,24}\]", observation)[-40:]
+    return rng.choice(shown) if shown else "[0]"
+
+
+class TextArenaEnv(ForeignEnv):
+    """A game of TextArena; the reward of the whole game comes with its last turn.
+
+    The game is made anew at each reset, and an observation holds only what is new: TextArena's
+    own wrappers repeat the whole history, also that of the episode before.
+
+    Args:
+        game: TextArena's id, such as "TowerOfHanoi-v0".
+        players: How many the game needs; the policy is the first.
+        opponent: `module:function` or a function that plays all others.
+        max_turns: Steps before truncation; most games have a limit of their own.
+        render_mode: Must be None.
+        kwargs: Arguments of the game, such as `num_disks=4`.
+
+    Raises:
+        ConfigError: The game is unknown, broken or needs another number of players.
+        MissingExtraError: TextArena, or word lists of NLTK that the game needs, are not installed.
+    """
+
+    def __init__(
+        self,
+        game: str = "TowerOfHanoi-v0",
+        *,
+        players: int = 1,
+        opponent: str | Opponent = random_opponent,
+        max_turns: int | None = None,
+        render_mode: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Try the game out."""
+        super().__init__(max_turns, render_mode)
+        self._textarena = load("textarena", "TextArena", "textarena")
+        registry = load("textarena.envs.registration", "TextArena", "textarena").ENV_REGISTRY
+        check_name("TextArena", game, registry)
+        self.game, self.players, self._kwargs = game, players, kwargs
+        self._opponent = _function(opponent) if isinstance(opponent, str) else opponent
+        self._outer: Any = None
+        self._rng = random.Random(0)
+        with PrivateRandom(0).installed():
+            try:
+                self.begin(0, {})
+            except LookupError as error:
+                if "nltk" not in str(error).lower():
+                    raise
+                raise MissingExtraError(
+                    f"{game} needs word lists of NLTK: python -m nltk.downloader words "
+                    "averaged_perceptron_tagger_eng"
+                ) from error
+            except AssertionError as error:
+                raise ConfigError(f"{game} cannot be played by {players}: {error}") from error
+            except (TypeError, ImportError, SyntaxError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ConfigError(f"{game} cannot be made with {kwargs}: {reason}") from error
+
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Make the game anew."""
+        self._outer = self._textarena.make(self.game, **self._kwargs)
+        self._outer.reset(num_players=self.players, seed=seed)
+        self._rng = random.Random(seed)
+        done = self._let_others_move()
+        return self._read(done), {}
+
+    def act(self, action: str) -> StepResult:
+        """Take the policy's turn and those of all others."""
+        done, _ = self._outer.step(action)
+        done = self._let_others_move() if not done else True
+        if not done:
+            return self._read(done), 0.0, False, False, {}
+        rewards, notes = self._bare.close()
+        reward = float((rewards or {}).get(0, 0.0))
+        note = (notes or {}).get(0, {})
+        said = f"{self._read(done)}\n{note.get('reason') or ''}".strip()
+        info = {"success": reward >= 1.0, "invalid_move": bool(note.get("invalid_move"))}
+        return said, reward, True, False, info
+
+    @property
+    def _bare(self) -> Any:
+        game = self._outer
+        while isinstance(game, self._textarena.Wrapper):
+            game = game.env
+        return game
+
+    def _let_others_move(self) -> bool:
+        for _ in range(_MOST_MOVES):
+            if self._bare.state.current_player_id == 0:
+                return False
+            player, messages = self._bare.get_observation()
+            if self._outer.step(self._opponent(self._rng, self._say(messages, player)))[0]:
+                return True
+        raise RuntimeError(f"{self.game}: the others made {_MOST_MOVES} moves in one turn")
+
+    def _read(self, done: bool) -> str:
+        state = self._bare.state
+        if done:  # it may be anybody's turn now
+            messages, state.observations[0] = state.observations[0], []
+        else:
+            messages = self._bare.get_observation()[1]
+        return self._say(messages, 0)
+
+    def _say(self, messages: Any, reader: int) -> str:
+        """Join messages; the transcript has a player's own actions already."""
+        game = self._textarena.GAME_ID
+        own = (reader, game) if self.players == 1 else (reader,)
+        lines = []
+        for sender, text, kind in messages:
+            if sender in own and kind is self._textarena.ObservationType.PLAYER_ACTION:
+                continue
+            speaker = "" if sender == game else f"[Player {sender}] "
+            lines.append(f"{speaker}{text}")
+        return "\n".join(lines)
+
+
+def _function(name: str) -> Opponent:
+    module, _, attribute = name.partition(":")
+    try:
+        function: Opponent = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"opponent is {name!r}, expected 'module:function': {error}") from error
+    return function
