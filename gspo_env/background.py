@@ -7,10 +7,14 @@ outlives one call can belong to neither.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -35,6 +39,16 @@ def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = No
     except BaseException:
         future.cancel()
         raise
+
+
+def post(coroutine: Coroutine[Any, Any, Any], loop: str) -> None:
+    """Run a coroutine on a background loop without waiting; a failure is logged."""
+    asyncio.run_coroutine_threadsafe(coroutine, _loop(loop)).add_done_callback(_log_failure)
+
+
+def _log_failure(future: Future[Any]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.warning("in the background: %s: %s", type(error).__name__, error)
 
 
 def _loop(name: str) -> asyncio.AbstractEventLoop:

@@ -35,10 +35,13 @@ _BUILTIN = {
     "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
     "gspo/MCP-v0": "gspo_envs.mcp:MCPEnv",
     "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
+    "gspo/OpenEnv-v0": "gspo_envs.openenv:OpenEnvEnv",
     "gspo/ReasoningGym-v0": "gspo_envs.reasoning_gym:ReasoningGymEnv",
     "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",
+    "gspo/SkyRL-v0": "gspo_envs.skyrl_gym:SkyRLEnv",
     "gspo/TextArena-v0": "gspo_envs.textarena:TextArenaEnv",
     "gspo/VariableLength-v0": "gspo_envs.diagnostics:VariableLengthEnv",
+    "gspo/Verifiers-v0": "gspo_envs.verifiers:VerifiersEnv",
 }
 _AGENTS = {"gspo": "gspo_agents.gspo:GSPOAgent", "scripted": "gspo_agents.scripted:ScriptedAgent"}
 _OURS: dict[str, None] = {}

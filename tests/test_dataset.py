@@ -6,8 +6,9 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from hypothesis import given
@@ -73,34 +74,42 @@ def prompts(env, seeds):
     return {env.reset(seed=seed)[0] for seed in seeds}
 
 
-def forms(folder: Path):
-    """The same rows in every form that is read."""
-    import pyarrow
-    import pyarrow.parquet
-    from datasets import Dataset, DatasetDict
-
-    jsonl, parquet = folder / "sums.jsonl", folder / "sums.parquet"
+def test_files_give_the_same_task_for_the_same_seed(tmp_path):
+    jsonl, parquet = tmp_path / "sums.jsonl", tmp_path / "sums.parquet"
     jsonl.write_text("\n".join(map(json.dumps, SUMS)) + "\n\n")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(SUMS), parquet)
-    held = Dataset.from_list([{"prompt": "What is 9 + 9?", "answer": "18"}])
-    splits = DatasetDict(train=Dataset.from_list(SUMS), test=held)
-    splits.save_to_disk(str(folder / "splits"))
-    splits["train"].save_to_disk(str(folder / "saved"))
-    (folder / "plain").mkdir()
-    (folder / "plain" / "train.jsonl").write_text(jsonl.read_text())
-    names = ("sums.jsonl", "sums.parquet", "splits", "saved", "plain")
-    return [*(str(folder / name) for name in names), splits["train"]]
+    assert_same_tasks([str(jsonl), jsonl, str(parquet)])
+    held_out = make(str(jsonl), held_out=str(parquet))
+    assert len(prompts(held_out, range(400))) == 25
+    jsonl.write_text(json.dumps(SUMS[0]))
+    assert prompts(make(str(jsonl)), range(9)) == {"What is 0 + 0?"}
 
 
-def test_every_form_of_a_dataset_gives_the_same_task_for_the_same_seed(tmp_path):
-    pytest.importorskip("datasets")
+@pytest.mark.adapters
+def test_hugging_face_datasets_give_the_same_task_for_the_same_seed(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    held = datasets.Dataset.from_list([{"prompt": "What is 9 + 9?", "answer": "18"}])
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(SUMS), test=held)
+    splits.save_to_disk(str(tmp_path / "splits"))
+    splits["train"].save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "train.jsonl").write_text("\n".join(map(json.dumps, SUMS)))
+    folders = [str(tmp_path / name) for name in ("splits", "saved", "plain")]
+    assert_same_tasks([*folders, splits["train"]])
+    test = make(folders[0], held_out="test")
+    assert prompts(test, range(HELD_OUT, HELD_OUT + 9)) == {"What is 9 + 9?"}
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        make(folders[0], split="dev")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        make(str(tmp_path / "none"))
+
+
+def assert_same_tasks(sources):
     expected = [make().reset(seed=seed)[0] for seed in range(20)]
-    for data in forms(tmp_path):
+    for data in sources:
         env = make(data)
         assert [env.reset(seed=seed)[0] for seed in range(20)] == expected
         assert env.step(str(eval(expected[-1][8:-1])))[1:3] == (1.0, True)
-    test = make(str(tmp_path / "splits"), held_out="test")
-    assert prompts(test, range(HELD_OUT, HELD_OUT + 9)) == {"What is 9 + 9?"}
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5])

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 from gspo_env import background
-from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
 from gspo_env.text_env import Action, ResetResult, StepResult
 from gspo_env.tool_env import ToolEnv
-from gspo_env.types import HELD_OUT
-from gspo_envs.rewards import Attempt, Message, judge, load_reward
+from gspo_envs.rewards import Attempt, judge, load_reward
+from gspo_envs.rows import Message, TaskRows, read_chat
 
-Rows = Sequence[Mapping[str, Any]]
 _COLUMNS = ("prompt", "messages")
 
 
@@ -80,8 +75,7 @@ class DatasetEnv(ToolEnv):
         many = isinstance(rewards, (list, tuple))
         self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
         self.weights = _weights(weights, [reward.name for reward in self.rewards])
-        self._train = open_rows(data, split, subset)
-        self._share, self._eval = _held_out(held_out, data, subset)
+        self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
         self.blocking = True if self.reply or any(r.waits for r in self.rewards) else None
         self.column, self.chat, self.score, self.success_from = column, chat, score, success
@@ -102,7 +96,7 @@ class DatasetEnv(ToolEnv):
             ConfigError: The row does not exist or has no chat.
         """
         super().reset(seed=seed, options=options)
-        self._row, index = self._pick(seed, (options or {}).get("row"))
+        self._row, index = self._rows.pick(self.np_random, seed, (options or {}).get("row"))
         prompt = self._read_prompt(index)
         self._asked = deque()
         if self.chat == "turns":
@@ -145,7 +139,7 @@ class DatasetEnv(ToolEnv):
         """
         row = self._row
         if noise > 0.0 and self.np_random.random() < noise:
-            row = self._train[int(self.np_random.integers(len(self._train)))]
+            row, _ = self._rows.pick(self.np_random)
         answers = _answers(row, self._column(row), every=self.chat == "turns")
         if not answers:
             raise NotImplementedError("the dataset holds no answers: no completion, no assistant")
@@ -171,22 +165,6 @@ class DatasetEnv(ToolEnv):
             token_ids=self._token_ids,
         )
 
-    def _pick(self, seed: int | None, wanted: Any) -> tuple[Mapping[str, Any], int]:
-        evaluation = seed is not None and seed >= HELD_OUT
-        rows = self._eval if evaluation and self._eval is not None else self._train
-        if wanted is not None:
-            if not isinstance(wanted, int) or not 0 <= wanted < len(rows):
-                raise ConfigError(f"Dataset: row is {wanted!r}, expected 0 to {len(rows) - 1}.")
-            return rows[wanted], wanted
-        # every k-th row is held out: no list of them is needed, whatever the size
-        every = round(1 / self._share) if self._share else 0
-        held = len(rows) // every if every else 0
-        count = held if evaluation and held else len(rows) - held
-        drawn = int(self.np_random.integers(count))
-        if held:
-            drawn = (drawn + 1) * every - 1 if evaluation else drawn + drawn // (every - 1)
-        return rows[drawn], drawn
-
     def _column(self, row: Mapping[str, Any]) -> str:
         column = self.column or next((name for name in _COLUMNS if name in row), "")
         if column not in row:
@@ -199,107 +177,11 @@ class DatasetEnv(ToolEnv):
         value = self._row[column]
         self._plain = isinstance(value, str)
         where = f"Dataset: column {column} of row {index}"
-        messages = _messages([{"role": "user", "content": value}] if self._plain else value, where)
-        self.system_prompt = self._system
-        if messages and messages[0]["role"] in ("system", "developer"):
-            self.system_prompt = messages.pop(0)["content"]
-        if messages and messages[-1]["role"] == "assistant" and self.chat == "context":
+        system, messages = read_chat(value, where)
+        self.system_prompt = self._system if system is None else system
+        if messages[-1]["role"] == "assistant":
             messages.pop()  # the reference answer
-        roles = [m["role"] for m in messages]
-        if not roles or roles != [("user", "assistant")[n % 2] for n in range(len(roles))]:
-            raise ConfigError(
-                f"{where} has the roles {roles}, expected user and assistant in turn after an "
-                "optional system."
-            )
         return messages
-
-
-def open_rows(source: Any, split: str = "train", subset: str | None = None) -> Rows:
-    """Open a dataset; see `DatasetEnv` for what it may be.
-
-    Raises:
-        ConfigError: It cannot be read, or has no rows.
-        MissingExtraError: Its form needs a package that is not installed.
-    """
-    if isinstance(source, (str, os.PathLike)):
-        path = Path(source).expanduser()
-        stamp = path.stat().st_mtime_ns if path.exists() else 0
-        source = _open_path(str(source), split, subset, stamp)
-    if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
-        raise ConfigError(f"Dataset: data is {source!r}, expected rows or where they are.")
-    if not len(source):
-        raise ConfigError("Dataset: data has no rows.")
-    rows: Rows = source
-    return rows
-
-
-@lru_cache(maxsize=16)
-def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
-    """Open once for all environments of the process; `stamp` sees a changed file."""
-    path = Path(source).expanduser()
-    if path.suffix in (".jsonl", ".ndjson", ".parquet") and not path.is_file():
-        raise ConfigError(f"Dataset: the file {source} does not exist.")
-    if path.suffix in (".jsonl", ".ndjson"):
-        return _read_jsonl(path)
-    try:
-        if path.suffix == ".parquet":
-            return _Parquet(path)
-        from datasets import DatasetDict, load_dataset, load_from_disk
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{source} needs the package datasets ({error}): pip install 'gspo-env[datasets]'"
-        ) from error
-    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-    try:
-        found = load_from_disk(source) if saved else load_dataset(source, subset, split=split)
-        return found[split] if isinstance(found, DatasetDict) else found  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, ConnectionError) as error:
-        raise ConfigError(f"Dataset: {source!r} cannot be loaded: {error}.") from error
-
-
-def _read_jsonl(path: Path) -> Rows:
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"Dataset: {path}, line {number}: {error}.") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"Dataset: {path}, line {number}: expected a JSON object.")
-        rows.append(row)
-    return rows
-
-
-class _Parquet(Sequence[Mapping[str, Any]]):
-    """The rows of a Parquet file; only those asked for become Python values."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow.parquet
-
-        try:
-            self._table = pyarrow.parquet.read_table(path)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"Dataset: {path} cannot be read: {error}.") from error
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._table.slice(index, 1).to_pylist()[0]
-
-
-def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows | None]:
-    """Give the share of the rows that is held out, or the rows that evaluation has instead."""
-    if isinstance(held_out, (int, float)):
-        if not 0 <= held_out <= 0.5:
-            raise ConfigError(f"Dataset: held_out is {held_out}, expected a share of 0 to 0.5.")
-        return float(held_out), None
-    is_file = isinstance(held_out, (str, os.PathLike)) and Path(held_out).suffix
-    if isinstance(held_out, str) and not is_file:
-        return 0.0, open_rows(data, held_out, subset)
-    return 0.0, open_rows(held_out)
 
 
 def _weights(weights: Sequence[float], names: list[str]) -> dict[str, float]:
@@ -308,25 +190,6 @@ def _weights(weights: Sequence[float], names: list[str]) -> dict[str, float]:
     if weights and len(weights) != len(names):
         raise ConfigError(f"Dataset: weights is {list(weights)}, expected one for each of {names}.")
     return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
-
-
-def _messages(value: Any, where: str) -> list[Message]:
-    """Read a chat: text only, neighbours of one role joined."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(m, Mapping) for m in value):
-        raise ConfigError(f"{where} is {value!r}, expected a text or a list of messages.")
-    read: list[Message] = []
-    for message in value:
-        role, content = message.get("role"), message.get("content")
-        if isinstance(content, (list, tuple)) and all(p.get("type") == "text" for p in content):
-            content = "".join(part["text"] for part in content)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise ConfigError(f"{where} has the message {message!r}, expected a role and a text.")
-        content = content.encode("utf-8", "replace").decode()  # lone surrogates have no tokens
-        if read and read[-1]["role"] == role:
-            read[-1]["content"] += f"\n\n{content}"
-        else:
-            read.append({"role": role, "content": content})
-    return read
 
 
 def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:

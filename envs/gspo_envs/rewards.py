@@ -17,8 +17,7 @@ from typing import Any
 from gspo_env import background
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.importing import load_function
-
-Message = dict[str, str]
+from gspo_envs.rows import Message
 
 _TRAINER = ("trainer_state", "log_extra", "log_metric")
 _IDLE = 0.005
