@@ -100,19 +100,21 @@ class MCPSession:
             background.post(self._finish(), _LOOP)
 
     async def _ask(self, question: Callable[[Any], Awaitable[T]], timeout: float) -> T:
-        before = self._answers
+        client, before = None, self._answers
         try:
             async with asyncio.timeout(timeout):
-                answer = await question(await self._connected())
+                client = await self._connected()
+                answer = await question(client)
         except TimeoutError:
-            if self._answers == before:  # it answers nobody: it hangs
+            if client is self._client and self._answers == before:  # it answers nobody: it hangs
                 self._drop()
             raise ToolServerError(f"the server gave no answer in {timeout:g} seconds") from None
         except ToolServerError:
             raise
         except Exception as error:
             if _lost(error):
-                self._drop()
+                if client is self._client:  # else somebody has connected anew
+                    self._drop()
                 raise ToolServerError("the connection to the server was lost") from error
             raise ToolServerError(f"the server refused: {error}") from error
         self._answers += 1
@@ -227,7 +229,7 @@ def _lost(error: BaseException) -> bool:
     if isinstance(error, MCPError):
         return bool(error.code == CONNECTION_CLOSED)
     broken = (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.TransportError, OSError)
-    return isinstance(error, (*broken, RuntimeError))
+    return isinstance(error, broken)
 
 
 def _reason(error: BaseException) -> str:
