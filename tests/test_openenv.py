@@ -5,13 +5,10 @@ OpenEnv has an environment of its own: `pip install -e '.[test,openenv]'`, `pyte
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,30 +18,9 @@ from gspo_env.testing import check_env
 
 pytestmark = pytest.mark.openenv
 
-SERVER = str(Path(__file__).parent / "openenv_server.py")
-
-
-@contextlib.contextmanager
-def serve(sessions, port=0):
-    if not port:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SERVER, str(port), str(sessions)])
-    try:
-        while True:
-            assert process.poll() is None
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                break
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
 
 @pytest.fixture(scope="module")
-def two():
+def two(serve):
     """A server with two sessions."""
     with serve(2) as url:
         yield url
@@ -158,7 +134,7 @@ def test_what_the_server_fails_to_do_truncates_the_episode_and_the_next_goes_on(
     env.close()
 
 
-def test_a_server_that_dies_and_comes_back_costs_the_episode_alone():
+def test_a_server_that_dies_and_comes_back_costs_the_episode_alone(serve):
     with serve(2) as url:
         env = make(url, timeout=5.0)
         env.reset(seed=0)
@@ -170,6 +146,6 @@ def test_a_server_that_dies_and_comes_back_costs_the_episode_alone():
             env.close()
 
 
-def test_it_keeps_the_contract():
+def test_it_keeps_the_contract(serve):
     with serve(4) as url:  # the checker plays two copies at once
         check_env(make(url, max_turns=5))
