@@ -277,6 +277,7 @@ class _Play:
         text = Action(self.collector.chat.decode(completion.token_ids), completion.token_ids)
         before, reward, step_seconds = self.observation, 0.0, 0.0
         key = self.info.get("state_key")
+        seen: Mapping[str, Any] = {}  # nothing where the environment did not see the action
         if completion.finish_reason == "length":
             self.stop = StopReason.MAX_TURN_TOKENS
         else:
@@ -287,6 +288,7 @@ class _Play:
             check_tokens(self.task.env_id, step[4], len(completion.token_ids))
             check_parts(self.task.env_id, step[4])
             self.observation, reward, terminated, truncated, self.info = step
+            seen = self.info
             if terminated:
                 self.stop = StopReason.TERMINATED
             elif truncated:
@@ -298,7 +300,7 @@ class _Play:
             text=str(text),
             observation=before,
             reward=reward,
-            info=self.info,
+            info=seen,
             timing=Timing(generate=seconds, step=step_seconds),
             weights_version=completion.weights_version,
             state_key=None if key is None else str(key),

@@ -161,6 +161,51 @@ class NeedsRun(vf.Taskset[Runner, SumConfig]):
 """
 
 
+GAME = """
+import verifiers.v1 as vf
+
+__all__ = ["Guesses", "GuessEnv"]
+
+class GuessData(vf.TaskData):
+    number: int
+
+class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def tried(self, trace) -> float:
+        return 0.5 * bool(trace.assistant_messages)
+
+    @vf.metric
+    async def turns(self, trace) -> float:
+        return float(trace.num_turns)
+
+class Guesses(vf.Taskset[GuessTask, vf.TasksetConfig]):
+    def load(self):
+        for n in range(10):
+            data = GuessData(prompt="Guess.", system_prompt="A number.", number=n)
+            yield GuessTask(data, self.config.task)
+
+class GuessConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class GuessEnv(vf.Env[GuessConfig]):
+    async def run(self, task, agents):
+        won = 0.0
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            while not segment.terminated:
+                said = segment.last_reply
+                guess = int(said) if said.isdecimal() or said == "six" else 0
+                if guess == task.data.number:
+                    won = 1.0
+                    break
+                segment = await interaction.turn("lower" if guess > task.data.number else "higher")
+        interaction.trace.record_reward("won", won)
+
+    async def finalize(self, task, episode):
+        episode.traces[0].record_reward("fair", 0.25)
+"""
+
+
 class TestVerifiers:
     @pytest.fixture
     def file(self, tmp_path):
@@ -212,3 +257,51 @@ class TestVerifiers:
 
     def test_it_keeps_the_contract(self, file):
         check_env(self.make(f"{file}:Sums"))
+
+    @pytest.fixture
+    def game(self, tmp_path, monkeypatch):
+        """An installed taskset with an environment of its own."""
+        pytest.importorskip("verifiers.v1")
+        name = f"guess_game_{tmp_path.name}"
+        (tmp_path / f"{name}.py").write_text(GAME)
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    def test_an_interactive_environment_talks_until_it_ends(self, game):
+        env = self.make(game)
+        assert env.reset(seed=0, options={"row": 6})[0] == "Guess."
+        assert env.get_wrapper_attr("system_prompt") == "A number."
+        assert env.step("4")[:4] == ("higher", 0.0, False, False)
+        assert env.step("7")[:4] == ("lower", 0.0, False, False)
+        observation, reward, terminated, _, info = env.step("6")
+        assert (observation, reward, terminated) == ("", 1.75, True)
+        assert info["reward_parts"] == {"won": 1.0, "tried": 0.5, "fair": 0.25, "turns": 3.0}
+
+    def test_a_limit_ends_the_talk_and_it_is_judged_as_it_is(self, game):
+        env = self.make(game, max_turns=2)
+        env.reset(seed=0, options={"row": 6})
+        env.step("4")
+        _, reward, terminated, truncated, info = env.step("5")
+        assert (reward, terminated, truncated) == (0.75, False, True)
+        assert info["reward_parts"]["turns"] == 2.0
+
+    def test_what_an_environment_raises_truncates_and_a_new_episode_begins(self, game):
+        env = self.make(game)
+        env.reset(seed=0, options={"row": 6})
+        _, reward, terminated, truncated, info = env.step("six")
+        assert (reward, terminated, truncated) == (0.0, False, True)
+        assert "ValueError" in info["env_error"]
+        assert env.reset(seed=0)[0] == "Guess."
+
+    def test_an_interactive_environment_keeps_the_contract(self, game):
+        check_env(self.make(game, max_turns=4))
+
+    def test_an_environment_of_several_agents_is_refused(self, game, tmp_path):
+        path = next(tmp_path.glob("guess_game_*.py"))
+        path.with_name("two_players.py").write_text(
+            path.read_text().replace(
+                "    player:", "    judge: vf.AgentConfig = vf.AgentConfig()\n    player:"
+            )
+        )
+        with pytest.raises(ConfigError, match=r"GuessEnv has the agents \['judge', 'player'\]"):
+            self.make("two_players")

@@ -276,6 +276,12 @@ def test_any_action_has_a_finite_reward(action, seed):
     assert reward in (0.0, 1.0)
 
 
+def test_an_answer_that_looks_like_a_tool_call_is_an_answer_where_there_are_no_tools():
+    env = make(SUMS[:1], lambda attempt: float("lookup" in attempt.text))
+    env.reset(seed=0)
+    assert env.step('<tool_call>{"name": "lookup"}</tool_call>')[:3] == ("", 1.0, True)
+
+
 def test_it_keeps_the_contract(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_text("\n".join(map(json.dumps, [{"prompt": "\\ud800?", "answer": ""}, *SUMS])))

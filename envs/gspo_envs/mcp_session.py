@@ -183,10 +183,10 @@ def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[A
     """List a server's tools; once for all environments, since a listing outlives its server."""
     if server not in _LISTINGS:
         try:
-            import mcp  # noqa: F401
+            from mcp import Client  # noqa: F401  # from version 2 on
         except ImportError as error:
             raise MissingExtraError(
-                f"MCP tools need the package mcp ({error}): pip install 'gspo-env[mcp]'"
+                f"MCP tools need the package mcp from 2.0 on ({error}): pip install 'gspo-env[mcp]'"
             ) from error
 
         async def every_page(client: Any) -> list[Any]:

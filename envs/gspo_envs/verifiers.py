@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import lru_cache
 from itertools import islice
 from types import ModuleType
@@ -21,21 +23,23 @@ _LOOP = "verifiers"
 
 
 class VerifiersEnv(ForeignEnv):
-    """A taskset of verifiers: its prompts, judged by its rewards, metrics and judges.
+    """A taskset of verifiers: its prompts, its rewards, metrics and judges, its conversations.
 
-    verifiers calls the model itself; here the policy answers, and the answer is put into a trace
-    that the task scores. So a task is one turn, and what needs a runtime, a container or tool
-    servers of the task is refused.
+    verifiers calls the model itself; here the policy answers. A plain taskset is one turn. An
+    installed taskset with an environment of its own (`vf.Env.run`) is a conversation: whenever its
+    agent would call the model, an action is awaited. What needs a runtime, a container, tool
+    servers or more than one agent is refused.
 
     Args:
         taskset: Id of an installed taskset, or `module:Class` or `file.py:Class`.
         config: Fields of the taskset's configuration.
         limit: The most tasks to read; an infinite taskset needs one.
         held_out: Share of the tasks that only evaluation sees.
+        max_turns: Steps before truncation; the conversation is then ended and judged as it is.
         render_mode: Must be None.
 
     Raises:
-        ConfigError: The taskset cannot be loaded, or its tasks need more than an answer.
+        ConfigError: The taskset cannot be loaded, or its tasks need more than answers.
         MissingExtraError: verifiers is not installed.
     """
 
@@ -49,15 +53,15 @@ class VerifiersEnv(ForeignEnv):
         config: Mapping[str, Any] | None = None,
         limit: int | None = None,
         held_out: float = 0.1,
+        max_turns: int | None = None,
         render_mode: str | None = None,
     ) -> None:
         """Load the tasks."""
-        super().__init__(None, render_mode)
-        self._vf = load("verifiers.v1", "verifiers", "verifiers")
-        tasks = _load_tasks(taskset, json.dumps(config or {}, sort_keys=True), limit)
+        super().__init__(max_turns, render_mode)
+        settings = json.dumps(config or {}, sort_keys=True)
+        self._play, tasks = _load_tasks(taskset, settings, limit)
         self._rows = TaskRows(tasks, held_out=held_out)
-        self._task: Any = None
-        self._prompt: list[Any] = []
+        self._talk: _Conversation | None = None
         self._seed: int | None = None
 
     def reset(
@@ -69,60 +73,153 @@ class VerifiersEnv(ForeignEnv):
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
         """Give the prompt of a task."""
-        self._task, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
-        data = self._task.data
-        prompt = data.prompt if isinstance(data.prompt, str) else _plain(data.prompt)
-        system, messages = read_chat(prompt, f"verifiers: prompt of task {index}")
-        self.system_prompt = data.system_prompt or system
+        task, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
+        self.close()
+        self._talk = _Conversation(task)
+        asked = background.run(self._talk.begin(self._play), _LOOP)
+        if asked is None:
+            raise ConfigError(f"verifiers: task {index} ended before its agent was asked anything.")
+        system, messages = read_chat(_plain(asked), f"verifiers: prompt of task {index}")
+        self.system_prompt = task.data.system_prompt or system
         info: dict[str, Any] = {"row": index}
         if len(messages) > 1:
             info["chat_history"] = messages[:-1]
-        self._prompt = [self._message(m["role"], m["content"]) for m in messages]
-        if self.system_prompt is not None:
-            self._prompt.insert(0, self._message("system", self.system_prompt))
         return messages[-1]["content"], info
 
     def act(self, action: str) -> StepResult:
-        """Let the task score the answer."""
-        trace = self._trace(action)
-        background.run(self._task.score(trace), _LOOP)
+        """Answer; at the end of the conversation the task and its environment judge it."""
+        if self._talk is None:
+            raise RuntimeError("the conversation was closed")
+        asked = background.run(self._talk.answer(action), _LOOP)
+        cut = asked is not None and self._turn == self.max_turns
+        if asked is not None and not cut:
+            return "\n".join(m["content"] for m in _plain(asked)), 0.0, False, False, {}
+        if cut:
+            background.run(self._talk.answer(None), _LOOP)
+        trace = self._talk.trace
         parts = {name: float(r.score) for name, r in trace.rewards.items() if r is not None}
         parts |= {name: float(m) for name, m in trace.metrics.items() if m is not None}
-        return "", float(trace.reward), True, False, {"reward_parts": parts}
+        return "", float(trace.reward), not cut, cut, {"reward_parts": parts}
 
-    def _trace(self, answer: str) -> Any:
-        """Give the trace that verifiers' own rollout would have made of one model call."""
-        from verifiers.v1.state import state_cls
+    def close(self) -> None:
+        """Leave the running conversation."""
+        if self._talk is not None:
+            background.run(self._talk.leave(), _LOOP)
+            self._talk = None
 
-        vf, task = self._vf, self._task
-        messages = [*self._prompt, self._message("assistant", answer)]
-        last = len(messages) - 1
-        nodes = [
-            vf.MessageNode(parent=n - 1 if n else None, message=message, sampled=n == last)
-            for n, message in enumerate(messages)
-        ]
-        about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        return vf.Trace(
-            task=about,
-            agent=vf.AgentInfo(config=vf.AgentConfig()),
-            nodes=nodes,
-            state=state_cls(type(task))(),
-            is_completed=True,
-            ok=True,
-        )
 
-    def _message(self, role: str, content: str) -> Any:
-        vf = self._vf
-        kinds = {"system": vf.SystemMessage, "assistant": vf.AssistantMessage}
-        return kinds.get(role, vf.UserMessage)(content=content)
+Play = Callable[[Any, Any], Awaitable[None]]
+"""Plays a task with agents: `vf.Env.run`, and what surrounds it."""
+
+
+class _Conversation:
+    """Stands in for verifiers' agents and their only agent; lives on the background loop.
+
+    Where the agent would call the model, `turn` hands over the new messages and waits.
+    """
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        self.trace: Any = None
+        self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._answer: asyncio.Future[str | None] | None = None
+        self._playing: asyncio.Task[None] | None = None
+
+    def __getattr__(self, name: str) -> _Conversation:
+        """Be the agent under whatever name the environment gives it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+    async def begin(self, play: Play) -> list[Any] | None:
+        self._playing = asyncio.ensure_future(play(self.task, self))
+        return await self._next()
+
+    async def answer(self, action: str | None) -> list[Any] | None:
+        """Give the next messages, None at the end; an action that is None ends it."""
+        if self._answer is None:
+            raise RuntimeError("the conversation waits for no answer")
+        self._answer.set_result(action)
+        return await self._next()
+
+    async def leave(self) -> None:
+        if self._playing is not None:
+            self._playing.cancel()
+            await asyncio.wait({self._playing})
+
+    async def run(self, task: Any, **borrowed: Any) -> Any:
+        """As `vf.Agent.run`: one answer, scored."""
+        async with self.interaction(task, **borrowed):
+            await self.turn()
+        return self.trace
+
+    @contextlib.asynccontextmanager
+    async def interaction(self, task: Any, **borrowed: Any) -> AsyncIterator[_Conversation]:
+        """As `vf.Agent.interaction`: turns, scored when it is left."""
+        if self.trace is not None or any(value is not None for value in borrowed.values()):
+            raise ConfigError(
+                "verifiers: an episode here is one conversation, without a runtime or tools; this "
+                "environment begins another or lends some."
+            )
+        self.task, self.trace = task, _new_trace(task)
+        yield self
+        self.trace.is_completed = self.trace.ok = True
+        await task.score(self.trace)
+
+    async def turn(self, message: Any = None) -> Any:
+        """As `vf.Interaction.turn`: the policy's answer, or the end."""
+        import verifiers.v1 as vf
+
+        data = self.task.data
+        opening = message if message is not None else data.prompt
+        new = [vf.UserMessage(content=opening)] if isinstance(opening, str) else list(opening or [])
+        if not self.trace.nodes and data.system_prompt is not None:
+            self._note(vf.SystemMessage(content=data.system_prompt))
+        for one in new:
+            self._note(vf.UserMessage(content=one["content"]) if isinstance(one, dict) else one)
+        self._answer = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(new)
+        answer = await self._answer
+        if answer is None:
+            return vf.Segment(messages=[], terminated=True)
+        said = vf.AssistantMessage(content=answer)
+        self._note(said, sampled=True)
+        return vf.Segment(messages=[said])
+
+    def _note(self, message: Any, *, sampled: bool = False) -> None:
+        import verifiers.v1 as vf
+
+        nodes = self.trace.nodes
+        parent = len(nodes) - 1 if nodes else None
+        nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
+
+    async def _next(self) -> list[Any] | None:
+        if self._playing is None:
+            raise RuntimeError("the conversation has not begun")
+        asked = asyncio.ensure_future(self._asked.get())
+        await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result()
+        asked.cancel()
+        self._playing.result()  # raises what the environment or a reward raised
+        return None
+
+
+def _new_trace(task: Any) -> Any:
+    import verifiers.v1 as vf
+    from verifiers.v1.state import state_cls
+
+    about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    agent = vf.AgentInfo(config=vf.AgentConfig())
+    return vf.Trace(task=about, agent=agent, state=state_cls(type(task))())
 
 
 @lru_cache(maxsize=16)
-def _load_tasks(name: str, config: str, limit: int | None) -> list[Any]:
+def _load_tasks(name: str, config: str, limit: int | None) -> tuple[Play, list[Any]]:
     """Load once for all environments of the process; `config` is JSON."""
     vf = load("verifiers.v1", "verifiers", "verifiers")
     try:
-        taskset = _taskset(vf, name, json.loads(config))
+        play, taskset = _taskset(vf, name, json.loads(config))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"verifiers: taskset {name!r} cannot be loaded: {reason}") from error
@@ -130,23 +227,51 @@ def _load_tasks(name: str, config: str, limit: int | None) -> list[Any]:
         raise ConfigError(f"verifiers: taskset {name!r} is infinite, give a limit.")
     tasks = list(islice(taskset, limit))
     for task in tasks:
-        if reason := _beyond(vf, taskset, task):
+        reason = _beyond(vf, taskset, task)
+        if play is _answer_once and not task.data.prompt:
+            reason = f"task {task.data.idx} has no prompt"
+        if reason:
             raise ConfigError(
                 f"verifiers: taskset {name!r} cannot be bridged: {reason}. Expected tasks whose "
-                "prompt is answered in one turn and whose rewards need only the trace."
+                "rewards need only the trace of one agent's answers."
             )
-    return tasks
+    return play, tasks
 
 
-def _taskset(vf: ModuleType, name: str, settings: dict[str, Any]) -> Any:
-    if ":" not in name:
+def _taskset(vf: ModuleType, name: str, settings: dict[str, Any]) -> tuple[Play, Any]:
+    """Give how a taskset is played, and the taskset."""
+    if ":" in name:
+        from verifiers.v1.utils.generic import concrete_type
+
+        made: Any = load_function(name, "taskset")
+        kind = concrete_type(made, vf.TasksetConfig) or vf.TasksetConfig
+        return _answer_once, made(kind.model_validate(settings))
+    given = {"id": name, **settings}
+    if vf.environment_class(name) is vf.SingleAgentEnv:
         kind = vf.taskset_config_type(name)
-        return vf.load_taskset(kind.model_validate({"id": name, **settings}))
-    from verifiers.v1.utils.generic import concrete_type
+        return _answer_once, vf.load_taskset(kind.model_validate(given))
+    env = vf.load_environment(vf.resolve_env_config({"taskset": given}))
+    return _player(vf, env), env.taskset
 
-    made: Any = load_function(name, "taskset")
-    kind = concrete_type(made, vf.TasksetConfig) or vf.TasksetConfig
-    return made(kind.model_validate(settings))
+
+async def _answer_once(task: Any, agents: Any) -> None:
+    await agents.agent.run(task)
+
+
+def _player(vf: ModuleType, env: Any) -> Play:
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    names = list(agent_config_fields(env.config))
+    if len(names) != 1 or type(env).start is not vf.Env.start:
+        raise ValueError(f"{type(env).__name__} has the agents {names}, or resources of its own")
+
+    async def play(task: Any, agents: Any) -> None:
+        await env.setup(agents)
+        await env.run(task, agents)
+        about = agents.trace.task
+        await env.finalize(task, vf.Episode(task=about, traces=[agents.trace], ok=True))
+
+    return play
 
 
 def _beyond(vf: ModuleType, taskset: Any, task: Any) -> str:
@@ -163,8 +288,6 @@ def _beyond(vf: ModuleType, taskset: Any, task: Any) -> str:
         wanted = inspect.signature(function).parameters.get("runtime")
         if wanted is not None and wanted.default is wanted.empty:
             return f"{kind.__name__}.{function.__name__} needs a runtime"
-    if not task.data.prompt:
-        return f"task {task.data.idx} has no prompt"
     return ""
 
 
