@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Context, MCPServer
 
 server = MCPServer("workshop")
 memory: list[str] = []
@@ -61,6 +61,18 @@ def flood(count: int) -> str:
 def pid() -> int:
     """Give the number of the server's process."""
     return os.getpid()
+
+
+@server.tool()
+def variable(name: str) -> str:
+    """Give an environment variable of the server."""
+    return os.environ.get(name, "none")
+
+
+@server.tool()
+def header(name: str, context: Context) -> str:
+    """Give a header of the request."""
+    return str(context.request_context.request.headers.get(name))
 
 
 if len(sys.argv) > 1:

@@ -85,8 +85,8 @@ def play():
         yield start
 
 
-def call(env, name, **arguments):
-    return env.step(format_tool_call(name, arguments))
+def call(env, tool_name, /, **arguments):
+    return env.step(format_tool_call(tool_name, arguments))
 
 
 def alive(pid):
@@ -238,6 +238,32 @@ def test_a_long_result_is_cut(play):
     observation = call(env, "flood", count=10**6)[0]
     assert observation.endswith("... (cut, 1000000 characters)")
     assert len(observation) < 8300
+
+
+def test_a_started_server_gets_its_own_variables_and_none_of_ours(play, monkeypatch):
+    monkeypatch.setenv("SECRET_OF_OURS", "no")
+    env = play({"command": sys.executable, "args": [SERVER], "env": {"KEY": "yes"}})
+    assert call(env, "variable", name="KEY")[0] == "yes"
+    assert call(env, "variable", name="SECRET_OF_OURS")[0] == "none"
+
+
+def test_headers_reach_an_http_server(play, http):
+    env = play({"url": http, "headers": {"X-Key": "open sesame"}})
+    assert call(env, "header", name="x-key")[0] == "open sesame"
+
+
+def test_many_environments_call_at_once_and_each_gets_its_own_answer(http):
+    envs = [make(http, session="process" if n % 2 else "env") for n in range(16)]
+
+    def play_one(n):
+        envs[n].reset(seed=0)
+        return [call(envs[n], "add", a=n, b=k)[0] for k in range(7)]
+
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(play_one, range(16)))
+    assert answers == [[str(n + k) for k in range(7)] for n in range(16)]
+    for env in envs:
+        env.close()
 
 
 class WorkbenchEnv(MCPTools):

@@ -99,7 +99,7 @@ class MCPTools(ToolEnv):
             for session in self._sessions.values():
                 session.close()
 
-    def _call(self, server: MCPServer, name: str, **arguments: Any) -> str:
+    def _call(self, server: MCPServer, name: str, /, **arguments: Any) -> str:
         session = self._session(server)
         result = session.ask(lambda client: client.call_tool(name, arguments), self.mcp_timeout)
         text = _result_text(result)
