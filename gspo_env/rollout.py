@@ -125,6 +125,10 @@ class EnvPool:
         """Closes every environment."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+        if self.blocking:  # what waits in step may wait in close, and then does so side by side
+            with ThreadPoolExecutor(self.threads) as closing:
+                list(closing.map(lambda env: env.close(), self._idle))
+            self._idle.clear()
         while self._idle:
             self._idle.pop().close()
 

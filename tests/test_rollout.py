@@ -233,6 +233,24 @@ def test_named_parts_are_summed_over_turns_and_averaged_over_the_episodes_that_h
     assert rollout_metrics(groups, 1.0)["train/reward/style"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_pool_closes_every_environment_and_those_that_wait_side_by_side(blocking):
+    every = threading.Barrier(8 if blocking else 1, timeout=60)
+    closed = []
+
+    class Slow(Echo):
+        def close(self):
+            every.wait()
+            closed.append(threading.current_thread() is threading.main_thread())
+
+    pool = EnvPool(Slow, blocking=blocking)
+    for env in [pool.acquire() for _ in range(8)]:
+        pool.give_back(env)
+    pool.close()
+    pool.close()
+    assert closed == [not blocking] * 8
+
+
 class Chatty(Echo):
     """Its conversation began before the episode."""
 

@@ -38,7 +38,8 @@ class DatasetEnv(ToolEnv):
         reply: Function of the `Attempt` so far that gives the next message of the user, or None
             at the end; it may be asynchronous.
         score: When rewards are given: at the "end" of the episode or at every "turn".
-        success: Least total reward that counts as success; any above 0 by default.
+        success: Least reward of the last turn that counts as success; by default any outcome
+            above 0 does.
         system_prompt: Where the row has none.
         max_turns: Steps before the episode is truncated; by default 8 with `reply` or else as
             many as there are messages to answer.
