@@ -72,9 +72,7 @@ class ForeignEnv(TextEnv):
         render_mode: Must be None.
     """
 
-    blocking: bool | None = (
-        False  # the private streams are installed globally, by one thread at a time
-    )
+    blocking: bool | None = False  # private streams are installed by one thread at a time
     draws = True
     """Whether the package draws from global generators; where it does not, many may run at once."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import gymnasium
@@ -28,13 +30,18 @@ class _Known:
     actions: tuple[str, ...]
     success: float
     """A terminal step with at least this reward is a success."""
-    describe: Callable[[Any, Any], str] | None = None
+    describe: Callable[[Any, Any], str]
     """From the bare environment and its observation."""
 
 
 def _blackjack(env: Any, observation: Any) -> str:
     total, dealer, ace = (int(part) for part in observation)
     return f"You have {total}{' with a usable ace' if ace else ''}. The dealer shows {dealer}."
+
+
+def _place(columns: int, observation: Any) -> str:
+    row, column = divmod(int(observation), columns)
+    return f"You are at row {row}, column {column}."
 
 
 def _taxi(env: Any, observation: Any) -> str:
@@ -47,17 +54,18 @@ def _taxi(env: Any, observation: Any) -> str:
     )
 
 
-_COMPASS = ("up", "right", "down", "left")
 _KNOWN = {
     "FrozenLakeEnv": _Known(
         rules="Walk over the frozen lake from S to G; F is ice, H a hole, @ is you.",
         actions=("left", "down", "right", "up"),
         success=1.0,
+        describe=lambda env, observation: _place(env.ncol, observation),
     ),
     "CliffWalkingEnv": _Known(
         rules="Walk to T without stepping on C, the cliff; o is ground, x is you.",
-        actions=_COMPASS,
+        actions=("up", "right", "down", "left"),
         success=-1.0,
+        describe=lambda env, observation: _place(env.shape[1], observation),
     ),
     "TaxiEnv": _Known(
         rules="Fetch the passenger and set them down at the destination; | is a wall, @ the taxi.",
@@ -116,13 +124,19 @@ class GymTextEnv(TextEnv):
         self.inner = _make(env, kwargs)
         for name in ("observation_space", "action_space"):
             _refuse(env, name, getattr(self.inner, name))
+        self._actions = copy.deepcopy(self.inner.action_space)  # a class may share its spaces
         limit = self.inner.spec.max_episode_steps if self.inner.spec else None
         self.max_turns = max_turns or limit or 100
         self.invalid_reward, self.invalid_steps = invalid_reward, invalid_steps
         self.render_mode = render_mode
         self._known = _KNOWN.get(type(self.inner.unwrapped).__name__)
         self._names = tuple(action_names) or (self._known.actions if self._known else ())
-        self._grammar = f"<action>{_grammar(self.inner.action_space, self._names)}</action>"
+        count = getattr(self._actions, "n", 0)
+        if self._names and len(self._names) != count:
+            raise ConfigError(
+                f"GymText: action_names is {self._names}, expected {count} for {self._actions}."
+            )
+        self._grammar = f"<action>{_grammar(self._actions, self._names)}</action>"
         rules = self._known.rules if self._known else f"Act in {env}."
         self.system_prompt = f"{rules} Each turn, write one action as {self._grammar}."
         self._turn, self._ended = 0, True
@@ -134,7 +148,7 @@ class GymTextEnv(TextEnv):
         super().reset(seed=seed, options=options)
         inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
         observation, _ = self.inner.reset(seed=inner_seed, options=options or None)
-        self.inner.action_space.seed(action_seed)
+        self._actions.seed(action_seed)
         self._turn, self._ended = 0, False
         self._seen = observation
         return self._show(observation), self._info(observation)
@@ -151,7 +165,7 @@ class GymTextEnv(TextEnv):
             )
         self._turn += 1
         tagged = extract_tag(action, "action")
-        space = self.inner.action_space
+        space = self._actions
         value = read_action(space, action.strip() if tagged is None else tagged, self._names)
         said, reward, info = "", 0.0, {}
         if value is None:
@@ -169,7 +183,7 @@ class GymTextEnv(TextEnv):
         self._ended = terminated or truncated
         info |= self._info(self._seen)
         if self._ended and self._known is not None:
-            info["success"] = terminated and gained >= self._known.success
+            info["success"] = bool(terminated and gained >= self._known.success)
         return said, gained + reward, bool(terminated), bool(truncated), info
 
     def close(self) -> None:
@@ -177,21 +191,30 @@ class GymTextEnv(TextEnv):
         self.inner.close()
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Demonstrate the grammar alone: any action of the space."""
-        return f"<action>{self._write(self.inner.action_space.sample())}</action>"
+        """Play well where the environment has a table `P` of its transitions, else at random.
+
+        With probability `noise` the action is any of the space.
+        """
+        if self._policy and self.np_random.random() >= noise:
+            return f"<action>{self._write(self._policy[int(self._seen)])}</action>"
+        return f"<action>{self._write(self._actions.sample())}</action>"
+
+    @cached_property
+    def _policy(self) -> dict[int, int]:
+        return _solve(getattr(self.inner.unwrapped, "P", None) or {})
 
     def _write(self, action: Any) -> str:
-        space = self.inner.action_space
+        space = self._actions
         if isinstance(space, spaces.Discrete) and self._names:
             return self._names[int(action) - int(space.start)]
         return write_value(space, action)
 
     def _show(self, observation: Any) -> str:
         parts = []
-        if self._known is not None and self._known.describe is not None:
-            parts.append(self._known.describe(self.inner.unwrapped, observation))
         if self.inner.render_mode == "ansi":
             parts.append(_plain(str(self.inner.render())))
+        if self._known is not None:
+            parts.append(self._known.describe(self.inner.unwrapped, observation))
         text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
         return text.encode("utf-8", "replace").decode()[:MAX_TEXT_LENGTH]
 
@@ -257,11 +280,32 @@ def _from_json(space: spaces.Space[Any], value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError("not a whole number")
         return value
-    array = np.asarray(value, dtype=np.float64)
-    if not np.isfinite(array).all() or (space.dtype.kind != "f" and (array % 1).any()):  # type: ignore[union-attr]
-        raise ValueError("not a number of the space")
-    with np.errstate(all="ignore"):  # an overflow is found by `contains`
-        return array.reshape(space.shape or ()).astype(space.dtype)
+    array = np.asarray(value, dtype=np.float64).reshape(space.shape or ())
+    with np.errstate(all="ignore"):
+        cast = array.astype(space.dtype)
+    if cast.dtype.kind != "f" and not np.array_equal(cast, array):
+        raise ValueError("not whole numbers of the space")
+    return cast
+
+
+def _solve(table: dict[int, dict[int, list[tuple[float, int, float, bool]]]]) -> dict[int, int]:
+    """Give the best action of each state by value iteration, discounted by 0.99 a turn."""
+    values = dict.fromkeys(table, 0.0)
+
+    def worth(outcomes: list[tuple[float, int, float, bool]]) -> float:
+        return sum(p * (gain + 0.99 * values[s] * (not done)) for p, s, gain, done in outcomes)
+
+    change = 1.0
+    while change > 1e-6:
+        change = 0.0
+        for state, actions in table.items():
+            best = max(worth(outcomes) for outcomes in actions.values())
+            change = max(change, abs(best - values[state]))
+            values[state] = best
+    return {
+        state: max(actions, key=lambda action: worth(actions[action]))
+        for state, actions in table.items()
+    }
 
 
 def _folded(names: tuple[str, ...]) -> list[str]:

@@ -72,11 +72,11 @@ class TextArenaEnv(ForeignEnv):
                     f"{game} needs word lists of NLTK: python -m nltk.downloader words "
                     "averaged_perceptron_tagger_eng"
                 ) from error
-            except AssertionError as error:
-                raise ConfigError(f"{game} cannot be played by {players}: {error}") from error
-            except (TypeError, ImportError, SyntaxError) as error:
+            except Exception as error:  # games refuse a number of players in many ways
                 reason = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"{game} cannot be made with {kwargs}: {reason}") from error
+                raise ConfigError(
+                    f"{game} cannot be played by {players} with arguments {kwargs}: {reason}"
+                ) from error
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
         """Make the game anew."""
@@ -93,11 +93,13 @@ class TextArenaEnv(ForeignEnv):
         if not done:
             return self._read(done), 0.0, False, False, {}
         rewards, notes = self._bare.close()
-        reward = float((rewards or {}).get(0, 0.0))
         note = (notes or {}).get(0, {})
-        said = f"{self._read(done)}\n{note.get('reason') or ''}".strip()
+        reward, reason = (rewards or {}).get(0, 0.0), str(note.get("reason") or "")
+        if isinstance(reward, str):  # some games hand these two over in the wrong order
+            reward, reason = reason.removeprefix("Invalid Move: "), reward
+        reward = float(reward)
         info = {"success": reward >= 1.0, "invalid_move": bool(note.get("invalid_move"))}
-        return said, reward, True, False, info
+        return f"{self._read(done)}\n{reason}".strip(), reward, True, False, info
 
     @property
     def _bare(self) -> Any:
