@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -74,7 +74,11 @@ class ChatTokenizer:
         return tuple(sorted(i for i in ids if i is not None))
 
     def start(
-        self, observation: str, system_prompt: str | None = None, tools: Sequence[Any] = ()
+        self,
+        observation: str,
+        system_prompt: str | None = None,
+        tools: Sequence[Any] = (),
+        history: Sequence[Mapping[str, str]] = (),
     ) -> tuple[int, ...]:
         """The ids of a whole first prompt.
 
@@ -82,6 +86,7 @@ class ChatTokenizer:
             observation: What `reset` returned.
             system_prompt: The environment's standing instructions.
             tools: Tools with a `schema`; the system prompt lists them where the template does not.
+            history: Messages before the observation: a user's and an assistant's in turn.
         """
         schemas = [tool.schema for tool in tools]
         if schemas and not self._shows_tools(schemas):
@@ -89,7 +94,11 @@ class ChatTokenizer:
             system_prompt = f"{system_prompt or ''}\n\nTools:\n{listing}".strip()
             schemas = []
         parts = self._prompt(system_prompt is not None, schemas)
-        return self._fill(parts, {_SYSTEM: system_prompt or "", _FIRST: observation})
+        first, *later = [*(str(message["content"]) for message in history), observation]
+        ids = self._fill(parts, {_SYSTEM: system_prompt or "", _FIRST: first})
+        for answer, question in zip(later[::2], later[1::2], strict=True):
+            ids += self._encode(answer) + self.follow(question, -1)
+        return ids
 
     def follow(self, observation: str, last_id: int, role: str = "user") -> tuple[int, ...]:
         """The ids that come after an action whose last sampled id is `last_id`."""

@@ -51,3 +51,7 @@ class OutputError(GspoEnvError, ValueError):
 
 class MissingExtraError(GspoEnvError, RuntimeError):
     """An optional dependency is not installed; the message holds the install command."""
+
+
+class ToolServerError(GspoEnvError, RuntimeError):
+    """A server of tools failed, died or did not answer; the policy reads the message."""

@@ -12,12 +12,9 @@ from gspo_env.advantages import estimate
 from gspo_env.config import Config
 from gspo_env.learner import Learner
 from gspo_env.packing import Sample, to_sample
-from gspo_env.rollout import Collector, derive_seed, rollout_metrics
-from gspo_env.types import Episode, FloatArray, Group, StopReason, Task
+from gspo_env.rollout import Collector, derive_seed, reward_metrics, rollout_metrics
+from gspo_env.types import HELD_OUT, Episode, FloatArray, Group, StopReason, Task
 from gspo_env.weight_sync import named_weights
-
-HELD_OUT = 10**9
-"""Seeds from here on are for evaluation; training seeds stay below."""
 
 History = list[tuple[int, dict[str, float]]]
 Report = Callable[[int, dict[str, float], Sequence[Group]], None]
@@ -112,7 +109,8 @@ async def evaluate(
         "eval/turns": _mean(sampled, lambda e: float(len(e.turns))),
         "time/eval": time.perf_counter() - started,
     }
-    return metrics, sampled
+    episodes = [e for group in sampled for e in group.episodes]
+    return metrics | reward_metrics(episodes, "eval"), sampled
 
 
 def _mean(groups: Sequence[Group], value: Callable[[Episode], float]) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 from gspo_env.chat import ChatTokenizer
 from gspo_env.engines.base import Completion, Engine, Sampling
 from gspo_env.errors import ConfigError, EnvironmentContractError, RolloutError
-from gspo_env.text_env import Action, check_reset, check_step, check_tokens
+from gspo_env.text_env import Action, check_parts, check_reset, check_step, check_tokens
 from gspo_env.types import Episode, Group, StopReason, Task, Timing, Turn
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,10 @@ class EnvPool:
         """Closes every environment."""
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
+        if self.blocking:  # what waits in step may wait in close, and then does so side by side
+            with ThreadPoolExecutor(self.threads) as closing:
+                list(closing.map(lambda env: env.close(), self._idle))
+            self._idle.clear()
         while self._idle:
             self._idle.pop().close()
 
@@ -243,7 +247,8 @@ class _Play:
         reset = await self._call(env.reset, seed=self.task.seed, options=dict(self.task.options))
         self.observation, self.info = check_reset(self.task.env_id, reset)
         chat, limits = self.collector.chat, self.collector.config
-        new = chat.start(self.observation, *instructions(env))
+        history = self.info.get("chat_history", ())
+        new = chat.start(self.observation, *instructions(env), history)
         while True:
             self.prompt.extend(new)
             if len(self.prompt) + limits.max_turn_tokens > limits.max_context:
@@ -276,6 +281,7 @@ class _Play:
         text = Action(self.collector.chat.decode(completion.token_ids), completion.token_ids)
         before, reward, step_seconds = self.observation, 0.0, 0.0
         key = self.info.get("state_key")
+        seen: Mapping[str, Any] = {}  # nothing where the environment did not see the action
         if completion.finish_reason == "length":
             self.stop = StopReason.MAX_TURN_TOKENS
         else:
@@ -284,7 +290,9 @@ class _Play:
             step_seconds = time.perf_counter() - started
             step = check_step(self.task.env_id, result)
             check_tokens(self.task.env_id, step[4], len(completion.token_ids))
+            check_parts(self.task.env_id, step[4])
             self.observation, reward, terminated, truncated, self.info = step
+            seen = self.info
             if terminated:
                 self.stop = StopReason.TERMINATED
             elif truncated:
@@ -296,7 +304,7 @@ class _Play:
             text=str(text),
             observation=before,
             reward=reward,
-            info=self.info,
+            info=seen,
             timing=Timing(generate=seconds, step=step_seconds),
             weights_version=completion.weights_version,
             state_key=None if key is None else str(key),
@@ -368,4 +376,17 @@ def rollout_metrics(groups: Sequence[Group], seconds: float) -> dict[str, float]
     for reason in StopReason:
         share = np.mean([e.stop_reason is reason for e in episodes])
         metrics[f"rollout/stop/{reason}"] = float(share)
-    return metrics
+    return metrics | reward_metrics(played, "train")
+
+
+def reward_metrics(episodes: Sequence[Episode], prefix: str) -> dict[str, float]:
+    """The mean of each named part of the reward, over the episodes that have the part."""
+    totals: dict[str, list[float]] = {}
+    for episode in episodes:
+        parts: dict[str, float] = {}
+        for turn in episode.turns:
+            for name, value in turn.info.get("reward_parts", {}).items():
+                parts[name] = parts.get(name, 0.0) + value
+        for name, value in parts.items():
+            totals.setdefault(name, []).append(value)
+    return {f"{prefix}/reward/{name}": float(np.mean(all_)) for name, all_ in totals.items()}

@@ -43,6 +43,8 @@ class TextEnv(gymnasium.Env[str, str]):
 
     `step` returns the reward of the turn. On the last step `info["episodic_reward"]` may hold the
     outcome of the episode (default: the sum of the turns' rewards) and `info["success"]` a bool.
+    `info["reward_parts"]` may name finite numbers that become the metrics `train/reward/NAME`.
+    Messages of a conversation that began before the episode are `info["chat_history"]` of `reset`.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
@@ -149,6 +151,22 @@ def check_tokens(env_id: str, info: dict[str, Any], count: int) -> None:
         if values.shape != (count,) or not np.isfinite(values).all():
             expected = f"{count} finite numbers, one per sampled token"
             raise _broken(env_id, f"info[{name!r}]", info[name], expected)
+
+
+def check_parts(env_id: str, info: dict[str, Any]) -> None:
+    """Validate the named parts of a reward.
+
+    Raises:
+        EnvironmentContractError: Not a dict of finite numbers by name.
+    """
+    parts = info.get("reward_parts", {})
+    named = isinstance(parts, dict) and all(isinstance(name, str) for name in parts)
+    if not named or not all(_is_finite(value) for value in parts.values()):
+        raise _broken(env_id, "info['reward_parts']", parts, "a dict of finite numbers by name")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value)
 
 
 def _check_step_slowly(env_id: str, result: object) -> StepResult:

@@ -21,7 +21,8 @@ class ToolEnv(TextEnv):
     """A text environment with its `@tool` methods as tools.
 
     An action with tool calls is answered by the tools or by `Error: ...`; an action without goes
-    to `on_final`. A subclass's `reset` calls `super().reset(seed=seed, options=options)` first.
+    to `on_final`, and so does every action where there are no tools. A subclass's `reset` calls
+    `super().reset(seed=seed, options=options)` first.
     """
 
     max_calls_per_turn: int = 1
@@ -76,7 +77,7 @@ class ToolEnv(TextEnv):
                 f"{type(self).__name__}: step() was called outside an episode, call reset() first."
             )
         self._turn += 1
-        calls = parse_tool_calls(action)
+        calls = parse_tool_calls(action) if self.tools else []
         info: dict[str, Any] = {}
         if calls:
             observation, reward = self._answer_calls(calls, info)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import subprocess
+import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -127,3 +133,29 @@ def gradients():
         return found, metrics
 
     return of
+
+
+@pytest.fixture(scope="session")
+def serve():
+    """What starts a real OpenEnv server with so many sessions; a port may be asked for."""
+    return _serve_openenv
+
+
+@contextlib.contextmanager
+def _serve_openenv(sessions, port=0):
+    server = Path(__file__).parent / "openenv_server.py"
+    if not port:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, str(server), str(port), str(sessions)])
+    try:
+        while True:
+            assert process.poll() is None
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()

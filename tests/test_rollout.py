@@ -202,6 +202,8 @@ def test_when_most_episodes_fail_the_first_cause_is_raised(player):
         (("x", float("nan"), False, False, {}), "reward is nan"),
         (("x", 0.0, True, False, {"episodic_reward": float("inf")}), "episodic_reward.* is inf"),
         (("x", 0.0, False, {}), "a tuple"),
+        (("x", 0.0, False, False, {"reward_parts": {"a": float("nan")}}), "reward_parts.* is"),
+        (("x", 0.0, False, False, {"reward_parts": [1.0]}), "reward_parts.* is"),
     ],
 )
 def test_a_broken_contract_names_the_environment_the_part_and_the_value(player, result, words):
@@ -219,6 +221,54 @@ def test_the_outcome_is_the_episodic_reward_or_else_the_sum_of_rewards(player):
             if e.stop_reason is StopReason.TERMINATED
         ]
         assert {(e.outcome, e.success) for e in ended} == {(outcome, success)}
+
+
+def test_named_parts_are_summed_over_turns_and_averaged_over_the_episodes_that_have_them(player):
+    result = ("go on", 0.5, False, False, {"reward_parts": {"style": 0.25}})
+    groups = play(collector(player, lambda: Echo(result), max_turns=4, max_turn_tokens=5))
+    everything = episodes(groups)
+    answered = [sum(t.reward > 0 for t in e.turns) for e in everything]
+    assert any(n < len(e.turns) for n, e in zip(answered, everything, strict=True))  # cut turns
+    expected = 0.25 * np.mean([n for n in answered if n])
+    assert rollout_metrics(groups, 1.0)["train/reward/style"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_pool_closes_every_environment_and_those_that_wait_side_by_side(blocking):
+    every = threading.Barrier(8 if blocking else 1, timeout=60)
+    closed = []
+
+    class Slow(Echo):
+        def close(self):
+            every.wait()
+            closed.append(threading.current_thread() is threading.main_thread())
+
+    pool = EnvPool(Slow, blocking=blocking)
+    for env in [pool.acquire() for _ in range(8)]:
+        pool.give_back(env)
+    pool.close()
+    pool.close()
+    assert closed == [not blocking] * 8
+
+
+class Chatty(Echo):
+    """Its conversation began before the episode."""
+
+    history = (
+        {"role": "user", "content": "river"},
+        {"role": "assistant", "content": "stone"},
+    )
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], {"chat_history": self.history}
+
+
+def test_a_conversation_that_began_before_the_episode_is_in_its_first_prompt(player):
+    groups = play(collector(player, Chatty, max_turns=1))
+    for episode in episodes(groups):
+        first = player.chat.start('Follow 2 links from "amber".', None, (), Chatty.history)
+        assert episode.turns[0].prompt_ids == first
+        assert "stone" in player.chat.decode_all(first)
 
 
 class TokenJudge(Echo):

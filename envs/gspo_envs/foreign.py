@@ -48,6 +48,14 @@ class PrivateRandom:
                 _install(outside)
 
 
+class SharedRandom:
+    """No private streams, for packages that draw from no global generator."""
+
+    def installed(self) -> contextlib.AbstractContextManager[None]:
+        """Change nothing."""
+        return contextlib.nullcontext()
+
+
 def _install(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
@@ -64,7 +72,9 @@ class ForeignEnv(TextEnv):
         render_mode: Must be None.
     """
 
-    blocking = False  # the private streams are installed globally, by one thread at a time
+    blocking: bool | None = False  # private streams are installed by one thread at a time
+    draws = True
+    """Whether the package draws from global generators; where it does not, many may run at once."""
 
     def __init__(self, max_turns: int | None = None, render_mode: str | None = None) -> None:
         """Set the limit on turns."""
@@ -73,7 +83,7 @@ class ForeignEnv(TextEnv):
                 f"{type(self).__name__}: max_turns is {max_turns}, expected at least 1."
             )
         self.max_turns, self.render_mode = max_turns, render_mode
-        self._random = PrivateRandom(0)
+        self._random: PrivateRandom | SharedRandom = SharedRandom()
         self._turn, self._ended = 0, True
 
     @abstractmethod
@@ -90,7 +100,7 @@ class ForeignEnv(TextEnv):
         """Begin an episode with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         drawn = int(self.np_random.integers(2**31))
-        self._random = PrivateRandom(drawn)
+        self._random = PrivateRandom(drawn) if self.draws else SharedRandom()
         with self._random.installed():
             observation, info = self.begin(drawn, options or {})
         self._turn, self._ended = 0, False

@@ -1,0 +1,209 @@
+"""Tasks from the rows of a dataset, judged by reward functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from gspo_env import background
+from gspo_env.errors import ConfigError
+from gspo_env.importing import load_function
+from gspo_env.text_env import Action, ResetResult, StepResult
+from gspo_env.tool_env import ToolEnv
+from gspo_envs.rewards import Attempt, judge, load_reward
+from gspo_envs.rows import Message, TaskRows, read_chat
+
+_COLUMNS = ("prompt", "messages")
+
+
+class DatasetEnv(ToolEnv):
+    """Answer the prompts of a dataset, judged by reward functions or a reward model.
+
+    The seed picks the row. Seeds from 10**9 on, which evaluation has, pick held-out rows.
+
+    Args:
+        data: Rows as a sequence of dictionaries, a `.jsonl` or `.parquet` file, a folder that
+            `save_to_disk` wrote, or the name of a Hugging Face dataset.
+        rewards: One or several of what `gspo_envs.rewards.load_reward` reads.
+        weights: One for each reward; 1 by default.
+        split: Split of a Hugging Face dataset.
+        subset: Configuration of a Hugging Face dataset.
+        held_out: Share of the rows that only evaluation sees, or where evaluation has its own:
+            a split of a Hugging Face dataset, a file, or rows.
+        column: The prompt's; `prompt` or `messages` by default.
+        chat: What the messages of a chat are: "context" of one answer, or "turns" that the
+            policy answers one after the other.
+        reply: Function of the `Attempt` so far that gives the next message of the user, or None
+            at the end; it may be asynchronous.
+        score: When rewards are given: at the "end" of the episode or at every "turn".
+        success: Least reward of the last turn that counts as success; by default any outcome
+            above 0 does.
+        system_prompt: Where the row has none.
+        max_turns: Steps before the episode is truncated; by default 8 with `reply` or else as
+            many as there are messages to answer.
+        render_mode: Must be None.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        rewards: Any = (),
+        *,
+        weights: Sequence[float] = (),
+        split: str = "train",
+        subset: str | None = None,
+        held_out: Any = 0.1,
+        column: str = "",
+        chat: Literal["context", "turns"] = "context",
+        reply: str | Callable[[Attempt], Any] | None = None,
+        score: Literal["end", "turn"] = "end",
+        success: float | None = None,
+        system_prompt: str | None = None,
+        max_turns: int | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        """Open the dataset and load the rewards."""
+        for name, value, allowed in (
+            ("chat", chat, ("context", "turns")),
+            ("score", score, ("end", "turn")),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"Dataset: {name} is {value!r}, expected {' or '.join(allowed)}.")
+        if max_turns is not None and max_turns < 1:
+            raise ConfigError(f"Dataset: max_turns is {max_turns}, expected at least 1.")
+        many = isinstance(rewards, (list, tuple))
+        self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
+        self.weights = _weights(weights, [reward.name for reward in self.rewards])
+        self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
+        self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
+        self.blocking = True if self.reply or any(r.waits for r in self.rewards) else None
+        self.column, self.chat, self.score, self.success_from = column, chat, score, success
+        self._system, self._limit, self.render_mode = system_prompt, max_turns, render_mode
+        self._row: Mapping[str, Any] = {}
+        self._prompt: tuple[Message, ...] = ()
+        self._messages: list[Message] = []
+        self._asked: deque[str] = deque()
+        self._plain = False
+        self._token_ids: tuple[int, ...] = ()
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Pick a row; `options={"row": 3}` names it.
+
+        Raises:
+            ConfigError: The row does not exist or has no chat.
+        """
+        super().reset(seed=seed, options=options)
+        self._row, index = self._rows.pick(self.np_random, seed, (options or {}).get("row"))
+        prompt = self._read_prompt(index)
+        self._asked = deque()
+        if self.chat == "turns":
+            asked = [m["content"] for m in prompt if m["role"] == "user"]
+            prompt, self._asked = [{"role": "user", "content": asked[0]}], deque(asked[1:])
+        self._prompt, self._messages, self._token_ids = tuple(prompt), [], ()
+        self.max_turns = self._limit or (8 if self.reply or self.tools else len(self._asked) + 1)
+        info: dict[str, Any] = {"row": index}
+        if len(prompt) > 1:
+            info["chat_history"] = prompt[:-1]
+        return prompt[-1]["content"], info
+
+    def step(self, action: str) -> StepResult:
+        """Take the answer of a turn and, at the end or at every turn, judge it."""
+        self._messages.append({"role": "assistant", "content": str(action)})
+        if isinstance(action, Action):
+            self._token_ids += action.token_ids
+        observation, reward, terminated, truncated, info = super().step(action)
+        ended = terminated or truncated
+        if ended or self.score == "turn":
+            parts = judge(self.rewards, self._attempt())
+            info["reward_parts"] = parts
+            reward += sum(self.weights[name] * value for name, value in parts.items())
+            if ended and self.success_from is not None:
+                info["success"] = reward >= self.success_from
+        role = info.get("observation_role", "user")
+        self._messages.append({"role": role, "content": observation})
+        return observation, float(reward), terminated, truncated, info
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Give the next message of the user, if there is one."""
+        following = self._asked.popleft() if self._asked else self._reply()
+        return following or "", 0.0, following is None
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """Give the row's own answer; with noise, sometimes another row's.
+
+        Raises:
+            NotImplementedError: The row has no answer.
+        """
+        row = self._row
+        if noise > 0.0 and self.np_random.random() < noise:
+            row, _ = self._rows.pick(self.np_random)
+        answers = _answers(row, self._column(row), every=self.chat == "turns")
+        if not answers:
+            raise NotImplementedError("the dataset holds no answers: no completion, no assistant")
+        given = sum(m["role"] == "assistant" for m in self._messages)
+        return answers[min(given, len(answers) - 1)]
+
+    def _reply(self) -> str | None:
+        if self.reply is None:
+            return None
+        answer = self.reply(self._attempt())
+        if inspect.isawaitable(answer):
+            answer = background.run(_awaited(answer), "rewards")
+        if answer is not None and not isinstance(answer, str):
+            raise ConfigError(f"Dataset: reply gave {answer!r}, expected a text or None.")
+        return answer
+
+    def _attempt(self) -> Attempt:
+        return Attempt(
+            prompt=self._prompt,
+            completion=tuple(self._messages),
+            row=self._row,
+            plain=self._plain,
+            token_ids=self._token_ids,
+        )
+
+    def _column(self, row: Mapping[str, Any]) -> str:
+        column = self.column or next((name for name in _COLUMNS if name in row), "")
+        if column not in row:
+            wanted = repr(self.column) if self.column else " or ".join(_COLUMNS)
+            raise ConfigError(f"Dataset: no column {wanted}, the columns are {', '.join(row)}.")
+        return column
+
+    def _read_prompt(self, index: int) -> list[Message]:
+        column = self._column(self._row)
+        value = self._row[column]
+        self._plain = isinstance(value, str)
+        where = f"Dataset: column {column} of row {index}"
+        system, messages = read_chat(value, where)
+        self.system_prompt = self._system if system is None else system
+        if messages[-1]["role"] == "assistant":
+            messages.pop()  # the reference answer
+        return messages
+
+
+def _weights(weights: Sequence[float], names: list[str]) -> dict[str, float]:
+    if len(set(names)) < len(names):
+        raise ConfigError(f"Dataset: the rewards are named {names}, expected different names.")
+    if weights and len(weights) != len(names):
+        raise ConfigError(f"Dataset: weights is {list(weights)}, expected one for each of {names}.")
+    return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
+
+
+def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:
+    """Give the answers that a row holds: of every turn, or of the last alone."""
+    completion = row.get("completion")
+    if isinstance(completion, str):
+        return [completion]
+    chat = row[column] if completion is None else completion
+    if isinstance(chat, str) or not chat:
+        return []
+    answers = [str(m["content"]) for m in chat if m["role"] == "assistant"]
+    return answers if every else answers[-1:] if chat[-1]["role"] == "assistant" else []
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer

@@ -1,0 +1,190 @@
+"""The tools of Model Context Protocol servers, as tools of an environment."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, TypeAdapter
+
+from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.text_env import ResetResult
+from gspo_env.tool_env import ToolEnv
+from gspo_env.tools import Tool
+from gspo_envs.dataset import DatasetEnv
+from gspo_envs.mcp_session import MCPServer, MCPSession, list_tools
+
+logger = logging.getLogger(__name__)
+
+
+class MCPTools(ToolEnv):
+    """Gives a `ToolEnv` the tools of MCP servers, after its own.
+
+    A server that hangs, dies or answers with an error is an observation `Error: ...`; its
+    connection is made anew at the next call. `super().reset` and `super().close` must be called.
+    """
+
+    mcp_servers: Mapping[str, Any] = {}
+    """The servers by name; see `MCPServer.parse`."""
+    mcp_only: Sequence[str] = ()
+    """The tools to offer; empty offers all."""
+    mcp_session: Literal["episode", "env", "process"] = "episode"
+    """How long a connection, and a started server, lives: one episode, one environment, or the
+    whole process for all environments. Servers that remember need "episode"."""
+    mcp_timeout: float = 30.0
+    """The most seconds of one call, starting the server included."""
+    mcp_result_length: int = 8192
+    """The most characters of a result that the policy reads."""
+    blocking = True
+
+    @cached_property
+    def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
+        """The environment's own tools, then those of the servers.
+
+        Raises:
+            ToolServerError: A server cannot be reached and its tools were never listed.
+            ConfigError: Two tools have one name, or one of `mcp_only` is missing.
+        """
+        made = list(super().tools)
+        for server in self._servers:
+            listed = list_tools(server, self._session(server), self.mcp_timeout)
+            made += [_as_tool(one, partial(self._call, server, one.name)) for one in listed]
+        if self.mcp_only:
+            own = len(super().tools)
+            made = made[:own] + [one for one in made[own:] if one.name in self.mcp_only]
+        names = [one.name for one in made]
+        if missing := sorted(set(self.mcp_only) - set(names)):
+            raise ConfigError(f"MCP: no server has a tool {missing[0]!r}.")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"MCP: there are two tools {twice[0]!r}, choose with mcp_only.")
+        return tuple(made)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Begin an episode; with `mcp_session="episode"` every server begins anew too."""
+        if self.mcp_session == "episode":
+            self._drop_sessions()
+        result = super().reset(seed=seed, options=options)
+        logger.debug("tools: %s", [one.name for one in self.tools])  # connects, the first time
+        return result
+
+    def close(self) -> None:
+        """End the connections of this environment and the servers it started."""
+        self._drop_sessions()
+        super().close()
+
+    @cached_property
+    def _servers(self) -> tuple[MCPServer, ...]:
+        return tuple(MCPServer.parse(name, spec) for name, spec in self.mcp_servers.items())
+
+    @cached_property
+    def _sessions(self) -> dict[MCPServer, MCPSession]:
+        if self.mcp_session == "process":
+            return _PROCESS_SESSIONS
+        made: dict[MCPServer, MCPSession] = {}
+        # the rollout forgets an environment whose episode ran out of time
+        weakref.finalize(self, _forget, made)
+        return made
+
+    def _session(self, server: MCPServer) -> MCPSession:
+        return self._sessions.setdefault(server, MCPSession(server))
+
+    def _drop_sessions(self) -> None:
+        if self.mcp_session != "process":
+            for session in self._sessions.values():
+                session.close()
+
+    def _call(self, server: MCPServer, name: str, /, **arguments: Any) -> str:
+        session = self._session(server)
+        result = session.ask(lambda client: client.call_tool(name, arguments), self.mcp_timeout)
+        text = _result_text(result)
+        if len(text) > self.mcp_result_length:
+            text = f"{text[: self.mcp_result_length]}... (cut, {len(text)} characters)"
+        if result.is_error:
+            raise ToolServerError(text or "the server gave no reason")
+        return text
+
+
+class MCPEnv(MCPTools, DatasetEnv):
+    """Answer the prompts of a dataset with the tools of Model Context Protocol servers.
+
+    Args:
+        servers: The servers by name, each an http address, a command as a list, or a table as in
+            `mcpServers` files.
+        data: See `gspo_envs.dataset.DatasetEnv`, which takes the further arguments too.
+        session: How long a server lives: "episode", "env" or "process".
+        only: Tools to offer; all by default.
+        timeout: The most seconds of one call.
+        calls: The most tool calls of one turn.
+        max_turns: Steps before the episode is truncated.
+        **dataset: Arguments of `DatasetEnv`.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Any],
+        data: Any,
+        *,
+        session: Literal["episode", "env", "process"] = "episode",
+        only: Sequence[str] = (),
+        timeout: float = 30.0,
+        calls: int = 1,
+        max_turns: int = 8,
+        **dataset: Any,
+    ) -> None:
+        """Note how to reach the servers; the first use connects."""
+        if session not in ("episode", "env", "process"):
+            raise ConfigError(f"MCP: session is {session!r}, expected episode, env or process.")
+        super().__init__(data, max_turns=max_turns, **dataset)
+        self.mcp_servers, self.mcp_session = servers, session
+        self.mcp_only, self.mcp_timeout, self.max_calls_per_turn = only, timeout, calls
+        self.blocking = True
+
+
+_PROCESS_SESSIONS: dict[MCPServer, MCPSession] = {}
+
+
+def _forget(sessions: dict[MCPServer, MCPSession]) -> None:
+    """Close without waiting: the collector of garbage may run in any thread."""
+    for session in sessions.values():
+        session.forget()
+
+
+def _as_tool(listed: Any, function: Callable[..., Any]) -> Tool:
+    from jsonschema import Draft202012Validator
+    from referencing import Registry
+
+    parameters = {"properties": {}, **listed.input_schema}
+    # an empty registry: a schema must not make this process fetch addresses
+    checker = Draft202012Validator(parameters, registry=Registry())
+
+    def check(arguments: dict[str, Any]) -> dict[str, Any]:
+        for error in checker.iter_errors(arguments):
+            where = ".".join(str(part) for part in error.absolute_path)
+            raise ValueError(f"{where}: {error.message}" if where else error.message)
+        return arguments
+
+    return Tool(
+        name=listed.name,
+        description=listed.description or listed.name,
+        parameters=parameters,
+        function=function,
+        validator=TypeAdapter(Annotated[dict[str, Any], AfterValidator(check)]),
+    )
+
+
+def _result_text(result: Any) -> str:
+    parts = []
+    for block in result.content:
+        text = getattr(block, "text", None) or getattr(
+            getattr(block, "resource", None), "text", None
+        )
+        parts.append(text if text is not None else f"[{block.type} left out]")
+    if not parts and result.structured_content is not None:
+        parts.append(json.dumps(result.structured_content))
+    return "\n".join(parts)

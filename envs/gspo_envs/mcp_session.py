@@ -1,0 +1,239 @@
+"""Connections to Model Context Protocol servers, for synchronous callers."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import tempfile
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from gspo_env import background
+from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_LOOP = "mcp"
+_CLOSING = 15.0
+"""Seconds that an orderly end of a server may take before it is left to the background."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MCPServer:
+    """How to reach a server: a command to start (stdio) or an address (streamable HTTP)."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    """Environment variables beside a few harmless ones; the rest is not inherited."""
+    cwd: str | None = None
+    url: str = ""
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, name: str, spec: Any) -> MCPServer:
+        """Read a server in the form of the common `mcpServers` files.
+
+        Args:
+            name: What messages call it.
+            spec: An http address, a command as a list, or a table with `command`, `args`, `env`
+                and `cwd`, or with `url` and `headers`.
+
+        Raises:
+            ConfigError: It is none of these.
+        """
+        if isinstance(spec, str):
+            spec = {"url": spec}
+        elif isinstance(spec, Sequence):
+            spec = {"command": spec[0] if spec else "", "args": spec[1:]}
+        allowed = {"command", "args", "env", "cwd", "url", "headers"}
+        shape = "an http address, a command as a list, or a table with command or url"
+        if not isinstance(spec, Mapping) or set(spec) - allowed:
+            raise ConfigError(f"MCP server {name!r} is {spec!r}, expected {shape}.")
+        url, command = str(spec.get("url", "")), spec.get("command", "")
+        if bool(url) == bool(command) or (url and not url.startswith(("http://", "https://"))):
+            raise ConfigError(f"MCP server {name!r} is {spec!r}, expected {shape}.")
+        return cls(
+            name=name,
+            command=(str(command), *map(str, spec.get("args", ()))) if command else (),
+            env=tuple(sorted((str(k), str(v)) for k, v in spec.get("env", {}).items())),
+            cwd=spec.get("cwd"),
+            url=url,
+            headers=tuple(sorted((str(k), str(v)) for k, v in spec.get("headers", {}).items())),
+        )
+
+
+class MCPSession:
+    """One connection, opened when first needed; all of it happens on the background loop."""
+
+    def __init__(self, server: MCPServer) -> None:
+        self.server = server
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._client: Any = None
+        self._end = asyncio.Event()
+        self._answers = 0
+        self._ending: set[asyncio.Task[None]] = set()
+        _ALIVE.add(self)
+
+    def ask(self, question: Callable[[Any], Awaitable[T]], timeout: float) -> T:
+        """Put a question to the server.
+
+        Raises:
+            ToolServerError: There was no answer, for whatever reason.
+        """
+        return background.run(self._ask(question, timeout), _LOOP)
+
+    def close(self) -> None:
+        """End the connection, and the server where it was started here; wait for both."""
+        if self._task is not None or self._ending:
+            background.run(self._finish(), _LOOP)
+
+    def forget(self) -> None:
+        """End the connection without waiting."""
+        if self._task is not None:
+            background.post(self._finish(), _LOOP)
+
+    async def _ask(self, question: Callable[[Any], Awaitable[T]], timeout: float) -> T:
+        client, before = None, self._answers
+        try:
+            async with asyncio.timeout(timeout):
+                client = await self._connected()
+                answer = await question(client)
+        except TimeoutError:
+            if client is self._client and self._answers == before:  # it answers nobody: it hangs
+                self._drop()
+            raise ToolServerError(f"the server gave no answer in {timeout:g} seconds") from None
+        except ToolServerError:
+            raise
+        except Exception as error:
+            if _lost(error):
+                if client is self._client:  # else somebody has connected anew
+                    self._drop()
+                raise ToolServerError("the connection to the server was lost") from error
+            raise ToolServerError(f"the server refused: {error}") from error
+        self._answers += 1
+        return answer
+
+    async def _connected(self) -> Any:
+        async with self._lock:
+            if self._task is None or self._task.done():
+                opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                self._client, self._end = None, asyncio.Event()
+                self._task = asyncio.create_task(self._live(opened, self._end))
+                self._client = await opened
+            return self._client
+
+    async def _live(self, opened: asyncio.Future[Any], end: asyncio.Event) -> None:
+        """Hold the connection open; what enters a connection must also leave it."""
+        from mcp import Client
+
+        with tempfile.TemporaryFile("w+", errors="replace") as log:
+            try:
+                async with AsyncExitStack() as stack:
+                    transport = await _transport(self.server, stack, log)
+                    client = await stack.enter_async_context(Client(transport))
+                    if not opened.done():
+                        opened.set_result(client)
+                        await end.wait()
+            except Exception as error:
+                log.seek(0)
+                words = f"{_reason(error)} {log.read()[-500:].strip()}".strip()
+                if opened.done():
+                    logger.warning("MCP server %s: %s", self.server.name, words)
+                else:
+                    opened.set_exception(
+                        ToolServerError(f"MCP server {self.server.name!r} cannot be used: {words}")
+                    )
+
+    def _drop(self) -> None:
+        """Let the connection end in the background; a server that hangs is killed on the way."""
+        task, self._task = self._task, None
+        self._end.set()
+        if task is not None:
+            if self._client is None:  # it is still greeting
+                task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        self._client = None
+
+    async def _finish(self) -> None:
+        self._drop()
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=_CLOSING)
+
+
+_LISTINGS: dict[MCPServer, list[Any]] = {}
+_ALIVE: weakref.WeakSet[MCPSession] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leave no server behind, not even one that does not notice the end of its input."""
+    for session in list(_ALIVE):
+        session.close()
+
+
+def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[Any]:
+    """List a server's tools; once for all environments, since a listing outlives its server."""
+    if server not in _LISTINGS:
+        try:
+            from mcp import Client  # noqa: F401  # from version 2 on
+        except ImportError as error:
+            raise MissingExtraError(
+                f"MCP tools need the package mcp from 2.0 on ({error}): pip install 'gspo-env[mcp]'"
+            ) from error
+
+        async def every_page(client: Any) -> list[Any]:
+            page = await client.list_tools()
+            listed = list(page.tools)
+            while page.next_cursor:
+                page = await client.list_tools(cursor=page.next_cursor)
+                listed += page.tools
+            return listed
+
+        _LISTINGS[server] = session.ask(every_page, timeout)
+    return _LISTINGS[server]
+
+
+async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
+    if server.url:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        # a server may hold a stream open for long; each call has a limit of its own
+        limits = httpx2.Timeout(30.0, read=None)
+        client = httpx2.AsyncClient(headers=dict(server.headers), timeout=limits)
+        http = await stack.enter_async_context(client)
+        return streamable_http_client(server.url, http_client=http)
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    command, *args = server.command
+    started = StdioServerParameters(
+        command=command, args=args, env=dict(server.env), cwd=server.cwd
+    )
+    return stdio_client(started, errlog=log)
+
+
+def _lost(error: BaseException) -> bool:
+    import anyio
+    import httpx2
+    from mcp import MCPError
+    from mcp.types import CONNECTION_CLOSED
+
+    if isinstance(error, MCPError):
+        return bool(error.code == CONNECTION_CLOSED)
+    broken = (anyio.ClosedResourceError, anyio.BrokenResourceError, httpx2.TransportError, OSError)
+    return isinstance(error, broken)
+
+
+def _reason(error: BaseException) -> str:
+    """Give the first cause in a group of exceptions, in words."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"

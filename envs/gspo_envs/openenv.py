@@ -1,0 +1,148 @@
+"""OpenEnv's servers: `gym.make("gspo/OpenEnv-v0", url="http://localhost:8000")`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gspo_env import background
+from gspo_env.errors import ConfigError, ToolServerError
+from gspo_env.importing import load_function
+from gspo_env.text_env import ResetResult, StepResult
+from gspo_envs.foreign import ForeignEnv, load
+
+logger = logging.getLogger(__name__)
+
+_LOOP = "openenv"
+_CLOSING = 15.0
+
+
+class OpenEnvEnv(ForeignEnv):
+    """An environment on a running OpenEnv server; each copy holds one of its sessions.
+
+    The session is opened at the first reset and freed by `close`, or when the copy is forgotten,
+    as the rollout does with one that failed. A step that the server does not answer or refuses
+    truncates the episode; the next reset connects again.
+
+    Args:
+        url: Address of the server.
+        action: Field of the action that takes the policy's text, "json" where the policy writes
+            the whole action, or a function (`file.py:function`) from text to a dictionary.
+        observation: Field of the observation that the policy reads, by default all of them as
+            JSON, or a function (`file.py:function`) from the dictionary to a text.
+        system_prompt: What the policy is told first; the server says nothing of the kind.
+        headers: Sent when connecting.
+        timeout: The most seconds of one answer.
+        max_turns: Steps before the episode is truncated.
+        render_mode: Must be None.
+        reset: Further arguments of the server's `reset`.
+
+    Raises:
+        MissingExtraError: OpenEnv is not installed.
+    """
+
+    blocking = True
+    draws = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        action: str | Callable[[str], Mapping[str, Any]] = "message",
+        observation: str | Callable[[Mapping[str, Any]], str] = "",
+        system_prompt: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float = 60.0,
+        max_turns: int | None = None,
+        render_mode: str | None = None,
+        reset: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Prepare the client; the first reset connects."""
+        super().__init__(max_turns, render_mode)
+        core = load("openenv.core", "OpenEnv", "openenv")
+        if not url.startswith(("http://", "https://", "ws://", "wss://")):
+            raise ConfigError(f"OpenEnv: url is {url!r}, expected an http or ws address.")
+        self.url, self.system_prompt, self._reset = url, system_prompt, dict(reset or {})
+        self._action, self._observation = _function(action), _function(observation)
+        self._client = core.GenericEnvClient(
+            base_url=url,
+            connect_timeout_s=timeout,
+            message_timeout_s=timeout,
+            headers=dict(headers or {}),
+        )
+        # a session that nobody closes would hold its slot for ever
+        self._forgotten = weakref.finalize(self, _free, self._client)
+
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Begin an episode in this copy's session.
+
+        Raises:
+            ToolServerError: The server cannot be reached, is full or refuses.
+        """
+        arguments = {"seed": seed, **self._reset, **options}
+        try:
+            result = background.run(self._ask("reset", **arguments), _LOOP)
+        except Exception as error:
+            raise ToolServerError(
+                f"OpenEnv: {self.url} began no episode ({type(error).__name__}: {error}); a full "
+                "server needs a lower rollout.concurrency or more sessions"
+            ) from error
+        return self._read(result), {}
+
+    def act(self, action: str) -> StepResult:
+        """Send an action; an action that is no JSON where it has to be costs the turn."""
+        try:
+            payload = self._payload(action)
+        except ValueError as error:
+            return f"Error: the action is not valid: {error}", 0.0, False, False, {}
+        result = background.run(self._ask("step", payload), _LOOP)
+        info = {"openenv": result.metadata or {}}
+        return self._read(result), float(result.reward or 0.0), bool(result.done), False, info
+
+    def close(self) -> None:
+        """Free the session; a reset opens another."""
+        try:
+            background.run(_close(self._client), _LOOP, timeout=_CLOSING)
+        except Exception as error:  # the server frees it when the connection ends
+            logger.warning("OpenEnv: %s: closing a session: %s", self.url, error)
+
+    async def _ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._client, method)(*args, **kwargs)
+
+    def _payload(self, text: str) -> Mapping[str, Any]:
+        if isinstance(self._action, str) and self._action != "json":
+            return {self._action: text}
+        value = json.loads(text) if self._action == "json" else self._action(text)
+        if not isinstance(value, dict):
+            raise ValueError("expected an object")
+        return value
+
+    def _read(self, result: Any) -> str:
+        observation = result.observation
+        if callable(self._observation):
+            return str(self._observation(observation))
+        if not self._observation:
+            return json.dumps(observation, ensure_ascii=False)
+        if self._observation not in observation:
+            raise ConfigError(
+                f"OpenEnv: the observation has no field {self._observation!r}, "
+                f"it has {', '.join(observation)}."
+            )
+        value = observation[self._observation]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _function(given: Any) -> Any:
+    return load_function(given, "function") if isinstance(given, str) and ":" in given else given
+
+
+async def _close(client: Any) -> None:
+    await client.close()
+
+
+def _free(client: Any) -> None:
+    """Close without waiting: the collector of garbage may run in any thread."""
+    background.post(_close(client), _LOOP)

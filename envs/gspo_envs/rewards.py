@@ -1,0 +1,275 @@
+"""Reward functions and reward models: from a finished conversation to named numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import queue
+import re
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from gspo_env import background
+from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
+from gspo_env.importing import load_function
+from gspo_envs.rows import Message
+
+_TRAINER = ("trainer_state", "log_extra", "log_metric")
+_IDLE = 0.005
+"""Seconds without a further request after which a reward model begins its batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One answered task, as a reward function gets it."""
+
+    prompt: tuple[Message, ...]
+    """The messages before the policy's first action, without the system's."""
+    completion: tuple[Message, ...]
+    """All later messages: the policy's are `assistant`, the environment's `user` or `tool`."""
+    row: Mapping[str, Any]
+    """The row of the dataset."""
+    plain: bool = False
+    """Whether the row's prompt was a text and not a list of messages."""
+    token_ids: tuple[int, ...] = ()
+    """What the policy sampled, where the rollout says so."""
+
+    @property
+    def texts(self) -> list[str]:
+        """What the policy wrote, turn by turn."""
+        return [m["content"] for m in self.completion if m["role"] == "assistant"]
+
+    @property
+    def text(self) -> str:
+        """What the policy wrote last."""
+        return self.texts[-1] if self.texts else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reward:
+    """A reward function with the name that its metric has."""
+
+    name: str
+    function: Callable[[Attempt], Any]
+    waits: bool
+    """Whether it is asynchronous or a model, so that `step` waits for it."""
+
+
+def load_reward(spec: Any) -> Reward:
+    """Make a reward of what the user gave.
+
+    Args:
+        spec: A function of an `Attempt`, a function with TRL's signature (it has a parameter
+            `completions`), a `RewardModel`, `module:function`, `file.py:function`, or the folder
+            or hub id of a `transformers` sequence classifier.
+
+    Raises:
+        ConfigError: It is none of these.
+        ModelError: The classifier cannot be loaded.
+    """
+    if isinstance(spec, str):
+        return _load_named(spec)
+    if isinstance(spec, RewardModel):
+        return Reward(name=spec.name, function=spec, waits=True)
+    if not callable(spec):
+        raise ConfigError(f"reward is {spec!r}, expected a function, its place, or a model.")
+    name = re.sub(r"\W", "", getattr(spec, "__name__", type(spec).__name__))
+    waits = any(inspect.iscoroutinefunction(f) for f in (spec, getattr(spec, "__call__", None)))  # noqa: B004
+    if "completions" in inspect.signature(spec).parameters:
+        return Reward(name=name, function=_trl(spec, name), waits=waits)
+    return Reward(name=name, function=spec, waits=waits)
+
+
+def judge(rewards: Sequence[Reward], attempt: Attempt) -> dict[str, float]:
+    """Ask every reward, asynchronous ones together; one that says None is left out.
+
+    Raises:
+        EnvironmentContractError: A reward is not a finite number.
+    """
+    answers = [reward.function(attempt) for reward in rewards]
+    waiting = [answer for answer in answers if inspect.isawaitable(answer)]
+    if waiting:
+        done = iter(background.run(_together(waiting), "rewards"))
+        answers = [next(done) if inspect.isawaitable(answer) else answer for answer in answers]
+    return {
+        reward.name: _number(reward.name, answer)
+        for reward, answer in zip(rewards, answers, strict=True)
+        if answer is not None
+    }
+
+
+async def _together(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*waiting))
+
+
+def _number(name: str, answer: object) -> float:
+    try:
+        value = float(answer)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise EnvironmentContractError(
+            f"reward {name} answered {answer!r}, expected a finite number or None."
+        )
+    return value
+
+
+@lru_cache(maxsize=64)
+def _load_named(spec: str) -> Reward:
+    """Load once for all environments of the process."""
+    return load_reward(load_function(spec, "reward") if ":" in spec else RewardModel(spec))
+
+
+def _trl(function: Callable[..., Any], name: str) -> Callable[[Attempt], Any]:
+    """Call a function with TRL's signature for one completion, as a batch of one."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+    def call(attempt: Attempt) -> Any:
+        messages = list(attempt.completion)
+        given: dict[str, Any] = {key: [value] for key, value in attempt.row.items()}
+        given |= dict.fromkeys(_TRAINER, _nothing) | {"trainer_state": None}
+        given |= {
+            "prompts": [attempt.prompt[-1]["content"] if attempt.plain else list(attempt.prompt)],
+            "completions": [attempt.text if attempt.plain else messages],
+            "completion_ids": [list(attempt.token_ids)],
+        }
+        given.pop("prompt", None)
+        given.pop("completion", None)
+        answer = function(**{k: v for k, v in given.items() if takes_all or k in parameters})
+        return _first_later(name, answer) if inspect.isawaitable(answer) else _first(name, answer)
+
+    return call
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for TRL's own logging."""
+
+
+def _first(name: str, answers: Any) -> Any:
+    try:
+        (answer,) = answers
+    except (TypeError, ValueError):
+        raise EnvironmentContractError(
+            f"reward {name} answered {answers!r}, expected a list of one number for one completion."
+        ) from None
+    return answer
+
+
+async def _first_later(name: str, answers: Awaitable[Any]) -> Any:
+    return _first(name, await answers)
+
+
+class RewardModel:
+    """A `transformers` sequence classifier as a reward.
+
+    Episodes that end at the same time are judged in one batch.
+
+    Args:
+        path: Folder or hub id.
+        name: Its metric's name; the last part of the path by default.
+        label: With more than one label, the one whose probability is the reward.
+        batch_size: The most conversations of one forward pass.
+
+    Raises:
+        ModelError: It cannot be loaded.
+        ConfigError: The label is missing or unknown.
+    """
+
+    def __init__(self, path: str, *, name: str = "", label: str = "", batch_size: int = 32) -> None:
+        """Load the model; a thread of its own serves it from the first request on."""
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        self.name = name or re.sub(r"\W", "_", str(path).rstrip("/").rpartition("/")[2])
+        self.batch_size = batch_size
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+            self.model: Any = AutoModelForSequenceClassification.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"reward model {path!r} cannot be loaded: {error} (a reward function is named "
+                "module:function or file.py:function)"
+            ) from error
+        self.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        self._label = self._find(label)
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        self.tokenizer.padding_side = "right"
+        self.tokenizer.truncation_side = "left"  # the answer stands at the end
+        self._requests: queue.SimpleQueue[tuple[str, Future[float]]] = queue.SimpleQueue()
+        self._serving = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, attempt: Attempt) -> float:
+        """Give the score of the whole conversation."""
+        with self._serving:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                self._thread.start()
+        request: tuple[str, Future[float]] = (self._text(attempt), Future())
+        self._requests.put(request)
+        return request[1].result()
+
+    def score(self, texts: Sequence[str]) -> list[float]:
+        """Give the scores of texts in one forward pass."""
+        import torch
+
+        batch = self.tokenizer(
+            list(texts),
+            return_tensors="pt",
+            padding=True,
+            truncation=True,
+            max_length=getattr(self.model.config, "max_position_embeddings", None),
+            add_special_tokens=not self.tokenizer.chat_template,
+        ).to(self.model.device)
+        with torch.inference_mode():
+            logits = self.model(**batch).logits.float()
+        if logits.shape[-1] > 1:
+            logits = logits.softmax(-1)
+        scores: list[float] = logits[:, self._label].tolist()
+        return scores
+
+    def _find(self, label: str) -> int:
+        names = {str(text): int(index) for index, text in self.model.config.id2label.items()}
+        if not label and len(names) == 1:
+            return 0
+        if label not in names:
+            raise ConfigError(
+                f"reward model {self.name}: label is {label!r}, expected one of "
+                f"{', '.join(names)}: RewardModel(path, label=...)"
+            )
+        return names[label]
+
+    def _text(self, attempt: Attempt) -> str:
+        messages = [
+            # lone surrogates have no tokens
+            {**message, "content": message["content"].encode("utf-8", "replace").decode()}
+            for message in (*attempt.prompt, *attempt.completion)
+        ]
+        if self.tokenizer.chat_template:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        return "\n".join(message["content"] for message in messages)
+
+    def _serve(self) -> None:
+        while True:
+            requests = [self._requests.get()]
+            try:
+                while len(requests) < self.batch_size:
+                    requests.append(self._requests.get(timeout=_IDLE))
+            except queue.Empty:
+                pass
+            try:
+                scores = self.score([text for text, _ in requests])
+            except Exception as error:  # the episodes that asked fail, the others go on
+                for _, future in requests:
+                    future.set_exception(error)
+                continue
+            for (_, future), score in zip(requests, scores, strict=True):
+                future.set_result(score)

@@ -1,0 +1,184 @@
+"""The rows of a dataset: where they are, which of them a seed picks, what chat they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.types import HELD_OUT
+
+Message = dict[str, str]
+Rows = Sequence[Mapping[str, Any]]
+
+
+class TaskRows:
+    """The rows of a dataset, some of them for evaluation alone.
+
+    Args:
+        data: See `gspo_envs.dataset.DatasetEnv`.
+        split: Of a Hugging Face dataset.
+        subset: Of a Hugging Face dataset.
+        held_out: A share of the rows, a split, a file or rows.
+    """
+
+    def __init__(
+        self, data: Any, *, split: str = "train", subset: str | None = None, held_out: Any = 0.1
+    ) -> None:
+        """Open them."""
+        self._train = open_rows(data, split, subset)
+        self._share, self._eval = _held_out(held_out, data, subset)
+
+    def pick(
+        self, rng: np.random.Generator, seed: int | None = None, wanted: Any = None
+    ) -> tuple[Any, int]:
+        """Give a row and its place; a seed of evaluation gives a held-out row.
+
+        Raises:
+            ConfigError: There is no row `wanted`.
+        """
+        evaluation = seed is not None and seed >= HELD_OUT
+        rows = self._eval if evaluation and self._eval is not None else self._train
+        if wanted is not None:
+            if type(wanted) is not int or not 0 <= wanted < len(rows):
+                raise ConfigError(f"Dataset: row is {wanted!r}, expected 0 to {len(rows) - 1}.")
+            return rows[wanted], wanted
+        # every k-th row is held out: no list of them is needed, whatever the size
+        every = round(1 / self._share) if self._share else 0
+        held = len(rows) // every if every else 0
+        drawn = int(rng.integers(held if evaluation and held else len(rows) - held))
+        if held:
+            drawn = (drawn + 1) * every - 1 if evaluation else drawn + drawn // (every - 1)
+        return rows[drawn], drawn
+
+
+def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
+    """Read a prompt: its system message, and the others of user and assistant in turn.
+
+    Raises:
+        ConfigError: It is neither a text nor such a chat.
+    """
+    chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    messages, system = _messages(chat, where), None
+    if messages and messages[0]["role"] in ("system", "developer"):
+        system = messages.pop(0)["content"]
+    roles = [m["role"] for m in messages]
+    if not roles or roles != [("user", "assistant")[n % 2] for n in range(len(roles))]:
+        raise ConfigError(
+            f"{where} has the roles {roles}, expected user and assistant in turn after an "
+            "optional system."
+        )
+    return system, messages
+
+
+def open_rows(source: Any, split: str = "train", subset: str | None = None) -> Rows:
+    """Open a dataset; see `DatasetEnv` for what it may be.
+
+    Raises:
+        ConfigError: It cannot be read, or has no rows.
+        MissingExtraError: Its form needs a package that is not installed.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source).expanduser()
+        stamp = path.stat().st_mtime_ns if path.exists() else 0
+        source = _open_path(str(source), split, subset, stamp)
+    if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
+        raise ConfigError(f"Dataset: data is {source!r}, expected rows or where they are.")
+    if not len(source):
+        raise ConfigError("Dataset: data has no rows.")
+    rows: Rows = source
+    return rows
+
+
+@lru_cache(maxsize=16)
+def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
+    """Open once for all environments of the process; `stamp` sees a changed file."""
+    path = Path(source).expanduser()
+    if path.suffix in (".jsonl", ".ndjson", ".parquet") and not path.is_file():
+        raise ConfigError(f"Dataset: the file {source} does not exist.")
+    if path.suffix in (".jsonl", ".ndjson"):
+        return _read_jsonl(path)
+    try:
+        if path.suffix == ".parquet":
+            return _Parquet(path)
+        from datasets import DatasetDict, load_dataset, load_from_disk
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{source} needs the package datasets ({error}): pip install 'gspo-env[datasets]'"
+        ) from error
+    saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    try:
+        found = load_from_disk(source) if saved else load_dataset(source, subset, split=split)
+        return found[split] if isinstance(found, DatasetDict) else found  # type: ignore[no-any-return]
+    except (OSError, ValueError, KeyError, ConnectionError) as error:
+        raise ConfigError(f"Dataset: {source!r} cannot be loaded: {error}.") from error
+
+
+def _read_jsonl(path: Path) -> Rows:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"Dataset: {path}, line {number}: {error}.") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"Dataset: {path}, line {number}: expected a JSON object.")
+        rows.append(row)
+    return rows
+
+
+class _Parquet(Sequence[Mapping[str, Any]]):
+    """The rows of a Parquet file; only those asked for become Python values."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow.parquet
+
+        try:
+            self._table = pyarrow.parquet.read_table(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"Dataset: {path} cannot be read: {error}.") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows | None]:
+    """Give the share of the rows that is held out, or the rows that evaluation has instead."""
+    if isinstance(held_out, (int, float)):
+        if not 0 <= held_out <= 0.5:
+            raise ConfigError(f"Dataset: held_out is {held_out}, expected a share of 0 to 0.5.")
+        return float(held_out), None
+    is_file = isinstance(held_out, (str, os.PathLike)) and Path(held_out).suffix
+    if isinstance(held_out, str) and not is_file:
+        return 0.0, open_rows(data, held_out, subset)
+    return 0.0, open_rows(held_out)
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    """Read a chat: text only, neighbours of one role joined."""
+    if not isinstance(value, (list, tuple)) or not all(isinstance(m, Mapping) for m in value):
+        raise ConfigError(f"{where} is {value!r}, expected a text or a list of messages.")
+    read: list[Message] = []
+    for message in value:
+        role, content = message.get("role"), message.get("content")
+        if isinstance(content, (list, tuple)) and all(p.get("type") == "text" for p in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise ConfigError(f"{where} has the message {message!r}, expected a role and a text.")
+        content = content.encode("utf-8", "replace").decode()  # lone surrogates have no tokens
+        if read and read[-1]["role"] == role:
+            read[-1]["content"] += f"\n\n{content}"
+        else:
+            read.append({"role": role, "content": content})
+    return read

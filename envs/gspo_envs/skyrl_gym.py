@@ -1,0 +1,114 @@
+"""SkyRL-Gym's environments: `gym.make("gspo/SkyRL-v0", task="gsm8k", data="train.parquet")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from gspo_env.errors import ConfigError
+from gspo_env.importing import load_function
+from gspo_env.text_env import ResetResult, StepResult
+from gspo_envs.foreign import ForeignEnv, check_name, load
+from gspo_envs.rows import TaskRows, read_chat
+
+
+class SkyRLEnv(ForeignEnv):
+    """An environment of SkyRL-Gym over the rows of a dataset in SkyRL's form.
+
+    A row holds `prompt`, a chat, and what the environment asks for, such as `reward_spec`. As in
+    SkyRL each episode makes the environment anew, with the row as its `extras`. SkyRL-Gym knows
+    no seed: ours picks the row, and `extras["seed"]` has one for environments that want it.
+
+    Args:
+        task: SkyRL-Gym's id, or `module:Class` or `file.py:Class`.
+        data: Rows, as `gspo_envs.dataset.DatasetEnv` takes them.
+        config: The environment's `env_config`.
+        split: Split of a Hugging Face dataset.
+        subset: Configuration of a Hugging Face dataset.
+        held_out: What only evaluation sees; see `DatasetEnv`.
+        max_turns: Steps before truncation; the environment is told too.
+        render_mode: Must be None.
+
+    Raises:
+        ConfigError: The task is unknown.
+        MissingExtraError: SkyRL-Gym is not installed.
+    """
+
+    blocking = None
+    draws = False
+
+    def __init__(
+        self,
+        task: str = "gsm8k",
+        data: Any = (),
+        *,
+        config: Mapping[str, Any] | None = None,
+        split: str = "train",
+        subset: str | None = None,
+        held_out: Any = 0.1,
+        max_turns: int | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        """Find the environment and open the dataset."""
+        super().__init__(max_turns, render_mode)
+        package = load("skyrl_gym", "SkyRL-Gym", "skyrl-gym")
+        if ":" not in task:
+            check_name("SkyRL-Gym", task, package.registry)
+        self.task = task
+        self._make: Callable[..., Any] = (
+            load_function(task, "task") if ":" in task else partial(package.make, task)
+        )
+        self._config = load("omegaconf", "SkyRL-Gym", "skyrl-gym").OmegaConf.create(
+            dict(config or {})
+        )
+        self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
+        self._game: Any = None
+        self._seed: int | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Pick a row and make its environment; `options={"row": 3}` names the row.
+
+        Raises:
+            ConfigError: The row does not fit the environment.
+        """
+        self._seed = seed
+        return super().reset(seed=seed, options=options)
+
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Make the environment of a row."""
+        row, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
+        extras = {"seed": seed, **row}
+        if self.max_turns is not None:
+            extras["max_turns"] = self.max_turns
+        prompt = extras.pop("prompt", None)
+        self.close()
+        try:
+            self._game = self._make(env_config=self._config, extras=extras)
+            opening, _ = self._game.init(prompt)
+        except (AssertionError, KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+            raise ConfigError(
+                f"SkyRL-Gym: {self.task} cannot be made of row {index} with the columns "
+                f"{', '.join(row)}: {type(error).__name__}: {error}"
+            ) from error
+        self.system_prompt, messages = read_chat(opening, f"SkyRL-Gym: prompt of row {index}")
+        info: dict[str, Any] = {"row": index}
+        if len(messages) > 1:
+            info["chat_history"] = messages[:-1]
+        return messages[-1]["content"], info
+
+    def act(self, action: str) -> StepResult:
+        """Take a step; what SkyRL-Gym says to several roles is read as one text."""
+        result = self._game.step(action)
+        said = "\n".join(str(message["content"]) for message in result["observations"])
+        info = dict(result.get("metadata") or {})
+        info["skyrl_metrics"] = self._game.get_metrics()
+        return said, float(result["reward"]), bool(result["done"]), False, info
+
+    def close(self) -> None:
+        """Close the running environment."""
+        if self._game is not None:
+            self._game.close()
+            self._game = None

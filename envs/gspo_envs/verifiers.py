@@ -1,0 +1,295 @@
+"""Tasksets of verifiers: `gym.make("gspo/Verifiers-v0", taskset="mine.py:MathTaskset")`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import lru_cache
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+from gspo_env import background
+from gspo_env.errors import ConfigError
+from gspo_env.importing import load_function
+from gspo_env.text_env import ResetResult, StepResult
+from gspo_envs.foreign import ForeignEnv, load
+from gspo_envs.rows import TaskRows, read_chat
+
+_LOOP = "verifiers"
+
+
+class VerifiersEnv(ForeignEnv):
+    """A taskset of verifiers: its prompts, its rewards, metrics and judges, its conversations.
+
+    verifiers calls the model itself; here the policy answers. A plain taskset is one turn. An
+    installed taskset with an environment of its own (`vf.Env.run`) is a conversation: whenever its
+    agent would call the model, an action is awaited. What needs a runtime, a container, tool
+    servers or more than one agent is refused.
+
+    Args:
+        taskset: Id of an installed taskset, or `module:Class` or `file.py:Class`.
+        config: Fields of the taskset's configuration.
+        limit: The most tasks to read; an infinite taskset needs one.
+        held_out: Share of the tasks that only evaluation sees.
+        max_turns: Steps before truncation; the conversation is then ended and judged as it is.
+        render_mode: Must be None.
+
+    Raises:
+        ConfigError: The taskset cannot be loaded, or its tasks need more than answers.
+        MissingExtraError: verifiers is not installed.
+    """
+
+    blocking = None
+    draws = False
+
+    def __init__(
+        self,
+        taskset: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        limit: int | None = None,
+        held_out: float = 0.1,
+        max_turns: int | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        """Load the tasks."""
+        super().__init__(max_turns, render_mode)
+        settings = json.dumps(config or {}, sort_keys=True)
+        self._play, tasks = _load_tasks(taskset, settings, limit)
+        self._rows = TaskRows(tasks, held_out=held_out)
+        self._talk: _Conversation | None = None
+        self._seed: int | None = None
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Pick a task; `options={"row": 3}` names it."""
+        self._seed = seed
+        return super().reset(seed=seed, options=options)
+
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Give the prompt of a task."""
+        task, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
+        self.close()
+        self._talk = _Conversation(task)
+        asked = background.run(self._talk.begin(self._play), _LOOP)
+        if asked is None:
+            raise ConfigError(f"verifiers: task {index} ended before its agent was asked anything.")
+        system, messages = read_chat(_plain(asked), f"verifiers: prompt of task {index}")
+        self.system_prompt = task.data.system_prompt or system
+        info: dict[str, Any] = {"row": index}
+        if len(messages) > 1:
+            info["chat_history"] = messages[:-1]
+        return messages[-1]["content"], info
+
+    def act(self, action: str) -> StepResult:
+        """Answer; at the end of the conversation the task and its environment judge it."""
+        if self._talk is None:
+            raise RuntimeError("the conversation was closed")
+        asked = background.run(self._talk.answer(action), _LOOP)
+        cut = asked is not None and self._turn == self.max_turns
+        if asked is not None and not cut:
+            return "\n".join(m["content"] for m in _plain(asked)), 0.0, False, False, {}
+        if cut:
+            background.run(self._talk.answer(None), _LOOP)
+        trace = self._talk.trace
+        parts = {name: float(r.score) for name, r in trace.rewards.items() if r is not None}
+        parts |= {name: float(m) for name, m in trace.metrics.items() if m is not None}
+        return "", float(trace.reward), not cut, cut, {"reward_parts": parts}
+
+    def close(self) -> None:
+        """Leave the running conversation."""
+        if self._talk is not None:
+            background.run(self._talk.leave(), _LOOP)
+            self._talk = None
+
+
+Play = Callable[[Any, Any], Awaitable[None]]
+"""Plays a task with agents: `vf.Env.run`, and what surrounds it."""
+
+
+class _Conversation:
+    """Stands in for verifiers' agents and their only agent; lives on the background loop.
+
+    Where the agent would call the model, `turn` hands over the new messages and waits.
+    """
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        self.trace: Any = None
+        self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._answer: asyncio.Future[str | None] | None = None
+        self._playing: asyncio.Task[None] | None = None
+
+    def __getattr__(self, name: str) -> _Conversation:
+        """Be the agent under whatever name the environment gives it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self
+
+    async def begin(self, play: Play) -> list[Any] | None:
+        self._playing = asyncio.ensure_future(play(self.task, self))
+        return await self._next()
+
+    async def answer(self, action: str | None) -> list[Any] | None:
+        """Give the next messages, None at the end; an action that is None ends it."""
+        if self._answer is None:
+            raise RuntimeError("the conversation waits for no answer")
+        self._answer.set_result(action)
+        return await self._next()
+
+    async def leave(self) -> None:
+        if self._playing is not None:
+            self._playing.cancel()
+            await asyncio.wait({self._playing})
+
+    async def run(self, task: Any, **borrowed: Any) -> Any:
+        """As `vf.Agent.run`: one answer, scored."""
+        async with self.interaction(task, **borrowed):
+            await self.turn()
+        return self.trace
+
+    @contextlib.asynccontextmanager
+    async def interaction(self, task: Any, **borrowed: Any) -> AsyncIterator[_Conversation]:
+        """As `vf.Agent.interaction`: turns, scored when it is left."""
+        if self.trace is not None or any(value is not None for value in borrowed.values()):
+            raise ConfigError(
+                "verifiers: an episode here is one conversation, without a runtime or tools; this "
+                "environment begins another or lends some."
+            )
+        self.task, self.trace = task, _new_trace(task)
+        yield self
+        self.trace.is_completed = self.trace.ok = True
+        await task.score(self.trace)
+
+    async def turn(self, message: Any = None) -> Any:
+        """As `vf.Interaction.turn`: the policy's answer, or the end."""
+        import verifiers.v1 as vf
+
+        data = self.task.data
+        opening = message if message is not None else data.prompt
+        new = [vf.UserMessage(content=opening)] if isinstance(opening, str) else list(opening or [])
+        if not self.trace.nodes and data.system_prompt is not None:
+            self._note(vf.SystemMessage(content=data.system_prompt))
+        for one in new:
+            self._note(vf.UserMessage(content=one["content"]) if isinstance(one, dict) else one)
+        self._answer = asyncio.get_running_loop().create_future()
+        self._asked.put_nowait(new)
+        answer = await self._answer
+        if answer is None:
+            return vf.Segment(messages=[], terminated=True)
+        said = vf.AssistantMessage(content=answer)
+        self._note(said, sampled=True)
+        return vf.Segment(messages=[said])
+
+    def _note(self, message: Any, *, sampled: bool = False) -> None:
+        import verifiers.v1 as vf
+
+        nodes = self.trace.nodes
+        parent = len(nodes) - 1 if nodes else None
+        nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
+
+    async def _next(self) -> list[Any] | None:
+        if self._playing is None:
+            raise RuntimeError("the conversation has not begun")
+        asked = asyncio.ensure_future(self._asked.get())
+        await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result()
+        asked.cancel()
+        self._playing.result()  # raises what the environment or a reward raised
+        return None
+
+
+def _new_trace(task: Any) -> Any:
+    import verifiers.v1 as vf
+    from verifiers.v1.state import state_cls
+
+    about = vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    agent = vf.AgentInfo(config=vf.AgentConfig())
+    return vf.Trace(task=about, agent=agent, state=state_cls(type(task))())
+
+
+@lru_cache(maxsize=16)
+def _load_tasks(name: str, config: str, limit: int | None) -> tuple[Play, list[Any]]:
+    """Load once for all environments of the process; `config` is JSON."""
+    vf = load("verifiers.v1", "verifiers", "verifiers")
+    try:
+        play, taskset = _taskset(vf, name, json.loads(config))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"verifiers: taskset {name!r} cannot be loaded: {reason}") from error
+    if limit is None and not taskset.bounded:
+        raise ConfigError(f"verifiers: taskset {name!r} is infinite, give a limit.")
+    tasks = list(islice(taskset, limit))
+    for task in tasks:
+        reason = _beyond(vf, taskset, task)
+        if play is _answer_once and not task.data.prompt:
+            reason = f"task {task.data.idx} has no prompt"
+        if reason:
+            raise ConfigError(
+                f"verifiers: taskset {name!r} cannot be bridged: {reason}. Expected tasks whose "
+                "rewards need only the trace of one agent's answers."
+            )
+    return play, tasks
+
+
+def _taskset(vf: ModuleType, name: str, settings: dict[str, Any]) -> tuple[Play, Any]:
+    """Give how a taskset is played, and the taskset."""
+    if ":" in name:
+        from verifiers.v1.utils.generic import concrete_type
+
+        made: Any = load_function(name, "taskset")
+        kind = concrete_type(made, vf.TasksetConfig) or vf.TasksetConfig
+        return _answer_once, made(kind.model_validate(settings))
+    given = {"id": name, **settings}
+    if vf.environment_class(name) is vf.SingleAgentEnv:
+        kind = vf.taskset_config_type(name)
+        return _answer_once, vf.load_taskset(kind.model_validate(given))
+    env = vf.load_environment(vf.resolve_env_config({"taskset": given}))
+    return _player(vf, env), env.taskset
+
+
+async def _answer_once(task: Any, agents: Any) -> None:
+    await agents.agent.run(task)
+
+
+def _player(vf: ModuleType, env: Any) -> Play:
+    from verifiers.v1.configs.agent import agent_config_fields
+
+    names = list(agent_config_fields(env.config))
+    if len(names) != 1 or type(env).start is not vf.Env.start:
+        raise ValueError(f"{type(env).__name__} has the agents {names}, or resources of its own")
+
+    async def play(task: Any, agents: Any) -> None:
+        await env.setup(agents)
+        await env.run(task, agents)
+        about = agents.trace.task
+        await env.finalize(task, vf.Episode(task=about, traces=[agents.trace], ok=True))
+
+    return play
+
+
+def _beyond(vf: ModuleType, taskset: Any, task: Any) -> str:
+    """Give what a task needs beyond an answer, if anything."""
+    kind = type(task)
+    for hook in ("setup", "finalize", "stage_verifier"):
+        if getattr(kind, hook) is not getattr(vf.Task, hook):
+            return f"{kind.__name__}.{hook} needs a runtime"
+    if kind.NEEDS_CONTAINER:
+        return f"{kind.__name__} needs a container"
+    if kind.toolsets(task.config) or type(taskset).toolsets(taskset.config):
+        return f"{kind.__name__} brings tool servers"
+    for function in (*task.hooks("reward"), *task.hooks("metric")):
+        wanted = inspect.signature(function).parameters.get("runtime")
+        if wanted is not None and wanted.default is wanted.empty:
+            return f"{kind.__name__}.{function.__name__} needs a runtime"
+    return ""
+
+
+def _plain(messages: Any) -> list[dict[str, Any]]:
+    return [message.model_dump(include={"role", "content"}) for message in messages]

@@ -1,0 +1,81 @@
+"""A real MCP server for the tests: `python mcp_server.py [PORT]`; without a port over stdio."""
+
+import os
+import sys
+import time
+
+from mcp.server.mcpserver import Context, MCPServer
+
+server = MCPServer("workshop")
+memory: list[str] = []
+
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def remember(word: str) -> str:
+    """Remember a word and give all words so far."""
+    memory.append(word)
+    return " ".join(memory)
+
+
+@server.tool()
+def divide(a: float, b: float) -> float:
+    """Divide two numbers."""
+    return a / b
+
+
+@server.tool()
+def hang(seconds: float = 3600.0) -> str:
+    """Do not answer."""
+    time.sleep(seconds)
+    return "late"
+
+
+@server.tool()
+async def slow(seconds: float) -> str:
+    """Answer late, but let others go first."""
+    import anyio
+
+    await anyio.sleep(seconds)
+    return "late"
+
+
+@server.tool()
+def die() -> str:
+    """End the server."""
+    os._exit(3)
+
+
+@server.tool()
+def flood(count: int) -> str:
+    """Answer at length."""
+    return "x" * count
+
+
+@server.tool()
+def pid() -> int:
+    """Give the number of the server's process."""
+    return os.getpid()
+
+
+@server.tool()
+def variable(name: str) -> str:
+    """Give an environment variable of the server."""
+    return os.environ.get(name, "none")
+
+
+@server.tool()
+def header(name: str, context: Context) -> str:
+    """Give a header of the request."""
+    return str(context.request_context.request.headers.get(name))
+
+
+if len(sys.argv) > 1:
+    server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+else:
+    server.run("stdio")

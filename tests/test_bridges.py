@@ -1,0 +1,307 @@
+"""SkyRL-Gym and verifiers, the real packages: their data and their rewards reach the policy."""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from gspo_env.errors import ConfigError
+from gspo_env.registration import make_env
+from gspo_env.testing import check_env
+from gspo_env.types import HELD_OUT
+
+pytestmark = pytest.mark.adapters
+
+SUMS = [
+    {
+        "prompt": [
+            {"role": "system", "content": "End with '#### ANSWER'."},
+            {"role": "user", "content": f"What is {n} + 1?"},
+        ],
+        "reward_spec": {"method": "rule", "ground_truth": str(n + 1)},
+        "reward_model": {"ground_truth": str(n + 1)},
+        "extra_info": {},
+    }
+    for n in range(20)
+]
+
+
+class TestSkyRL:
+    @pytest.fixture(autouse=True)
+    def _needs(self):
+        pytest.importorskip("skyrl_gym")
+
+    def make(self, task="gsm8k", data=SUMS, **kwargs):
+        return make_env("gspo/SkyRL-v0", task=task, data=data, **kwargs)
+
+    def test_the_seed_picks_the_row_and_the_package_judges_the_answer(self):
+        env = self.make()
+        observation, info = env.reset(seed=3)
+        assert observation == f"What is {info['row']} + 1?"
+        assert env.get_wrapper_attr("system_prompt") == "End with '#### ANSWER'."
+        assert env.step(f"#### {info['row'] + 1}")[1:4] == (1.0, True, False)
+        env.reset(seed=3)
+        assert env.step("#### 99")[1:4] == (0.0, True, False)
+        rows = {env.reset(seed=seed)[1]["row"] for seed in range(200)}
+        held = {env.reset(seed=seed)[1]["row"] for seed in range(HELD_OUT, HELD_OUT + 99)}
+        assert (len(rows), len(held), rows & held) == (18, 2, set())
+
+    def test_a_game_of_several_turns_pays_each_and_ends_by_its_own_limit_or_ours(self):
+        env = self.make("gsm8k_multi_turn", max_turns=3)
+        env.reset(options={"row": 4})
+        observation, reward, terminated, _, info = env.step("maybe\n#### 7")
+        assert "tentative numeric answer" in observation
+        assert (reward, terminated) == (pytest.approx(0.2 / 3), False)
+        assert info["skyrl_metrics"] == {"steps": 1}
+        assert env.step("hm")[1:4] == (0.0, False, False)
+        assert env.step("#### 5")[1:4] == (1.0, True, False)
+
+    def test_a_database_is_queried_over_several_turns(self, tmp_path):
+        folder = tmp_path / "spider" / "database" / "shop"
+        folder.mkdir(parents=True)
+        with sqlite3.connect(folder / "shop.sqlite") as database:
+            database.execute("create table price (item text, euros integer)")
+            database.execute("insert into price values ('tea', 3), ('jam', 4)")
+        gold = "select euros from price where item = 'tea'"
+        row = {
+            "prompt": [{"role": "user", "content": "What is tea?"}],
+            "db_id": "shop",
+            "data": "spider",
+            "reward_spec": {"ground_truth": gold},
+        }
+        env = self.make("text2sql", [row], config={"db_path": str(tmp_path)}, max_turns=4)
+        env.reset(seed=0)
+        observation, reward, terminated, _, _ = env.step(
+            "<think>look</think><sql>" + gold + "</sql>"
+        )
+        assert "3" in observation
+        assert (reward, terminated) == (0.0, False)
+        step = env.step(f"<think>so</think><solution>{gold}</solution>")
+        assert step[1:3] == (1.0, True)
+
+    def test_an_environment_of_ones_own_and_what_does_not_fit(self, tmp_path):
+        path = tmp_path / "mine.py"
+        path.write_text(
+            "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
+            "class Endless(BaseTextEnv):\n"
+            "    def __init__(self, env_config, extras):\n"
+            "        super().__init__()\n"
+            "        self.word = env_config.word\n"
+            "    def step(self, action):\n"
+            "        said = [{'role': 'user', 'content': self.word}]\n"
+            "        return {'observations': said, 'reward': 0.5, 'done': False}\n"
+        )
+        env = self.make(f"{path}:Endless", SUMS, config={"word": "on"}, max_turns=2)
+        env.reset(seed=0)
+        assert env.step("a")[:4] == ("on", 0.5, False, False)
+        assert env.step("b")[:4] == ("on", 0.5, False, True)
+        with pytest.raises(ConfigError, match="did you mean gsm8k"):
+            self.make("gsm8")
+        with pytest.raises(ConfigError, match="row 0 with the columns prompt: AssertionError"):
+            self.make("gsm8k", [{"prompt": "1 + 1?"}]).reset(seed=0)
+
+    @pytest.mark.parametrize("task", ["gsm8k", "gsm8k_multi_turn", "aime"])
+    def test_it_keeps_the_contract(self, task):
+        check_env(self.make(task, max_turns=3))
+
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class SumData(vf.TaskData):
+    answer: str
+
+class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace) -> float:
+        return float(vf.extract_boxed_answer(trace.last_reply) == self.data.answer)
+
+    @vf.reward
+    async def brief(self, task, trace) -> float:
+        assert task.answer and trace.messages[-1].content == trace.last_reply
+        return 0.5 * (len(trace.last_reply) < 12)
+
+    @vf.metric
+    async def length(self, trace) -> float:
+        return float(len(trace.last_reply))
+
+class SumConfig(vf.TasksetConfig):
+    count: int = 20
+
+class Sums(vf.Taskset[SumTask, SumConfig]):
+    def load(self):
+        for n in range(self.config.count):
+            prompt = [vf.UserMessage(content=f"{n} + 1 = ?")] if n % 2 else f"{n} + 1 = ?"
+            data = SumData(prompt=prompt, answer=str(n + 1), system_prompt="Box it.")
+            yield SumTask(data, self.config.task)
+
+class Endless(Sums):
+    INFINITE = True
+    def load(self):
+        while True:
+            yield from super().load()
+
+class Boxed(SumTask):
+    async def setup(self, trace, runtime):
+        await runtime.run(["true"])
+
+class NeedsBox(vf.Taskset[Boxed, SumConfig]):
+    def load(self):
+        yield Boxed(SumData(prompt="?", answer=""), self.config.task)
+
+class Runner(SumTask):
+    @vf.reward
+    async def runs(self, trace, runtime) -> float:
+        return 1.0
+
+class NeedsRun(vf.Taskset[Runner, SumConfig]):
+    def load(self):
+        yield Runner(SumData(prompt="?", answer=""), self.config.task)
+"""
+
+
+GAME = """
+import verifiers.v1 as vf
+
+__all__ = ["Guesses", "GuessEnv"]
+
+class GuessData(vf.TaskData):
+    number: int
+
+class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def tried(self, trace) -> float:
+        return 0.5 * bool(trace.assistant_messages)
+
+    @vf.metric
+    async def turns(self, trace) -> float:
+        return float(trace.num_turns)
+
+class Guesses(vf.Taskset[GuessTask, vf.TasksetConfig]):
+    def load(self):
+        for n in range(10):
+            data = GuessData(prompt="Guess.", system_prompt="A number.", number=n)
+            yield GuessTask(data, self.config.task)
+
+class GuessConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+class GuessEnv(vf.Env[GuessConfig]):
+    async def run(self, task, agents):
+        won = 0.0
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            while not segment.terminated:
+                said = segment.last_reply
+                guess = int(said) if said.isdecimal() or said == "six" else 0
+                if guess == task.data.number:
+                    won = 1.0
+                    break
+                segment = await interaction.turn("lower" if guess > task.data.number else "higher")
+        interaction.trace.record_reward("won", won)
+
+    async def finalize(self, task, episode):
+        episode.traces[0].record_reward("fair", 0.25)
+"""
+
+
+class TestVerifiers:
+    @pytest.fixture
+    def file(self, tmp_path):
+        pytest.importorskip("verifiers.v1")
+        path = tmp_path / "mine.py"
+        path.write_text(TASKSET)
+        return str(path)
+
+    def make(self, taskset, **kwargs):
+        return make_env("gspo/Verifiers-v0", taskset=taskset, **kwargs)
+
+    def test_a_tasks_own_rewards_judge_the_answer_by_name_and_weight(self, file):
+        env = self.make(f"{file}:Sums")
+        for row in (6, 7):
+            assert env.reset(seed=0, options={"row": row})[0] == f"{row} + 1 = ?"
+            assert env.get_wrapper_attr("system_prompt") == "Box it."
+            _, reward, terminated, _, info = env.step(f"\\boxed{{{row + 1}}}")
+            assert (reward, terminated) == (2.5, True)
+            assert info["reward_parts"] == {"right": 1.0, "brief": 0.5, "length": 9.0}
+        env.reset(seed=0, options={"row": 6})
+        assert env.step("a long and wrong answer")[1] == 0.0
+
+    def test_the_seed_picks_the_task_and_evaluation_has_its_own(self, file):
+        env = self.make(f"{file}:Sums", config={"count": 40}, held_out=0.25)
+        rows = {env.reset(seed=seed)[1]["row"] for seed in range(400)}
+        held = {env.reset(seed=seed)[1]["row"] for seed in range(HELD_OUT, HELD_OUT + 200)}
+        assert (len(rows), len(held), rows & held) == (30, 10, set())
+
+    @pytest.mark.parametrize(
+        ("taskset", "message"),
+        [
+            ("Endless", "is infinite, give a limit"),
+            ("NeedsBox", r"Boxed\.setup needs a runtime"),
+            ("NeedsRun", r"Runner\.runs needs a runtime"),
+            ("None_", "expected a function of"),
+        ],
+    )
+    def test_what_needs_more_than_an_answer_is_refused(self, file, taskset, message):
+        with pytest.raises(ConfigError, match=message):
+            self.make(f"{file}:{taskset}")
+
+    def test_an_infinite_taskset_is_read_up_to_its_limit_and_unknown_ids_are_named(self, file):
+        env = self.make(f"{file}:Endless", limit=5, held_out=0)
+        assert {env.reset(seed=seed)[1]["row"] for seed in range(60)} == set(range(5))
+        with pytest.raises(ConfigError, match="'no-such-taskset' cannot be loaded"):
+            self.make("no-such-taskset")
+        with pytest.raises(ConfigError, match=r"cannot be loaded.*colour"):
+            self.make(f"{file}:Sums", config={"colour": "red"})
+
+    def test_it_keeps_the_contract(self, file):
+        check_env(self.make(f"{file}:Sums"))
+
+    @pytest.fixture
+    def game(self, tmp_path, monkeypatch):
+        """An installed taskset with an environment of its own."""
+        pytest.importorskip("verifiers.v1")
+        name = f"guess_game_{tmp_path.name}"
+        (tmp_path / f"{name}.py").write_text(GAME)
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    def test_an_interactive_environment_talks_until_it_ends(self, game):
+        env = self.make(game)
+        assert env.reset(seed=0, options={"row": 6})[0] == "Guess."
+        assert env.get_wrapper_attr("system_prompt") == "A number."
+        assert env.step("4")[:4] == ("higher", 0.0, False, False)
+        assert env.step("7")[:4] == ("lower", 0.0, False, False)
+        observation, reward, terminated, _, info = env.step("6")
+        assert (observation, reward, terminated) == ("", 1.75, True)
+        assert info["reward_parts"] == {"won": 1.0, "tried": 0.5, "fair": 0.25, "turns": 3.0}
+
+    def test_a_limit_ends_the_talk_and_it_is_judged_as_it_is(self, game):
+        env = self.make(game, max_turns=2)
+        env.reset(seed=0, options={"row": 6})
+        env.step("4")
+        _, reward, terminated, truncated, info = env.step("5")
+        assert (reward, terminated, truncated) == (0.75, False, True)
+        assert info["reward_parts"]["turns"] == 2.0
+
+    def test_what_an_environment_raises_truncates_and_a_new_episode_begins(self, game):
+        env = self.make(game)
+        env.reset(seed=0, options={"row": 6})
+        _, reward, terminated, truncated, info = env.step("six")
+        assert (reward, terminated, truncated) == (0.0, False, True)
+        assert "ValueError" in info["env_error"]
+        assert env.reset(seed=0)[0] == "Guess."
+
+    def test_an_interactive_environment_keeps_the_contract(self, game):
+        check_env(self.make(game, max_turns=4))
+
+    def test_an_environment_of_several_agents_is_refused(self, game, tmp_path):
+        path = next(tmp_path.glob("guess_game_*.py"))
+        path.with_name("two_players.py").write_text(
+            path.read_text().replace(
+                "    player:", "    judge: vf.AgentConfig = vf.AgentConfig()\n    player:"
+            )
+        )
+        with pytest.raises(ConfigError, match=r"GuessEnv has the agents \['judge', 'player'\]"):
+            self.make("two_players")

@@ -1,0 +1,396 @@
+"""Tasks from datasets: the seed picks the row, rewards judge the conversation by name."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.config import Config
+from gspo_env.embedded import EmbeddedConfig, build_tokenizer
+from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
+from gspo_env.registration import make_env
+from gspo_env.rollout import RolloutConfig
+from gspo_env.testing import check_env
+from gspo_env.text_env import Action
+from gspo_env.tracking import TrackingConfig
+from gspo_env.types import HELD_OUT
+from gspo_envs.rewards import Attempt, RewardModel, judge, load_reward
+
+SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
+
+REWARDS = """
+import asyncio
+
+def exact_match(attempt):
+    return float(attempt.text.strip() == attempt.row["answer"])
+
+async def short(attempt):
+    await asyncio.sleep(0)
+    return 1.0 if len(attempt.text) < 4 else 0.0
+
+def trl_exact(prompts, completions, answer, **kwargs):
+    assert "prompt" not in kwargs and "completion_ids" in kwargs
+    texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+    return [float(t == a) for t, a in zip(texts, answer, strict=True)]
+
+async def trl_maybe(completions):
+    return [None if "?" in str(c) else 0.5 for c in completions]
+
+def broken(attempt):
+    return "very good"
+
+def crash(attempt):
+    raise RuntimeError("no judge today")
+"""
+
+
+def exact_match(attempt: Attempt) -> float:
+    return float(attempt.text == attempt.row["answer"])
+
+
+@pytest.fixture
+def mine(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(REWARDS)
+    return str(path)
+
+
+def make(data=SUMS, rewards=exact_match, **kwargs):
+    return make_env("gspo/Dataset-v0", data=data, rewards=rewards, **kwargs)
+
+
+def prompts(env, seeds):
+    return {env.reset(seed=seed)[0] for seed in seeds}
+
+
+def test_files_give_the_same_task_for_the_same_seed(tmp_path):
+    jsonl, parquet = tmp_path / "sums.jsonl", tmp_path / "sums.parquet"
+    jsonl.write_text("\n".join(map(json.dumps, SUMS)) + "\n\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(SUMS), parquet)
+    assert_same_tasks([str(jsonl), jsonl, str(parquet)])
+    held_out = make(str(jsonl), held_out=str(parquet))
+    assert len(prompts(held_out, range(400))) == 25
+    jsonl.write_text(json.dumps(SUMS[0]))
+    assert prompts(make(str(jsonl)), range(9)) == {"What is 0 + 0?"}
+
+
+@pytest.mark.adapters
+def test_hugging_face_datasets_give_the_same_task_for_the_same_seed(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    held = datasets.Dataset.from_list([{"prompt": "What is 9 + 9?", "answer": "18"}])
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(SUMS), test=held)
+    splits.save_to_disk(str(tmp_path / "splits"))
+    splits["train"].save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "train.jsonl").write_text("\n".join(map(json.dumps, SUMS)))
+    folders = [str(tmp_path / name) for name in ("splits", "saved", "plain")]
+    assert_same_tasks([*folders, splits["train"]])
+    test = make(folders[0], held_out="test")
+    assert prompts(test, range(HELD_OUT, HELD_OUT + 9)) == {"What is 9 + 9?"}
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        make(folders[0], split="dev")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        make(str(tmp_path / "none"))
+
+
+def assert_same_tasks(sources):
+    expected = [make().reset(seed=seed)[0] for seed in range(20)]
+    for data in sources:
+        env = make(data)
+        assert [env.reset(seed=seed)[0] for seed in range(20)] == expected
+        assert env.step(str(eval(expected[-1][8:-1])))[1:3] == (1.0, True)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5])
+def test_evaluation_and_training_never_see_each_others_rows(share):
+    env = make(held_out=share)
+    train, held = prompts(env, range(400)), prompts(env, range(HELD_OUT, HELD_OUT + 400))
+    if share:
+        assert not train & held
+        assert len(held) == int(25 * share)
+    assert len(train | held) == 25
+
+
+def test_one_row_is_used_by_both_and_another_set_of_rows_by_evaluation_alone():
+    assert prompts(make(SUMS[:1]), (3, HELD_OUT)) == {"What is 0 + 0?"}
+    env = make(SUMS[:4], held_out=SUMS[4:])
+    assert not prompts(env, range(50)) & prompts(env, range(HELD_OUT, HELD_OUT + 50))
+
+
+def test_functions_of_every_kind_are_weighted_summed_and_named(mine):
+    names = ("exact_match", "short", "trl_exact", "trl_maybe")
+    env = make(rewards=[f"{mine}:{name}" for name in names], weights=[1, 0.5, 2, 1])
+    env.reset(options={"row": 7})
+    _, reward, terminated, _, info = env.step("3")
+    parts = {"exact_match": 1.0, "short": 1.0, "trl_exact": 1.0, "trl_maybe": 0.5}
+    assert (reward, terminated, info["reward_parts"]) == (4.0, True, parts)
+    env.reset(options={"row": 7})
+    _, reward, _, _, info = env.step("what?")
+    assert (reward, info["reward_parts"]) == (
+        0.0,
+        {"exact_match": 0.0, "short": 0.0} | {"trl_exact": 0.0},
+    )
+    assert make(rewards=f"{mine}:short").get_wrapper_attr("blocking") is True
+    assert make().get_wrapper_attr("blocking") is None
+
+
+def test_a_trl_function_gets_messages_where_the_prompt_is_a_chat():
+    seen = {}
+
+    def look(prompts, completions, completion_ids, source, trainer_state, log_metric, **kwargs):
+        log_metric("length", 3)
+        seen.update(p=prompts, c=completions, ids=completion_ids, s=source, t=trainer_state)
+        return [1]
+
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    env = make([{"prompt": chat, "source": "web"}], look)
+    assert env.reset(seed=0)[0] == "Hi"
+    assert env.get_wrapper_attr("system_prompt") == "Be brief."
+    assert env.step(Action("Hello", (4, 5)))[1] == 1.0
+    assert seen == {
+        "p": [chat[1:]],
+        "c": [[{"role": "assistant", "content": "Hello"}]],
+        "ids": [[4, 5]],
+        "s": ["web"],
+        "t": None,
+    }
+
+
+CHAT = [
+    {"role": "system", "content": "Count."},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+def test_the_messages_of_a_chat_are_the_context_of_its_last_answer(chat):
+    env = make([{"messages": CHAT}], lambda attempt: attempt.text == "four")
+    observation, info = env.reset(seed=0)
+    assert (observation, info["chat_history"]) == ("three", CHAT[1:3])
+    assert env.unwrapped.expert_action() == "four"
+    ids = chat.start(observation, "Count.", (), info["chat_history"])
+    rendered = chat.tokenizer.apply_chat_template(
+        CHAT[:4], tokenize=False, add_generation_prompt=True
+    )
+    assert chat.decode_all(ids) == rendered
+    assert env.step("four")[1:3] == (1.0, True)
+
+
+def test_the_users_messages_of_a_chat_are_turns():
+    env = make([{"messages": CHAT}], lambda attempt: len(attempt.texts), chat="turns")
+    assert env.reset(seed=0)[0] == "one"
+    assert env.unwrapped.expert_action() == "two"
+    assert env.step("2")[:3] == ("three", 0.0, False)
+    assert env.unwrapped.expert_action() == "four"
+    assert env.step("4")[:3] == ("", 2.0, True)
+
+
+def test_a_reply_makes_turns_until_it_says_none_or_the_limit_is_reached():
+    async def reply(attempt):
+        return None if attempt.text == attempt.row["answer"] else f"not {attempt.text}"
+
+    env = make(reply=reply, max_turns=3, score="turn", success=1.0)
+    env.reset(options={"row": 7})
+    observation, reward, terminated, truncated, _ = env.step("1")
+    assert (observation, reward, terminated, truncated) == ("not 1", 0.0, False, False)
+    _, reward, terminated, _, info = env.step("3")
+    assert (reward, terminated, info["success"]) == (1.0, True, True)
+    env.reset(options={"row": 7})
+    flags = [env.step("9")[2:] for _ in range(3)][-1]
+    assert flags[:2] == (False, True)
+    assert flags[2]["success"] is False
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"data": []}, "has no rows"),
+        ({"data": 3}, "expected rows"),
+        ({"data": "none.jsonl"}, "none.jsonl does not exist"),
+        ({"rewards": 3}, "reward is 3"),
+        ({"rewards": "nowhere.py:f"}, "expected an importable place"),
+        ({"rewards": [exact_match, exact_match]}, "different names"),
+        ({"weights": [1, 2]}, "one for each"),
+        ({"held_out": 0.9}, "held_out is 0.9"),
+        ({"chat": "all"}, "chat is 'all'"),
+        ({"max_turns": 0}, "max_turns is 0"),
+    ],
+)
+def test_impossible_arguments_are_refused(kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        make(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "?"}, "no column prompt or messages, the columns are question"),
+        ({"prompt": None}, "expected a text or a list of messages"),
+        ({"prompt": [{"role": "user"}]}, "expected a role and a text"),
+        ({"prompt": [{"role": "assistant", "content": "a"}]}, "has the roles"),
+        ({"prompt": []}, "has the roles"),
+    ],
+)
+def test_rows_without_a_chat_are_refused_by_name(row, message):
+    with pytest.raises(ConfigError, match=message):
+        make([row]).reset(seed=0)
+
+
+def test_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt"\n')
+    with pytest.raises(ConfigError, match="line 2"):
+        make(str(path))
+
+
+def test_a_reward_that_is_no_number_breaks_the_contract_and_a_crash_is_its_own(mine):
+    env = make(rewards=f"{mine}:broken")
+    env.reset(seed=0)
+    with pytest.raises(EnvironmentContractError, match="broken answered 'very good'"):
+        env.step("3")
+    env = make(rewards=f"{mine}:crash")
+    env.reset(seed=0)
+    with pytest.raises(RuntimeError, match="no judge today"):
+        env.step("3")
+
+
+@given(st.text(), st.integers(min_value=0))
+def test_any_action_has_a_finite_reward(action, seed):
+    env = make(system_prompt="Answer.")
+    env.reset(seed=seed)
+    observation, reward, terminated, truncated, _ = env.step(action)
+    assert (observation, terminated, truncated) == ("", True, False)
+    assert reward in (0.0, 1.0)
+
+
+def test_an_answer_that_looks_like_a_tool_call_is_an_answer_where_there_are_no_tools():
+    env = make(SUMS[:1], lambda attempt: float("lookup" in attempt.text))
+    env.reset(seed=0)
+    assert env.step('<tool_call>{"name": "lookup"}</tool_call>')[:3] == ("", 1.0, True)
+
+
+def test_it_keeps_the_contract(tmp_path):
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(map(json.dumps, [{"prompt": "\\ud800?", "answer": ""}, *SUMS])))
+    check_env(make(str(path)))
+    check_env(make([{"messages": CHAT}], lambda a: 0, chat="turns"))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A tiny classifier with random weights, saved as users have them."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-judge"
+    tokenizer = build_tokenizer([row["prompt"] for row in SUMS])
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_labels=1,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    Qwen3ForSequenceClassification(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def attempt(text, prompt="What is 1 + 2?"):
+    return Attempt(
+        prompt=({"role": "user", "content": prompt},),
+        completion=({"role": "assistant", "content": text},),
+        row={},
+    )
+
+
+def test_a_reward_model_judges_concurrent_episodes_in_batches_and_each_as_if_alone(model_folder):
+    judge_model = RewardModel(model_folder)
+    attempts = [attempt("3 " * n) for n in range(1, 25)]
+    alone = [judge_model.score([judge_model._text(a)])[0] for a in attempts]
+    sizes, gate = [], threading.Event()
+
+    def hold_back(model, args, kwargs):
+        sizes.append(len(kwargs["input_ids"]))
+        gate.wait(60)
+
+    hold = judge_model.model.register_forward_pre_hook(hold_back, with_kwargs=True)
+    with ThreadPoolExecutor(len(attempts)) as threads:
+        answers = [threads.submit(judge_model, a) for a in attempts]
+        while sum(sizes) + judge_model._requests.qsize() < len(attempts):
+            time.sleep(0.001)
+        gate.set()
+        scores = [answer.result() for answer in answers]
+    hold.remove()
+    torch.testing.assert_close(torch.tensor(scores), torch.tensor(alone), atol=1e-5, rtol=1e-5)
+    assert len(set(alone)) > 10
+    assert sum(sizes) == len(attempts)
+    assert len(sizes) <= 2
+
+
+def test_a_reward_model_is_loaded_once_and_names_its_metric(model_folder):
+    one, two = (load_reward(model_folder) for _ in range(2))
+    assert one is two
+    assert list(judge([one], attempt("3"))) == ["tiny_judge"]
+    env = make(rewards=[model_folder, exact_match], weights=[0.1, 1])
+    assert env.get_wrapper_attr("blocking") is True
+    check_env(env, episodes=1)
+
+
+def test_a_failing_reward_model_fails_its_episodes_and_serves_the_next(model_folder):
+    judge_model = RewardModel(model_folder)
+    fail = judge_model.model.register_forward_pre_hook(lambda m, a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        judge_model(attempt("3"))
+    fail.remove()
+    assert judge_model(attempt("3")) == pytest.approx(
+        judge_model.score([judge_model._text(attempt("3"))])[0]
+    )
+
+
+def test_models_that_cannot_be_rewards_are_refused(model_folder, tmp_path):
+    with pytest.raises(ModelError, match=r"cannot be loaded.*file\.py:function"):
+        RewardModel(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="label is 'GOOD', expected one of LABEL_0"):
+        RewardModel(model_folder, label="GOOD")
+
+
+def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "sums.jsonl"
+    rows = [{**row, "completion": row["answer"]} for row in SUMS]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    config = Config(
+        env="gspo/Dataset-v0",
+        env_kwargs={"data": str(data), "rewards": [f"{mine}:exact_match", f"{mine}:short"]},
+        steps=2,
+        tasks_per_step=4,
+        eval_every=0,
+        eval_tasks=4,
+        rollout=RolloutConfig(group_size=4),
+        embedded=EmbeddedConfig(hidden_size=32, demonstrations=64, imitation_steps=40),
+        tracking=TrackingConfig(enabled=False),
+    )
+    history = GSPOAgent(config=config).train()
+    for prefix, known in (("train", "train/outcome"), ("eval", "eval/return")):
+        for _, metrics in history:
+            if known in metrics:
+                parts = [metrics[f"{prefix}/reward/{name}"] for name in ("exact_match", "short")]
+                assert metrics[known] <= sum(parts) + 1e-9
+                assert all(0 <= part <= 1 for part in parts)
+    assert sum("train/reward/short" in m for _, m in history) == 2
