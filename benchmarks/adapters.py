@@ -182,7 +182,7 @@ def play(env: Any, seed: int) -> None:
 def try_out(row: Row, kwargs: Kwargs) -> None:
     """Plays and checks one environment; what fails is noted in its row."""
     name = next(iter(kwargs.values()))
-    what = "cannot be made"
+    what = f"making it took over {EPISODE_SECONDS} s"
     env = None
     try:
         with within(EPISODE_SECONDS):
