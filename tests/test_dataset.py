@@ -159,7 +159,7 @@ def test_a_trl_function_gets_messages_where_the_prompt_is_a_chat():
     assert env.get_wrapper_attr("system_prompt") == "Be brief."
     assert env.step(Action("Hello", (4, 5)))[1] == 1.0
     assert seen == {
-        "p": [chat[1:]],
+        "p": [chat],
         "c": [[{"role": "assistant", "content": "Hello"}]],
         "ids": [[4, 5]],
         "s": ["web"],
@@ -177,7 +177,7 @@ CHAT = [
 
 
 def test_the_messages_of_a_chat_are_the_context_of_its_last_answer(chat):
-    env = make([{"messages": CHAT}], lambda attempt: attempt.text == "four")
+    env = make([{"messages": CHAT}], lambda attempt: attempt.prompt == tuple(CHAT[:4]))
     observation, info = env.reset(seed=0)
     assert (observation, info["chat_history"]) == ("three", CHAT[1:3])
     assert env.unwrapped.expert_action() == "four"

@@ -103,7 +103,9 @@ class DatasetEnv(ToolEnv):
         if self.chat == "turns":
             asked = [m["content"] for m in prompt if m["role"] == "user"]
             prompt, self._asked = [{"role": "user", "content": asked[0]}], deque(asked[1:])
-        self._prompt, self._messages, self._token_ids = tuple(prompt), [], ()
+        told = self.system_prompt
+        system = [] if told is None else [{"role": "system", "content": told}]
+        self._prompt, self._messages, self._token_ids = (*system, *prompt), [], ()
         self.max_turns = self._limit or (8 if self.reply or self.tools else len(self._asked) + 1)
         info: dict[str, Any] = {"row": index}
         if len(prompt) > 1:

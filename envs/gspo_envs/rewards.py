@@ -29,7 +29,7 @@ class Attempt:
     """One answered task, as a reward function gets it."""
 
     prompt: tuple[Message, ...]
-    """The messages before the policy's first action, without the system's."""
+    """The messages before the policy's first action."""
     completion: tuple[Message, ...]
     """All later messages: the policy's are `assistant`, the environment's `user` or `tool`."""
     row: Mapping[str, Any]
@@ -134,8 +134,9 @@ def _trl(function: Callable[..., Any], name: str) -> Callable[[Attempt], Any]:
         messages = list(attempt.completion)
         given: dict[str, Any] = {key: [value] for key, value in attempt.row.items()}
         given |= dict.fromkeys(_TRAINER, _nothing) | {"trainer_state": None}
+        prompt = attempt.prompt[-1]["content"] if attempt.plain else list(attempt.prompt)
         given |= {
-            "prompts": [attempt.prompt[-1]["content"] if attempt.plain else list(attempt.prompt)],
+            "prompts": [attempt.row.get("prompt", prompt)],
             "completions": [attempt.text if attempt.plain else messages],
             "completion_ids": [list(attempt.token_ids)],
         }
