@@ -141,8 +141,9 @@ class ChatTokenizer:
         if key not in self._prompts:
             messages = [{"role": "system", "content": _SYSTEM}] if system else []
             messages.append({"role": "user", "content": _FIRST})
+            hidden, names = self._hide_controls(schemas)
             try:
-                text = self._render(messages, True, schemas)
+                text = self._render(messages, True, hidden)
             except Exception as error:
                 raise ChatTemplateError(
                     f"the chat template refuses a {'system and a ' if system else ''}user message: "
@@ -153,8 +154,20 @@ class ChatTokenizer:
                     "the chat template drops or repeats a message of the first prompt; "
                     "it has to show the system and the user message once each"
                 )
-            self._prompts[key] = self._parts(text)
+            self._prompts[key] = [
+                part if isinstance(part, int) else _replace_all(part, names)
+                for part in self._parts(text)
+            ]
         return self._prompts[key]
+
+    def _hide_controls(self, schemas: list[dict[str, Any]]) -> tuple[Any, dict[str, str]]:
+        """Schemas with markers for control tokens: a tool's description is not the template's."""
+        text = json.dumps(schemas, ensure_ascii=False)
+        names = [n for n, (_, token) in self._added.items() if token.special and n in text]
+        markers = {f"GSPOENVMARKCONTROL{place}END": name for place, name in enumerate(names)}
+        for marker, name in markers.items():
+            text = text.replace(name, marker)
+        return json.loads(text), markers
 
     def _tail(self, role: str) -> list[Part]:
         """What follows an action: its end, the next message, the next action's start."""
@@ -254,6 +267,12 @@ class ChatTokenizer:
         # The vocabulary itself spells a control token: cut the text until none can form.
         middle = len(text) // 2
         return self._encode_plain(text[:middle]) + self._encode_plain(text[middle:])
+
+
+def _replace_all(text: str, names: Mapping[str, str]) -> str:
+    for marker, name in names.items():
+        text = text.replace(marker, name)
+    return text
 
 
 def _replace(text: str, contents: dict[str, str]) -> str:

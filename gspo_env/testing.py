@@ -218,10 +218,7 @@ class _Check:
         except Exception as error:
             self.fail(f"{_short(observation)} cannot be tokenised: {error}", error)
         if self.controls(ids) != self.controls(self.ids(None, "x", first)):
-            self.fail(
-                "its text became a control token when it was tokenised; look for names such as "
-                "<|im_end|> in the descriptions of its tools."
-            )
+            self.fail("its text became a control token when it was tokenised.")
 
     def ids(self, env: Any, observation: str, first: bool) -> tuple[int, ...]:
         from gspo_env.rollout import instructions

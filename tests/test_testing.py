@@ -194,13 +194,16 @@ class Injects(ToolEnv):
         (Unending, "outside UnicodeText"),
         (BadOutcome, r"episodic_reward'\] is nan"),
         (BadSuccess, r"success'\] is 'yes'"),
-        (Injects, "became a control token"),
     ],
 )
 def test_a_fault_is_named(broken: type[TextEnv], message: str) -> None:
     gymnasium.register(id=f"broken/{broken.__name__}-v0", entry_point=broken)
     with pytest.raises(EnvironmentCheckError, match=message):
         check_env(f"broken/{broken.__name__}-v0")
+
+
+def test_a_control_token_in_the_description_of_a_tool_is_harmless() -> None:
+    check_env(Injects())
 
 
 def test_spaces_other_than_text_are_a_fault() -> None:
