@@ -187,7 +187,8 @@ def build(
 def _complaints(env: gymnasium.Env[str, str], calls: Sequence[Sequence[str]]) -> list[str]:
     """What the environment says of nonsense: met often early on, and long if spelt in bytes."""
     actions = [""]
-    for opening, *_, closing in calls:
+    for frames in calls:  # one alone, a whole call, where the tool has no parameters
+        opening, closing = frames[0], frames[-1]
         actions += [opening, opening + opening + closing, opening + closing, closing]
     observations = []
     for action in actions:

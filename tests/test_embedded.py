@@ -25,7 +25,10 @@ def test_each_known_word_and_tool_call_frame_is_one_token(player):
     assert len(ids) == 3
 
 
-@pytest.mark.parametrize("env_id", ["gspo/Lookup-v0", "gspo/Calculator-v0", "gspo/GuessNumber-v0"])
+IDS = ["Lookup", "Calculator", "GuessNumber", "MiniGrid", "SQL", "Wordle"]
+
+
+@pytest.mark.parametrize("env_id", [f"gspo/{name}-v0" for name in IDS])
 def test_demonstrations_of_every_built_in_environment_are_imperfect_and_repeatable(env_id):
     env = make_env(env_id)
     tasks = [Task(env_id=env_id, seed=n) for n in range(40)]
@@ -44,6 +47,15 @@ def test_a_demonstration_is_the_transcript_that_a_rollout_would_make(player):
         assert f"<|im_start|>assistant\n{exchange.action}<|im_end|>" in text
     said = player.tokenizer.decode(sample.token_ids[sample.mask])
     assert said == "".join(f"{x.action}<|im_end|>" for x in demonstration.exchanges)
+
+
+def test_a_tool_without_parameters_has_a_model_too():
+    env = make_env("gspo/SQL-v0")
+    config = EmbeddedConfig(hidden_size=32, demonstrations=5)
+    _, tokenizer, demonstrations = build(env, "gspo/SQL-v0", config, 0)
+    assert len(demonstrations) == 5
+    call = '<tool_call>{"name": "tables", "arguments": {}}</tool_call>'
+    assert len(tokenizer.encode(call, add_special_tokens=False)) == 1
 
 
 def test_the_same_seed_builds_the_same_model(player):

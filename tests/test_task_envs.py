@@ -19,7 +19,7 @@ from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.sandbox import Sandbox, find_missing
 from gspo_env.testing import check_env
 from gspo_envs.minigrid import describe
-from gspo_envs.sql import Database, SQLError
+from gspo_envs.read_only_sqlite import Database, SQLError
 from gspo_envs.wordle import WORDS, mark
 
 
