@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import re
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -75,17 +73,6 @@ def test_the_random_policy_mixes_hostile_texts_and_words_of_the_observation() ->
     assert sum("amber" in action for action in actions) > 50
     assert "" in actions
     assert any("<|im_end|>" in action for action in actions)
-
-
-def test_the_examples_of_the_documentation_pass(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    text = (request.config.rootpath / "docs" / "write-an-environment.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    code = "\n".join(block for block in blocks if "(TextEnv)" in block or "(ToolEnv)" in block)
-    (tmp_path / "examples.py").write_text(code)
-    for name in ("Backwards", "Countdown", "Shop"):
-        check_env(f"{tmp_path}/examples.py:{name}")
 
 
 class Crashes(Echo):
