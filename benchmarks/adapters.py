@@ -3,6 +3,7 @@
     python benchmarks/adapters.py                              # whatever is installed
     python benchmarks/adapters.py --only GEM --verbose         # each environment by name
     python benchmarks/adapters.py --write docs/adapters.md     # between the two marks there
+    python benchmarks/adapters.py --only OpenEnv --write docs/adapters.md  # where it is installed
 
 An environment has run when each of its episodes ended, or reached the limit of turns, with sound
 values, within its time, and without an exception: neither ours nor one of the package itself.
@@ -11,12 +12,16 @@ values, within its time, and without an exception: neither ours nor one of the p
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
 import logging
 import random
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 import warnings
 from collections import defaultdict
@@ -31,8 +36,10 @@ from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.testing import check_env, random_policy
 from gspo_env.text_env import check_reset, check_step
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 EPISODES, TURNS, EPISODE_SECONDS, CHECK_SECONDS = 5, 100, 20, 60
+
+TESTS = Path(__file__).parents[1] / "tests"
+SUMS = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(50)]
 
 Kwargs = dict[str, Any]
 
@@ -104,6 +111,42 @@ def gem_tasks(mirror: bool) -> list[Kwargs]:
     return [{"task": name} for name in ENV_REGISTRY if name.startswith("rg:") == mirror]
 
 
+def mcp_servers() -> list[Kwargs]:
+    command = [sys.executable, str(TESTS / "mcp_server.py")]
+    offered = {"only": ["add", "divide"], "session": "process"}
+    return [{"servers": {"workshop": command}, "data": SUMS, **offered}]
+
+
+def skyrl_tasks() -> list[Kwargs]:
+    """Those that need neither a database nor a server, and run no code of the model's."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"]}],
+            "reward_spec": {"method": "rule", "ground_truth": row["answer"]},
+            "reward_model": {"ground_truth": row["answer"]},
+            "extra_info": {},
+        }
+        for row in SUMS
+    ]
+    return [{"task": name, "data": rows} for name in ("gsm8k", "gsm8k_multi_turn", "aime")]
+
+
+def openenv_servers() -> list[Kwargs]:
+    """A server in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(TESTS / "openenv_server.py"), str(port), "4"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    atexit.register(process.kill)
+    for _ in range(600):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            break
+        time.sleep(0.1)
+    fields = {"action": "message", "observation": "text"}
+    return [{"url": f"http://127.0.0.1:{port}", **fields}]
+
+
 ADAPTERS = [
     Adapter(
         name="GymText",
@@ -144,6 +187,18 @@ ADAPTERS = [
 ]
 
 
+ADAPTERS += [
+    Adapter(name=name, package=package, env_id=f"gspo/{env_id}-v0", environments=environments)
+    for name, package, env_id, environments in (
+        ("Dataset", "gspo-env", "Dataset", lambda: [{"data": SUMS}]),
+        ("MCP", "mcp", "MCP", mcp_servers),
+        ("SkyRL-Gym", "skyrl-gym", "SkyRL", skyrl_tasks),
+        ("verifiers", "verifiers", "Verifiers", lambda: [{"taskset": f"{TESTS}/vf_tasks.py:Sums"}]),
+        ("OpenEnv", "openenv", "OpenEnv", openenv_servers),
+    )
+]
+
+
 class PackageError(Exception):
     """The package raised on an action."""
 
@@ -181,7 +236,7 @@ def play(env: Any, seed: int) -> None:
 
 def try_out(row: Row, kwargs: Kwargs) -> None:
     """Plays and checks one environment; what fails is noted in its row."""
-    name = next(iter(kwargs.values()))
+    name = str(next(iter(kwargs.values())))[:60]
     what = f"making it took over {EPISODE_SECONDS} s"
     env = None
     try:
@@ -263,7 +318,7 @@ def table(rows: list[Row]) -> str:
         speed = f"{row.episodes / row.seconds:.3g}" if row.seconds else "–"  # noqa: RUF001
         counts = f"{row.total} | {row.ran} | {row.checked}"
         lines.append(f"| {row.adapter.name} | {package} | {counts} | {speed} |")
-    foreign = [row for row in rows if row.adapter.package != "gymnasium"]
+    foreign = [row for row in rows if row.adapter.package not in ("gymnasium", "gspo-env")]
     total = sum(row.ran for row in foreign)
     repeated = sum(row.ran for row in foreign if "reasoning-gym tasks" in row.adapter.name)
     lines += [
@@ -293,9 +348,11 @@ def main() -> None:
     text = table(rows)
     print(text)
     if arguments.write:
-        before, _, rest = arguments.write.read_text().partition(BEGIN)
-        after = rest.partition(END)[2]
-        arguments.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        table_name = f"table {arguments.only}".strip()
+        begin, end = (f"<!-- {table_name}: {mark} -->" for mark in ("begin", "end"))
+        before, _, rest = arguments.write.read_text().partition(begin)
+        after = rest.partition(end)[2]
+        arguments.write.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from pathlib import Path
 
 import pytest
 
@@ -106,61 +107,6 @@ class TestSkyRL:
         check_env(self.make(task, max_turns=3))
 
 
-TASKSET = """
-import verifiers.v1 as vf
-
-class SumData(vf.TaskData):
-    answer: str
-
-class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
-    @vf.reward(weight=2.0)
-    async def right(self, trace) -> float:
-        return float(vf.extract_boxed_answer(trace.last_reply) == self.data.answer)
-
-    @vf.reward
-    async def brief(self, task, trace) -> float:
-        assert task.answer and trace.messages[-1].content == trace.last_reply
-        return 0.5 * (len(trace.last_reply) < 12)
-
-    @vf.metric
-    async def length(self, trace) -> float:
-        return float(len(trace.last_reply))
-
-class SumConfig(vf.TasksetConfig):
-    count: int = 20
-
-class Sums(vf.Taskset[SumTask, SumConfig]):
-    def load(self):
-        for n in range(self.config.count):
-            prompt = [vf.UserMessage(content=f"{n} + 1 = ?")] if n % 2 else f"{n} + 1 = ?"
-            data = SumData(prompt=prompt, answer=str(n + 1), system_prompt="Box it.")
-            yield SumTask(data, self.config.task)
-
-class Endless(Sums):
-    INFINITE = True
-    def load(self):
-        while True:
-            yield from super().load()
-
-class Boxed(SumTask):
-    async def setup(self, trace, runtime):
-        await runtime.run(["true"])
-
-class NeedsBox(vf.Taskset[Boxed, SumConfig]):
-    def load(self):
-        yield Boxed(SumData(prompt="?", answer=""), self.config.task)
-
-class Runner(SumTask):
-    @vf.reward
-    async def runs(self, trace, runtime) -> float:
-        return 1.0
-
-class NeedsRun(vf.Taskset[Runner, SumConfig]):
-    def load(self):
-        yield Runner(SumData(prompt="?", answer=""), self.config.task)
-"""
-
-
 GAME = """
 import verifiers.v1 as vf
 
@@ -208,11 +154,9 @@ class GuessEnv(vf.Env[GuessConfig]):
 
 class TestVerifiers:
     @pytest.fixture
-    def file(self, tmp_path):
+    def file(self):
         pytest.importorskip("verifiers.v1")
-        path = tmp_path / "mine.py"
-        path.write_text(TASKSET)
-        return str(path)
+        return str(Path(__file__).parent / "vf_tasks.py")
 
     def make(self, taskset, **kwargs):
         return make_env("gspo/Verifiers-v0", taskset=taskset, **kwargs)
