@@ -8,6 +8,7 @@ libraries take is measured there first, by an update of a tiny model, and taken 
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import resource
 import tempfile
@@ -15,18 +16,18 @@ from pathlib import Path
 
 MIB = 2**20
 CASES = {
-    "28 M, every weight": (
+    "20 M, every weight": (
         {"hidden_size": 384, "layers": 8, "vocab_size": 16_384},
         {"context": 512, "microbatch_tokens": 4096},
         {},
     ),
-    "90 M, checkpointing, KL to a frozen copy": (
-        {"hidden_size": 768, "layers": 8, "vocab_size": 32_768},
-        {"context": 1024, "microbatch_tokens": 4096},
+    "28 M, checkpointing, KL to a frozen copy": (
+        {"hidden_size": 512, "layers": 6, "vocab_size": 16_384},
+        {"context": 1024, "microbatch_tokens": 2048},
         {"checkpointing": True, "kl_coef": 0.01},
     ),
-    "90 M, LoRA of rank 8": (
-        {"hidden_size": 768, "layers": 8, "vocab_size": 32_768},
+    "28 M, LoRA of rank 8": (
+        {"hidden_size": 512, "layers": 6, "vocab_size": 16_384},
         {"context": 512, "microbatch_tokens": 2048},
         {"lora_rank": 8},
     ),
@@ -126,7 +127,10 @@ def main() -> None:
     """Prints both for every configuration."""
     from gspo_env.plan import plan
 
-    for case in CASES:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--case", type=int, choices=range(len(CASES)), help="only this one")
+    chosen = parser.parse_args().case
+    for case in CASES if chosen is None else [list(CASES)[chosen]]:
         with tempfile.TemporaryDirectory() as folder:
             said = plan(make_config(folder, case)).update
             found = measured(folder, case)
