@@ -9,9 +9,9 @@ import pytest
 from gspo_env import doctor
 from gspo_env.checkpoint import save_model
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.plan import HEAP, plan
 from gspo_env.plan import _Allocations as allocations
 from gspo_env.plan import _longest as longest_batch
-from gspo_env.plan import HEAP, plan
 
 
 def finding(name, model=""):
