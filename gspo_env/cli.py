@@ -26,7 +26,7 @@ commands:
   evaluate   play held-out tasks with a trained folder, a hub model or a scripted agent
   compare    compare settings over paired seeds
   envs       list the environments
-  doctor     check this machine and a model
+  doctor     check this machine and a model; --plan estimates the memory of a run
 
 `gspo-env COMMAND --help` shows a command's options."""
 
@@ -164,16 +164,38 @@ def envs(arguments: list[str]) -> None:
 
 
 def doctor(arguments: list[str]) -> None:
-    """`gspo-env doctor`."""
+    """`gspo-env doctor`, and `gspo-env doctor --plan`."""
     from gspo_env.doctor import diagnose
 
+    if "--plan" in arguments:
+        _plan([a for a in arguments if a != "--plan"])
+        return
     if len(arguments) > 1 or (arguments and arguments[0].startswith("-")):
-        _fail("`gspo-env doctor` takes one optional argument, a model folder or hub id")
+        _fail(
+            "`gspo-env doctor` takes one optional argument, a model folder or hub id, or --plan "
+            "with the options of `gspo-env train`"
+        )
     findings = diagnose(arguments[0] if arguments else "")
     for finding in findings:
         print(f"{'ok ' if finding.ok else 'BAD'} {finding.name}: {finding.text}")
     if not all(finding.ok for finding in findings):
         sys.exit(1)
+
+
+def _plan(arguments: list[str]) -> None:
+    """What a run with these options needs."""
+    from gspo_env.config import read_toml
+    from gspo_env.plan import plan
+
+    file, rest = _take(arguments, "--config")
+    found = plan(_config(read_toml(file) if file else {}, rest, "gspo-env doctor --plan"))
+    for name in ("weights", "reference", "gradients", "optimizer", "activations"):
+        print(f"{name:12} {getattr(found, name) / 2**20:10,.1f} MiB")
+    print(
+        f"{'update':12} {found.update / 2**20:10,.1f} MiB, microbatches of {found.tokens:,} tokens"
+    )
+    if found.cache:
+        print(f"{'rollout':12} {found.cache / 2**20:10,.1f} MiB at most for keys and values")
 
 
 def _config(tree: dict[str, Any], rest: list[str], program: str) -> Config:

@@ -17,6 +17,7 @@ from transformers import get_scheduler
 
 from gspo_env.attention import use_ragged_attention
 from gspo_env.errors import BatchError, ConfigError, MissingExtraError
+from gspo_env.head import linear_head
 from gspo_env.learner_log import UpdateLog
 from gspo_env.objectives import importance_weights, packed_policy_loss
 from gspo_env.packing import PackedBatch, Sample, microbatches, pack
@@ -84,7 +85,7 @@ class LearnerConfig:
     """Rank of a LoRA adapter; 0 trains every weight."""
     checkpointing: bool = False
     """Keeps only each layer's input for the backward pass and computes the rest again."""
-    dtype: Literal["model", "bfloat16"] = "model"
+    precision: Literal["model", "bfloat16"] = "model"
     """What the update computes in: the dtype of the weights, or bfloat16 over float32 weights.
     Log-probabilities are float32 at least."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
@@ -136,7 +137,7 @@ class Learner:
         reference = copy.deepcopy(model) if objective.kl_coef and not _adapted(model) else None
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        bf16 = config.dtype == "bfloat16"
+        bf16 = config.precision == "bfloat16"
         weights = [p for p in model.parameters() if p.requires_grad]
         for parameter in weights if bf16 else ():
             parameter.data = parameter.data.float()
@@ -145,12 +146,15 @@ class Learner:
         scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.scheduler = scheduler
-        self.scorer = Scorer(self.model, self.policy, temperature, bf16)
+        head = linear_head(self.policy)
+        self.scorer = Scorer(self.model, self.policy, temperature, bf16, head)
         self._at_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False).eval()
-            self._reference = Scorer(reference, reference, temperature, bf16)
+            self._reference = Scorer(
+                reference, reference, temperature, bf16, linear_head(reference)
+            )
 
     @property
     def policy(self) -> Any:

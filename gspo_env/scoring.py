@@ -6,10 +6,11 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from gspo_env.attention import PackedAttention
 from gspo_env.experts import Balance, balance, router_coefficient
-from gspo_env.head import Predictions, linear_head, predict, predict_from_logits, without_head
+from gspo_env.head import Predictions, predict, predict_from_logits, without_head
 from gspo_env.packing import PackedBatch
 from gspo_env.tree_attention import TreeAttention
 
@@ -22,11 +23,13 @@ class Scorer:
         policy: The model itself.
         temperature: What logits are divided by.
         bf16: Computes in bfloat16, whatever the dtype of the weights.
+        head: The layer that makes the model's logits; None where they are more than that.
     """
 
-    def __init__(self, model: Any, policy: Any, temperature: float, bf16: bool) -> None:
-        self.model, self.temperature, self.bf16 = model, temperature, bf16
-        self.head = linear_head(policy)
+    def __init__(
+        self, model: Any, policy: Any, temperature: float, bf16: bool, head: nn.Linear | None
+    ) -> None:
+        self.model, self.temperature, self.bf16, self.head = model, temperature, bf16, head
         self.router_coefficient = router_coefficient(policy)
         self._chosen = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
 
