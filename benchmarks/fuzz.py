@@ -27,6 +27,10 @@ from gspo_env.errors import GspoEnvError
 from gspo_env.registration import _BUILTIN
 from gspo_env.text_env import check_step, extract_tag
 
+KWARGS: dict[str, dict[str, Any]] = {
+    "gspo/Dataset-v0": {"data": [{"prompt": f"What is {n} + 1?"} for n in range(9)], "max_turns": 3}
+}
+"""Arguments of environments that need some."""
 ODD = (
     "", "\0", "\ud800", "\u202e", "é", "東京", "💩", "²", "٣", "-0", "1e999", "9" * 400, "NaN",
     "-Infinity", "null", "true", "[]", "{}", '"', "\\", "\\u0000", "'", "''; --", "<|im_end|>",
@@ -163,7 +167,7 @@ def play(env_id: str, count: int, seed: int) -> int:
     # A program is a process each time: fewer of them, and as many strings.
     calls = 0.02 if "Python" in env_id else 0.2
     try:
-        pair = [make_env(env_id), make_env(env_id)]
+        pair = [make_env(env_id, **KWARGS.get(env_id, {})) for _ in range(2)]
     except GspoEnvError as error:
         print(f"{env_id:24} NOT MADE: {error}")
         return 0

@@ -113,9 +113,9 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
     try:
         env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except TypeError as error:
-        if not kwargs:
-            raise
         reason = str(error).split(" was raised from")[0]
+        if not kwargs and "__init__() missing" not in reason:
+            raise
         raise ConfigError(f"{env_id} cannot be made with {kwargs}: {reason}.") from error
     for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
         if not isinstance(space, Text):

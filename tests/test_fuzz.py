@@ -42,7 +42,7 @@ def make(env_id: str) -> Any:
     if "Python" in env_id and find_missing() and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
         pytest.skip("the Python tool is NOT tested, GSPO_ENV_NO_SANDBOX is set")
     try:
-        return make_env(env_id)
+        return make_env(env_id, **FUZZ.KWARGS.get(env_id, {}))
     except (MissingExtraError, ConfigError) as error:
         pytest.skip(f"{env_id} cannot be made bare: {error}")
 
@@ -101,7 +101,7 @@ def test_the_program_plays_every_environment_and_stops_at_a_difference(
     FUZZ.main(["--count", "100", "--seed", "7", *ids])
     said = capsys.readouterr().out
     assert all(env_id in said for env_id in ids)
-    for core in ("Lookup", "SQL", "Wordle", "KeyDoor"):
+    for core in ("Lookup", "SQL", "Wordle", "KeyDoor", "Dataset", "GymText"):
         assert f"gspo/{core}-v0".ljust(24) + " NOT MADE" not in said
 
 

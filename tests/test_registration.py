@@ -13,6 +13,7 @@ import pytest
 import gspo_env
 from gspo_env import registration
 from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
+from gspo_env.registration import make_env
 
 FILE_ENV = '''
 from __future__ import annotations
@@ -126,3 +127,8 @@ def test_plugins_are_loaded_and_a_broken_one_is_only_logged(
     registration.register_builtin()
     assert "entry point bad" in caplog.text
     assert "plugin/Shop-v0" in [env.id for env in gspo_env.describe_envs()]
+
+
+def test_an_environment_that_needs_arguments_says_which():
+    with pytest.raises(ConfigError, match=r"gspo/Dataset-v0 cannot be made.*'data'"):
+        make_env("gspo/Dataset-v0")
