@@ -31,6 +31,11 @@ CASES = {
         {"context": 512, "microbatch_tokens": 2048},
         {"lora_rank": 8},
     ),
+    "13 M, longer episodes": (
+        {"hidden_size": 256, "layers": 6, "vocab_size": 32_768},
+        {"context": 768, "microbatch_tokens": 6144},
+        {},
+    ),
 }
 
 
