@@ -80,7 +80,7 @@ def main() -> None:
     samples = [s for _ in range(count) for s in group(shared=0, own=(256, 512), size=1)]
     total = sum(len(s.token_ids) for s in samples)
     print(f"\n{count} episodes that share nothing: {total} tokens")
-    compare(model, samples, rounds, "at least 0.98 wanted")
+    compare(model, samples, max(rounds, 7), "at least 0.98 wanted")  # two alike need more rounds
 
 
 if __name__ == "__main__":
