@@ -94,3 +94,11 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
 
 def _line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def add_adapter(model: Any, rank: int) -> Any:
+    """The model with a fresh LoRA adapter on every linear layer, the only thing that trains."""
+    from peft import LoraConfig, get_peft_model
+
+    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    return get_peft_model(model, adapter)

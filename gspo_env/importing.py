@@ -1,12 +1,15 @@
-"""Functions of the user's, by `module:function` or `path/to/file.py:function`."""
+"""Code of the user's, by the name of a module or the path of a file."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gspo_env.errors import ConfigError
@@ -24,8 +27,8 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     """
     where, _, attribute = name.rpartition(":")
     try:
-        module = _load_file(where) if where.endswith(".py") else importlib.import_module(where)
-    except (ImportError, OSError, ValueError) as error:
+        module = load_module(where)
+    except ImportError as error:
         raise ConfigError(f"{what} is {name!r}; expected an importable place: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
@@ -36,11 +39,35 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
     return loaded
 
 
-def _load_file(where: str) -> Any:
+def load_module(where: str) -> ModuleType:
+    """Import a module by its name, or a Python file by its path: once for each of its contents.
+
+    Raises:
+        ImportError: It does not exist, or raised.
+    """
+    if not where.endswith(".py"):
+        try:
+            return importlib.import_module(where)
+        except (ValueError, TypeError) as error:  # the name is none
+            raise ImportError(str(error)) from error
     path = Path(where).expanduser().resolve()
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file():
+        raise ImportError(f"the file {where} does not exist")
+    digest = hashlib.sha256(str(path).encode() + b"\0" + path.read_bytes()).hexdigest()[:12]
+    name = f"gspo_env_file_{path.stem}_{digest}"
+    if name not in sys.modules:
+        _execute(name, path)
+    return sys.modules[name]
+
+
+def _execute(name: str, path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"cannot load {path}")
+        raise ImportError(f"{path.name} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    sys.modules[name] = module  # annotations are resolved through it while it runs
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ImportError(f"{path.name} raised {type(error).__name__}: {error}") from error

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gspo_env.attention import use_ragged_attention
+from gspo_env.checkpoint import add_adapter
 from gspo_env.config import Config
 from gspo_env.embedded import build
 from gspo_env.errors import ModelError
@@ -111,10 +112,7 @@ def _model(shape: Any, config: Config) -> Any:
     masters = config.learner.precision == "bfloat16" and not config.learner.lora_rank
     model = make(shape, dtype=torch.float32 if masters or loaded is None else loaded)
     if config.learner.lora_rank:
-        from peft import LoraConfig, get_peft_model
-
-        adapter = LoraConfig(r=config.learner.lora_rank, target_modules="all-linear")
-        model = get_peft_model(model, adapter)
+        model = add_adapter(model, config.learner.lora_rank)
     use_ragged_attention(model)
     if config.learner.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import logging
-import sys
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import gymnasium
@@ -19,6 +14,7 @@ from gymnasium.envs.registration import load_env_creator, registry
 from gymnasium.spaces import Text
 
 from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
+from gspo_env.importing import load_module
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +81,12 @@ def resolve_env(spec: str) -> str:
     source, separator, name = spec.rpartition(":")
     if not separator:
         raise UnknownEnvironmentError(f"no environment is named {spec!r}{_near(spec)}.")
-    module = _load_file(source) if source.endswith(".py") else _import(source)
+    try:
+        module = load_module(source)
+    except ImportError as error:
+        raise UnknownEnvironmentError(
+            f"{source!r} of the environment cannot be imported: {error}."
+        ) from error
     if name in registry:
         _OURS[name] = None
         return name
@@ -164,38 +165,6 @@ def _load_entry_points() -> None:
         except Exception:  # one broken plugin must not take the framework down
             logger.exception("entry point %s of %s failed", entry_point.name, ENTRY_POINT_GROUP)
         _OURS.update(dict.fromkeys(set(registry) - before))
-
-
-def _import(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except (ImportError, ValueError, TypeError) as error:
-        raise UnknownEnvironmentError(
-            f"module {name!r} of the environment cannot be imported: {error}."
-        ) from error
-
-
-def _load_file(source: str) -> ModuleType:
-    path = Path(source).expanduser().resolve()
-    if not path.is_file():
-        raise UnknownEnvironmentError(f"the environment's file {source} does not exist.")
-    content = path.read_bytes()
-    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:12]
-    name = f"gspo_env_file_{path.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise UnknownEnvironmentError(f"{source} cannot be loaded as a Python file.")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # annotations are resolved through it while it runs
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        reason = f"{type(error).__name__}: {error}"
-        raise UnknownEnvironmentError(f"{source} cannot be loaded: {reason}.") from error
-    return module
 
 
 def _register_class(env_class: Any) -> str:

@@ -10,6 +10,7 @@ import gymnasium
 import pytest
 
 from gspo_env import TextEnv, ToolEnv, tool
+from gspo_env.chat import ChatTokenizer
 from gspo_env.errors import ConfigError, EnvironmentCheckError
 from gspo_env.testing import check_env, random_policy
 
@@ -191,6 +192,14 @@ def test_a_fault_is_named(broken: type[TextEnv], message: str) -> None:
 
 def test_a_control_token_in_the_description_of_a_tool_is_harmless() -> None:
     check_env(Injects())
+
+
+def test_a_tokenizer_that_reads_control_tokens_in_descriptions_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ChatTokenizer, "_hide_controls", lambda self, schemas: (schemas, {}))
+    with pytest.raises(EnvironmentCheckError, match="became a control token"):
+        check_env(Injects())
 
 
 def test_spaces_other_than_text_are_a_fault() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from gspo_env.advantages import check_estimator
 from gspo_env.chat import ChatTokenizer
-from gspo_env.checkpoint import load_model, make_output, save_model
+from gspo_env.checkpoint import add_adapter, load_model, make_output, save_model
 from gspo_env.config import Config, flatten, from_dict, to_toml
 from gspo_env.embedded import Demonstration, build, to_samples, warm_up
 from gspo_env.engines import Engine, Sampling, make_engine
@@ -165,12 +165,8 @@ class GSPOAgent:
         return cls(str(folder), env, from_dict(tree))
 
     def _adapt(self) -> None:
-        rank = self.config.learner.lora_rank
-        if rank:
-            from peft import LoraConfig, get_peft_model
-
-            adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-            self.model = get_peft_model(self.model, adapter)
+        if self.config.learner.lora_rank:
+            self.model = add_adapter(self.model, self.config.learner.lora_rank)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Lets the embedded model imitate its demonstrations; a given model, or twice: nothing."""

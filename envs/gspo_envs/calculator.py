@@ -7,14 +7,14 @@ from typing import Any
 
 from gspo_env.errors import ConfigError
 from gspo_env.text_env import ResetResult, extract_tag
-from gspo_env.tool_env import ToolEnv
 from gspo_env.tools import ToolCall, format_tool_call, tool
+from gspo_envs.answer import AnswerEnv
 
 _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 _FUNCTIONS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 
 
-class CalculatorEnv(ToolEnv):
+class CalculatorEnv(AnswerEnv):
     """Work out an expression with calculator tools, then answer with its value.
 
     Each right intermediate result, in order, gives 0.2 once; the right answer gives 1.0.
@@ -48,8 +48,6 @@ class CalculatorEnv(ToolEnv):
         self._steps: list[tuple[str, int, int]] = []
         self._values: list[int] = []
         self._progress = 0
-        self._success = False
-        self._early: bool | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -66,7 +64,7 @@ class CalculatorEnv(ToolEnv):
             count = int(self.np_random.integers(low, high + 1))
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 16:
             raise ConfigError(f"Calculator: operations is {count!r}, expected 1 to 16.")
-        self._progress, self._success, self._early = 0, False, None
+        self._progress = 0
         self.max_turns = count + 4
         return f"Compute {self._draw(count)}.", {"state_key": self._state_key}
 
@@ -112,26 +110,17 @@ class CalculatorEnv(ToolEnv):
         self._progress += 1
         return 0.2
 
-    def on_final(self, text: str) -> tuple[str, float, bool]:
+    def is_right(self, text: str) -> bool:
         """Compare the answer with the value."""
-        self._success = extract_tag(text, "answer") == str(self._values[-1])
-        return ("correct", 1.0, True) if self._success else ("wrong", 0.0, True)
-
-    def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
-        """Give the state, and at the end the outcome."""
-        info: dict[str, Any] = {"state_key": self._state_key}
-        if terminated or truncated:
-            info.update(success=self._success, episodic_reward=float(self._success))
-        return info
+        return extract_tag(text, "answer") == str(self._values[-1])
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Make the next operation or answer; with noise, answer early or slip on a number."""
-        if noise > 0.0 and self._early is None:
-            self._early = bool(self.np_random.random() < self.early_answer)
+        early = self._is_early(noise)
         slip = 0
         if noise > 0.0 and self.np_random.random() < noise:
             slip = int(self.np_random.integers(1, 4))
-        if self._left == 0 or (self._left == 1 and self._early is True and noise > 0.0):
+        if self._left == 0 or (self._left == 1 and early):
             return f"<answer>{self._values[self._progress] + slip}</answer>"
         name, a, b = self._steps[self._progress]
         return format_tool_call(name, {"a": a, "b": b + slip})

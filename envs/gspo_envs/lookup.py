@@ -6,8 +6,8 @@ from typing import Any
 
 from gspo_env.errors import ConfigError
 from gspo_env.text_env import ResetResult, extract_tag
-from gspo_env.tool_env import ToolEnv
 from gspo_env.tools import ToolCall, format_tool_call, tool
+from gspo_envs.answer import AnswerEnv
 
 _WORDS = """
 amber apple beach bird black boat book bread chair cloud corn door field fire
@@ -18,7 +18,7 @@ wind wood
 WORDS = tuple(_WORDS.split())
 
 
-class LookupEnv(ToolEnv):
+class LookupEnv(AnswerEnv):
     """Follow a chain of links with a lookup tool, then answer with the last word.
 
     Each right hop, in order, gives 0.2 once; the right answer gives 1.0.
@@ -56,8 +56,6 @@ class LookupEnv(ToolEnv):
         self._links: dict[str, str] = {}
         self._chain: list[str] = []
         self._progress = 0
-        self._success = False
-        self._early: bool | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -79,7 +77,7 @@ class LookupEnv(ToolEnv):
         self._links = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
         self._chain = cycle[: hops + 1]
         self.max_turns = hops + 4
-        self._progress, self._success, self._early = 0, False, None
+        self._progress = 0
         links = "link" if hops == 1 else "links"
         return f'Follow {hops} {links} from "{cycle[0]}".', {"state_key": self._state_key}
 
@@ -99,24 +97,15 @@ class LookupEnv(ToolEnv):
         self._progress += 1
         return 0.2
 
-    def on_final(self, text: str) -> tuple[str, float, bool]:
+    def is_right(self, text: str) -> bool:
         """Compare the answer with the end of the chain."""
-        self._success = extract_tag(text, "answer") == self._chain[-1]
-        return ("correct", 1.0, True) if self._success else ("wrong", 0.0, True)
-
-    def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
-        """Give the state, and at the end the outcome."""
-        info: dict[str, Any] = {"state_key": self._state_key}
-        if terminated or truncated:
-            info.update(success=self._success, episodic_reward=float(self._success))
-        return info
+        return extract_tag(text, "answer") == self._chain[-1]
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Look up the next word or answer; with noise, answer early or slip on a word."""
-        if noise > 0.0 and self._early is None:
-            self._early = bool(self.np_random.random() < self.early_answer)
+        early = self._is_early(noise)
         word = self._chain[self._progress]
-        answers = self._left == 0 or (self._left == 1 and self._early is True and noise > 0.0)
+        answers = self._left == 0 or (self._left == 1 and early)
         if noise > 0.0 and self.np_random.random() < noise:
             others = [other for other in self._links if other != word]
             word = others[int(self.np_random.integers(len(others)))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -17,8 +16,6 @@ from gspo_env.tool_env import ToolEnv
 from gspo_env.tools import Tool
 from gspo_envs.dataset import DatasetEnv
 from gspo_envs.mcp_session import MCPServer, MCPSession, list_tools
-
-logger = logging.getLogger(__name__)
 
 
 class MCPTools(ToolEnv):
@@ -70,7 +67,7 @@ class MCPTools(ToolEnv):
         if self.mcp_session == "episode":
             self._drop_sessions()
         result = super().reset(seed=seed, options=options)
-        logger.debug("tools: %s", [one.name for one in self.tools])  # connects, the first time
+        _ = self.tools  # connects, the first time: what cannot be reached fails here
         return result
 
     def close(self) -> None:

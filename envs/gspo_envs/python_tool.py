@@ -12,8 +12,8 @@ import numpy as np
 from gspo_env.errors import ConfigError
 from gspo_env.sandbox import Sandbox, SandboxResult, Stop
 from gspo_env.text_env import ResetResult, extract_tag
-from gspo_env.tool_env import ToolEnv
 from gspo_env.tools import ToolCall, format_tool_call, tool
+from gspo_envs.answer import AnswerEnv
 
 _MOST_OUTPUT = 2000
 
@@ -98,7 +98,7 @@ _KINDS: tuple[Kind, ...] = (
 )
 
 
-class PythonToolEnv(ToolEnv):
+class PythonToolEnv(AnswerEnv):
     """Solve a problem about whole numbers with a tool that runs Python in the sandbox.
 
     The first run that prints the right number on a line of its own gives 0.2, the right answer 1.0.
@@ -135,9 +135,8 @@ class PythonToolEnv(ToolEnv):
         self.sandbox.check()
         self.max_turns, self.render_mode = max_turns, render_mode
         self.early_answer = early_answer
-        self._early: bool | None = None
         self._value, self._program = 0, ""
-        self._printed = self._success = False
+        self._printed = False
         self._ran: tuple[str, ...] = ()
 
     def reset(
@@ -146,8 +145,8 @@ class PythonToolEnv(ToolEnv):
         """Draw a new problem."""
         super().reset(seed=seed, options=options)
         question, self._program, self._value = _draw(self.np_random)
-        self._printed = self._success = False
-        self._ran, self._early = (), None
+        self._printed = False
+        self._ran = ()
         return question, {"state_key": self._state_key}
 
     @tool
@@ -167,23 +166,13 @@ class PythonToolEnv(ToolEnv):
         self._printed |= new
         return 0.2 * new
 
-    def on_final(self, text: str) -> tuple[str, float, bool]:
+    def is_right(self, text: str) -> bool:
         """Compare the answer with the value."""
-        self._success = extract_tag(text, "answer") == str(self._value)
-        return ("correct", 1.0, True) if self._success else ("wrong", 0.0, True)
-
-    def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
-        """Give the state, and at the end the outcome."""
-        info: dict[str, Any] = {"state_key": self._state_key}
-        if terminated or truncated:
-            info.update(success=self._success, episodic_reward=float(self._success))
-        return info
+        return extract_tag(text, "answer") == str(self._value)
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Run the program, then answer; with noise, guess, answer one off or slip in the code."""
-        if noise > 0.0 and self._early is None:
-            self._early = bool(self.np_random.random() < self.early_answer)
-        early = noise > 0.0 and self._early is True
+        early = self._is_early(noise)
         slip = early or (noise > 0.0 and bool(self.np_random.random() < noise))
         if self._printed or early:
             return f"<answer>{self._value + slip}</answer>"

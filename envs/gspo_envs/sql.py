@@ -10,8 +10,8 @@ import numpy as np
 
 from gspo_env.errors import ConfigError
 from gspo_env.text_env import ResetResult, extract_tag
-from gspo_env.tool_env import ToolEnv
 from gspo_env.tools import ToolCall, format_tool_call, tool
+from gspo_envs.answer import AnswerEnv
 from gspo_envs.read_only_sqlite import MOST_ROWS, Database, Row, SQLError
 
 _NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noa Oli Pia Quin Rosa Sam Tess"
@@ -93,7 +93,7 @@ class _Problem:
     names: dict[str, str]
 
 
-class SQLEnv(ToolEnv):
+class SQLEnv(AnswerEnv):
     """Answer a question about an SQLite database with tools, then hand in the query.
 
     The first look at each table that the answer needs gives 0.1, the first query that gives what
@@ -129,13 +129,12 @@ class SQLEnv(ToolEnv):
             )
         self.rows, self.max_turns, self.render_mode = rows, max_turns, render_mode
         self.early_answer = early_answer
-        self._early: bool | None = None
         self._problem = _Problem(question="", gold="", tables=(), names={})
         self._databases: list[Database] = []
         self._expected: list[Counter[Row]] = []
         self._seen: set[str] = set()
         self._queried: set[str] = set()
-        self._found = self._success = self._listed = False
+        self._found = self._listed = False
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -143,8 +142,7 @@ class SQLEnv(ToolEnv):
         """Draw a new database and a question that has an answer."""
         super().reset(seed=seed, options=options)
         self._seen, self._queried = set(), set()
-        self._found = self._success = self._listed = False
-        self._early = None
+        self._found = self._listed = False
         while not self._draw():
             pass
         return self._problem.question, {"state_key": self._state_key}
@@ -206,25 +204,15 @@ class SQLEnv(ToolEnv):
         self._found = _rows(self._databases[0], call.arguments["sql"]) == self._expected[0]
         return 0.2 * self._found
 
-    def on_final(self, text: str) -> tuple[str, float, bool]:
+    def is_right(self, text: str) -> bool:
         """Compare what the answer gives, here and on the hidden database."""
         sql = extract_tag(text, "answer") or ""
         given = [_rows(database, sql) for database in self._databases]
-        self._success = given == self._expected
-        return ("correct", 1.0, True) if self._success else ("wrong", 0.0, True)
-
-    def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
-        """Give the state, and at the end the outcome."""
-        info: dict[str, Any] = {"state_key": self._state_key}
-        if terminated or truncated:
-            info.update(success=self._success, episodic_reward=float(self._success))
-        return info
+        return given == self._expected
 
     def expert_action(self, noise: float = 0.0) -> str:
         """List, look at each table, try the query, answer; with noise, answer early or wrongly."""
-        if noise > 0.0 and self._early is None:
-            self._early = bool(self.np_random.random() < self.early_answer)
-        sql, early = self._problem.gold, noise > 0.0 and self._early is True
+        sql, early = self._problem.gold, self._is_early(noise)
         if early or (noise > 0.0 and self.np_random.random() < noise):
             sql = f"SELECT * FROM {self._problem.tables[0]}"
         if not self._listed:

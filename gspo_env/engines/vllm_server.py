@@ -184,7 +184,11 @@ class VLLMServerEngine:
             server.failures = 0
 
     def close(self) -> None:
-        """Stops the servers that were started."""
+        """Leaves all servers, and stops those that were started."""
+        for server in self._servers:
+            if server.alive and server.channel is not None:
+                server.channel.shutdown()
+                server.channel = None
         self._stop()
         self._temporary.cleanup()
 
