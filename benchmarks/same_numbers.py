@@ -106,8 +106,8 @@ def played(name: str, tree: Path = ROOT) -> list[Any]:
 def play(tree: dict[str, Any]) -> list[Any]:
     """One training in the working folder; returns its (step, metrics) pairs."""
     import torch
-    from gspo_agents.gspo import GSPOAgent
 
+    from gspo_agents.gspo import GSPOAgent
     from gspo_env.config import from_dict
 
     torch.manual_seed(0)  # the first weights of an adapter were not always the seed's
