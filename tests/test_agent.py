@@ -13,7 +13,7 @@ from gspo_env.config import Config
 from gspo_env.embedded import EmbeddedConfig
 from gspo_env.registration import make_env
 from gspo_env.rollout import RolloutConfig
-from gspo_env.tracking import TrackingConfig
+from gspo_env.tracking.mlflow import TrackingConfig
 
 
 def tiny(**changes):

@@ -20,7 +20,7 @@ from gspo_env.stats import (
     paired_permutation_test,
     probability_of_improvement,
 )
-from gspo_env.tracking import TrackingConfig
+from gspo_env.tracking.mlflow import TrackingConfig
 
 SMALL = """
 env = "gspo/Additive-v0"

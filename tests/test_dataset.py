@@ -23,7 +23,7 @@ from gspo_env.registration import make_env
 from gspo_env.rollout import RolloutConfig
 from gspo_env.testing import check_env
 from gspo_env.text_env import Action
-from gspo_env.tracking import TrackingConfig
+from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import HELD_OUT
 from gspo_envs.rewards import Attempt, RewardModel, judge, load_reward
 

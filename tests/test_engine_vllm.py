@@ -27,7 +27,7 @@ from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.packing import to_sample
 from gspo_env.registration import make_env
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig
-from gspo_env.tracking import TrackingConfig
+from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import Task
 from gspo_env.weight_sync import named_weights
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from gspo_env.progress import Progress, _duration
+from gspo_env.tracking.progress import Progress, _duration
 
 
 def test_plain_mode_writes_one_line_per_update() -> None:
@@ -25,7 +25,7 @@ def test_time_left_follows_the_pace_and_a_phase_can_begin_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ticks = itertools.count(step=30)
-    monkeypatch.setattr("gspo_env.progress.time.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("gspo_env.tracking.progress.time.monotonic", lambda: float(next(ticks)))
     stream = io.StringIO()
     progress = Progress(stream)
     progress.update("train", 5, 9)  # a resumed run: steps 1 to 5 say nothing about the pace

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gspo_env.errors import ConfigError
-from gspo_env.tracking import NON_FINITE, Tracker, TrackingConfig
+from gspo_env.tracking.mlflow import NON_FINITE, Tracker, TrackingConfig
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,6 @@ def test_an_experiment_needs_a_name() -> None:
 
 
 def test_importing_the_module_imports_no_mlflow() -> None:
-    code = "import sys, gspo_env.tracking; sys.exit('mlflow' in sys.modules)"
-    root = Path(__file__).parents[1]
+    code = "import sys, gspo_env.tracking.mlflow; sys.exit('mlflow' in sys.modules)"
+    root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)

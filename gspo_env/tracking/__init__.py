@@ -1,0 +1,1 @@
+"""Tracking: where metrics and episodes go."""
