@@ -21,11 +21,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import gspo_env.tools
+import gspo_env.env.tools
 from gspo_env import format_tool_call, make_env
+from gspo_env.env.base import check_step, extract_tag
+from gspo_env.env.registration import _BUILTIN
 from gspo_env.errors import GspoEnvError
-from gspo_env.registration import _BUILTIN
-from gspo_env.text_env import check_step, extract_tag
 
 KWARGS: dict[str, dict[str, Any]] = {
     "gspo/Dataset-v0": {"data": [{"prompt": f"What is {n} + 1?"} for n in range(9)], "max_turns": 3}
@@ -123,7 +123,7 @@ def generate(rng: random.Random, tools: Any, calls: float) -> str:
 def parse(count: int, seed: int) -> int:
     """Put strings through every parser; give how many were put."""
     rng = random.Random(seed)
-    parsers = [f for n, f in sorted(vars(gspo_env.tools).items()) if n.startswith("parse_")]
+    parsers = [f for n, f in sorted(vars(gspo_env.env.tools).items()) if n.startswith("parse_")]
     calls = 0
     for _ in range(count):
         text = generate(rng, (), 0.2)

@@ -3,6 +3,11 @@
 Importing this package registers its environments with Gymnasium and loads no heavy library.
 """
 
+from gspo_env.env.base import TextEnv
+from gspo_env.env.registration import describe_envs, make_env, register_builtin, resolve_env
+from gspo_env.env.spaces import UnicodeText
+from gspo_env.env.tool_env import ToolEnv
+from gspo_env.env.tools import Tool, ToolCall, ToolCallError, format_tool_call, tool
 from gspo_env.errors import (
     BatchError,
     ChatTemplateError,
@@ -17,11 +22,6 @@ from gspo_env.errors import (
     RolloutError,
     UnknownEnvironmentError,
 )
-from gspo_env.registration import describe_envs, make_env, register_builtin, resolve_env
-from gspo_env.spaces import UnicodeText
-from gspo_env.text_env import TextEnv
-from gspo_env.tool_env import ToolEnv
-from gspo_env.tools import Tool, ToolCall, ToolCallError, format_tool_call, tool
 from gspo_env.types import Episode, Group, StopReason, Task, Timing, Turn
 
 __version__ = "0.1.0"

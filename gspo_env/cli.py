@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(arguments: list[str]) -> None:
     """`gspo-env train`."""
     from gspo_env.config import read_toml
-    from gspo_env.registration import load_agent
+    from gspo_env.env.registration import load_agent
 
     file, rest = _take(arguments, "--config")
     config = _config(read_toml(file) if file else {}, rest, "gspo-env train")
@@ -84,7 +84,7 @@ class _Evaluate:
 
 def evaluate(arguments: list[str]) -> None:
     """`gspo-env evaluate`."""
-    from gspo_env.registration import load_agent
+    from gspo_env.env.registration import load_agent
 
     options = _parse(_Evaluate, arguments, "gspo-env evaluate")
     if options.tasks < 1 or options.samples < 1:
@@ -154,7 +154,7 @@ def compare(arguments: list[str]) -> None:
 
 def envs(arguments: list[str]) -> None:
     """`gspo-env envs`."""
-    from gspo_env.registration import describe_envs
+    from gspo_env.env.registration import describe_envs
 
     if arguments:
         _fail("`gspo-env envs` takes no options")

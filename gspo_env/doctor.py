@@ -78,7 +78,7 @@ def _vision() -> Finding:
 
 
 def _environments() -> Finding:
-    from gspo_env.registration import describe_envs
+    from gspo_env.env.registration import describe_envs
 
     return Finding(
         name="environments",

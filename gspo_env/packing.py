@@ -70,7 +70,7 @@ def to_sample(episode: Episode, advantages: FloatArray) -> Sample:
 
     Per-turn advantages (K,) are given to each token of their turn; per-token ones (N,) stay as they
     are. What the environment said of single tokens wins: `token_advantages` and `token_mask` in a
-    turn's info, see `gspo_env.text_env.Action`.
+    turn's info, see `gspo_env.env.base.Action`.
     """
     turn_ids = episode.turn_ids
     turn_N = turn_ids[turn_ids >= 0]

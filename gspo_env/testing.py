@@ -19,9 +19,9 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
+from gspo_env.env.base import MAX_TEXT_LENGTH, StepResult, TextEnv, check_reset, check_step
+from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.registration import make_env
-from gspo_env.text_env import MAX_TEXT_LENGTH, StepResult, TextEnv, check_reset, check_step
 
 Policy = Callable[[random.Random, str], str]
 """Gives an action for an observation."""

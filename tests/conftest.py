@@ -25,8 +25,8 @@ from gspo_env.embedded import (
     to_samples,
     warm_up,
 )
+from gspo_env.env.registration import make_env
 from gspo_env.packing import Sample
-from gspo_env.registration import make_env
 
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
 hypothesis.settings.load_profile("shared")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
-from gspo_env.registration import make_env
 from gspo_env.testing import check_env
 from gspo_env.types import HELD_OUT
 

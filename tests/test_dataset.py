@@ -18,11 +18,11 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
 from gspo_env.embedded import EmbeddedConfig, build_tokenizer
+from gspo_env.env.base import Action
+from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.registration import make_env
 from gspo_env.rollout import RolloutConfig
 from gspo_env.testing import check_env
-from gspo_env.text_env import Action
 from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import HELD_OUT
 from gspo_envs.rewards import Attempt, RewardModel, judge, load_reward

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from gymnasium.utils.env_checker import check_env
 
+from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.registration import make_env
 
 NAMES = ("Additive", "KeyDoor", "Recurring", "VariableLength", "Distractor", "Misleading")
 

@@ -22,10 +22,10 @@ from gspo_env.embedded import EmbeddedConfig, build, to_samples, warm_up
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.vllm import VLLMConfig, VLLMEngine
 from gspo_env.engines.vllm_server import VLLMServerConfig, VLLMServerEngine
+from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.packing import to_sample
-from gspo_env.registration import make_env
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig
 from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import Task

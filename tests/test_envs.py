@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env import format_tool_call, make_env
+from gspo_env.env.base import StepResult, check_reset, check_step
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.text_env import StepResult, check_reset, check_step
 
 IDS = [
     "gspo/Calculator-v0",

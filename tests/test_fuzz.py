@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env import format_tool_call, make_env
+from gspo_env.env.base import check_step
+from gspo_env.env.registration import _BUILTIN
 from gspo_env.errors import ConfigError, GspoEnvError, MissingExtraError
-from gspo_env.registration import _BUILTIN
 from gspo_env.sandbox import find_missing
-from gspo_env.text_env import check_step
 
 PROGRAM = Path(__file__).parent.parent / "benchmarks" / "fuzz.py"
 

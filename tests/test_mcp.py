@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.env.registration import make_env
+from gspo_env.env.tool_env import ToolEnv
+from gspo_env.env.tools import format_tool_call, tool
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_env.registration import make_env
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig
 from gspo_env.testing import check_env
-from gspo_env.tool_env import ToolEnv
-from gspo_env.tools import format_tool_call, tool
 from gspo_env.types import StopReason, Task
 from gspo_envs.mcp import MCPServer, MCPTools
 
@@ -223,8 +223,8 @@ def test_closing_ends_the_server_and_a_reset_starts_one(play):
 
 def test_the_end_of_the_program_ends_a_hanging_server():
     code = (
-        "import sys; from gspo_env.registration import make_env\n"
-        "from gspo_env.tools import format_tool_call as call\n"
+        "import sys; from gspo_env.env.registration import make_env\n"
+        "from gspo_env.env.tools import format_tool_call as call\n"
         f"env = make_env('gspo/MCP-v0', data=[{{'prompt': ''}}], servers={{'w': {STDIO!r}}},"
         " timeout=3.0)\n"
         "env.reset(seed=0); print(env.step(call('pid', {}))[0]); env.step(call('hang', {}))\n"

@@ -12,8 +12,8 @@ import time
 
 import pytest
 
+from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_env.registration import make_env
 from gspo_env.testing import check_env
 
 pytestmark = pytest.mark.openenv
@@ -111,7 +111,7 @@ def test_a_copy_that_is_forgotten_frees_its_session(two):
 
 def test_a_client_that_crashes_frees_its_session(two):
     code = (
-        "import os; from gspo_env.registration import make_env\n"
+        "import os; from gspo_env.env.registration import make_env\n"
         f"env = make_env('gspo/OpenEnv-v0', url={two!r}); env.reset(seed=0); os._exit(9)\n"
     )
     one, other = make(two), make(two)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from gspo_env.text_env import ResetResult
-from gspo_env.tool_env import ToolEnv
+from gspo_env.env.base import ResetResult
+from gspo_env.env.tool_env import ToolEnv
 
 
 class AnswerEnv(ToolEnv):

@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from gspo_env import background
+from gspo_env.env import background
+from gspo_env.env.base import Action, ResetResult, StepResult
+from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_env.text_env import Action, ResetResult, StepResult
-from gspo_env.tool_env import ToolEnv
 from gspo_envs.rewards import Attempt, judge, load_reward
 from gspo_envs.rows import Message, TaskRows, read_chat
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any, ClassVar
 
+from gspo_env.env.base import ResetResult, StepResult, TextEnv
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.text_env import ResetResult, StepResult, TextEnv
 
 _CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
 

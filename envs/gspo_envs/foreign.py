@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from gspo_env.env.base import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
-from gspo_env.text_env import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv
 
 logger = logging.getLogger(__name__)
 

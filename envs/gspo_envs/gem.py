@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.text_env import ResetResult, StepResult
 from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
 
 _END = "TERMINAL_STATE"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gspo_env.env.base import ResetResult, StepResult, TextEnv, extract_tag
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.text_env import ResetResult, StepResult, TextEnv, extract_tag
 
 
 class GuessNumberEnv(TextEnv):

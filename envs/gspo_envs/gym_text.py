@@ -15,8 +15,8 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from gspo_env.env.base import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv, extract_tag
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.text_env import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv, extract_tag
 
 MAX_NUMBERS = 1024
 """More numbers than this in one observation or action are refused: pixels are not text."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gspo_env.env.base import ResetResult, extract_tag
+from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
-from gspo_env.text_env import ResetResult, extract_tag
-from gspo_env.tools import ToolCall, format_tool_call, tool
 from gspo_envs.answer import AnswerEnv
 
 _WORDS = """

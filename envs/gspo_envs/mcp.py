@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, TypeAdapter
 
+from gspo_env.env.base import ResetResult
+from gspo_env.env.tool_env import ToolEnv
+from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_env.text_env import ResetResult
-from gspo_env.tool_env import ToolEnv
-from gspo_env.tools import Tool
 from gspo_envs.dataset import DatasetEnv
 from gspo_envs.mcp_session import MCPServer, MCPSession, list_tools
 

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gspo_env import background
+from gspo_env.env import background
 from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
 
 logger = logging.getLogger(__name__)

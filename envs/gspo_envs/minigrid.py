@@ -10,8 +10,8 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from gspo_env.env.base import ResetResult, StepResult, TextEnv
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
-from gspo_env.text_env import ResetResult, StepResult, TextEnv
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from gspo_env.env.base import ResetResult, extract_tag
+from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.sandbox import Sandbox, SandboxResult, Stop
-from gspo_env.text_env import ResetResult, extract_tag
-from gspo_env.tools import ToolCall, format_tool_call, tool
 from gspo_envs.answer import AnswerEnv
 
 _MOST_OUTPUT = 2000

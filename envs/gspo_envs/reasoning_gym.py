@@ -6,8 +6,8 @@ import logging
 import math
 from typing import Any
 
+from gspo_env.env.base import ResetResult, StepResult, extract_tag
 from gspo_env.errors import ConfigError
-from gspo_env.text_env import ResetResult, StepResult, extract_tag
 from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gspo_env import background
+from gspo_env.env import background
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.importing import load_function
 from gspo_envs.rows import Message

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_env.text_env import ResetResult, StepResult
 from gspo_envs.foreign import ForeignEnv, check_name, load
 from gspo_envs.rows import TaskRows, read_chat
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from gspo_env.env.base import ResetResult, extract_tag
+from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
-from gspo_env.text_env import ResetResult, extract_tag
-from gspo_env.tools import ToolCall, format_tool_call, tool
 from gspo_envs.answer import AnswerEnv
 from gspo_envs.read_only_sqlite import MOST_ROWS, Database, Row, SQLError
 

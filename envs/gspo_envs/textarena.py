@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.text_env import ResetResult, StepResult
 from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
 
 Opponent = Callable[[random.Random, str], str]

@@ -12,10 +12,10 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-from gspo_env import background
+from gspo_env.env import background
+from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_env.text_env import ResetResult, StepResult
 from gspo_envs.foreign import ForeignEnv, load
 from gspo_envs.rows import TaskRows, read_chat
 

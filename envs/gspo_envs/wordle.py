@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from typing import Any
 
+from gspo_env.env.base import ResetResult, StepResult, TextEnv, extract_tag
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.text_env import ResetResult, StepResult, TextEnv, extract_tag
 
 _WORDS = """
 about above acorn actor adult agent agree alarm album alert alien alone amber angel anger ankle

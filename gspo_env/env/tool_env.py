@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+from gspo_env.env.base import ResetResult, StepResult, TextEnv
+from gspo_env.env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.text_env import ResetResult, StepResult, TextEnv
-from gspo_env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import gymnasium
 import pytest
 
 import gspo_env
-from gspo_env import registration
+from gspo_env.env import registration
+from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
-from gspo_env.registration import make_env
 
 FILE_ENV = '''
 from __future__ import annotations

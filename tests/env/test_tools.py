@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.tool_env import ToolEnv
-from gspo_env.tools import (
+from gspo_env.env.tool_env import ToolEnv
+from gspo_env.env.tools import (
     Tool,
     ToolCall,
     ToolCallError,
@@ -22,6 +21,7 @@ from gspo_env.tools import (
     tool,
     tool_call_frames,
 )
+from gspo_env.errors import ConfigError, EnvironmentContractError
 
 
 class ShopEnv(ToolEnv):

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 
+from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import EnvironmentContractError
-from gspo_env.spaces import UnicodeText
 
 if TYPE_CHECKING:
-    from gspo_env.tools import Tool
+    from gspo_env.env.tools import Tool
 
 MAX_TEXT_LENGTH = 16384
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gspo_env.env.base import TextEnv, check_reset, check_step, extract_tag
 from gspo_env.errors import EnvironmentContractError
-from gspo_env.text_env import TextEnv, check_reset, check_step, extract_tag
 
 
 def test_defaults_of_an_environment() -> None:

@@ -1,0 +1,1 @@
+"""The environment contract: action text in, observation text and a reward out."""
