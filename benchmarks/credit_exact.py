@@ -16,7 +16,7 @@ import functools
 import statistics
 import sys
 
-from gspo_env.advantages import ESTIMATORS
+from gspo_env.credit.estimate import ESTIMATORS
 from gspo_env.tabular import (
     Analysis,
     additive,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from gspo_env.advantages import AdvantageConfig
+from gspo_env.credit.estimate import AdvantageConfig
 from gspo_env.embedded import EmbeddedConfig
 from gspo_env.engines.vllm import VLLMConfig
 from gspo_env.engines.vllm_server import VLLMServerConfig

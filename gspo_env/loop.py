@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gspo_env.advantages import estimate
 from gspo_env.config import Config
+from gspo_env.credit.estimate import estimate
 from gspo_env.learner import Learner
 from gspo_env.packing import Sample, to_sample
 from gspo_env.rollout import Collector, derive_seed, reward_metrics, rollout_metrics

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from gspo_env.advantages import Estimator
+from gspo_env.credit.estimate import Estimator
 from gspo_env.objectives import RatioLevel, packed_policy_loss
 from gspo_env.types import Episode, FloatArray, Group, IntArray, Task, bare_episode
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.advantages import AdvantageConfig, estimate
 from gspo_env.chat import ChatTokenizer
 from gspo_env.config import Config
+from gspo_env.credit.estimate import AdvantageConfig, estimate
 from gspo_env.embedded import EmbeddedConfig, build, to_samples, warm_up
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.vllm import VLLMConfig, VLLMEngine

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from gspo_env.advantages import ESTIMATORS
+from gspo_env.credit.estimate import ESTIMATORS
 from gspo_env.tabular import (
     additive,
     analyse,

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from gspo_env.advantages import check_estimator
 from gspo_env.chat import ChatTokenizer
 from gspo_env.checkpoint import add_adapter, load_model, make_output, save_model
 from gspo_env.config import Config, flatten, from_dict, to_toml
+from gspo_env.credit.estimate import check_estimator
 from gspo_env.embedded import Demonstration, build, to_samples, warm_up
 from gspo_env.engines import Engine, Sampling, make_engine
 from gspo_env.env.base import try_out

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.advantages import (
+from gspo_env.credit.estimate import (
     ESTIMATORS,
     AdvantageConfig,
     estimate,

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gspo_env.advantages.registry import register_estimator
-from gspo_env.advantages.statistics import (
+from gspo_env.credit.registry import register_estimator
+from gspo_env.credit.statistics import (
     MIN_PEERS,
     MIN_SCALE,
     anchors,

@@ -15,7 +15,7 @@ Estimator = Callable[..., Sequence[FloatArray]]
 ESTIMATORS: dict[str, Estimator] = {}
 """The estimators that `AdvantageConfig.estimator` may name."""
 
-ENTRY_POINT_GROUP = "gspo_env.advantages"
+ENTRY_POINT_GROUP = "gspo_env.credit.estimate"
 
 
 def register_estimator(name: str) -> Callable[[Estimator], Estimator]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.advantages import (
+from gspo_env.credit.estimate import (
     ESTIMATORS,
     AdvantageConfig,
     estimate,
@@ -164,7 +164,7 @@ def test_own_estimator_by_name_and_by_file(own_name: str, tmp_path: Path) -> Non
     check(load_estimator(f"{path}:zeros")(group(episode(1))), [0.0])
     with pytest.raises(ConfigError, match="such as: zeros"):
         load_estimator(f"{path}:zero")
-    assert load_estimator("gspo_env.advantages:outcome") is outcome
+    assert load_estimator("gspo_env.credit.estimate:outcome") is outcome
 
 
 @pytest.mark.parametrize(

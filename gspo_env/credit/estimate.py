@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gspo_env.advantages.estimators import (
+from gspo_env.credit.estimators import (
     gigpo,
     group_gae,
     normalize_then_accumulate,
@@ -21,13 +21,13 @@ from gspo_env.advantages.estimators import (
     returns_to_go,
     turn_plus_outcome,
 )
-from gspo_env.advantages.registry import (
+from gspo_env.credit.registry import (
     ESTIMATORS,
     Estimator,
     load_estimator,
     register_estimator,
 )
-from gspo_env.advantages.statistics import (
+from gspo_env.credit.statistics import (
     MIN_SCALE,
     check_choice,
     check_settings,

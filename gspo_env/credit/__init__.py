@@ -1,0 +1,1 @@
+"""Credit assignment: a group of episodes in, advantages out."""
