@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
+from gspo_env.batch.packing import Sample
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.packing import Sample
 
 CLIP = (0.03, 0.05)
 

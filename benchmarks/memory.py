@@ -21,8 +21,8 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from gspo_env.batch.packing import Sample
     from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
-    from gspo_env.packing import Sample
 
     torch.set_num_threads(1)
     shape = Qwen3Config(

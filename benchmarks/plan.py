@@ -78,8 +78,8 @@ def _measure(folder: str, case: str, answer) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from gspo_env.batch.packing import Sample
     from gspo_env.learner import Learner
-    from gspo_env.packing import Sample
 
     torch.set_num_threads(1)
     config = make_config(folder, case)

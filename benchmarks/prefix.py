@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
-from gspo_env import prefix
+from gspo_env.batch import prefix
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.packing import PackedBatch
 from gspo_env.experts import Balance
 from gspo_env.head import Predictions
 from gspo_env.objectives import ObjectiveOutput
-from gspo_env.packing import PackedBatch
 
 
 class UpdateLog:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gspo_env.batch.packing import Sample, to_sample
 from gspo_env.config import Config
 from gspo_env.credit.estimate import estimate
 from gspo_env.learner import Learner
-from gspo_env.packing import Sample, to_sample
 from gspo_env.rollout import Collector, derive_seed, reward_metrics, rollout_metrics
 from gspo_env.types import HELD_OUT, Episode, FloatArray, Group, StopReason, Task
 from gspo_env.weight_sync import named_weights

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from gspo_env.attention import PackedAttention
+from gspo_env.batch.packing import PackedBatch
 from gspo_env.experts import Balance, balance, router_coefficient
 from gspo_env.head import Predictions, predict, predict_from_logits, without_head
-from gspo_env.packing import PackedBatch
 from gspo_env.tree_attention import TreeAttention
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env.batch.packing import to_sample
 from gspo_env.chat import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.credit.estimate import AdvantageConfig, estimate
@@ -25,7 +26,6 @@ from gspo_env.engines.vllm_server import VLLMServerConfig, VLLMServerEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.packing import to_sample
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig
 from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import Task

@@ -13,8 +13,8 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gspo_env import head
 from gspo_env.attention import use_ragged_attention
+from gspo_env.batch.packing import pack
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.packing import pack
 
 
 @pytest.fixture

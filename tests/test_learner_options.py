@@ -12,10 +12,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from gspo_env.batch.packing import pack
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.experts import balance
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.packing import pack
 
 
 def learner_of(model, objective=None, **config):

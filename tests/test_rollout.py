@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
 
+from gspo_env.batch.packing import to_sample
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EnvironmentContractError, RolloutError
-from gspo_env.packing import to_sample
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig, rollout_metrics
 from gspo_env.types import StopReason, Task
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import MistralConfig, MistralForCausalLM
 
-from gspo_env import prefix
 from gspo_env.attention import PackedAttention
+from gspo_env.batch import prefix
+from gspo_env.batch.packing import Sample, microbatches, pack
+from gspo_env.batch.prefix import LEAST, deal, grow, order
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.packing import Sample, microbatches, pack
-from gspo_env.prefix import LEAST, deal, grow, order
 from gspo_env.tree_attention import TreeAttention
 
 

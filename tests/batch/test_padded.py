@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_env.batch import from_padded
+from gspo_env.batch.padded import from_padded
 from gspo_env.credit.estimate import AdvantageConfig
 from gspo_env.errors import BatchError
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig

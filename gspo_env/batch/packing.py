@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.prefix import Run, grow, order, sure
+from gspo_env.batch.prefix import Run, grow, order, sure
 from gspo_env.types import BoolArray, Episode, FloatArray, IntArray
 
 

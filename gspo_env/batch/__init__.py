@@ -1,0 +1,1 @@
+"""Batches: episodes and advantages in, packed rows out."""
