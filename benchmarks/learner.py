@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
-from gspo_env.attention import PackedAttention
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.model.attention import PackedAttention
 
 
 def make_learner(model) -> Learner:

@@ -34,9 +34,9 @@ from gspo_env.chat import ChatTokenizer
 from gspo_env.engines.vllm import VLLMConfig, VLLMEngine, engine_arguments
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
+from gspo_env.model.export import Exporter, named_weights
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig
 from gspo_env.types import Episode, Task
-from gspo_env.weight_sync import Exporter, named_weights
 
 FLIGHT = 64
 CONFIG = VLLMConfig(enforce_eager=True)

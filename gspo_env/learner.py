@@ -15,14 +15,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from gspo_env.attention import use_ragged_attention
 from gspo_env.batch.packing import PackedBatch, Sample, microbatches, pack
 from gspo_env.batch.prefix import deal
 from gspo_env.errors import BatchError, ConfigError, MissingExtraError
-from gspo_env.head import linear_head
 from gspo_env.learner_log import UpdateLog
+from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.head import linear_head
+from gspo_env.model.scorer import Scorer
 from gspo_env.objectives import importance_weights, packed_policy_loss
-from gspo_env.scoring import Scorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

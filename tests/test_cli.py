@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from gspo_env.checkpoint import save_model
 from gspo_env.cli import main
+from gspo_env.model.load import save_model
 
 TINY = [
     *("--hidden-size", "32", "--demonstrations", "64", "--imitation-steps", "4"),

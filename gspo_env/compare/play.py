@@ -18,12 +18,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gspo_env.checkpoint import load_model
 from gspo_env.compare.plan import Arm, Comparison
 from gspo_env.config import Config, to_toml
 from gspo_env.credit.estimate import check_estimator
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
+from gspo_env.model.load import load_model
 from gspo_env.tracking.mlflow import ParentRun, TrackingConfig
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.attention import sdpa
 from gspo_env.errors import EngineError
+from gspo_env.model.attention import sdpa
 
 _FIRST_CAPACITY = 128
 _IDLE = 2

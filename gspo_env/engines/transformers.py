@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_env.attention import use_ragged_attention
 from gspo_env.engines.base import Completion, Sampling
 from gspo_env.engines.kv_cache import KVCache
 from gspo_env.errors import EngineError
+from gspo_env.model.attention import use_ragged_attention
 
 
 @dataclass(slots=True)

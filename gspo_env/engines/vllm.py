@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gspo_env.engines.base import Completion, Sampling
 from gspo_env.errors import ConfigError, EngineError, MissingExtraError
-from gspo_env.weight_sync import Exporter, named_weights
+from gspo_env.model.export import Exporter, named_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

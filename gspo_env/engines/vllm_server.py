@@ -27,7 +27,7 @@ from gspo_env.engines.base import Completion, Sampling
 from gspo_env.engines.vllm import VLLMConfig, engine_arguments, sampling_fields
 from gspo_env.engines.vllm_process import Server, healthy, start, stop, wait
 from gspo_env.errors import ConfigError, EngineError, MissingExtraError
-from gspo_env.weight_sync import Exporter, named_weights
+from gspo_env.model.export import Exporter, named_weights
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.attention import PackedAttention, sdpa
 from gspo_env.batch.packing import Sample, microbatches, pack
+from gspo_env.model.attention import PackedAttention, sdpa
 
 
 def sample_of(turn_ids, start):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import MistralConfig, MistralForCausalLM
 
-from gspo_env.attention import PackedAttention
 from gspo_env.batch import prefix
 from gspo_env.batch.packing import Sample, microbatches, pack
 from gspo_env.batch.prefix import LEAST, deal, grow, order
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.tree_attention import TreeAttention
+from gspo_env.model.attention import PackedAttention
+from gspo_env.model.tree_attention import TreeAttention
 
 
 def sample_of(rng, tokens, turns):
@@ -185,7 +185,7 @@ def test_siblings_that_see_each_other_are_found_out(
 
     plain = learner_of(exact(model))
     wanted, _ = unshared(lambda: gradients(plain, grouped))
-    monkeypatch.setattr("gspo_env.scoring.TreeAttention", Careless)
+    monkeypatch.setattr("gspo_env.model.scorer.TreeAttention", Careless)
     found, _ = gradients(learner_of(exact(model)), grouped)
     moved = sum(float((found[n] - v).norm()) for n, v in wanted.items())
     assert moved > 0.05 * sum(float(v.norm()) for v in wanted.values())

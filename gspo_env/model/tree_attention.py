@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.attention import PackedAttention, buckets, sdpa
 from gspo_env.batch.prefix import Run
+from gspo_env.model.attention import PackedAttention, buckets, sdpa
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

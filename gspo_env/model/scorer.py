@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gspo_env.attention import PackedAttention
 from gspo_env.batch.packing import PackedBatch
-from gspo_env.experts import Balance, balance, router_coefficient
-from gspo_env.head import Predictions, predict, predict_from_logits, without_head
-from gspo_env.tree_attention import TreeAttention
+from gspo_env.model.attention import PackedAttention
+from gspo_env.model.experts import Balance, balance, router_coefficient
+from gspo_env.model.head import Predictions, predict, predict_from_logits, without_head
+from gspo_env.model.tree_attention import TreeAttention
 
 
 class Scorer:

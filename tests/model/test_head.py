@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from gspo_env import head
-from gspo_env.attention import use_ragged_attention
 from gspo_env.batch.packing import pack
 from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.model import head
+from gspo_env.model.attention import use_ragged_attention
 
 
 @pytest.fixture

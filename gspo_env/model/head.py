@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gspo_env.attention import PackedAttention
+from gspo_env.model.attention import PackedAttention
 
 _CHUNK = {"cpu": 2**24, "cuda": 2**27}
 """Logits that exist at a time. A tiny vocabulary fits whole, so that nothing is computed twice."""

@@ -1,0 +1,1 @@
+"""Models: packed rows in, log-probabilities out."""
