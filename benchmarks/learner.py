@@ -17,7 +17,7 @@ import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
 from gspo_env.batch.packing import microbatches, pack
-from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.attention import PackedAttention
 
 

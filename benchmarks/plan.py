@@ -44,7 +44,7 @@ def make_config(folder: str, case: str):
     from transformers import Qwen3Config
 
     from gspo_env.config import Config
-    from gspo_env.learner import LearnerConfig, ObjectiveConfig
+    from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
     from gspo_env.rollout import RolloutConfig
 
     shape, sizes, options = CASES[case]
@@ -79,7 +79,7 @@ def _measure(folder: str, case: str, answer) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from gspo_env.batch.packing import Sample
-    from gspo_env.learner import Learner
+    from gspo_env.learner.learner import Learner
 
     torch.set_num_threads(1)
     config = make_config(folder, case)

@@ -15,7 +15,7 @@ from gspo_env.embedded import EmbeddedConfig
 from gspo_env.engines.vllm import VLLMConfig
 from gspo_env.engines.vllm_server import VLLMServerConfig
 from gspo_env.errors import ConfigError
-from gspo_env.learner import LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
 from gspo_env.rollout import RolloutConfig
 from gspo_env.tracking.mlflow import TrackingConfig
 

@@ -23,7 +23,7 @@ from gspo_env.chat import ChatTokenizer
 from gspo_env.env.base import check_reset, check_step
 from gspo_env.env.tools import tool_call_frames
 from gspo_env.errors import ConfigError
-from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.rollout import derive_seed, instructions
 from gspo_env.types import Episode, StopReason, Task, Turn
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import pytest
 
 from gspo_env import doctor, sandbox
-from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.load import save_model
 from gspo_env.plan import HEAP, plan
 from gspo_env.plan import _Allocations as allocations

@@ -25,7 +25,7 @@ from gspo_env.engines.vllm import VLLMConfig, VLLMEngine
 from gspo_env.engines.vllm_server import VLLMServerConfig, VLLMServerEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
-from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.export import named_weights
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig
 from gspo_env.tracking.mlflow import TrackingConfig

@@ -11,7 +11,7 @@ import torch
 from gspo_env.batch.padded import from_padded
 from gspo_env.credit.estimate import AdvantageConfig
 from gspo_env.errors import BatchError
-from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 0], [0, 5, 6, 7, 0, 0], [5, 9, 9, 6, 0, 0], [5, 6, 6, 6, 6, 6]])
 REAL = torch.tensor(

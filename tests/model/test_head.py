@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gspo_env.batch.packing import pack
-from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model import head
 from gspo_env.model.attention import use_ragged_attention
 

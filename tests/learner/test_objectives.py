@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gspo_env import reference
 from gspo_env.errors import BatchError
-from gspo_env.objectives import importance_weights, packed_policy_loss, policy_loss
+from gspo_env.learner import reference
+from gspo_env.learner.objectives import importance_weights, packed_policy_loss, policy_loss
 
-CASES = json.loads((Path(__file__).parent / "data" / "objective_cases.json").read_text())
-TRL_CASES = json.loads((Path(__file__).parent / "data" / "trl_cases.json").read_text())
+CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())
+TRL_CASES = json.loads((Path(__file__).parents[1] / "data" / "trl_cases.json").read_text())
 LEVELS = ["sequence", "turn", "token"]
 seeds = st.integers(0, 2**32 - 1)
 

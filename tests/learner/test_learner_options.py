@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from gspo_env.batch.packing import pack
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.experts import balance
 
 

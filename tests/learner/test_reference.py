@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_env import reference
 from gspo_env.errors import BatchError
+from gspo_env.learner import reference
 
-CASES = json.loads((Path(__file__).parent / "data" / "objective_cases.json").read_text())
+CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())
 INPUTS = ("logprobs", "old_logprobs", "advantages", "mask", "turn_ids")
 
 

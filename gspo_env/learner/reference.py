@@ -1,6 +1,6 @@
 """The objectives in NumPy float64, written from the equations: what checks the tensor code.
 
-Loops and closed-form gradients on purpose; nothing here is shared with `gspo_env.objectives`.
+Loops and closed-form gradients on purpose; nothing here is shared with `gspo_env.learner.objectives`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def policy_loss(
     """The clipped loss and its gradient, token by token.
 
     Shapes:
-        As `gspo_env.objectives.policy_loss`.
+        As `gspo_env.learner.objectives.policy_loss`.
 
     Raises:
         BatchError: The ratio level is unknown, or it is `turn` without turn ids.

@@ -18,16 +18,16 @@ from transformers import get_scheduler
 from gspo_env.batch.packing import PackedBatch, Sample, microbatches, pack
 from gspo_env.batch.prefix import deal
 from gspo_env.errors import BatchError, ConfigError, MissingExtraError
-from gspo_env.learner_log import UpdateLog
+from gspo_env.learner.log import UpdateLog
+from gspo_env.learner.objectives import importance_weights, packed_policy_loss
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.head import linear_head
 from gspo_env.model.scorer import Scorer
-from gspo_env.objectives import importance_weights, packed_policy_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveConfig:
-    """The objective; see `gspo_env.objectives.policy_loss`."""
+    """The objective; see `gspo_env.learner.objectives.policy_loss`."""
 
     ratio_level: Literal["sequence", "turn", "token"] = "sequence"
     """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.packing import PackedBatch
+from gspo_env.learner.objectives import ObjectiveOutput
 from gspo_env.model.experts import Balance
 from gspo_env.model.head import Predictions
-from gspo_env.objectives import ObjectiveOutput
 
 
 class UpdateLog:

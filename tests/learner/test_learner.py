@@ -11,8 +11,8 @@ import torch
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.embedded import EmbeddedConfig, build_model
 from gspo_env.errors import ConfigError
-from gspo_env.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.objectives import policy_loss
+from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.objectives import policy_loss
 
 
 def learner_of(model, objective=None, **config):

@@ -1,0 +1,1 @@
+"""The learner: packed rows in, an optimiser step out."""
