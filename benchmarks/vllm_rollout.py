@@ -31,7 +31,7 @@ import gymnasium
 from vllm import LLM, SamplingParams
 
 from gspo_env.chat import ChatTokenizer
-from gspo_env.engines.vllm import VLLMConfig, VLLMEngine, engine_arguments
+from gspo_env.engines.vllm.local import VLLMConfig, VLLMEngine, engine_arguments
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.model.export import Exporter, named_weights

@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gspo_env.credit.estimate import AdvantageConfig
 from gspo_env.embedded import EmbeddedConfig
-from gspo_env.engines.vllm import VLLMConfig
-from gspo_env.engines.vllm_server import VLLMServerConfig
+from gspo_env.engines.vllm.local import VLLMConfig
+from gspo_env.engines.vllm.server import VLLMServerConfig
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
 from gspo_env.rollout import RolloutConfig

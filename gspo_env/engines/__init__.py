@@ -17,11 +17,11 @@ def make_engine(config: Config, model: Any) -> Engine:
     limits = config.rollout
     sizes = {"max_slots": limits.concurrency, "max_context": limits.max_context}
     if config.engine == "vllm":
-        from gspo_env.engines.vllm import VLLMEngine
+        from gspo_env.engines.vllm.local import VLLMEngine
 
         return VLLMEngine(model, config.vllm, **sizes)
     if config.engine == "vllm-server":
-        from gspo_env.engines.vllm_server import VLLMServerEngine
+        from gspo_env.engines.vllm.server import VLLMServerEngine
 
         return VLLMServerEngine(model, config.vllm, config.server, **sizes)
     from gspo_env.engines.transformers import TransformersEngine

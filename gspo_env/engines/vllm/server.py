@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from gspo_env.engines.base import Completion, Sampling
-from gspo_env.engines.vllm import VLLMConfig, engine_arguments, sampling_fields
-from gspo_env.engines.vllm_process import Server, healthy, start, stop, wait
+from gspo_env.engines.vllm.local import VLLMConfig, engine_arguments, sampling_fields
+from gspo_env.engines.vllm.process import Server, healthy, start, stop, wait
 from gspo_env.errors import ConfigError, EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
@@ -246,7 +246,7 @@ class VLLMServerEngine:
     def _prepare_source(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         if self._source is None:
             try:
-                from gspo_env.engines.vllm_transfer import Weights
+                from gspo_env.engines.vllm.transfer import Weights
             except ImportError as error:
                 raise MissingExtraError(
                     f"weights cannot go by {self._transfer!r} without vLLM here ({error}): pip "
@@ -257,7 +257,7 @@ class VLLMServerEngine:
 
     def _stream(self, server: Server) -> str:
         """Sends the weights by vLLM's transfer API; returns what went wrong."""
-        from gspo_env.engines.vllm_transfer import open_channel
+        from gspo_env.engines.vllm.transfer import open_channel
 
         try:
             with httpx.Client(base_url=server.address, timeout=600.0) as client:

@@ -21,8 +21,8 @@ from gspo_env.config import Config
 from gspo_env.credit.estimate import AdvantageConfig, estimate
 from gspo_env.embedded import EmbeddedConfig, build, to_samples, warm_up
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.vllm import VLLMConfig, VLLMEngine
-from gspo_env.engines.vllm_server import VLLMServerConfig, VLLMServerEngine
+from gspo_env.engines.vllm.local import VLLMConfig, VLLMEngine
+from gspo_env.engines.vllm.server import VLLMServerConfig, VLLMServerEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
@@ -239,7 +239,7 @@ def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_noth
 
 
 def test_a_server_without_the_transfer_backend_is_named_with_its_reason(parts, monkeypatch):
-    from gspo_env.engines import vllm_server
+    from gspo_env.engines.vllm import server as vllm_server
 
     plain = vllm_server.engine_arguments
 

@@ -1,0 +1,1 @@
+"""vLLM, in this process and served."""
