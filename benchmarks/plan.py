@@ -45,7 +45,7 @@ def make_config(folder: str, case: str):
 
     from gspo_env.config import Config
     from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
-    from gspo_env.rollout import RolloutConfig
+    from gspo_env.rollout.collector import RolloutConfig
 
     shape, sizes, options = CASES[case]
     options = dict(options)

@@ -19,7 +19,7 @@ import torch
 from common import alternate, collect, make_collector, make_player, seconds, show
 from transformers import DynamicCache
 
-from gspo_env.rollout import RolloutConfig
+from gspo_env.rollout.collector import RolloutConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from gspo_env.engines.vllm.local import VLLMConfig
 from gspo_env.engines.vllm.server import VLLMServerConfig
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
-from gspo_env.rollout import RolloutConfig
+from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.tracking.mlflow import TrackingConfig
 
 T = TypeVar("T")

@@ -152,9 +152,9 @@ def _vllm_import() -> str:
 
 
 def _model(name: str) -> Finding:
-    from gspo_env.chat import ChatTokenizer
     from gspo_env.errors import GspoEnvError
     from gspo_env.model.load import load_model
+    from gspo_env.rollout.transcript import ChatTokenizer
 
     try:
         model, tokenizer = load_model(name)

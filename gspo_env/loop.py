@@ -13,7 +13,7 @@ from gspo_env.config import Config
 from gspo_env.credit.estimate import estimate
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
-from gspo_env.rollout import Collector, derive_seed, reward_metrics, rollout_metrics
+from gspo_env.rollout.collector import Collector, derive_seed, reward_metrics, rollout_metrics
 from gspo_env.types import HELD_OUT, Episode, FloatArray, Group, StopReason, Task
 
 History = list[tuple[int, dict[str, float]]]

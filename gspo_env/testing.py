@@ -221,7 +221,7 @@ class _Check:
             self.fail("its text became a control token when it was tokenised.")
 
     def ids(self, env: Any, observation: str, first: bool) -> tuple[int, ...]:
-        from gspo_env.rollout import instructions
+        from gspo_env.rollout.collector import instructions
 
         if not first:
             return tuple(self.chat.follow(observation, -1))
@@ -255,8 +255,8 @@ class _Check:
 
 
 def _chat() -> Any:
-    from gspo_env.chat import ChatTokenizer
     from gspo_env.embedded import TEMPLATE, build_tokenizer
+    from gspo_env.rollout.transcript import ChatTokenizer
 
     tokenizer = build_tokenizer(["x"])
     # as real models' templates do, show all of a tool and not only its name

@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from gspo_env.batch.packing import Sample
-from gspo_env.chat import ChatTokenizer
 from gspo_env.embedded import (
     EmbeddedConfig,
     build,
@@ -27,6 +26,7 @@ from gspo_env.embedded import (
     warm_up,
 )
 from gspo_env.env.registration import make_env
+from gspo_env.rollout.transcript import ChatTokenizer
 
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
 hypothesis.settings.load_profile("shared")

@@ -12,7 +12,7 @@ import pytest
 
 from gspo_env import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
-from gspo_env.rollout import EnvPool
+from gspo_env.rollout.collector import EnvPool
 from gspo_env.testing import check_env
 from gspo_envs.foreign import ForeignEnv, PrivateRandom, clean, load
 

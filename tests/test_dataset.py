@@ -21,7 +21,7 @@ from gspo_env.embedded import EmbeddedConfig, build_tokenizer
 from gspo_env.env.base import Action
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.rollout import RolloutConfig
+from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.testing import check_env
 from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import HELD_OUT

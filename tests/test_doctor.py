@@ -98,7 +98,7 @@ def test_a_model_without_a_chat_template_is_named(tmp_path, model, tokenizer):
 
 def planned(folder, **learner):
     from gspo_env.config import Config
-    from gspo_env.rollout import RolloutConfig
+    from gspo_env.rollout.collector import RolloutConfig
 
     limits = RolloutConfig(max_context=128, max_turn_tokens=16)
     config = Config(

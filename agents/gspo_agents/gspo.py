@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from gspo_env.chat import ChatTokenizer
 from gspo_env.config import Config, flatten, from_dict, to_toml
 from gspo_env.credit.estimate import check_estimator
 from gspo_env.embedded import Demonstration, build, to_samples, warm_up
@@ -23,7 +22,8 @@ from gspo_env.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
-from gspo_env.rollout import Collector, EnvPool, instructions
+from gspo_env.rollout.collector import Collector, EnvPool, instructions
+from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.mlflow import Tracker
 from gspo_env.tracking.progress import Progress
 from gspo_env.types import Group

@@ -14,10 +14,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from gspo_env.chat import ChatTokenizer
 from gspo_env.engines.base import Completion, Engine, Sampling
 from gspo_env.env.base import Action, check_parts, check_reset, check_step, check_tokens
 from gspo_env.errors import ConfigError, EnvironmentContractError, RolloutError
+from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Episode, Group, StopReason, Task, Timing, Turn
 
 logger = logging.getLogger(__name__)

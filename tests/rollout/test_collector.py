@@ -16,7 +16,7 @@ from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EnvironmentContractError, RolloutError
-from gspo_env.rollout import Collector, EnvPool, RolloutConfig, rollout_metrics
+from gspo_env.rollout.collector import Collector, EnvPool, RolloutConfig, rollout_metrics
 from gspo_env.types import StopReason, Task
 
 

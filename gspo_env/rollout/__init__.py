@@ -1,0 +1,1 @@
+"""Rollouts: tasks in, groups of episodes out."""
