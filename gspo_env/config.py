@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from gspo_env.credit.estimate import AdvantageConfig
-from gspo_env.embedded import EmbeddedConfig
 from gspo_env.engines.vllm.local import VLLMConfig
 from gspo_env.engines.vllm.server import VLLMServerConfig
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
+from gspo_env.recipes.embedded import EmbeddedConfig
 from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.tracking.mlflow import TrackingConfig
 

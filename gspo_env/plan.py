@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_iter
 
 from gspo_env.batch.packing import PackedBatch, Sample, pack
 from gspo_env.config import Config
-from gspo_env.embedded import build
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ModelError
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.load import add_adapter
 from gspo_env.model.scorer import Scorer
+from gspo_env.recipes.embedded import build
 
 HEAP = {"cpu": 1.4}
 """What a device's allocator takes for activations over what they are: freed blocks of glibc's heap

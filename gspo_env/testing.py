@@ -255,7 +255,7 @@ class _Check:
 
 
 def _chat() -> Any:
-    from gspo_env.embedded import TEMPLATE, build_tokenizer
+    from gspo_env.recipes.embedded import TEMPLATE, build_tokenizer
     from gspo_env.rollout.transcript import ChatTokenizer
 
     tokenizer = build_tokenizer(["x"])

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from gspo_env.batch.packing import Sample
-from gspo_env.embedded import (
+from gspo_env.env.registration import make_env
+from gspo_env.recipes.embedded import (
     EmbeddedConfig,
     build,
     build_model,
@@ -25,7 +26,6 @@ from gspo_env.embedded import (
     to_samples,
     warm_up,
 )
-from gspo_env.env.registration import make_env
 from gspo_env.rollout.transcript import ChatTokenizer
 
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running

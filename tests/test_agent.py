@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
-from gspo_env.embedded import EmbeddedConfig
 from gspo_env.env.registration import make_env
+from gspo_env.recipes.embedded import EmbeddedConfig
 from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.tracking.mlflow import TrackingConfig
 

@@ -13,13 +13,13 @@ import torch
 
 from gspo_env.config import Config, flatten, from_dict, to_toml
 from gspo_env.credit.estimate import check_estimator
-from gspo_env.embedded import Demonstration, build, to_samples, warm_up
 from gspo_env.engines import Engine, Sampling, make_engine
 from gspo_env.env.base import try_out
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.learner.learner import Learner
 from gspo_env.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
+from gspo_env.recipes.embedded import Demonstration, build, to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector, EnvPool, instructions

@@ -18,7 +18,6 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.packing import to_sample
 from gspo_env.config import Config
 from gspo_env.credit.estimate import AdvantageConfig, estimate
-from gspo_env.embedded import EmbeddedConfig, build, to_samples, warm_up
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.vllm.local import VLLMConfig, VLLMEngine
 from gspo_env.engines.vllm.server import VLLMServerConfig, VLLMServerEngine
@@ -26,6 +25,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.export import named_weights
+from gspo_env.recipes.embedded import EmbeddedConfig, build, to_samples, warm_up
 from gspo_env.rollout.collector import Collector, EnvPool, RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.mlflow import TrackingConfig

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gspo_env.batch.packing import microbatches, pack
-from gspo_env.embedded import EmbeddedConfig, build_model
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.learner.objectives import policy_loss
+from gspo_env.recipes.embedded import EmbeddedConfig, build_model
 
 
 def learner_of(model, objective=None, **config):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_env.embedded import TEMPLATE, build_tokenizer
 from gspo_env.errors import ChatTemplateError
+from gspo_env.recipes.embedded import TEMPLATE, build_tokenizer
 from gspo_env.rollout.transcript import ChatTokenizer
 
 HARMLESS = "Follow 3 links from the stone, then say: birch!"

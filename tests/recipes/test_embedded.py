@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.embedded import EmbeddedConfig, build, demonstrate, to_samples
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
+from gspo_env.recipes.embedded import EmbeddedConfig, build, demonstrate, to_samples
 from gspo_env.types import Task
 
 

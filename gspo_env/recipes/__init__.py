@@ -1,0 +1,1 @@
+"""Recipes: named starting points."""
