@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env import make_env
+from gspo_env.check.environment import check_env, random_policy
 from gspo_env.env.base import check_reset, check_step
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.testing import check_env, random_policy
 
 EPISODES, TURNS, EPISODE_SECONDS, CHECK_SECONDS = 5, 100, 20, 60
 

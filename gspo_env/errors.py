@@ -14,7 +14,7 @@ class EnvironmentContractError(GspoEnvError, ValueError):
 
 
 class EnvironmentCheckError(EnvironmentContractError):
-    """`gspo_env.testing.check_env` found a fault."""
+    """`gspo_env.check.environment.check_env` found a fault."""
 
 
 class UnknownEnvironmentError(GspoEnvError, ValueError):

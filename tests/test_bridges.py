@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
-from gspo_env.testing import check_env
 from gspo_env.types import HELD_OUT
 
 pytestmark = pytest.mark.adapters

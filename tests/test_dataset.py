@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env.check.environment import check_env
 from gspo_env.config import Config
 from gspo_env.env.base import Action
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.recipes.embedded import EmbeddedConfig, build_tokenizer
 from gspo_env.rollout.collector import RolloutConfig
-from gspo_env.testing import check_env
 from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import HELD_OUT
 from gspo_envs.rewards import Attempt, RewardModel, judge, load_reward

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from gspo_env.check.environment import check_env
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import format_tool_call, tool
 from gspo_env.errors import ConfigError, ToolServerError
 from gspo_env.rollout.collector import Collector, EnvPool, RolloutConfig
-from gspo_env.testing import check_env
 from gspo_env.types import StopReason, Task
 from gspo_envs.mcp import MCPServer, MCPTools
 

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
+from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_env.testing import check_env
 
 pytestmark = pytest.mark.openenv
 

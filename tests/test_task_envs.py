@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env import format_tool_call, make_env
+from gspo_env.check.environment import check_env
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.sandbox import Sandbox, find_missing
-from gspo_env.testing import check_env
 from gspo_envs.minigrid import describe
 from gspo_envs.read_only_sqlite import Database, SQLError
 from gspo_envs.wordle import WORDS, mark

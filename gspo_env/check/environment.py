@@ -1,6 +1,6 @@
 """Check an environment of one's own before a policy learns from it.
 
-from gspo_env.testing import check_env
+from gspo_env.check.environment import check_env
 check_env("examples/shop.py:ShopEnv")
 """
 

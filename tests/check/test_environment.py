@@ -10,9 +10,9 @@ import gymnasium
 import pytest
 
 from gspo_env import TextEnv, ToolEnv, tool
+from gspo_env.check.environment import check_env, random_policy
 from gspo_env.errors import ConfigError, EnvironmentCheckError
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.testing import check_env, random_policy
 
 
 class Echo(TextEnv):

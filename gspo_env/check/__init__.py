@@ -1,0 +1,1 @@
+"""Checks that users and `gspo-env doctor` run."""
