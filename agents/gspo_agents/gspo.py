@@ -17,7 +17,6 @@ from gspo_env.engines import Engine, Sampling, make_engine
 from gspo_env.env.base import try_out
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.learner.learner import Learner
-from gspo_env.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
 from gspo_env.recipes.embedded import Demonstration, build, to_samples, warm_up
 from gspo_env.report.curves import learning_curve
@@ -26,6 +25,7 @@ from gspo_env.rollout.collector import Collector, EnvPool, instructions
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.mlflow import Tracker
 from gspo_env.tracking.progress import Progress
+from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.types import Group
 
 
@@ -225,7 +225,7 @@ class _Reporter:
         self._folder = folder
 
     def __call__(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """See `gspo_env.loop.Report`."""
+        """See `gspo_env.training.loop.Report`."""
         self._tracker.log(metrics, step)
         evaluation = "eval/success" in metrics
         prefix = "eval" if evaluation else "train"

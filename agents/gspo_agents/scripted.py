@@ -6,7 +6,7 @@ from typing import Any
 
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
-from gspo_env.loop import held_out_tasks
+from gspo_env.training.loop import held_out_tasks
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
 

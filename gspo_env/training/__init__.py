@@ -1,0 +1,1 @@
+"""Training: a config in, a trained folder out."""
