@@ -16,8 +16,7 @@ import functools
 import statistics
 import sys
 
-from gspo_env.credit.estimate import ESTIMATORS
-from gspo_env.tabular import (
+from gspo_env.compare.exact import (
     Analysis,
     additive,
     analyse,
@@ -25,6 +24,7 @@ from gspo_env.tabular import (
     key_and_door,
     may_stop,
 )
+from gspo_env.credit.estimate import ESTIMATORS
 
 PROBLEMS = {"additive": additive, "key and door": key_and_door, "may stop": may_stop}
 TURNS = (1, 2, 4, 8)

@@ -290,7 +290,7 @@ def _pairs(arguments: list[str], name: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _print_scores(groups: list[Group]) -> None:
-    from gspo_env.stats import pass_at_k, pass_hat_k, success_interval
+    from gspo_env.compare.stats import pass_at_k, pass_hat_k, success_interval
 
     wins = [[bool(e.success) for e in group.episodes] for group in groups]
     episodes = [e for group in groups for e in group.episodes]

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_env import stats
-from gspo_env.compare import Arm, Comparison, Result
+from gspo_env.compare import Arm, Comparison, Result, stats
 from gspo_env.report.curves import INK, quiet_frame
 from gspo_env.types import FloatArray
 

@@ -7,8 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from gspo_env.compare.stats import pass_at_k, pass_hat_k, success_interval
 from gspo_env.errors import ConfigError
-from gspo_env.stats import pass_at_k, pass_hat_k, success_interval
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:

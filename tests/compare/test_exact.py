@@ -7,8 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from gspo_env.credit.estimate import ESTIMATORS
-from gspo_env.tabular import (
+from gspo_env.compare.exact import (
     additive,
     analyse,
     best_return,
@@ -18,6 +17,7 @@ from gspo_env.tabular import (
     probabilities,
     true_gradient,
 )
+from gspo_env.credit.estimate import ESTIMATORS
 
 PROBLEMS = [additive(3), key_and_door(3), may_stop(3)]
 

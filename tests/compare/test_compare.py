@@ -10,16 +10,16 @@ import pytest
 
 from gspo_env.cli import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
-from gspo_env.config import Config, override
-from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import summarise, table
-from gspo_env.stats import (
+from gspo_env.compare.stats import (
     holm,
     interquartile_interval,
     interquartile_mean,
     paired_permutation_test,
     probability_of_improvement,
 )
+from gspo_env.config import Config, override
+from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
+from gspo_env.report.comparison import summarise, table
 from gspo_env.tracking.mlflow import TrackingConfig
 
 SMALL = """
