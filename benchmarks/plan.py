@@ -130,7 +130,7 @@ def measured(folder: str, case: str) -> int:
 
 def main() -> None:
     """Prints both for every configuration."""
-    from gspo_env.plan import plan
+    from gspo_env.cli.memory import plan
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--case", type=int, choices=range(len(CASES)), help="only this one")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from gspo_env import make_env
 from gspo_env.check.environment import check_env
-from gspo_env.cli import main
+from gspo_env.cli.main import main
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_envs.gym_text import read_action, write_value
 

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from gspo_env.cli import main
+from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
 from gspo_env.compare.stats import (
     holm,

@@ -165,7 +165,7 @@ def envs(arguments: list[str]) -> None:
 
 def doctor(arguments: list[str]) -> None:
     """`gspo-env doctor`, and `gspo-env doctor --plan`."""
-    from gspo_env.doctor import diagnose
+    from gspo_env.cli.doctor import diagnose
 
     if "--plan" in arguments:
         _plan([a for a in arguments if a != "--plan"])
@@ -184,8 +184,8 @@ def doctor(arguments: list[str]) -> None:
 
 def _plan(arguments: list[str]) -> None:
     """What a run with these options needs."""
+    from gspo_env.cli.memory import plan
     from gspo_env.config import read_toml
-    from gspo_env.plan import plan
 
     file, rest = _take(arguments, "--config")
     found = plan(_config(read_toml(file) if file else {}, rest, "gspo-env doctor --plan"))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gspo_env.cli import main
+from gspo_env.cli.main import main
 from gspo_env.model.load import save_model
 
 TINY = [
@@ -199,9 +199,7 @@ def test_an_unknown_command_lists_the_known_ones(capsys):
 
 
 def test_the_installed_command_starts_without_torch(tmp_path):
-    code = (
-        "import sys; from gspo_env.cli import main; main(['envs']); print('torch' in sys.modules)"
-    )
+    code = "import sys; from gspo_env.cli.main import main; main(['envs']); print('torch' in sys.modules)"
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", code],

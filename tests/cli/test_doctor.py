@@ -6,12 +6,13 @@ import importlib.metadata
 
 import pytest
 
-from gspo_env import doctor, sandbox
+from gspo_env import sandbox
+from gspo_env.cli import doctor
+from gspo_env.cli.memory import HEAP, plan
+from gspo_env.cli.memory import _Allocations as allocations
+from gspo_env.cli.memory import _longest as longest_batch
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.load import save_model
-from gspo_env.plan import HEAP, plan
-from gspo_env.plan import _Allocations as allocations
-from gspo_env.plan import _longest as longest_batch
 
 
 def finding(name, model=""):
@@ -136,7 +137,7 @@ def test_a_plan_is_what_the_update_then_allocates(tmp_path, model):
 
 
 def test_the_command_prints_a_plan(tmp_path, model, capsys):
-    from gspo_env.cli import main
+    from gspo_env.cli.main import main
 
     model.config.save_pretrained(tmp_path)
     main(["doctor", "--plan", "--model", str(tmp_path), "--max-context", "600"])
