@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
-from gspo_env.batch.packing import Sample
+from gspo_env.batch.sample import Sample
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 
 CLIP = (0.03, 0.05)

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.batch.packing import Sample
+from gspo_env.batch.sample import Sample
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.recipes.embedded import EmbeddedConfig, build, to_samples, warm_up
-from gspo_env.rollout.collector import Collector, EnvPool, RolloutConfig
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Group, Task
 

@@ -21,7 +21,7 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from gspo_env.batch.packing import Sample
+    from gspo_env.batch.sample import Sample
     from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 
     torch.set_num_threads(1)

@@ -78,7 +78,7 @@ def _measure(folder: str, case: str, answer) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from gspo_env.batch.packing import Sample
+    from gspo_env.batch.sample import Sample
     from gspo_env.learner.learner import Learner
 
     torch.set_num_threads(1)

@@ -17,9 +17,6 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
-HELD_OUT = 10**9
-"""Seeds from here on are for evaluation; training seeds stay below."""
-
 
 class StopReason(StrEnum):
     """Why an episode ended; the name reaches the metrics as `rollout/stop/REASON`."""

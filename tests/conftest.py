@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_env.batch.packing import Sample
+from gspo_env.batch.sample import Sample
 from gspo_env.env.registration import make_env
 from gspo_env.recipes.embedded import (
     EmbeddedConfig,

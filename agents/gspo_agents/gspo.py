@@ -21,7 +21,8 @@ from gspo_env.model.load import add_adapter, load_model, make_output, save_model
 from gspo_env.recipes.embedded import Demonstration, build, to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
-from gspo_env.rollout.collector import Collector, EnvPool, instructions
+from gspo_env.rollout.collector import Collector, instructions
+from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.mlflow import Tracker
 from gspo_env.tracking.progress import Progress

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.types import HELD_OUT
+from gspo_env.seeding import HELD_OUT
 
 Message = dict[str, str]
 Rows = Sequence[Mapping[str, Any]]

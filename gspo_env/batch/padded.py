@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.batch.packing import Sample
+from gspo_env.batch.sample import Sample
 from gspo_env.credit.estimate import AdvantageConfig, estimate
 from gspo_env.errors import BatchError
 from gspo_env.types import BoolArray, Episode, FloatArray, Group, IntArray, Task, bare_episode

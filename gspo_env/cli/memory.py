@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from gspo_env.batch.packing import PackedBatch, Sample, pack
+from gspo_env.batch.packing import pack
+from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.config import Config
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ModelError

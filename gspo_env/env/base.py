@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT_LENGTH = 16384
 
+TextEnvironment = gymnasium.Env[str, str]
+"""What the rollout plays: any Gymnasium environment over text."""
 StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 ResetResult = tuple[str, dict[str, Any]]
 

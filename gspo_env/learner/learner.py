@@ -15,8 +15,9 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import get_scheduler
 
-from gspo_env.batch.packing import PackedBatch, Sample, microbatches, pack
+from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.prefix import deal
+from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, MissingExtraError
 from gspo_env.learner.log import UpdateLog
 from gspo_env.learner.objectives import importance_weights, packed_policy_loss

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.batch.packing import PackedBatch
+from gspo_env.batch.sample import PackedBatch
 from gspo_env.learner.objectives import ObjectiveOutput
 from gspo_env.model.experts import Balance
 from gspo_env.model.head import Predictions

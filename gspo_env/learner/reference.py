@@ -1,6 +1,6 @@
 """The objectives in NumPy float64, written from the equations: what checks the tensor code.
 
-Loops and closed-form gradients on purpose; nothing here is shared with `gspo_env.learner.objectives`.
+Loops and closed-form gradients on purpose; it shares nothing with `objectives.py`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gspo_env.batch.packing import PackedBatch
+from gspo_env.batch.sample import PackedBatch
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.experts import Balance, balance, router_coefficient
 from gspo_env.model.head import Predictions, predict, predict_from_logits, without_head

@@ -18,13 +18,14 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from gspo_env.batch.packing import Sample, to_sample
+from gspo_env.batch.sample import Sample, to_sample
 from gspo_env.env.base import check_reset, check_step
 from gspo_env.env.tools import tool_call_frames
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.rollout.collector import derive_seed, instructions
+from gspo_env.rollout.collector import instructions
 from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, StopReason, Task, Turn
 
 logger = logging.getLogger(__name__)

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 from gspo_env.engines.base import Completion, Engine, Sampling
-from gspo_env.env.base import Action, check_parts, check_reset, check_step, check_tokens
+from gspo_env.env.base import (
+    Action,
+    TextEnvironment,
+    check_parts,
+    check_reset,
+    check_step,
+    check_tokens,
+)
 from gspo_env.errors import ConfigError, EnvironmentContractError, RolloutError
+from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, Group, StopReason, Task, Timing, Turn
 
 logger = logging.getLogger(__name__)
-
-TextEnvironment = gymnasium.Env[str, str]
-_WAITING = 1e-3
-"""Seconds off the processor in one environment call that make it a waiting one."""
-_TRIALS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,75 +63,6 @@ class RolloutConfig:
                 f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "
                 f"({self.max_context})"
             )
-
-
-def derive_seed(*parts: int | str) -> int:
-    """A 64-bit seed that depends on every part."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-@dataclass(slots=True)
-class EnvPool:
-    """Environments that are made once and reset for every episode.
-
-    Calls that turn out to wait (sleep, network, a subprocess) move to threads; quick ones stay on
-    the event loop, where they cost nothing and run in the same order every time.
-    """
-
-    make: Callable[[], TextEnvironment]
-    threads: int = 128
-    _idle: list[TextEnvironment] = field(default_factory=list)
-    _executor: ThreadPoolExecutor | None = None
-    _calls: int = 0
-    _waits: int = 0
-    blocking: bool | None = None
-
-    def acquire(self) -> TextEnvironment:
-        """An environment that nobody else uses."""
-        if self._idle:
-            return self._idle.pop()
-        env = self.make()
-        if self.blocking is None and env.has_wrapper_attr("blocking"):
-            self.blocking = env.get_wrapper_attr("blocking")
-        return env
-
-    def give_back(self, env: TextEnvironment) -> None:
-        """Keeps an environment for the next episode."""
-        self._idle.append(env)
-
-    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an environment call on the event loop or, if such calls wait, in a thread."""
-        if self.blocking:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="env")
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
-        if self.blocking is None and self._calls < 4 * _TRIALS:
-            return self._try(function, *args, **kwargs)
-        return function(*args, **kwargs)
-
-    def _try(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        wall, busy = time.perf_counter(), time.thread_time()
-        result = function(*args, **kwargs)
-        waited = time.perf_counter() - wall - (time.thread_time() - busy)
-        self._calls += 1
-        self._waits += waited > _WAITING
-        if self._calls >= _TRIALS and 2 * self._waits > self._calls:
-            self.blocking = True
-            logger.info("environment calls wait: they run in threads from now on")
-        return result
-
-    def close(self) -> None:
-        """Closes every environment."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-        if self.blocking:  # what waits in step may wait in close, and then does so side by side
-            with ThreadPoolExecutor(self.threads) as closing:
-                list(closing.map(lambda env: env.close(), self._idle))
-            self._idle.clear()
-        while self._idle:
-            self._idle.pop().close()
 
 
 @dataclass(slots=True)
@@ -356,37 +288,3 @@ def instructions(env: TextEnvironment) -> tuple[str | None, Sequence[Any]]:
     )
     tools = env.get_wrapper_attr("tools") if env.has_wrapper_attr("tools") else ()
     return system, tools
-
-
-def rollout_metrics(groups: Sequence[Group], seconds: float) -> dict[str, float]:
-    """The metrics of one collection, named as in the tracking contract."""
-    episodes = [e for group in groups for e in group.episodes]
-    played = [e for e in episodes if e.stop_reason is not StopReason.ERROR] or episodes
-    tokens = sum(e.model_tokens for e in episodes)
-    metrics = {
-        "train/return": float(np.mean([e.rewards.sum() for e in played])),
-        "train/outcome": float(np.mean([e.outcome for e in played])),
-        "train/success": float(np.mean([bool(e.success) for e in played])),
-        "train/turns": float(np.mean([len(e.turns) for e in played])),
-        "rollout/tokens": float(tokens),
-        "rollout/tokens_per_second": tokens / seconds,
-        "rollout/env_errors": float(len(episodes) - len(played)),
-        "time/rollout": seconds,
-    }
-    for reason in StopReason:
-        share = np.mean([e.stop_reason is reason for e in episodes])
-        metrics[f"rollout/stop/{reason}"] = float(share)
-    return metrics | reward_metrics(played, "train")
-
-
-def reward_metrics(episodes: Sequence[Episode], prefix: str) -> dict[str, float]:
-    """The mean of each named part of the reward, over the episodes that have the part."""
-    totals: dict[str, list[float]] = {}
-    for episode in episodes:
-        parts: dict[str, float] = {}
-        for turn in episode.turns:
-            for name, value in turn.info.get("reward_parts", {}).items():
-                parts[name] = parts.get(name, 0.0) + value
-        for name, value in parts.items():
-            totals.setdefault(name, []).append(value)
-    return {f"{prefix}/reward/{name}": float(np.mean(all_)) for name, all_ in totals.items()}

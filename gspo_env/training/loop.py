@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gspo_env.batch.packing import Sample, to_sample
+from gspo_env.batch.sample import Sample, to_sample
 from gspo_env.config import Config
 from gspo_env.credit.estimate import estimate
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
-from gspo_env.rollout.collector import Collector, derive_seed, reward_metrics, rollout_metrics
-from gspo_env.types import HELD_OUT, Episode, FloatArray, Group, StopReason, Task
+from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.metrics import reward_metrics, rollout_metrics
+from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.types import Episode, FloatArray, Group, StopReason, Task
 
 History = list[tuple[int, dict[str, float]]]
 Report = Callable[[int, dict[str, float], Sequence[Group]], None]

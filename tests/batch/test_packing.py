@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.batch.packing import Sample, microbatches, pack
+from gspo_env.batch.packing import microbatches, pack
+from gspo_env.batch.sample import Sample
 from gspo_env.model.attention import PackedAttention, sdpa
 
 

@@ -14,8 +14,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import MistralConfig, MistralForCausalLM
 
 from gspo_env.batch import prefix
-from gspo_env.batch.packing import Sample, microbatches, pack
+from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.prefix import LEAST, deal, grow, order
+from gspo_env.batch.sample import Sample
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.tree_attention import TreeAttention

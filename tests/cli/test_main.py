@@ -199,7 +199,8 @@ def test_an_unknown_command_lists_the_known_ones(capsys):
 
 
 def test_the_installed_command_starts_without_torch(tmp_path):
-    code = "import sys; from gspo_env.cli.main import main; main(['envs']); print('torch' in sys.modules)"
+    start = "import sys; from gspo_env.cli.main import main"
+    code = f"{start}; main(['envs']); print('torch' in sys.modules)"
     path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", code],

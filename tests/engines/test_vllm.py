@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.batch.packing import to_sample
+from gspo_env.batch.sample import to_sample
 from gspo_env.config import Config
 from gspo_env.credit.estimate import AdvantageConfig, estimate
 from gspo_env.engines.base import Sampling
@@ -26,7 +26,8 @@ from gspo_env.errors import EngineError
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.export import named_weights
 from gspo_env.recipes.embedded import EmbeddedConfig, build, to_samples, warm_up
-from gspo_env.rollout.collector import Collector, EnvPool, RolloutConfig
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import Task

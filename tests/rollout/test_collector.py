@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
 
-from gspo_env.batch.packing import to_sample
+from gspo_env.batch.sample import to_sample
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EnvironmentContractError, RolloutError
-from gspo_env.rollout.collector import Collector, EnvPool, RolloutConfig, rollout_metrics
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.metrics import rollout_metrics
+from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import StopReason, Task
 
 

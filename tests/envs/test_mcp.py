@@ -20,14 +20,15 @@ from gspo_env.env.registration import make_env
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import format_tool_call, tool
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_env.rollout.collector import Collector, EnvPool, RolloutConfig
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import StopReason, Task
 from gspo_envs.mcp import MCPServer, MCPTools
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.adapters
 
-SERVER = str(Path(__file__).parent / "mcp_server.py")
+SERVER = str(Path(__file__).parents[1] / "mcp_server.py")
 STDIO = [sys.executable, SERVER]
 DATA = [{"prompt": "What is 2 + 3?", "answer": "5"}]
 

@@ -10,7 +10,7 @@ import pytest
 from gspo_env.check.environment import check_env
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
-from gspo_env.types import HELD_OUT
+from gspo_env.seeding import HELD_OUT
 
 pytestmark = pytest.mark.adapters
 
@@ -156,7 +156,7 @@ class TestVerifiers:
     @pytest.fixture
     def file(self):
         pytest.importorskip("verifiers.v1")
-        return str(Path(__file__).parent / "vf_tasks.py")
+        return str(Path(__file__).parents[1] / "vf_tasks.py")
 
     def make(self, taskset, **kwargs):
         return make_env("gspo/Verifiers-v0", taskset=taskset, **kwargs)

@@ -11,7 +11,7 @@ import pytest
 
 from gspo_env.config import load_toml
 
-PAGE = Path(__file__).parents[1] / "docs" / "bridges.md"
+PAGE = Path(__file__).parents[2] / "docs" / "bridges.md"
 
 
 def sections():

@@ -23,8 +23,8 @@ from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.recipes.embedded import EmbeddedConfig, build_tokenizer
 from gspo_env.rollout.collector import RolloutConfig
+from gspo_env.seeding import HELD_OUT
 from gspo_env.tracking.mlflow import TrackingConfig
-from gspo_env.types import HELD_OUT
 from gspo_envs.rewards import Attempt, RewardModel, judge, load_reward
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]

@@ -22,7 +22,7 @@ from gspo_env.env.registration import _BUILTIN
 from gspo_env.errors import ConfigError, GspoEnvError, MissingExtraError
 from gspo_env.sandbox import find_missing
 
-PROGRAM = Path(__file__).parent.parent / "benchmarks" / "fuzz.py"
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
 
 
 def load() -> ModuleType:

@@ -13,7 +13,7 @@ import pytest
 from gspo_env import make_env
 from gspo_env.check.environment import check_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
-from gspo_env.rollout.collector import EnvPool
+from gspo_env.rollout.pool import EnvPool
 from gspo_envs.foreign import ForeignEnv, PrivateRandom, clean, load
 
 GEM = "game:GuessTheNumber-v0-easy"
