@@ -1,1 +1,5 @@
 """Batches: episodes and advantages in, packed rows out."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,7 +1,5 @@
 """What a person looks at: learning curves and readable episodes."""
 
-from __future__ import annotations
+import lazy_loader
 
-from gspo_env.report.text import render_episode
-
-__all__ = ["render_episode"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

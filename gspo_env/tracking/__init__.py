@@ -1,1 +1,5 @@
-"""Tracking: where metrics and episodes go."""
+"""Tracking: where metrics, episodes and models are recorded."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

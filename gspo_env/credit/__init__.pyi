@@ -1,0 +1,9 @@
+from .estimate import AdvantageConfig as AdvantageConfig
+from .estimate import estimate as estimate
+from .estimators import gigpo as gigpo
+from .estimators import group_gae as group_gae
+from .estimators import normalize_then_accumulate as normalize_then_accumulate
+from .estimators import outcome as outcome
+from .estimators import returns_to_go as returns_to_go
+from .estimators import turn_plus_outcome as turn_plus_outcome
+from .registry import register_estimator as register_estimator

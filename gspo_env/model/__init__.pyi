@@ -1,0 +1,4 @@
+from .load import add_adapter as add_adapter
+from .load import load_model as load_model
+from .load import save_model as save_model
+from .scorer import Scorer as Scorer

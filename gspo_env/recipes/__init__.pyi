@@ -1,0 +1,1 @@
+from .embedded import EmbeddedConfig as EmbeddedConfig

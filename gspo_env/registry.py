@@ -1,0 +1,94 @@
+"""Choices by name: one of ours, an installed plugin's, or a class in a user's file.
+
+A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a loss, an
+engine, a tracker or a recipe. Configs hold instances; files and flags name them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from importlib.metadata import entry_points
+from typing import Any
+
+from gspo_env.errors import ConfigError
+from gspo_env.importing import load_function
+
+BUILTIN: dict[str, dict[str, str]] = {
+    "advantage": {
+        "gigpo": "gspo_env.credit.estimators:GiGPO",
+        "group_gae": "gspo_env.credit.estimators:GroupGAE",
+        "normalize_then_accumulate": "gspo_env.credit.estimators:NormalizeThenAccumulate",
+        "outcome": "gspo_env.credit.estimators:Outcome",
+        "returns_to_go": "gspo_env.credit.estimators:ReturnsToGo",
+        "turn_plus_outcome": "gspo_env.credit.estimators:TurnPlusOutcome",
+    },
+    "engine": {
+        "transformers": "gspo_env.engines.base:Transformers",
+        "vllm": "gspo_env.engines.vllm.settings:VLLM",
+        "vllm-server": "gspo_env.engines.vllm.settings:VLLMServer",
+    },
+    "loss": {
+        "gspo": "gspo_env.learner.loss:GSPO",
+        "grpo": "gspo_env.learner.loss:GRPO",
+        "dr_grpo": "gspo_env.learner.loss:DrGRPO",
+    },
+    "recipe": {"tiny": "gspo_env.recipes.tiny:Tiny"},
+    "tracker": {
+        "mlflow": "gspo_env.tracking.mlflow:MLflow",
+        "none": "gspo_env.tracking.base:NoTracker",
+        "tensorboard": "gspo_env.tracking.tensorboard:TensorBoard",
+        "trackio": "gspo_env.tracking.trackio:Trackio",
+        "wandb": "gspo_env.tracking.wandb:WandB",
+    },
+}
+"""Each kind's choices by name, as import strings."""
+
+_NAMES: dict[type, str] = {}
+
+
+def names(kind: str) -> list[str]:
+    """Lists the names of a kind's choices, plugins included."""
+    return sorted({*BUILTIN[kind], *entry_points(group=_group(kind)).names})
+
+
+def find(kind: str, name: str) -> type[Any]:
+    """Finds the class of a choice.
+
+    Args:
+        kind: `advantage`, `engine`, `loss`, `recipe` or `tracker`.
+        name: A built-in name, a plugin's, `module:Class` or `path/to/file.py:Class`.
+
+    Raises:
+        ConfigError: Nothing has that name, or it is not a dataclass.
+    """
+    plugins = entry_points(group=_group(kind))
+    if name in BUILTIN[kind]:
+        found: Any = load_function(BUILTIN[kind][name], kind)
+    elif name in plugins.names:
+        found = load_function(plugins[name].value, kind)
+    elif ":" in name:
+        found = load_function(name, kind)
+    else:
+        near = difflib.get_close_matches(name, names(kind)) or names(kind)
+        raise ConfigError(
+            f"{kind} is {name!r}; expected one of: {', '.join(near)}; or module:Class, or "
+            "file.py:Class"
+        )
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise ConfigError(f"{kind} is {name!r}, which is {found!r}; expected a dataclass")
+    _NAMES[found] = name
+    return found
+
+
+def name_of(kind: str, choice: object) -> str:
+    """Gives the name by which `find` finds the class of a choice."""
+    cls = type(choice)
+    for name, place in BUILTIN[kind].items():
+        if place == f"{cls.__module__}:{cls.__qualname__}":
+            return name
+    return _NAMES.get(cls, f"{cls.__module__}:{cls.__qualname__}")
+
+
+def _group(kind: str) -> str:
+    return f"gspo_env.{kind}{'es' if kind.endswith('s') else 's'}"

@@ -1,0 +1,4 @@
+from .mlflow import ParentRun as ParentRun
+from .mlflow import Tracker as Tracker
+from .mlflow import TrackingConfig as TrackingConfig
+from .progress import Progress as Progress
