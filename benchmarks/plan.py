@@ -1,9 +1,9 @@
-"""The memory that `gspo-env doctor --plan` foretells against the memory that an update then takes.
+"""Compares the memory that `gspo-env doctor --plan` predicts with the measured memory.
 
     python benchmarks/plan.py
 
-Each configuration trains in a process of its own on episodes of the greatest length. What the
-libraries take is measured there first, by an update of a tiny model, and taken off the peak.
+Each configuration trains in a separate process on episodes of maximum length. An update of a tiny
+model measures the memory of the libraries first. This memory is subtracted from the peak.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CASES = {
 
 
 def make_config(folder: str, case: str):
-    """A run over a model of the case's shape, whose configuration is written to the folder."""
+    """Returns the config of a run with a model of the given shape, and writes the model config."""
     from transformers import Qwen3Config
 
     from gspo_env.config import Config
@@ -117,7 +117,7 @@ def _measure(folder: str, case: str, answer) -> None:
 
 
 def measured(folder: str, case: str) -> int:
-    """Bytes above what the libraries take."""
+    """Measures the bytes without the libraries."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     child = context.Process(target=_measure, args=(folder, case, answer))

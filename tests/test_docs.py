@@ -29,7 +29,11 @@ pages = pytest.mark.parametrize("path", list(map(page, PAGES)))
 
 
 def blocks(path, language):
-    return [code for tag, code in BLOCK.findall(path.read_text()) if tag == language]
+    """The code of a page's blocks, each at its own line, so that errors name the line."""
+    text = path.read_text()
+    for block in BLOCK.finditer(text):
+        if block[1] == language:
+            yield "\n" * text.count("\n", 0, block.start(2)) + block[2]
 
 
 def anchors(path):
