@@ -19,13 +19,13 @@ import torch
 from gspo_env.batch.sample import Sample
 from gspo_env.env.registration import make_env
 from gspo_env.recipes.embedded import (
-    EmbeddedConfig,
     build,
     build_model,
     build_tokenizer,
     to_samples,
     warm_up,
 )
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.transcript import ChatTokenizer
 
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
@@ -55,7 +55,7 @@ def chat(tokenizer):
 @pytest.fixture
 def model(tokenizer):
     """A tiny Qwen3 with random weights, large enough to prefer some ids."""
-    tiny = build_model(EmbeddedConfig(hidden_size=32), len(tokenizer), tokenizer.eos_token_id, 0)
+    tiny = build_model(Tiny(hidden_size=32), len(tokenizer), tokenizer.eos_token_id, 0)
     for parameter in tiny.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4)
@@ -78,7 +78,7 @@ def player():
     """A real model after a short warm-up on the look-up environment."""
     env_id = "gspo/Lookup-v0"
     env = make_env(env_id)
-    config = EmbeddedConfig(
+    config = Tiny(
         hidden_size=32, demonstrations=200, imitation_steps=60, imitation_learning_rate=1e-2
     )
     tiny, words, demonstrations = build(env, env_id, config, seed=0)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from gspo_env.config import Config, flatten, from_dict, to_toml
-from gspo_env.credit.estimate import check_estimator
-from gspo_env.engines import Engine, Sampling, make_engine
+from gspo_env.config import Config, from_dict, to_dict, to_toml
+from gspo_env.engines import Engine, Sampling
 from gspo_env.env.base import try_out
 from gspo_env.env.registration import make_env, resolve_env
+from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
-from gspo_env.recipes.embedded import Demonstration, build, to_samples, warm_up
+from gspo_env.recipes.embedded import Demonstration, to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector, instructions
@@ -48,8 +48,7 @@ class GSPOAgent:
         tokenizer: Any = None,
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
-        self.config = config or Config.for_model(name)
-        check_estimator(self.config.advantage)
+        self.config = config or (Config(model=name) if name else Config.from_recipe())
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
@@ -59,12 +58,16 @@ class GSPOAgent:
         elif model or self.config.model:
             self.model, self.tokenizer = load_model(model or self.config.model)
         else:
-            self.model, self.tokenizer, self._demonstrations = build(
-                self._env, self.env_id, self.config.embedded, self.config.seed
-            )
+            made = self.config.recipe.build(self._env, self.env_id, self.config.seed)
+            if made is None:
+                raise ConfigError(
+                    "model is '' and the recipe makes none; expected a model, or a recipe such as "
+                    "Config.from_recipe('tiny')"
+                )
+            self.model, self.tokenizer, self._demonstrations = made
         if torch.cuda.is_available():
             self.model.to("cuda")
-        self.chat = ChatTokenizer(self.tokenizer, history=self.config.history)
+        self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
         self._adapt()
         self.folder: Path | None = None
         self._engine: Engine | None = None
@@ -80,12 +83,12 @@ class GSPOAgent:
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder = folder
         (folder / "config.toml").write_text(to_toml(config))
-        with Progress() as progress, Tracker(config.tracking) as tracker:
-            tracker.start(flatten(config), {"env": self.env_id})
+        with Progress() as progress, Tracker(config.tracker) as tracker:
+            tracker.start(to_dict(config), {"env": self.env_id})
             self.warm_up(progress)
             learner = Learner(
                 self.model,
-                config.objective,
+                config.loss,
                 config.learner,
                 total_steps=config.steps * config.learner.minibatches,
                 temperature=config.rollout.temperature,
@@ -102,14 +105,21 @@ class GSPOAgent:
             progress.line(self._summary(folder, history, tracker))
         return history
 
-    def evaluate(self, tasks: int | None = None, samples: int = 1) -> list[Group]:
-        """Plays held-out tasks, `samples` episodes each, at the training temperature."""
+    def evaluate(
+        self, tasks: int | None = None, samples: int = 1, seed: int | None = None
+    ) -> list[Group]:
+        """Plays held-out tasks, `samples` episodes each, at the training temperature.
+
+        Args:
+            tasks: The config's number by default.
+            samples: Episodes of each task.
+            seed: Decides what is sampled; the config's by default.
+        """
+        draw = self.config.seed if seed is None else seed
         collector = self._collector()
         held_out = held_out_tasks(self.env_id, tasks or self.config.eval_tasks)
         try:
-            return asyncio.run(
-                collector.collect(held_out, seed=self.config.seed, group_size=samples)
-            )
+            return asyncio.run(collector.collect(held_out, seed=draw, group_size=samples))
         finally:
             collector.pool.close()
             self.close()
@@ -171,7 +181,7 @@ class GSPOAgent:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Lets the embedded model imitate its demonstrations; a given model, or twice: nothing."""
-        settings = self.config.embedded
+        settings = self.config.recipe
         if not self._demonstrations or not settings.imitation_steps:
             return
         samples = to_samples(self._demonstrations, self.chat, self._env)
@@ -187,7 +197,10 @@ class GSPOAgent:
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
-            self._engine = make_engine(self.config, self.model)
+            limits = self.config.rollout
+            self._engine = self.config.engine.start(
+                self.model, max_slots=limits.concurrency, max_context=limits.max_context
+            )
         return self._engine
 
     def _collector(self) -> Collector:
@@ -203,7 +216,7 @@ class GSPOAgent:
         figure.savefig(folder / "learning_curve.png")
         for name in ("config.toml", "learning_curve.png"):
             tracker.artifact(folder / name)
-        if self.config.tracking.log_model:
+        if self.config.tracker.log_model:
             tracker.artifact(folder / "model", "model")
 
     def _summary(self, folder: Path, history: History, tracker: Tracker) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from gspo_env.batch.sample import Sample
-from gspo_env.credit.estimate import AdvantageConfig, estimate
+from gspo_env.credit.estimate import estimate
+from gspo_env.credit.estimators import Outcome
 from gspo_env.errors import BatchError
 from gspo_env.types import BoolArray, Episode, FloatArray, Group, IntArray, Task, bare_episode
 
@@ -24,12 +25,12 @@ def from_padded(
     token_advantages: Any = None,
     old_logprobs: Any = None,
     turn_ids: Any = None,
-    config: AdvantageConfig | None = None,
+    estimator: Any = None,
 ) -> list[Sample]:
     """Samples for `Learner.update` from padded tensors, arrays or lists; padding on either side.
 
     Credit is given in one of three ways: `rewards` with `group_ids`, which go through the
-    estimator of `config`; `advantages` of sequences; or `token_advantages`, which reach the loss
+    estimator; `advantages` of sequences; or `token_advantages`, which reach the loss
     unchanged. Sequences without a response token are left out.
 
     Args:
@@ -44,7 +45,7 @@ def from_padded(
         old_logprobs: (B, T) of the sampled tokens, each at its token's own place; pass
             `old_logprobs="engine"` to `Learner.update` to take them as pi_old.
         turn_ids: (B, T) turn of each response token, from 0; one turn by default.
-        config: The estimator; `AdvantageConfig(estimator="outcome")` by default.
+        estimator: `gspo_env.credit.Outcome()` by default.
 
     Raises:
         BatchError: Shapes, masks, groups or turns do not fit together.
@@ -69,7 +70,7 @@ def from_padded(
     if sum(given is not None for given in (rewards, advantages, token_advantages)) != 1:
         raise BatchError("expected exactly one of rewards, advantages and token_advantages")
     if rewards is not None:
-        credit = _from_rewards(rewards, group_ids, turns, config)
+        credit = _from_rewards(rewards, group_ids, turns, estimator)
     elif advantages is not None:
         values = _array("advantages", advantages, ids.shape[:1], np.float64)
         credit = np.repeat(values[:, None], ids.shape[1], axis=1)
@@ -88,9 +89,7 @@ def from_padded(
     ]
 
 
-def _from_rewards(
-    rewards: Any, group_ids: Any, turns: IntArray, config: AdvantageConfig | None
-) -> FloatArray:
+def _from_rewards(rewards: Any, group_ids: Any, turns: IntArray, estimator: Any) -> FloatArray:
     """The estimator's advantages, (B, T)."""
     if group_ids is None:
         raise BatchError("rewards were given without group_ids; expected both")
@@ -106,7 +105,7 @@ def _from_rewards(
         Group(task=episodes[place[0]].task, episodes=tuple(episodes[b] for b in place))
         for place in members
     ]
-    rows, _ = estimate(batch, config or AdvantageConfig(estimator="outcome"))
+    rows = estimate(batch, estimator or Outcome()).advantages
     credit = np.zeros(turns.shape)
     for place, row in zip(members, rows, strict=True):
         for b, advantage in zip(place, row, strict=True):

@@ -1,4 +1,4 @@
-"""What this machine and a model lack, each with its cause and its mend."""
+"""`gspo-env doctor`: what this machine and a model lack, each with its cause and its mend."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
+
+from gspo_env.cli.options import Run
 
 _LEAST_GIB = 3.0
 """What vLLM takes on a CPU with a tiny model and 1 GiB of cache."""
@@ -21,6 +24,27 @@ class Finding:
     name: str
     ok: bool
     text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doctor(Run):
+    """Check this machine and a model; --plan estimates the memory of a run."""
+
+    plan: bool = False
+    """Estimates the memory of a run with these options instead."""
+
+    def run(self) -> None:
+        """Prints the findings; exits with 1 where something is missing."""
+        if self.plan:
+            from gspo_env.cli.memory import plan
+
+            print(plan(self.resolved))
+            return
+        findings = diagnose(self.resolved.model)
+        for finding in findings:
+            print(f"{'ok ' if finding.ok else 'BAD'} {finding.name}: {finding.text}")
+        if not all(finding.ok for finding in findings):
+            sys.exit(1)
 
 
 def diagnose(model: str = "") -> list[Finding]:
@@ -121,9 +145,11 @@ def _other_torch(name: str) -> str:
 def _vllm_memory() -> str:
     import torch
 
+    from gspo_env.engines.vllm.settings import VLLM
+
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        share = 0.45  # VLLMConfig.gpu_memory_utilization
+        share = VLLM().gpu_memory_utilization
         if free < share * total:
             return (
                 f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the GPU are free, its share is "

@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_iter
 from gspo_env.batch.packing import pack
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.config import Config
+from gspo_env.engines.base import Transformers
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ModelError
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.load import add_adapter
 from gspo_env.model.scorer import Scorer
-from gspo_env.recipes.embedded import build
 
 HEAP = {"cpu": 1.4}
 """What a device's allocator takes for activations over what they are: freed blocks of glibc's heap
@@ -53,6 +53,16 @@ class Plan:
     def update(self) -> int:
         """All that an update needs at its peak."""
         return self.weights + self.reference + self.gradients + self.optimizer + self.activations
+
+    def __str__(self) -> str:
+        """Writes one line for each part."""
+        parts = ("weights", "reference", "gradients", "optimizer", "activations", "update")
+        lines = [f"{name:12} {getattr(self, name) / 2**20:10,.1f} MiB" for name in parts]
+        lines[-1] += f", microbatches of {self.tokens:,} tokens"
+        if self.cache:
+            size = self.cache / 2**20
+            lines.append(f"{'rollout':12} {size:10,.1f} MiB at most for keys and values")
+        return "\n".join(lines)
 
 
 def plan(config: Config) -> Plan:
@@ -80,7 +90,7 @@ def plan(config: Config) -> Plan:
         kept = 2 * (numbers if learner.optimizer != "adamw" else gradients)
     return Plan(
         weights=weights,
-        reference=given if config.objective.kl_coef and not learner.lora_rank else 0,
+        reference=given if config.loss.kl_coef and not learner.lora_rank else 0,
         gradients=gradients,
         optimizer=kept,
         activations=int(max(0, peak - gradients) * HEAP.get(device, 1.0)),
@@ -101,8 +111,8 @@ def _shape(config: Config) -> Any:
                 f"cannot read the configuration of {config.model!r}: {error}"
             ) from error
     env_id = resolve_env(config.env)
-    few = dataclasses.replace(config.embedded, demonstrations=200)
-    return build(make_env(env_id, **config.env_kwargs), env_id, few, config.seed)[0].config
+    few = dataclasses.replace(config.recipe, demonstrations=200)
+    return few.build(make_env(env_id, **config.env_kwargs), env_id, config.seed)[0].config
 
 
 def _model(shape: Any, config: Config) -> Any:
@@ -201,7 +211,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _cache(shape: Any, config: Config, itemsize: int) -> int:
-    if config.engine != "transformers":
+    if not isinstance(config.engine, Transformers):
         return 0
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     each = 2 * shape.num_hidden_layers * shape.num_key_value_heads * width * itemsize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -60,3 +60,20 @@ class Engine(Protocol):
     def close(self) -> None:
         """Frees everything."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transformers:
+    """Continuous batching over the learner's own weights, in this process."""
+
+    def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
+        """Starts the engine with the weights of a model.
+
+        Args:
+            model: The learner's causal LM.
+            max_slots: The most sequences at once.
+            max_context: The most tokens of one sequence.
+        """
+        from gspo_env.engines.transformers import TransformersEngine
+
+        return TransformersEngine(model, max_slots=max_slots, max_context=max_context)

@@ -6,7 +6,6 @@ import copy
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -20,88 +19,12 @@ from gspo_env.batch.prefix import deal
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, MissingExtraError
 from gspo_env.learner.log import UpdateLog
+from gspo_env.learner.loss import GSPO as ObjectiveConfig
 from gspo_env.learner.objectives import importance_weights, packed_policy_loss
+from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.head import linear_head
 from gspo_env.model.scorer import Scorer
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveConfig:
-    """The objective; see `gspo_env.learner.objectives.policy_loss`."""
-
-    ratio_level: Literal["sequence", "turn", "token"] = "sequence"
-    """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""
-    clip_low: float = 3e-4
-    """The ratio's lower bound is 1 - clip_low. The paper's setting for a large model; its GRPO
-    baseline has 0.2, and the embedded recipe 0.03, since a tiny model's ratios move further."""
-    clip_high: float = 4e-4
-    """The ratio's upper bound is 1 + clip_high. The paper's setting for a large model; its GRPO
-    baseline has 0.27, and the embedded recipe 0.05."""
-    old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """Whose log-probabilities are pi_old. The engine's save a pass, but a mismatch counts as a
-    ratio."""
-    correction: Literal["none", "truncated", "mask"] = "none"
-    """Weight for the train/inference mismatch; only with the trainer's pi_old."""
-    correction_cap: float = 2.0
-    """The largest correction weight C."""
-    kl_coef: float = 0.0
-    """Weight of the k3 KL to the reference: the model as it was given, with its adapter
-    off or as a frozen copy. 0 computes none."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        if not 0 <= self.clip_low < 1:
-            raise ConfigError(f"clip_low is {self.clip_low!r}; expected a number in [0, 1)")
-        if not (self.clip_high >= 0 and math.isfinite(self.clip_high)):
-            raise ConfigError(f"clip_high is {self.clip_high!r}; expected a number of at least 0")
-        if not (self.kl_coef >= 0 and math.isfinite(self.kl_coef)):
-            raise ConfigError(f"kl_coef is {self.kl_coef!r}; expected a number of at least 0")
-        if not self.correction_cap >= 1:
-            raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
-        if self.correction != "none" and self.old_logprobs == "engine":
-            raise ConfigError(
-                f"correction is {self.correction!r} with old_logprobs 'engine'; expected 'none', "
-                "because the ratio already holds the mismatch"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerConfig:
-    """The optimiser and how a rollout batch is cut."""
-
-    learning_rate: float = 1e-6
-    """AdamW's. The embedded recipe has 1e-3; a LoRA adapter wants about ten times a model's."""
-    warmup_steps: int = 5
-    """Optimiser steps of linear learning-rate warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after it."""
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    minibatches: int = 4
-    """Optimiser steps for each rollout batch."""
-    microbatch_tokens: int = 16384
-    """The most tokens of one forward and backward pass."""
-    lora_rank: int = 0
-    """Rank of a LoRA adapter; 0 trains every weight."""
-    checkpointing: bool = False
-    """Keeps only each layer's input for the backward pass and computes the rest again."""
-    precision: Literal["model", "bfloat16"] = "model"
-    """What the update computes in: the dtype of the weights, or bfloat16 over float32 weights.
-    Log-probabilities are float32 at least."""
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """The 8-bit ones need bitsandbytes."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
-            raise ConfigError(f"learning_rate is {self.learning_rate!r}; expected a number above 0")
-        for name, least in (("minibatches", 1), ("microbatch_tokens", 1), ("warmup_steps", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
-        for name in ("weight_decay", "max_grad_norm", "lora_rank"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 0")
 
 
 class Learner:

@@ -165,7 +165,7 @@ def markdown(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
 
 def _facts(comparison: Comparison) -> str:
     least = 2 / 2**comparison.seeds
-    rms = ", advantages at the same root mean square" if comparison.match_rms else ""
+    rms = ", advantages at the same root mean square" if all(c.credit.rms for c in comparison.problems.values()) else ""
     return (
         f"`{comparison.metric}`, interquartile mean over {comparison.seeds} seeds with its 95 % "
         f"bootstrap interval; the final score is the mean of the last {_TAIL:.0%} of the curve. "

@@ -20,49 +20,14 @@ from gspo_env.env.base import (
     check_step,
     check_tokens,
 )
-from gspo_env.errors import ConfigError, EnvironmentContractError, RolloutError
+from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, Group, StopReason, Task, Timing, Turn
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutConfig:
-    """How episodes are collected."""
-
-    group_size: int = 8
-    """Episodes of each task, G."""
-    temperature: float = 1.0
-    """Sampling temperature in training; the trainer divides its logits by the same."""
-    max_turns: int = 16
-    """Turns after which an episode is cut."""
-    max_turn_tokens: int = 32
-    """The most tokens of one action."""
-    max_context: int = 512
-    """The most tokens of one episode."""
-    timeout: float = 600.0
-    """The most seconds of one episode, waiting for the engine included."""
-    concurrency: int = 256
-    """Episodes in flight."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
-        for name in ("temperature", "timeout"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(f"{name} is {value!r}; expected a number above 0")
-        if self.max_turn_tokens >= self.max_context:
-            raise ConfigError(
-                f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "
-                f"({self.max_context})"
-            )
 
 
 @dataclass(slots=True)
@@ -125,7 +90,7 @@ class Collector:
     async def _episode(self, task: Task, seed: int, temperature: float) -> Episode:
         play = _Play(self, task, seed, temperature)
         try:
-            async with asyncio.timeout(self.config.timeout):
+            async with asyncio.timeout(self.config.episode_timeout):
                 await play.run()
         except TimeoutError:
             if play.error is None and play.stop is None:

@@ -44,12 +44,12 @@ class Loop:
                 self._tasks(step), seed=derive_seed("rollout", config.seed, step)
             )
             metrics = rollout_metrics(groups, time.perf_counter() - started)
-            advantages, credit = estimate(groups, config.advantage)
-            samples = self._samples(groups, advantages)
+            credit = estimate(groups, config.advantage, config.credit)
+            samples = self._samples(groups, credit.advantages)
             await self.collector.engine.sleep()
             if samples:
                 metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
-            metrics |= credit | {"time/sync": await self._sync(step)}
+            metrics |= credit.metrics() | {"time/sync": await self._sync(step)}
             self._log(step, metrics, groups)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 await self._evaluate(step)
@@ -72,7 +72,7 @@ class Loop:
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
     ) -> list[Sample]:
         """Every episode that may be trained on, with its credit."""
-        keep_cut = self.config.advantage.train_on_truncated
+        keep_cut = self.config.credit.train_on_truncated
         return [
             to_sample(episode, values)
             for group, rows in zip(groups, advantages, strict=True)

@@ -11,20 +11,16 @@ from transformers import AutoModelForCausalLM
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
 from gspo_env.env.registration import make_env
-from gspo_env.recipes.embedded import EmbeddedConfig
-from gspo_env.rollout.collector import RolloutConfig
-from gspo_env.tracking.mlflow import TrackingConfig
 
 
 def tiny(**changes):
-    config = Config(
+    config = Config.from_recipe(
         steps=3,
         tasks_per_step=4,
         eval_every=2,
         eval_tasks=8,
-        rollout=RolloutConfig(group_size=4),
-        embedded=EmbeddedConfig(hidden_size=32, demonstrations=64, imitation_steps=40),
-        tracking=TrackingConfig(enabled=False),
+        rollout={"group_size": 4},
+        tracker="none",
     )
     return dataclasses.replace(config, **changes)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gspo_env.batch.padded import from_padded
-from gspo_env.credit.estimate import AdvantageConfig
+from gspo_env.credit import ReturnsToGo
 from gspo_env.errors import BatchError
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 
@@ -57,9 +57,10 @@ def test_rewards_of_episodes_become_the_groups_outcome_advantages():
 
 
 def test_rewards_of_turns_go_through_any_estimator():
-    config = AdvantageConfig(estimator="returns_to_go", scale="none")
     rewards = [[1.0, 2.0], [0.5, np.nan], [0.0, 1.0], [1.0, 1.0]]
-    samples = build(rewards=rewards, group_ids=GROUPS, turn_ids=TURNS, config=config)
+    samples = build(
+        rewards=rewards, group_ids=GROUPS, turn_ids=TURNS, estimator=ReturnsToGo(scale="none")
+    )
     # returns-to-go [3, 2] and [0.5]: each against the mean of the other episode's turns
     np.testing.assert_allclose(samples[0].advantages, [3 - 0.5, 2 - 0.5, 2 - 0.5])
     np.testing.assert_allclose(samples[1].advantages, [0.5 - 2.5] * 2)

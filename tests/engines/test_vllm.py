@@ -17,15 +17,16 @@ import pytest
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_sample
 from gspo_env.config import Config
-from gspo_env.credit.estimate import AdvantageConfig, estimate
+from gspo_env.credit import ReturnsToGo, estimate
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.vllm.local import VLLMConfig, VLLMEngine
-from gspo_env.engines.vllm.server import VLLMServerConfig, VLLMServerEngine
+from gspo_env.engines.vllm.local import VLLM, VLLMEngine
+from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.export import named_weights
-from gspo_env.recipes.embedded import EmbeddedConfig, build, to_samples, warm_up
+from gspo_env.recipes.embedded import build, to_samples, warm_up
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
@@ -35,7 +36,7 @@ from gspo_env.types import Task
 pytestmark = pytest.mark.vllm
 
 ENV = "gspo/Lookup-v0"
-EAGER = VLLMConfig(enforce_eager=True)
+EAGER = VLLM(enforce_eager=True)
 LIMITS = RolloutConfig(concurrency=64)
 SIZES = {"max_slots": 64, "max_context": LIMITS.max_context}
 
@@ -44,7 +45,7 @@ SIZES = {"max_slots": 64, "max_context": LIMITS.max_context}
 def parts():
     """A model that plays, and its transcript maker."""
     env = make_env(ENV)
-    config = EmbeddedConfig(demonstrations=300, imitation_steps=60)
+    config = Tiny(demonstrations=300, imitation_steps=60)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
     chat = ChatTokenizer(tokenizer)
     warm_up(model, to_samples(demonstrations, chat, env), config, 0, lambda step, loss: None)
@@ -82,7 +83,7 @@ def collect(engine, chat, tasks=16, seed=0, size=4):
 
 def update(learner, groups):
     """One training step; its metrics hold the mismatch before it."""
-    advantages, _ = estimate(groups, AdvantageConfig())
+    advantages = estimate(groups, ReturnsToGo()).advantages
     return learner.update(
         [
             to_sample(episode, values)
@@ -192,13 +193,13 @@ def check_learned(history):
 
 def test_a_training_run_with_vllm_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    check_learned(GSPOAgent(config=short_run(engine="vllm")).train())
+    check_learned(GSPOAgent(config=short_run(engine=EAGER)).train())
 
 
 def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fleet = VLLMServerConfig(replicas=2)
-    agent = GSPOAgent(config=short_run(engine="vllm-server", server=fleet))
+    fleet = VLLMServer(replicas=2, enforce_eager=True)
+    agent = GSPOAgent(config=short_run(engine=fleet))
     servers = agent._new_engine()  # from the weights before the warm-up: the run has to renew them
     pids, generate = servers.pids, servers.generate
     requests = 0
@@ -222,8 +223,8 @@ def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_pa
 
 def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_nothing(parts):
     learner = learner_of(parts)
-    fleet = VLLMServerConfig(replicas=2, transfer="gloo")
-    servers = VLLMServerEngine(build_other(parts[0]), EAGER, fleet, **SIZES)
+    fleet = VLLMServer(replicas=2, transfer="gloo", enforce_eager=True)
+    servers = VLLMServerEngine(build_other(parts[0]), fleet, **SIZES)
     try:
         written = os.stat(servers._folder / "model.safetensors").st_mtime_ns
         for version in range(1, 5):
@@ -254,9 +255,9 @@ def test_a_server_without_the_transfer_backend_is_named_with_its_reason(parts, m
             assert name == "weight_transfer_config"
 
     monkeypatch.setattr(vllm_server, "engine_arguments", without_backend)
-    fleet = VLLMServerConfig(transfer="gloo")
+    fleet = VLLMServer(transfer="gloo", enforce_eager=True)
     with pytest.raises(EngineError, match=r"none of the 1 vLLM .*backend is None; expected 'gloo'"):
-        VLLMServerEngine(parts[0], EAGER, fleet, **SIZES)
+        VLLMServerEngine(parts[0], fleet, **SIZES)
 
 
 def build_other(model):

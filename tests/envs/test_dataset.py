@@ -21,7 +21,8 @@ from gspo_env.config import Config
 from gspo_env.env.base import Action
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.recipes.embedded import EmbeddedConfig, build_tokenizer
+from gspo_env.recipes.embedded import build_tokenizer
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.seeding import HELD_OUT
 from gspo_env.tracking.mlflow import TrackingConfig
@@ -383,7 +384,7 @@ def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatc
         eval_every=0,
         eval_tasks=4,
         rollout=RolloutConfig(group_size=4),
-        embedded=EmbeddedConfig(hidden_size=32, demonstrations=64, imitation_steps=40),
+        recipe=Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
         tracking=TrackingConfig(enabled=False),
     )
     history = GSPOAgent(config=config).train()

@@ -12,7 +12,8 @@ from gspo_env.batch.packing import microbatches, pack
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.learner.objectives import policy_loss
-from gspo_env.recipes.embedded import EmbeddedConfig, build_model
+from gspo_env.recipes.embedded import build_model
+from gspo_env.recipes.tiny import Tiny
 
 
 def learner_of(model, objective=None, **config):
@@ -142,7 +143,7 @@ def test_a_lora_adapter_is_all_that_an_update_changes(model, samples):
 
 
 def test_imitation_lowers_its_own_loss(player):
-    fresh = build_model(EmbeddedConfig(hidden_size=32), len(player.tokenizer), 0, 0)
+    fresh = build_model(Tiny(hidden_size=32), len(player.tokenizer), 0, 0)
     learner = learner_of(fresh, learning_rate=1e-2)
     losses = [learner.imitate(player.samples[:32]) for _ in range(10)]
     assert losses[-1] < 0.7 * losses[0]

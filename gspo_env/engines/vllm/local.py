@@ -13,7 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,47 +21,13 @@ import torch
 from torch import Tensor
 
 from gspo_env.engines.base import Completion, Sampling
-from gspo_env.errors import ConfigError, EngineError, MissingExtraError
+from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
+from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLLMConfig:
-    """vLLM's own settings; without effect with the `transformers` engine."""
-
-    tensor_parallel_size: int = 1
-    """GPUs that share the model."""
-    gpu_memory_utilization: float = 0.45
-    """Share of a GPU's memory, which the learner has the rest of."""
-    kv_cache_gib: float = 1.0
-    """Size of the cache of keys and values on a CPU; a GPU's follows from its memory share."""
-    dtype: str = "auto"
-    """`auto` is the learner's."""
-    enforce_eager: bool = False
-    """No CUDA graphs and no compilation: a slower engine that starts sooner."""
-    quantization: str = ""
-    """Such as `fp8`; empty for none."""
-    sleep: bool = True
-    """Whether a GPU engine gives its memory to the learner during an update."""
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    """Any other argument of vLLM's engine; wins over all of the above."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size!r}; expected at least 1"
-            )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; expected a share of 1"
-            )
-        if not self.kv_cache_gib > 0:
-            raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib!r}; expected a number above 0")
-
-
 def engine_arguments(
-    config: VLLMConfig, dtype: torch.dtype, max_slots: int, max_context: int
+    config: VLLMSettings, dtype: torch.dtype, max_slots: int, max_context: int
 ) -> dict[str, Any]:
     """The arguments of vLLM's engine, in process and served alike."""
     arguments: dict[str, Any] = {
@@ -109,10 +75,10 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, model: Any, config: VLLMConfig, *, max_slots: int = 256, max_context: int = 4096
+        self, model: Any, config: VLLM, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
         self.weights_version = 0
-        self._sleeps = config.sleep and torch.cuda.is_available()
+        self._sleeps = config.sleep_during_update and torch.cuda.is_available()
         self._asleep = False
         self._in_place = config.tensor_parallel_size == 1
         self._folder = tempfile.TemporaryDirectory(prefix="gspo-env-vllm-")

@@ -15,18 +15,18 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx2 as httpx
 import torch
 from torch import Tensor
 
 from gspo_env.engines.base import Completion, Sampling
-from gspo_env.engines.vllm.local import VLLMConfig, engine_arguments, sampling_fields
+from gspo_env.engines.vllm.local import engine_arguments, sampling_fields
 from gspo_env.engines.vllm.process import Server, healthy, start, stop, wait
-from gspo_env.errors import ConfigError, EngineError, MissingExtraError
+from gspo_env.engines.vllm.settings import VLLMServer
+from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
 logger = logging.getLogger(__name__)
@@ -37,42 +37,12 @@ _PATIENCE = 512
 """Requests that may break off at a server that still answers, until the next weights."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLLMServerConfig:
-    """Which servers; without effect with the other engines."""
-
-    addresses: tuple[str, ...] = ()
-    """Running servers, such as `http://node1:8000`; none starts `replicas` of our own. They need
-    VLLM_SERVER_DEV_MODE=1, `--enable-scale-out` and `--logprobs-mode processed_logprobs`."""
-    replicas: int = 1
-    """How many servers to start."""
-    transfer: Literal["auto", "folder", "gloo", "nccl", "ipc"] = "auto"
-    """How weights get to the servers. Given servers need `--weight-transfer-config
-    '{"backend": "nccl"}'` for all but `folder`, and `ipc` the trainer's own GPU. `auto` is `folder`
-    for a model on a CPU; on a GPU `ipc` for servers of our own and `nccl` for given ones."""
-    shared_folder: str = ""
-    """Where weights are written for servers to read; empty is a temporary folder here."""
-    start_timeout: float = 600.0
-    """Seconds that a server may take to become healthy."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        if self.replicas < 1:
-            raise ConfigError(f"replicas is {self.replicas!r}; expected at least 1")
-        if not self.start_timeout > 0:
-            raise ConfigError(f"start_timeout is {self.start_timeout!r}; expected above 0")
-        for address in self.addresses:
-            if not address.startswith(("http://", "https://")):
-                raise ConfigError(f"addresses has {address!r}; expected http://HOST:PORT")
-
-
 class VLLMServerEngine:
     """Samples through `vllm serve` processes.
 
     Args:
         model: The learner's causal LM: the architecture and the first weights.
-        config: vLLM's settings, for the servers that are started.
-        fleet: Which servers.
+        config: Which servers, and vLLM's settings for those that are started.
         max_slots: The most requests in flight at once.
         max_context: The most tokens of one sequence.
 
@@ -84,8 +54,7 @@ class VLLMServerEngine:
     def __init__(
         self,
         model: Any,
-        config: VLLMConfig,
-        fleet: VLLMServerConfig,
+        config: VLLMServer,
         *,
         max_slots: int = 256,
         max_context: int = 4096,
@@ -95,26 +64,26 @@ class VLLMServerEngine:
         self._max_context, self._max_slots = max_context, max_slots
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._temporary = tempfile.TemporaryDirectory(prefix="gspo-env-fleet-")
-        self._folder = Path(fleet.shared_folder or self._temporary.name) / "weights"
+        self._folder = Path(config.shared_folder or self._temporary.name) / "weights"
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
-        self._transfer = _transfer(fleet, next(model.parameters()).device)
+        self._transfer = _transfer(config, next(model.parameters()).device)
         self._source: Any = None
         self._why_lost = ""
         self._exporter.write(named_weights(model), self._folder)
-        if fleet.addresses:
-            self._servers = [Server(address=a.rstrip("/")) for a in fleet.addresses]
+        if config.addresses:
+            self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
         else:
             dtype = next(model.parameters()).dtype
             arguments = engine_arguments(config, dtype, max_slots, max_context)
             if self._transfer != "folder":
                 arguments["weight_transfer_config"] = {"backend": self._transfer}
-            environment = self._environment(config.kv_cache_gib, fleet.replicas)
-            logs = [Path(self._temporary.name) / f"server-{n}.log" for n in range(fleet.replicas)]
+            environment = self._environment(config.kv_cache_gib, config.replicas)
+            logs = [Path(self._temporary.name) / f"server-{n}.log" for n in range(config.replicas)]
             self._servers = [start(self._folder, log, arguments, environment) for log in logs]
         processes = [s.process for s in self._servers if s.process is not None]
         self._stop = weakref.finalize(self, stop, processes)
         try:
-            wait(self._servers, fleet.start_timeout)
+            wait(self._servers, config.server_start_timeout)
             self._send(named_weights(model))
         except BaseException:
             self.close()
@@ -301,12 +270,12 @@ def _check_backend(client: httpx.Client, backend: str) -> None:
         )
 
 
-def _transfer(fleet: VLLMServerConfig, device: torch.device) -> str:
-    if fleet.transfer != "auto":
-        return fleet.transfer
+def _transfer(config: VLLMServer, device: torch.device) -> str:
+    if config.transfer != "auto":
+        return config.transfer
     if device.type == "cpu":
         return "folder"
-    return "nccl" if fleet.addresses else "ipc"
+    return "nccl" if config.addresses else "ipc"
 
 
 def _completion(server: Server, response: httpx.Response, version: int) -> Completion:
