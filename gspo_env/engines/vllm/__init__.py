@@ -1,1 +1,1 @@
-"""vLLM, in this process and served."""
+"""Engines that sample with vLLM, in this process or on servers."""
