@@ -9,9 +9,8 @@ import os
 import sys
 from dataclasses import dataclass
 
+import tyro
 from packaging.requirements import Requirement
-
-from gspo_env.cli.options import Run
 
 _LEAST_GIB = 3.0
 """What vLLM takes on a CPU with a tiny model and 1 GiB of cache."""
@@ -27,20 +26,15 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Doctor(Run):
-    """Check this machine and a model; --plan estimates the memory of a run."""
+class Doctor:
+    """Check this machine and, where one is named, a model."""
 
-    plan: bool = False
-    """Estimates the memory of a run with these options instead."""
+    model: tyro.conf.Positional[str] = ""
+    """Model folder or hub id."""
 
     def run(self) -> None:
         """Prints the findings; exits with 1 where something is missing."""
-        if self.plan:
-            from gspo_env.cli.memory import plan
-
-            print(plan(self.resolved))
-            return
-        findings = diagnose(self.resolved.model)
+        findings = diagnose(self.model)
         for finding in findings:
             print(f"{'ok ' if finding.ok else 'BAD'} {finding.name}: {finding.text}")
         if not all(finding.ok for finding in findings):

@@ -1,4 +1,4 @@
-"""vLLM, in this process and served."""
+"""Engines that sample with vLLM, in this process or on servers."""
 
 import lazy_loader
 
