@@ -39,7 +39,7 @@ def make_player(steps: int = 100) -> Player:
     config = Tiny(demonstrations=1000, imitation_steps=steps)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
     chat = ChatTokenizer(tokenizer)
-    warm_up(model, to_samples(demonstrations, chat, env), config, 0, lambda step, loss: None)
+    warm_up(model, to_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return Player(model=model, tokenizer=tokenizer, chat=chat)
 
 

@@ -83,7 +83,7 @@ def player():
     )
     tiny, words, demonstrations = build(env, env_id, config, seed=0)
     chat = ChatTokenizer(words)
-    samples = to_samples(demonstrations, chat, env)
+    samples = to_samples(demonstrations, chat)
     warm_up(tiny, samples, config, 0, lambda step, loss: None)
     return Player(env_id, tiny, words, chat, samples)
 

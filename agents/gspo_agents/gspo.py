@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,22 @@ import torch
 
 from gspo_env.config import Config, from_dict, to_dict, to_toml
 from gspo_env.engines import Engine, Sampling
-from gspo_env.env.base import try_out
+from gspo_env.env.info import try_out
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
-from gspo_env.recipes.embedded import Demonstration, to_samples, warm_up
+from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
-from gspo_env.rollout.collector import Collector, instructions
+from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.tracking.mlflow import Tracker
 from gspo_env.tracking.progress import Progress
 from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
-from gspo_env.types import Group
+from gspo_env.types import Episode, Group, Prompt, Role, Task
 
 
 class GSPOAgent:
@@ -52,7 +54,7 @@ class GSPOAgent:
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
-        self._demonstrations: list[Demonstration] = []
+        self._demonstrations: list[Episode] = []
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
         elif model or self.config.model:
@@ -71,7 +73,7 @@ class GSPOAgent:
         self._adapt()
         self.folder: Path | None = None
         self._engine: Engine | None = None
-        self._talk: list[int] = []
+        self._talk: Transcript | None = None
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
@@ -102,7 +104,7 @@ class GSPOAgent:
                 collector.pool.close()
                 self.close()
             self._finish(folder, history, tracker)
-            progress.line(self._summary(folder, history, tracker))
+            progress.line(self._summary(folder, report.evaluations, tracker))
         return history
 
     def evaluate(
@@ -128,7 +130,8 @@ class GSPOAgent:
         """The `eval/...` metrics on the held-out tasks, sampled and greedy."""
         collector = self._collector()
         try:
-            return asyncio.run(evaluate(collector, self.env_id, self.config.eval_tasks))[0]
+            evaluation = evaluate(collector, self.env_id, self.config.eval_tasks)
+            return asyncio.run(evaluation).metrics()
         finally:
             collector.pool.close()
             self.close()
@@ -139,24 +142,47 @@ class GSPOAgent:
             self._engine.close()
             self._engine = None
 
-    def act(self, observation: str, *, first: bool = False, role: str = "user") -> str:
-        """One greedy action in a running conversation.
+    def play(self, task: Task | int = 0, temperature: float = 0.0) -> Episode:
+        """Plays one episode of the agent's environment.
+
+        Args:
+            task: The task, or only its seed.
+            temperature: 0 is greedy.
+        """
+        if isinstance(task, int):
+            task = Task(env_id=self.env_id, seed=task)
+        collector = self._collector()
+        try:
+            seed = self.config.seed
+            groups = asyncio.run(
+                collector.collect([task], seed=seed, group_size=1, temperature=temperature)
+            )
+        finally:
+            collector.pool.close()
+        return groups[0].episodes[0]
+
+    def act(self, observation: str, *, prompt: Prompt | None = None, role: Role = "user") -> str:
+        """One greedy action in a conversation.
 
         Args:
             observation: What the environment said.
-            first: Starts a new conversation.
-            role: `tool` where the observation is a tool's result.
+            prompt: Begins a new conversation; `gspo_env.env.read_prompt` reads an environment's.
+            role: `tool` if the observation is the answer of a tool.
+
+        Raises:
+            ConfigError: No conversation has begun.
         """
-        if first or not self._talk:
-            self._talk = list(self.chat.start(observation, *instructions(self._env)))
-        else:
-            self._talk += self.chat.follow(observation, self._talk[-1], role)
+        if prompt is not None:
+            self._talk = Transcript(self.chat, prompt)
+        if self._talk is None:
+            raise ConfigError("act has no conversation; expected a prompt with the first call")
+        self._talk.read(observation, role)
         limits = self.config.rollout
         sampling = Sampling(
             max_tokens=limits.max_turn_tokens, temperature=0.0, stop_ids=self.chat.stop_ids
         )
-        completion = asyncio.run(self._new_engine().generate(self._talk, sampling))
-        self._talk += completion.token_ids
+        completion = asyncio.run(self._new_engine().generate(self._talk.ids, sampling))
+        self._talk.write(completion.token_ids)
         return self.chat.decode(completion.token_ids)
 
     def save(self, path: str | Path) -> None:
@@ -184,7 +210,7 @@ class GSPOAgent:
         settings = self.config.recipe
         if not self._demonstrations or not settings.imitation_steps:
             return
-        samples = to_samples(self._demonstrations, self.chat, self._env)
+        samples = to_samples(self._demonstrations, self.chat)
 
         total = settings.imitation_steps
 
@@ -219,39 +245,45 @@ class GSPOAgent:
         if self.config.tracker.log_model:
             tracker.artifact(folder / "model", "model")
 
-    def _summary(self, folder: Path, history: History, tracker: Tracker) -> str:
-        scores = [m for _, m in history if "eval/success" in m]
-        first, last = scores[0], scores[-1]
+    def _summary(self, folder: Path, evaluations: Sequence[Evaluation], tracker: Tracker) -> str:
+        first, last = evaluations[0], evaluations[-1]
         return (
             f"Success on {self.config.eval_tasks} held-out tasks: "
-            f"{first['eval/success']:.1%} before training, {last['eval/success']:.1%} after "
-            f"(greedy {first['eval/success_greedy']:.1%} and {last['eval/success_greedy']:.1%}).\n"
+            f"{first.success:.1%} before training, {last.success:.1%} after "
+            f"(greedy {first.success_greedy:.1%} and {last.success_greedy:.1%}).\n"
             f"Model, config and learning curve: {folder}\n"
             f"Tracked in MLflow: {tracker.how_to_look}"
         )
 
 
 class _Reporter:
-    """Shows each step in the terminal and logs it."""
+    """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
 
     def __init__(self, total: int, progress: Progress, tracker: Tracker, folder: Path) -> None:
         self._total, self._progress, self._tracker = total, progress, tracker
         self._folder = folder
+        self.evaluations: list[Evaluation] = []
 
-    def __call__(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """See `gspo_env.training.loop.Report`."""
+    def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         self._tracker.log(metrics, step)
-        evaluation = "eval/success" in metrics
-        prefix = "eval" if evaluation else "train"
+        self._show("train", step, stats, stats.tokens / stats.seconds)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self.evaluations.append(replace(evaluation, groups=()))
+        self._tracker.log(evaluation.metrics(), step)
+        self._show("evaluate", step, evaluation, None)
+        shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
+        (self._folder / f"episodes-{step:04d}.txt").write_text(shown)
+        self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
+
+    def _show(
+        self, phase: str, step: int, what: RolloutStats | Evaluation, speed: float | None
+    ) -> None:
         self._progress.update(
-            phase="evaluate" if evaluation else "train",
+            phase=phase,
             step=step,
             total=self._total,
-            success=metrics[f"{prefix}/success"],
-            return_=metrics[f"{prefix}/return"],
-            tokens_per_second=metrics.get("rollout/tokens_per_second"),
+            success=what.success,
+            return_=what.mean_return,
+            tokens_per_second=speed,
         )
-        if evaluation:
-            shown = "\n\n".join(render_episode(g.episodes[0]) for g in groups[:8])
-            (self._folder / f"episodes-{step:04d}.txt").write_text(shown)
-            self._tracker.text(f"episodes/step-{step:04d}.txt", shown)

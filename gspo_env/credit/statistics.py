@@ -115,8 +115,8 @@ def value_after(group: Group, used: Sequence[int], returns: Sequence[FloatArray]
     episode = group.episodes[used[n]]
     if episode.terminated:
         return 0.0
-    key = episode.turns[-1].info.get("state_key")
-    visits = anchors(group, used).get(key, []) if isinstance(key, str) else []
+    key = episode.turns[-1].info.state_key
+    visits = [] if key is None else anchors(group, used).get(key, [])
     peers = [returns[m][k] for m, k in visits if m != n]
     if not peers:
         turns = len(episode.turns)

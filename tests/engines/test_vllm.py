@@ -48,7 +48,7 @@ def parts():
     config = Tiny(demonstrations=300, imitation_steps=60)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
     chat = ChatTokenizer(tokenizer)
-    warm_up(model, to_samples(demonstrations, chat, env), config, 0, lambda step, loss: None)
+    warm_up(model, to_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return model, chat
 
 

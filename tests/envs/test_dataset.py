@@ -19,6 +19,7 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.check.environment import check_env
 from gspo_env.config import Config
 from gspo_env.env.base import Action
+from gspo_env.env.info import parse_reset, read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.recipes.embedded import build_tokenizer
@@ -180,9 +181,9 @@ CHAT = [
 def test_the_messages_of_a_chat_are_the_context_of_its_last_answer(chat):
     env = make([{"messages": CHAT}], lambda attempt: attempt.prompt == tuple(CHAT[:4]))
     observation, info = env.reset(seed=0)
-    assert (observation, info["chat_history"]) == ("three", CHAT[1:3])
+    assert (observation, info["messages"]) == ("three", CHAT[1:3])
     assert env.unwrapped.expert_action() == "four"
-    ids = chat.start(observation, "Count.", (), info["chat_history"])
+    ids = chat.start(observation, read_prompt(env, parse_reset("x", (observation, info))[1]))
     rendered = chat.tokenizer.apply_chat_template(
         CHAT[:4], tokenize=False, add_generation_prompt=True
     )
