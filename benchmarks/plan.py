@@ -44,7 +44,7 @@ def make_config(folder: str, case: str):
     from transformers import Qwen3Config
 
     from gspo_env.config import Config
-    from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
+    from gspo_env.learner import GSPO, LearnerConfig
     from gspo_env.rollout.collector import RolloutConfig
 
     shape, sizes, options = CASES[case]
@@ -63,7 +63,7 @@ def make_config(folder: str, case: str):
         model=folder,
         tasks_per_step=2,
         rollout=RolloutConfig(max_context=sizes["context"], max_turn_tokens=64, group_size=8),
-        objective=ObjectiveConfig(kl_coef=options.pop("kl_coef", 0.0)),
+        objective=GSPO(kl_coef=options.pop("kl_coef", 0.0)),
         learner=LearnerConfig(
             minibatches=1,
             warmup_steps=0,
@@ -98,7 +98,6 @@ def _measure(folder: str, case: str, answer) -> None:
                 token_ids=rng.integers(0, shape.vocab_size, length),
                 turn_ids=np.array([-1] + [0] * (length - 1)),
                 advantages=np.ones(length - 1) * (-1) ** n,
-                engine_logprobs=np.full(length - 1, np.nan),
             )
             for n in range(count)
         ]

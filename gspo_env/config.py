@@ -14,7 +14,8 @@ from gspo_env.credit.estimate import AdvantageConfig
 from gspo_env.engines.vllm.local import VLLMConfig
 from gspo_env.engines.vllm.server import VLLMServerConfig
 from gspo_env.errors import ConfigError
-from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
+from gspo_env.learner.loss import GSPO
+from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.embedded import EmbeddedConfig
 from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.tracking.mlflow import TrackingConfig
@@ -56,9 +57,7 @@ class Config:
     """Folder for the results; empty makes a new one under `runs`."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    objective: ObjectiveConfig = field(
-        default_factory=lambda: ObjectiveConfig(clip_low=0.03, clip_high=0.05)
-    )
+    objective: GSPO = field(default_factory=lambda: GSPO(clip_low=0.03, clip_high=0.05))
     learner: LearnerConfig = field(
         default_factory=lambda: LearnerConfig(
             learning_rate=1e-3, warmup_steps=60, schedule="cosine"
@@ -92,7 +91,7 @@ class Config:
             steps=100,
             tasks_per_step=16,
             rollout=RolloutConfig(max_turn_tokens=512, max_context=4096),
-            objective=ObjectiveConfig(),
+            objective=GSPO(),
             learner=LearnerConfig(),
         )
 

@@ -117,7 +117,6 @@ def _model(shape: Any, config: Config) -> Any:
     use_ragged_attention(model)
     if config.learner.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
     return model
 
 
@@ -163,10 +162,10 @@ def _peak(model: Any, batch: PackedBatch, config: Config, microbatches: int) -> 
     scorer = Scorer(model, model, 1.0, config.learner.precision == "bfloat16", head)
     with _Allocations() as allocations:
         for _ in range(microbatches):
-            said, even = scorer(batch, routers=scorer.router_coefficient > 0)
-            loss = said.logprobs_N.sum() + (0 if even is None else even.loss)
+            predictions, balance = scorer(batch, routers=scorer.router_coefficient > 0)
+            loss = predictions.logprobs_N.sum() + (0 if balance is None else balance.loss)
             loss.backward()  # type: ignore[no-untyped-call]
-            del said, even, loss
+            del predictions, balance, loss
     return int(allocations.peak)
 
 

@@ -22,7 +22,9 @@ from gspo_env.batch.sample import Sample, to_sample
 from gspo_env.env.base import check_reset, check_step
 from gspo_env.env.tools import tool_call_frames
 from gspo_env.errors import ConfigError
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner
+from gspo_env.learner.loss import GSPO
+from gspo_env.learner.settings import LearnerConfig
 from gspo_env.rollout.collector import instructions
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import derive_seed
@@ -257,7 +259,7 @@ def warm_up(
         warmup_steps=max(1, config.imitation_steps // 20),
         schedule="cosine",
     )
-    learner = Learner(model, ObjectiveConfig(), settings, total_steps=config.imitation_steps)
+    learner = Learner(model, GSPO(), settings, total_steps=config.imitation_steps)
     generator = torch.Generator().manual_seed(seed)
     size = min(config.imitation_batch, len(samples))
     epoch = math.ceil(len(samples) / size)

@@ -11,7 +11,7 @@ from gspo_env.cli import doctor
 from gspo_env.cli.memory import HEAP, plan
 from gspo_env.cli.memory import _Allocations as allocations
 from gspo_env.cli.memory import _longest as longest_batch
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.load import save_model
 
 
@@ -127,7 +127,7 @@ def test_a_plan_knows_weights_and_what_each_option_saves(tmp_path, model):
 def test_a_plan_is_what_the_update_then_allocates(tmp_path, model):
     model.config.save_pretrained(tmp_path)
     said = planned(tmp_path, minibatches=1)
-    learner = Learner(model, ObjectiveConfig(), LearnerConfig(minibatches=1), total_steps=4)
+    learner = Learner(model, GSPO(), LearnerConfig(minibatches=1), total_steps=4)
     batch = longest_batch(8, 128, model.config.vocab_size)
     with allocations() as real:
         for _ in range(2):
