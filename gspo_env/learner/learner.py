@@ -321,7 +321,9 @@ def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutpu
         raise BatchError(f"the loss of {name} is {float(value)}; expected a finite number")
     parts: dict[str, Tensor | None] = {}
     for field in ("ratio", "clipped", "kl"):
-        part: Tensor | None = getattr(output, field)
+        part: Any = getattr(output, field)
+        if part is not None and not isinstance(part, Tensor):
+            raise BatchError(f"{field} of {name} is {part!r}; expected a tensor or None")
         if part is not None and part.shape != (tokens,):
             raise BatchError(
                 f"{field} of {name} has shape {tuple(part.shape)}; expected ({tokens},)"

@@ -153,9 +153,6 @@ def test_imitation_lowers_its_own_loss(player):
         (LearnerConfig, {"learning_rate": float("nan")}, "learning_rate is nan"),
         (LearnerConfig, {"minibatches": 0}, "minibatches is 0"),
         (LearnerConfig, {"max_grad_norm": -1.0}, "max_grad_norm is -1.0"),
-        (GSPO, {"clip_low": 1.0}, "clip_low is 1.0"),
-        (GSPO, {"clip_high": float("inf")}, "clip_high is inf"),
-        (GSPO, {"correction": "mask", "old_logprobs": "engine"}, "already holds"),
     ],
 )
 def test_an_impossible_value_is_named(kind, values, words):
