@@ -14,10 +14,10 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
-import torch
 
 from gspo_env.batch.sample import Sample
 from gspo_env.env.registration import make_env
+from gspo_env.learner.log import UpdateStats
 from gspo_env.recipes.embedded import (
     build,
     build_model,
@@ -116,23 +116,27 @@ def samples():
     return make_samples(np.random.default_rng(0), 12)
 
 
+def gradients_and_metrics(learner, samples):
+    """The gradient by parameter name and the metrics, without an optimiser step."""
+    (minibatch,) = learner.score(learner.prepare(samples))
+    stats = UpdateStats(
+        passes=tuple(learner.backward(minibatch)),
+        grad_norms=(0.0,),
+        learning_rate=0.0,
+        tokens=sum(len(s.token_ids) for s in samples),
+        seconds=1.0,
+        clip_range=learner.loss.clip_range,
+    )
+    parameters = learner.policy.named_parameters()
+    found = {n: p.grad.clone() for n, p in parameters if p.grad is not None}
+    learner.optimizer.zero_grad()
+    return found, stats.metrics()
+
+
 @pytest.fixture
 def gradients():
-    """The gradient and the metrics of one update, with the optimiser held back."""
-
-    def of(learner, samples):
-        found = {}
-
-        def keep():
-            found.update({n: p.grad.clone() for n, p in learner.policy.named_parameters()})
-            learner.optimizer.zero_grad()
-            return torch.tensor(0.0)
-
-        learner._step = keep
-        metrics = learner.update(samples)
-        return found, metrics
-
-    return of
+    """The gradient of a learner's one minibatch, and its metrics."""
+    return gradients_and_metrics
 
 
 @pytest.fixture(scope="session")

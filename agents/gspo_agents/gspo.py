@@ -203,7 +203,7 @@ class GSPOAgent:
 
     def _adapt(self) -> None:
         if self.config.learner.lora_rank:
-            self.model = add_adapter(self.model, self.config.learner.lora_rank)
+            self.model = add_adapter(self.model, self.config.learner.lora_rank, self.config.seed)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Lets the embedded model imitate its demonstrations; a given model, or twice: nothing."""

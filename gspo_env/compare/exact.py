@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from gspo_env.credit.estimators import Estimator
-from gspo_env.learner.objectives import RatioLevel, packed_policy_loss
+from gspo_env.learner.loss import RatioLevel
+from gspo_env.learner.objectives import packed_policy_loss
 from gspo_env.types import Episode, FloatArray, Group, IntArray, Task, bare_episode
 
 _TASK = Task(env_id="tabular", seed=0)

@@ -1,4 +1,4 @@
-"""The learner's settings, which can be read without torch."""
+"""The settings of the learner; light, so that configs and `--help` stay fast."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from gspo_env.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerConfig:
-    """The optimiser and how a rollout batch is cut."""
+    """The optimiser, and how a rollout batch is split."""
 
     learning_rate: float = 1e-6
-    """AdamW's. The embedded recipe has 1e-3; a LoRA adapter wants about ten times a model's."""
+    """Learning rate of AdamW. A LoRA adapter needs about ten times that of a whole model."""
     warmup_steps: int = 5
     """Optimiser steps of linear learning-rate warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after it."""
+    """The learning rate after the warm-up."""
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     minibatches: int = 4
     """Optimiser steps for each rollout batch."""
     microbatch_tokens: int = 16384
-    """The most tokens of one forward and backward pass."""
+    """Most tokens of one forward and backward pass."""
     lora_rank: int = 0
     """Rank of a LoRA adapter; 0 trains every weight."""
     checkpointing: bool = False
     """Keeps only each layer's input for the backward pass and computes the rest again."""
     precision: Literal["model", "bfloat16"] = "model"
-    """What the update computes in: the dtype of the weights, or bfloat16 over float32 weights.
+    """The update computes in the dtype of the weights, or in bfloat16 over float32 weights.
     Log-probabilities are float32 at least."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """The 8-bit ones need bitsandbytes."""

@@ -23,7 +23,7 @@ from gspo_env.engines.vllm.local import VLLM, VLLMEngine
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.export import named_weights
 from gspo_env.recipes.embedded import build, to_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
@@ -95,7 +95,7 @@ def update(learner, groups):
 
 def learner_of(parts):
     settings = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=2)
-    return Learner(copy.deepcopy(parts[0]), ObjectiveConfig(), settings, total_steps=100)
+    return Learner(copy.deepcopy(parts[0]), GSPO(), settings, total_steps=100)
 
 
 def sync(engine, learner, version):
@@ -109,8 +109,8 @@ def test_engine_and_trainer_agree_after_every_weight_update(parts, engine):
         groups = collect(engine, parts[1])  # the same prompts each time: a stale cache would show
         assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
         metrics = update(learner, groups)
-        assert metrics["rollout/logprob_diff_max"] < 1e-4
-        assert metrics["rollout/ratio_outside_clip"] == 0.0
+        assert metrics["train/logprob_diff_max"] < 1e-4
+        assert metrics["train/ratio_outside_clip"] == 0.0
 
 
 @pytest.mark.parametrize("fault", ["weights not loaded", "prefix cache not reset"])
@@ -123,7 +123,7 @@ def test_the_agreement_would_notice(parts, engine, monkeypatch, fault):
     else:
         monkeypatch.setattr(engine._engine, "reset_prefix_cache", lambda: True)
     sync(engine, learner, 2)
-    assert update(learner, collect(engine, parts[1]))["rollout/logprob_diff_max"] > 1e-3
+    assert update(learner, collect(engine, parts[1]))["train/logprob_diff_max"] > 1e-3
     monkeypatch.undo()
     sync(engine, learner_of(parts), 3)
 
@@ -172,11 +172,11 @@ def test_a_lora_adapter_reaches_the_engine(parts, engine):
 
     adapted = get_peft_model(copy.deepcopy(parts[0]), LoraConfig(r=4, target_modules="all-linear"))
     settings = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=1)
-    learner = Learner(adapted, ObjectiveConfig(), settings, total_steps=10)
+    learner = Learner(adapted, GSPO(), settings, total_steps=10)
     sync(engine, learner, 1)
     update(learner, collect(engine, parts[1]))
     sync(engine, learner, 2)
-    assert update(learner, collect(engine, parts[1]))["rollout/logprob_diff_max"] < 1e-4
+    assert update(learner, collect(engine, parts[1]))["train/logprob_diff_max"] < 1e-4
 
 
 def short_run(**changes):
@@ -188,7 +188,7 @@ def short_run(**changes):
 def check_learned(history):
     scores = [m["eval/success"] for _, m in history if "eval/success" in m]
     assert scores[-1] >= scores[0] + 0.2
-    assert max(m.get("rollout/logprob_diff_max", 0.0) for _, m in history) < 1e-4
+    assert max(m.get("train/logprob_diff_max", 0.0) for _, m in history) < 1e-4
 
 
 def test_a_training_run_with_vllm_learns(tmp_path, monkeypatch):
@@ -233,7 +233,7 @@ def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_noth
             sync(servers, learner, version)
             groups = collect(servers, parts[1])
             assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
-            assert update(learner, groups)["rollout/logprob_diff_max"] < 1e-4
+            assert update(learner, groups)["train/logprob_diff_max"] < 1e-4
         assert servers.servers_lost == 1
         assert os.stat(servers._folder / "model.safetensors").st_mtime_ns == written
     finally:
