@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> Any:
         if known == name and issubclass(command, Run):
             commands[known], rest = prepare(command, rest)
     summaries = {
-        known: type(command).__doc__.partition("\n")[0] for known, command in commands.items()
+        known: str(type(command).__doc__).partition("\n")[0] for known, command in commands.items()
     }
     kind = tyro.extras.subcommand_type_from_defaults(commands, summaries)
     config = (tyro.conf.OmitSubcommandPrefixes,)
