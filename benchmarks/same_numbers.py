@@ -1,4 +1,4 @@
-"""Runs five short trainings in another revision and in this one, and compares every metric.
+"""Runs five short trainings with another revision and with this one, and compares all metrics.
 
     python benchmarks/same_numbers.py REV
 

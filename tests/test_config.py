@@ -1,4 +1,4 @@
-"""One tree: Python, TOML and flags say the same, and what does not fit is named."""
+"""Settings: Python, TOML and flags agree, and errors name the wrong field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent end to end: the same seed gives the same run, and what it saves comes back."""
+"""The agent end to end: the same seed gives the same run, and a saved agent can be loaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _folder(tmp_path, monkeypatch):
 
 
 def timeless(history):
-    """A history without what the clock decides."""
+    """A history without times and rates."""
     return [
         (step, {k: v for k, v in m.items() if "time/" not in k and "per_second" not in k})
         for step, m in history

@@ -1,4 +1,4 @@
-"""Other people's rollouts: the same samples, the same update, clear refusals."""
+"""Padded batches: the same samples, the same update, and clear errors."""
 
 from __future__ import annotations
 

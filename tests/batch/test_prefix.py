@@ -1,4 +1,4 @@
-"""Shared prefixes: every shared token once, and the numbers of computing it for each sequence."""
+"""Shared prefixes: each shared token once, with the same numbers as separate sequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sample_of(rng, tokens, turns):
 
 
 def group(rng, count=8, vocabulary=200):
-    """Episodes of one task: a prompt, a first turn that most share, then each its own."""
+    """Episodes of one task: a common prompt, a first turn that most share, then separate turns."""
     prompt = rng.integers(1, vocabulary, 30)
     opening = rng.integers(1, vocabulary, 20)
     samples = []
@@ -47,7 +47,7 @@ def group(rng, count=8, vocabulary=200):
 
 @pytest.fixture
 def grouped():
-    """Two groups, a copy of an episode, an episode that another begins with, and a stranger."""
+    """Two groups, a copy of an episode, a prefix of another one, and an unrelated episode."""
     rng = np.random.default_rng(3)
     first, second = group(rng), group(rng)
     copied = sample_of(rng, first[0].token_ids, first[0].turn_ids)
@@ -59,7 +59,7 @@ def grouped():
 
 @pytest.fixture
 def unshared(monkeypatch):
-    """Runs something with sharing switched off."""
+    """Calls a function with sharing switched off."""
 
     def run(work):
         with monkeypatch.context() as patch:
@@ -70,7 +70,7 @@ def unshared(monkeypatch):
 
 
 def exact(model):
-    """A copy in float64, its norms too: the library's own compute in float32."""
+    """A copy in float64, with float64 norms; the norms of the library compute in float32."""
     model = copy.deepcopy(model).double()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -147,7 +147,7 @@ def test_attention_over_a_tree_is_that_of_each_sequence_alone(grouped, window, m
     plain = [g.detach().clone().requires_grad_() for g in given]
     flat = PackedAttention(batch.lengths_B).attend(0, *(p[places] for p in plain), 0.3, window)
     torch.testing.assert_close(out[places], flat, rtol=0, atol=1e-12)
-    # each token's weight once, however many sequences it belongs to
+    # the weight of a token counts once, even if several sequences share it
     (flat * (weight / batch.uses_T[:, None, None])[places]).sum().backward()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b.grad, rtol=0, atol=1e-11)

@@ -1,4 +1,4 @@
-"""The doctor names the cause and the mend."""
+"""The doctor names the cause and the fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def finding(name, model=""):
 
 @pytest.fixture
 def versions(monkeypatch):
-    """Pretends that other versions are installed; everything else is this machine's own."""
+    """Pretends that other versions are installed; the rest of the machine is real."""
     real = importlib.metadata.version
 
     def pretend(**changes):

@@ -1,4 +1,4 @@
-"""The command line as a newcomer meets it: good runs finish, bad input gets one sentence."""
+"""The command line: good runs finish, and bad input gets one sentence."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ TINY = [
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
-    """Everything that a command writes lands in a folder of its own."""
+    """Each test runs in a new working folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
 @pytest.fixture
 def root(request):
-    """The repository."""
+    """The root of the repository."""
     return request.config.rootpath
 
 
 def refused(capsys, *arguments):
-    """What a command says on its way out with exit code 2."""
+    """The error message of a command that exits with code 2."""
     with pytest.raises(SystemExit) as end:
         main(list(arguments))
     assert end.value.code == 2

@@ -1,4 +1,4 @@
-"""Comparisons: what is compared is equal but for the arm, resumes, and nothing is dropped."""
+"""Comparisons: runs differ only in the arm, a stopped comparison continues, no run is dropped."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run(comparison, folder, tracking=None):
 
 
 def histories(results):
-    """What happened, without what the clock says."""
+    """The metrics without times and rates."""
     timed = ("time/", "_per_second")
     return {
         (r.run.arm.name, r.run.seed): [
@@ -239,7 +239,7 @@ def test_the_interquartile_mean_and_its_stratified_interval():
 
 
 def test_worked_examples_of_the_tests_between_arms():
-    # ten boys' shoes: Box, Hunter and Hunter, Statistics for Experimenters, table 4.2; 14 in 1024
+    # boys' shoes data: Box, Hunter and Hunter, Statistics for Experimenters, table 4.2; 14 in 1024
     a = [13.2, 8.2, 10.9, 14.3, 10.7, 6.6, 9.5, 10.8, 8.8, 13.3]
     b = [14.0, 8.8, 11.2, 14.2, 11.8, 6.4, 9.8, 11.3, 9.3, 13.6]
     assert paired_permutation_test(a, b) == pytest.approx(14 / 1024)

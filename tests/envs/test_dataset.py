@@ -1,4 +1,4 @@
-"""Tasks from datasets: the seed picks the row, rewards judge the conversation by name."""
+"""Datasets: the seed selects the row, and named rewards score the conversation."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def test_it_keeps_the_contract(tmp_path):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A tiny classifier with random weights, saved as users have them."""
+    """A tiny classifier with random weights, saved in Hugging Face format."""
     folder = tmp_path_factory.mktemp("models") / "tiny-judge"
     tokenizer = build_tokenizer([row["prompt"] for row in SUMS])
     shape = Qwen3Config(

@@ -1,4 +1,4 @@
-"""The update: the packed path equals the objective on padded tensors, however it is cut."""
+"""The update: packed rows give the loss of padded tensors, for every split into microbatches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def learner_of(model, loss=None, **config):
 
 
 def padded(samples):
-    """The same sequences as padded tensors, with an ordinary causal mask."""
+    """The same sequences as padded tensors with a plain causal mask."""
     longest = max(len(s.token_ids) for s in samples)
 
     def rows(values, fill):

@@ -1,4 +1,4 @@
-"""The chunked head: the numbers and gradients of full logits, whatever the chunk."""
+"""The chunked head: values and gradients of full logits, for every chunk size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chunk(monkeypatch):
 
 
 def both(count, vocabulary, temperature, bias, seed=0, dtype=torch.float64):
-    """Values and gradients by the chunked head and by full logits."""
+    """Values and gradients of the chunked head and of full logits."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):

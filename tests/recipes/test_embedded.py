@@ -1,4 +1,4 @@
-"""The tiny default: its words are tokens, its demonstrations slip, its warm-up learns."""
+"""The tiny model: one token a word, imperfect demonstrations, a warm-up that learns."""
 
 from __future__ import annotations
 
