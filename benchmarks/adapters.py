@@ -34,7 +34,7 @@ from typing import Any
 
 from gspo_env import make_env
 from gspo_env.check.environment import check_env, random_policy
-from gspo_env.env.base import check_reset, check_step
+from gspo_env.env.info import parse_reset, parse_step
 from gspo_env.errors import ConfigError, MissingExtraError
 
 EPISODES, TURNS, EPISODE_SECONDS, CHECK_SECONDS = 5, 100, 20, 60
@@ -225,12 +225,12 @@ def within(seconds: float) -> Iterator[None]:
 def play(env: Any, seed: int) -> None:
     """Plays one episode with a random policy; raises the exceptions of the package."""
     rng = random.Random(seed)
-    observation, _ = check_reset("environment", env.reset(seed=seed))
+    observation, _ = parse_reset("environment", env.reset(seed=seed))
     for _ in range(TURNS):
-        step = check_step("environment", env.step(random_policy(rng, observation)))
+        step = parse_step("environment", env.step(random_policy(rng, observation)))
         observation, _, terminated, truncated, info = step
-        if "env_error" in info:
-            raise PackageError(info["env_error"])
+        if "env_error" in info.extra:
+            raise PackageError(info.extra["env_error"])
         if terminated or truncated:
             return
 

@@ -14,7 +14,8 @@ import numpy as np
 from gspo_env.batch.sample import Sample
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.registration import make_env
-from gspo_env.recipes.embedded import EmbeddedConfig, build, to_samples, warm_up
+from gspo_env.recipes.embedded import build, to_samples, warm_up
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
@@ -35,10 +36,10 @@ class Player:
 def make_player(steps: int = 100) -> Player:
     """Builds the default model and trains it on demonstrations for a few steps."""
     env = make_env(ENV)
-    config = EmbeddedConfig(demonstrations=1000, imitation_steps=steps)
+    config = Tiny(demonstrations=1000, imitation_steps=steps)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
     chat = ChatTokenizer(tokenizer)
-    warm_up(model, to_samples(demonstrations, chat, env), config, 0, lambda step, loss: None)
+    warm_up(model, to_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return Player(model=model, tokenizer=tokenizer, chat=chat)
 
 

@@ -18,14 +18,14 @@ import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
 from gspo_env.batch.packing import microbatches, pack
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.attention import PackedAttention
 
 
 def make_learner(model) -> Learner:
     """Makes a learner with one minibatch and a learning rate too small to change the model."""
     config = LearnerConfig(minibatches=1, learning_rate=1e-9, warmup_steps=0)
-    return Learner(model, ObjectiveConfig(), config, total_steps=10**6)
+    return Learner(model, GSPO(), config, total_steps=10**6)
 
 
 def episodes(model, count: int, own: tuple[int, int]) -> list:

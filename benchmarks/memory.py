@@ -22,7 +22,7 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from gspo_env.batch.sample import Sample
-    from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+    from gspo_env.learner import GSPO, Learner, LearnerConfig
 
     torch.set_num_threads(1)
     shape = Qwen3Config(
@@ -36,7 +36,7 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
         tie_word_embeddings=False,
     )
     config = LearnerConfig(minibatches=1, warmup_steps=0)
-    learner = Learner(Qwen3ForCausalLM(shape), ObjectiveConfig(), config, total_steps=10)
+    learner = Learner(Qwen3ForCausalLM(shape), GSPO(), config, total_steps=10)
     if full:
         learner.scorer.head = None
     rng = np.random.default_rng(0)
@@ -47,7 +47,6 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
             token_ids=rng.integers(0, vocabulary, length),
             turn_ids=np.array([-1] + [0] * (length - 1)),
             advantages=np.ones(length - 1) * (-1) ** n,
-            engine_logprobs=np.full(length - 1, np.nan),
         )
         for n in range(count)
     ]

@@ -1,11 +1,10 @@
-"""Compares updates with and without shared prefixes, alternately in one process.
+"""Shared prefixes: an update with and without them, alternately, in one process.
 
     python benchmarks/prefix.py            # hidden 128, 4 layers
     python benchmarks/prefix.py --large    # 100 M parameters
 
-One case has groups of eight episodes with 512 common tokens, and 64 to 128 further tokens each. In
-the other case the episodes share nothing, and the search for shared tokens must cost no time.
-Process CPU time, one thread.
+Groups of eight episodes with 512 tokens in common and 64 to 128 of their own; and episodes that
+share nothing, where the search for shared tokens must cost nothing. Process CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
 from gspo_env.batch import prefix
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 
 
 def gradients(learner, samples) -> dict[str, torch.Tensor]:
-    """Runs one update without the optimiser step."""
-    step, learner._step = learner._step, lambda: torch.zeros(())
-    learner.update(samples)
-    learner._step = step
+    """The gradient of all samples, without an optimiser step."""
+    for minibatch in learner.score(learner.prepare(samples)):
+        learner.backward(minibatch)
     found = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
     learner.optimizer.zero_grad()
     return found
 
 
 def unshared(work) -> None:
-    """Calls a function with sharing switched off."""
+    """Runs something with sharing switched off."""
     kept, prefix._WORTH = prefix._WORTH, 2.0
     try:
         return work()
@@ -44,7 +42,7 @@ def unshared(work) -> None:
 def compare(model, samples, rounds: int, wanted: str) -> None:
     """Prints the time of both and their ratio."""
     config = LearnerConfig(minibatches=1, learning_rate=1e-9, warmup_steps=0)
-    learner = Learner(copy.deepcopy(model), ObjectiveConfig(), config, total_steps=10**6)
+    learner = Learner(copy.deepcopy(model), GSPO(), config, total_steps=10**6)
     ours = gradients(learner, samples)
     plain = unshared(lambda: gradients(learner, samples))
     apart = max(float((ours[n] - g).norm() / g.norm().clamp(min=1e-20)) for n, g in plain.items())
@@ -58,7 +56,7 @@ def compare(model, samples, rounds: int, wanted: str) -> None:
 
 
 def main() -> None:
-    """Prints the gain of sharing, and its cost if nothing is shared."""
+    """Prints what sharing gains, and what it costs where there is nothing to share."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--large", action="store_true", help="100 M parameters")
     parser.add_argument(
@@ -81,9 +79,7 @@ def main() -> None:
     samples = [s for _ in range(count) for s in group(shared=0, own=(256, 512), size=1)]
     total = sum(len(s.token_ids) for s in samples)
     print(f"\n{count} episodes that share nothing: {total} tokens")
-    compare(
-        model, samples, max(rounds, 7), "at least 0.98 wanted"
-    )  # similar times need more rounds
+    compare(model, samples, max(rounds, 7), "at least 0.98 wanted")  # two alike need more rounds
 
 
 if __name__ == "__main__":

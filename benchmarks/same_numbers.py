@@ -20,7 +20,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "rollout/logprob_diff_max": "train/logprob_diff_max",
+    "rollout/logprob_diff_mean": "train/logprob_diff_mean",
+    "rollout/logprob_diff_p99": "train/logprob_diff_p99",
+    "rollout/ratio_outside_clip": "train/ratio_outside_clip",
+}
 """Metrics by their old name."""
 
 TINY = {"embedded": {"demonstrations": 300, "imitation_steps": 40}}

@@ -29,7 +29,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import gymnasium
 from vllm import LLM, SamplingParams
 
-from gspo_env.engines.vllm.local import VLLMConfig, VLLMEngine, engine_arguments
+from gspo_env.engines.vllm.local import VLLM, VLLMEngine, engine_arguments
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.model.export import Exporter, named_weights
@@ -39,7 +39,7 @@ from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Episode, Task
 
 FLIGHT = 64
-CONFIG = VLLMConfig(enforce_eager=True)
+CONFIG = VLLM(enforce_eager=True)
 PAUSE = 0.05
 
 

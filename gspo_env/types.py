@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+
+Role = Literal["user", "tool"]
+"""Who an observation comes from: the user, or a tool that the policy called."""
 
 
 class StopReason(StrEnum):
@@ -47,6 +50,69 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """What the policy reads before the first observation of an episode."""
+
+    system: str | None = None
+    """The system prompt."""
+    tools: tuple[Any, ...] = ()
+    """The `gspo_env.env.Tool`s that the chat template announces."""
+    messages: tuple[Message, ...] = ()
+    """Earlier messages of the conversation: user and assistant in turn, assistant last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResetInfo:
+    """What the `info` of `reset` says. A key that is absent or None has the default."""
+
+    state_key: str | None = None
+    """Name of the first state; equal keys mean equal states."""
+    task_key: str | None = None
+    """Name of the drawn task; equal keys mean equal tasks."""
+    messages: tuple[Message, ...] = ()
+    """Messages (`role`, `content`) before the first observation: user and assistant in turn. A
+    system message may come first and replaces the environment's `system_prompt`."""
+    tools: tuple[Any, ...] | None = None
+    """Tools of this episode; they replace the environment's `tools`."""
+    agent: str | None = None
+    """Name of the agent that acts first, where an environment has several."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys, unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInfo:
+    """What the `info` of `step` says. A key that is absent or None has the default."""
+
+    episodic_reward: float | None = None
+    """On the last step: the outcome of the episode. Default: the sum of the turns' rewards."""
+    success: bool | None = None
+    """On the last step: whether the episode succeeded. Default: the outcome is above 0."""
+    state_key: str | None = None
+    """Name of the state after the step; equal keys mean equal states."""
+    observation_role: Role = "user"
+    """`"tool"` if the observation is the answer of a tool, else `"user"`."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Finite numbers by name; their means are logged as `rollout/reward/NAME`."""
+    token_advantages: tuple[float, ...] | None = None
+    """The advantage of each sampled token of the action, in place of the estimator's."""
+    token_mask: tuple[bool, ...] | None = None
+    """False for the sampled tokens of the action that are not trained on."""
+    agent: str | None = None
+    """Name of the agent that acts next, where an environment has several."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys, unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
     """Wall-clock seconds of one turn."""
 
@@ -56,24 +122,28 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One exchange: what the policy read, what it sampled, what the environment said of it."""
+    """One exchange: what the policy read, what it wrote, how the environment answered.
 
-    prompt_ids: tuple[int, ...]
+    The turns of a text-only policy have no ids and no log-probabilities.
+    """
+
+    prompt_ids: tuple[int, ...] = ()
     """The environment's tokens that are new in this turn, template glue included."""
-    action_ids: tuple[int, ...]
+    action_ids: tuple[int, ...] = ()
     """Exactly the ids that the engine sampled, the end-of-turn id included."""
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] = ()
     """The engine's log-probability of each id of `action_ids` (natural log)."""
     text: str
     """The action as the environment received it."""
     observation: str
     """What the policy read before it acted."""
     reward: float
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: StepInfo = field(default_factory=StepInfo)
+    """What `step` said; empty if the environment did not see the action."""
     timing: Timing = field(default_factory=Timing)
     weights_version: int = 0
     state_key: str | None = None
-    """`info["state_key"]` of the state in which the policy acted; equal keys are equal states."""
+    """The state in which the policy acted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,17 +151,20 @@ class Episode:
     """One episode; also one training sequence, since its token ids only ever grow."""
 
     task: Task
+    prompt: Prompt = field(default_factory=Prompt)
     turns: tuple[Turn, ...]
     outcome: float
-    """The episodic reward: `info["episodic_reward"]`, else the sum of the per-turn rewards."""
+    """The episodic reward; see `gspo_env.rollout.play.conclude`."""
     stop_reason: StopReason
     terminated: bool
     truncated: bool
     error: str | None = None
     success: bool | None = None
-    """`info["success"]` of the last step, else `outcome > 0`."""
+    """What the last step said, else `outcome > 0`; False if the rollout cut the episode."""
     final_observation: str = ""
     """What the environment said after the last action."""
+    reset: ResetInfo = field(default_factory=ResetInfo)
+    """What `reset` said."""
 
     @property
     def rewards(self) -> FloatArray:
@@ -163,7 +236,6 @@ def bare_episode(
     keys = state_keys or [None] * len(lengths)
     turns = tuple(
         Turn(
-            prompt_ids=(),
             action_ids=(0,) * length,
             logprobs=(0.0,) * length,
             text="",

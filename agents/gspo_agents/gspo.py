@@ -5,29 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gspo_env.config import Config, flatten, from_dict, to_toml
-from gspo_env.credit.estimate import check_estimator
-from gspo_env.engines import Engine, Sampling, make_engine
-from gspo_env.env.base import try_out
+from gspo_env.config import Config, from_dict, to_dict, to_toml
+from gspo_env.engines import Engine, Sampling
+from gspo_env.env.info import try_out
 from gspo_env.env.registration import make_env, resolve_env
+from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
-from gspo_env.recipes.embedded import Demonstration, build, to_samples, warm_up
+from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
-from gspo_env.rollout.collector import Collector, instructions
+from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.tracking.mlflow import Tracker
 from gspo_env.tracking.progress import Progress
 from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
-from gspo_env.types import Group
+from gspo_env.types import Episode, Group, Prompt, Role, Task
 
 
 class GSPOAgent:
@@ -48,27 +50,30 @@ class GSPOAgent:
         tokenizer: Any = None,
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
-        self.config = config or Config.for_model(name)
-        check_estimator(self.config.advantage)
+        self.config = config or (Config(model=name) if name else Config.from_recipe())
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
-        self._demonstrations: list[Demonstration] = []
+        self._demonstrations: list[Episode] = []
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
         elif model or self.config.model:
             self.model, self.tokenizer = load_model(model or self.config.model)
         else:
-            self.model, self.tokenizer, self._demonstrations = build(
-                self._env, self.env_id, self.config.embedded, self.config.seed
-            )
+            made = self.config.recipe.build(self._env, self.env_id, self.config.seed)
+            if made is None:
+                raise ConfigError(
+                    "model is '' and the recipe makes none; expected a model, or a recipe such as "
+                    "Config.from_recipe('tiny')"
+                )
+            self.model, self.tokenizer, self._demonstrations = made
         if torch.cuda.is_available():
             self.model.to("cuda")
-        self.chat = ChatTokenizer(self.tokenizer, history=self.config.history)
+        self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
         self._adapt()
         self.folder: Path | None = None
         self._engine: Engine | None = None
-        self._talk: list[int] = []
+        self._talk: Transcript | None = None
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
@@ -80,12 +85,12 @@ class GSPOAgent:
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder = folder
         (folder / "config.toml").write_text(to_toml(config))
-        with Progress() as progress, Tracker(config.tracking) as tracker:
-            tracker.start(flatten(config), {"env": self.env_id})
+        with Progress() as progress, Tracker(config.tracker) as tracker:
+            tracker.start(to_dict(config), {"env": self.env_id})
             self.warm_up(progress)
             learner = Learner(
                 self.model,
-                config.objective,
+                config.loss,
                 config.learner,
                 total_steps=config.steps * config.learner.minibatches,
                 temperature=config.rollout.temperature,
@@ -99,17 +104,24 @@ class GSPOAgent:
                 collector.pool.close()
                 self.close()
             self._finish(folder, history, tracker)
-            progress.line(self._summary(folder, history, tracker))
+            progress.line(self._summary(folder, report.evaluations, tracker))
         return history
 
-    def evaluate(self, tasks: int | None = None, samples: int = 1) -> list[Group]:
-        """Plays held-out tasks, `samples` episodes each, at the training temperature."""
+    def evaluate(
+        self, tasks: int | None = None, samples: int = 1, seed: int | None = None
+    ) -> list[Group]:
+        """Plays held-out tasks, `samples` episodes each, at the training temperature.
+
+        Args:
+            tasks: The config's number by default.
+            samples: Episodes of each task.
+            seed: Decides what is sampled; the config's by default.
+        """
+        draw = self.config.seed if seed is None else seed
         collector = self._collector()
         held_out = held_out_tasks(self.env_id, tasks or self.config.eval_tasks)
         try:
-            return asyncio.run(
-                collector.collect(held_out, seed=self.config.seed, group_size=samples)
-            )
+            return asyncio.run(collector.collect(held_out, seed=draw, group_size=samples))
         finally:
             collector.pool.close()
             self.close()
@@ -118,7 +130,8 @@ class GSPOAgent:
         """The `eval/...` metrics on the held-out tasks, sampled and greedy."""
         collector = self._collector()
         try:
-            return asyncio.run(evaluate(collector, self.env_id, self.config.eval_tasks))[0]
+            evaluation = evaluate(collector, self.env_id, self.config.eval_tasks)
+            return asyncio.run(evaluation).metrics()
         finally:
             collector.pool.close()
             self.close()
@@ -129,24 +142,47 @@ class GSPOAgent:
             self._engine.close()
             self._engine = None
 
-    def act(self, observation: str, *, first: bool = False, role: str = "user") -> str:
-        """One greedy action in a running conversation.
+    def play(self, task: Task | int = 0, temperature: float = 0.0) -> Episode:
+        """Plays one episode of the agent's environment.
+
+        Args:
+            task: The task, or only its seed.
+            temperature: 0 is greedy.
+        """
+        if isinstance(task, int):
+            task = Task(env_id=self.env_id, seed=task)
+        collector = self._collector()
+        try:
+            seed = self.config.seed
+            groups = asyncio.run(
+                collector.collect([task], seed=seed, group_size=1, temperature=temperature)
+            )
+        finally:
+            collector.pool.close()
+        return groups[0].episodes[0]
+
+    def act(self, observation: str, *, prompt: Prompt | None = None, role: Role = "user") -> str:
+        """One greedy action in a conversation.
 
         Args:
             observation: What the environment said.
-            first: Starts a new conversation.
-            role: `tool` where the observation is a tool's result.
+            prompt: Begins a new conversation; `gspo_env.env.read_prompt` reads an environment's.
+            role: `tool` if the observation is the answer of a tool.
+
+        Raises:
+            ConfigError: No conversation has begun.
         """
-        if first or not self._talk:
-            self._talk = list(self.chat.start(observation, *instructions(self._env)))
-        else:
-            self._talk += self.chat.follow(observation, self._talk[-1], role)
+        if prompt is not None:
+            self._talk = Transcript(self.chat, prompt)
+        if self._talk is None:
+            raise ConfigError("act has no conversation; expected a prompt with the first call")
+        self._talk.read(observation, role)
         limits = self.config.rollout
         sampling = Sampling(
             max_tokens=limits.max_turn_tokens, temperature=0.0, stop_ids=self.chat.stop_ids
         )
-        completion = asyncio.run(self._new_engine().generate(self._talk, sampling))
-        self._talk += completion.token_ids
+        completion = asyncio.run(self._new_engine().generate(self._talk.ids, sampling))
+        self._talk.write(completion.token_ids)
         return self.chat.decode(completion.token_ids)
 
     def save(self, path: str | Path) -> None:
@@ -167,14 +203,14 @@ class GSPOAgent:
 
     def _adapt(self) -> None:
         if self.config.learner.lora_rank:
-            self.model = add_adapter(self.model, self.config.learner.lora_rank)
+            self.model = add_adapter(self.model, self.config.learner.lora_rank, self.config.seed)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Lets the embedded model imitate its demonstrations; a given model, or twice: nothing."""
-        settings = self.config.embedded
+        settings = self.config.recipe
         if not self._demonstrations or not settings.imitation_steps:
             return
-        samples = to_samples(self._demonstrations, self.chat, self._env)
+        samples = to_samples(self._demonstrations, self.chat)
 
         total = settings.imitation_steps
 
@@ -187,7 +223,10 @@ class GSPOAgent:
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
-            self._engine = make_engine(self.config, self.model)
+            limits = self.config.rollout
+            self._engine = self.config.engine.start(
+                self.model, max_slots=limits.concurrency, max_context=limits.max_context
+            )
         return self._engine
 
     def _collector(self) -> Collector:
@@ -203,42 +242,48 @@ class GSPOAgent:
         figure.savefig(folder / "learning_curve.png")
         for name in ("config.toml", "learning_curve.png"):
             tracker.artifact(folder / name)
-        if self.config.tracking.log_model:
+        if self.config.tracker.log_model:
             tracker.artifact(folder / "model", "model")
 
-    def _summary(self, folder: Path, history: History, tracker: Tracker) -> str:
-        scores = [m for _, m in history if "eval/success" in m]
-        first, last = scores[0], scores[-1]
+    def _summary(self, folder: Path, evaluations: Sequence[Evaluation], tracker: Tracker) -> str:
+        first, last = evaluations[0], evaluations[-1]
         return (
             f"Success on {self.config.eval_tasks} held-out tasks: "
-            f"{first['eval/success']:.1%} before training, {last['eval/success']:.1%} after "
-            f"(greedy {first['eval/success_greedy']:.1%} and {last['eval/success_greedy']:.1%}).\n"
+            f"{first.success:.1%} before training, {last.success:.1%} after "
+            f"(greedy {first.success_greedy:.1%} and {last.success_greedy:.1%}).\n"
             f"Model, config and learning curve: {folder}\n"
             f"Tracked in MLflow: {tracker.how_to_look}"
         )
 
 
 class _Reporter:
-    """Shows each step in the terminal and logs it."""
+    """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
 
     def __init__(self, total: int, progress: Progress, tracker: Tracker, folder: Path) -> None:
         self._total, self._progress, self._tracker = total, progress, tracker
         self._folder = folder
+        self.evaluations: list[Evaluation] = []
 
-    def __call__(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        """See `gspo_env.training.loop.Report`."""
+    def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         self._tracker.log(metrics, step)
-        evaluation = "eval/success" in metrics
-        prefix = "eval" if evaluation else "train"
+        self._show("train", step, stats, stats.tokens / stats.seconds)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self.evaluations.append(replace(evaluation, groups=()))
+        self._tracker.log(evaluation.metrics(), step)
+        self._show("evaluate", step, evaluation, None)
+        shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
+        (self._folder / f"episodes-{step:04d}.txt").write_text(shown)
+        self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
+
+    def _show(
+        self, phase: str, step: int, what: RolloutStats | Evaluation, speed: float | None
+    ) -> None:
         self._progress.update(
-            phase="evaluate" if evaluation else "train",
+            phase=phase,
             step=step,
             total=self._total,
-            success=metrics[f"{prefix}/success"],
-            return_=metrics[f"{prefix}/return"],
-            tokens_per_second=metrics.get("rollout/tokens_per_second"),
+            success=what.success,
+            return_=what.mean_return,
+            tokens_per_second=speed,
         )
-        if evaluation:
-            shown = "\n\n".join(render_episode(g.episodes[0]) for g in groups[:8])
-            (self._folder / f"episodes-{step:04d}.txt").write_text(shown)
-            self._tracker.text(f"episodes/step-{step:04d}.txt", shown)

@@ -6,8 +6,9 @@ from typing import Any
 
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
+from gspo_env.rollout.play import demonstrator, play_now, refuse_failures
 from gspo_env.training.loop import held_out_tasks
-from gspo_env.types import Episode, Group, StopReason, Task, Turn
+from gspo_env.types import Group
 
 
 class ScriptedAgent:
@@ -28,48 +29,19 @@ class ScriptedAgent:
 
         Raises:
             ConfigError: The environment has no `expert_action`.
+            RolloutError: More than half of the episodes failed in their environment.
         """
-        return [
-            Group(task=task, episodes=tuple(self._play(task) for _ in range(samples)))
-            for task in held_out_tasks(self.env_id, tasks)
-        ]
-
-    def _play(self, task: Task) -> Episode:
-        observation, info = self._env.reset(seed=task.seed, options=dict(task.options))
-        turns: list[Turn] = []
-        terminated = truncated = False
-        while not (terminated or truncated):
-            action = self._act()
-            before = observation
-            observation, reward, terminated, truncated, info = self._env.step(action)
-            turns.append(
-                Turn(
-                    prompt_ids=(),
-                    action_ids=(),
-                    logprobs=(),
-                    text=action,
-                    observation=before,
-                    reward=float(reward),
-                    info=info,
-                )
-            )
-        total = float(sum(t.reward for t in turns))
-        outcome = float(info.get("episodic_reward", total))
-        return Episode(
-            task=task,
-            turns=tuple(turns),
-            outcome=outcome,
-            stop_reason=StopReason.TERMINATED if terminated else StopReason.TRUNCATED,
-            terminated=terminated,
-            truncated=truncated,
-            success=bool(info.get("success", outcome > 0)),
-            final_observation=observation,
-        )
-
-    def _act(self) -> str:
+        expert = demonstrator(self.noise)
         try:
-            return str(self._env.get_wrapper_attr("expert_action")(self.noise))
-        except (AttributeError, NotImplementedError) as error:
+            groups = [
+                Group(
+                    task=t, episodes=tuple(play_now(self._env, t, expert) for _ in range(samples))
+                )
+                for t in held_out_tasks(self.env_id, tasks)
+            ]
+        except NotImplementedError as error:
             raise ConfigError(
                 f"{self.env_id} has no expert_action, so there is no scripted agent for it"
             ) from error
+        refuse_failures([episode for group in groups for episode in group.episodes])
+        return groups

@@ -12,6 +12,7 @@ from gspo_env.env.tool_env import ToolEnv
 class AnswerEnv(ToolEnv):
     """A right answer gives 1.0 and ends the episode with success; a wrong one just ends it."""
 
+    gives_outcome = True
     early_answer: float = 0.0
     """Probability that the noisy demonstrator answers before it knows."""
     _success: bool = False

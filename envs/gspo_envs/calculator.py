@@ -23,7 +23,6 @@ class CalculatorEnv(AnswerEnv):
         operations: Fewest and most operations of an episode, inclusive;
             `reset(options={"operations": 3})` fixes it.
         early_answer: Probability that the noisy demonstrator answers one operation early.
-        render_mode: Must be None.
     """
 
     blocking = False
@@ -36,14 +35,12 @@ class CalculatorEnv(AnswerEnv):
         self,
         operations: tuple[int, int] = (2, 4),
         early_answer: float = 0.6,
-        render_mode: str | None = None,
     ) -> None:
         """Set the range of episodes."""
         low, high = operations
         if not 1 <= low <= high <= 16:
             raise ConfigError(f"Calculator: operations is {operations}, expected within 1 to 16.")
         self.operations, self.early_answer = (low, high), early_answer
-        self.render_mode = render_mode
         self.max_turns = high + 4
         self._steps: list[tuple[str, int, int]] = []
         self._values: list[int] = []

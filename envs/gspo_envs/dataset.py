@@ -43,8 +43,10 @@ class DatasetEnv(ToolEnv):
         system_prompt: Where the row has none.
         max_turns: Steps before the episode is truncated; by default 8 with `reply` or else as
             many as there are messages to answer.
-        render_mode: Must be None.
+        blocking: False if the rewards are quick and must not run in threads; by default they do.
     """
+
+    gives_outcome = False
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class DatasetEnv(ToolEnv):
         success: float | None = None,
         system_prompt: str | None = None,
         max_turns: int | None = None,
-        render_mode: str | None = None,
+        blocking: bool | None = None,
     ) -> None:
         """Open the dataset and load the rewards."""
         for name, value, allowed in (
@@ -78,9 +80,10 @@ class DatasetEnv(ToolEnv):
         self.weights = _weights(weights, [reward.name for reward in self.rewards])
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
-        self.blocking = True if self.reply or any(r.waits for r in self.rewards) else None
+        waits = bool(self.reply) or any(r.waits for r in self.rewards)
+        self.blocking = waits or None if blocking is None else blocking
         self.column, self.chat, self.score, self.success_from = column, chat, score, success
-        self._system, self._limit, self.render_mode = system_prompt, max_turns, render_mode
+        self._system, self._limit = system_prompt, max_turns
         self._row: Mapping[str, Any] = {}
         self._prompt: tuple[Message, ...] = ()
         self._messages: list[Message] = []
@@ -109,7 +112,7 @@ class DatasetEnv(ToolEnv):
         self.max_turns = self._limit or (8 if self.reply or self.tools else len(self._asked) + 1)
         info: dict[str, Any] = {"row": index}
         if len(prompt) > 1:
-            info["chat_history"] = prompt[:-1]
+            info["messages"] = prompt[:-1]
         return prompt[-1]["content"], info
 
     def step(self, action: str) -> StepResult:

@@ -10,7 +10,7 @@ import hashlib
 from typing import Any, ClassVar
 
 from gspo_env.env.base import ResetResult, StepResult, TextEnv
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import ConfigError
 
 _CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
 
@@ -19,22 +19,20 @@ class _OneWord(TextEnv):
     """An episode of turns with one word each; subclasses say what a word does."""
 
     blocking = False
+    gives_outcome = True
     words: ClassVar[tuple[str, ...]] = ("red", "green", "blue", "gold")
 
-    def __init__(self, turns: int, render_mode: str | None = None) -> None:
+    def __init__(self, turns: int) -> None:
         """Set the most turns of an episode."""
         if not 1 <= turns <= 64:
             raise ConfigError(f"{type(self).__name__}: turns is {turns}, expected 1 to 64.")
-        self.turns = turns
-        self.render_mode = render_mode
-        self._turn, self._ended = 0, True
+        self.turns = self.max_turns = turns
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> ResetResult:
         """Draw a new task."""
         super().reset(seed=seed, options=options)
-        self._turn, self._ended = 0, False
         self._draw()
         return self._show(), {"state_key": self._state_key}
 
@@ -44,13 +42,9 @@ class _OneWord(TextEnv):
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
         """
-        if self._ended:
-            name = type(self).__name__
-            raise EnvironmentContractError(f"{name}: step() outside an episode, call reset().")
+        self.require_episode()
         reward, terminated, success, outcome = self._play(action.strip())
-        self._turn += 1
-        truncated = not terminated and self._turn >= self.turns
-        self._ended = terminated or truncated
+        terminated, truncated = self.end_turn(terminated)
         info: dict[str, Any] = {"state_key": self._state_key}
         if self._ended:
             info["success"] = success
@@ -89,12 +83,13 @@ class AdditiveEnv(_OneWord):
 
     Args:
         turns: Turns of every episode, K.
-        render_mode: Must be None.
     """
 
-    def __init__(self, turns: int = 8, render_mode: str | None = None) -> None:
+    gives_outcome = False
+
+    def __init__(self, turns: int = 8) -> None:
         """Set the number of turns."""
-        super().__init__(turns, render_mode)
+        super().__init__(turns)
         self._cues: list[int] = []
         self._hits = 0
 
@@ -121,16 +116,15 @@ class KeyDoorEnv(_OneWord):
 
     Args:
         turns: Turns of every episode, at least 2.
-        render_mode: Must be None.
     """
 
     words = ("take", "leave", "open")
 
-    def __init__(self, turns: int = 4, render_mode: str | None = None) -> None:
+    def __init__(self, turns: int = 4) -> None:
         """Set the number of turns."""
         if turns < 2:
             raise ConfigError(f"KeyDoor: turns is {turns}, expected at least 2.")
-        super().__init__(turns, render_mode)
+        super().__init__(turns)
         self._key = False
 
     def _draw(self) -> None:
@@ -167,16 +161,15 @@ class RecurringEnv(_OneWord):
     Args:
         turns: The most turns.
         rooms: Rooms of the ring.
-        render_mode: Must be None.
     """
 
     words = ("left", "right")
 
-    def __init__(self, turns: int = 8, rooms: int = 6, render_mode: str | None = None) -> None:
+    def __init__(self, turns: int = 8, rooms: int = 6) -> None:
         """Set the size of the ring."""
         if not 3 <= rooms <= 16:
             raise ConfigError(f"Recurring: rooms is {rooms}, expected 3 to 16.")
-        super().__init__(turns, render_mode)
+        super().__init__(turns)
         self.rooms = rooms
         self._room = self._goal = 0
 
@@ -207,14 +200,13 @@ class VariableLengthEnv(_OneWord):
 
     Args:
         turns: The most turns.
-        render_mode: Must be None.
     """
 
     words = ("go", "stop")
 
-    def __init__(self, turns: int = 6, render_mode: str | None = None) -> None:
+    def __init__(self, turns: int = 6) -> None:
         """Set the most turns."""
-        super().__init__(turns, render_mode)
+        super().__init__(turns)
         self._best = 1
 
     def _draw(self) -> None:
@@ -241,14 +233,13 @@ class DistractorEnv(_OneWord):
     Args:
         turns: Turns of every episode, at least 2.
         noise: Size of the noise.
-        render_mode: Must be None.
     """
 
-    def __init__(self, turns: int = 8, noise: float = 0.5, render_mode: str | None = None) -> None:
+    def __init__(self, turns: int = 8, noise: float = 0.5) -> None:
         """Set the number of turns and the noise."""
         if turns < 2:
             raise ConfigError(f"Distractor: turns is {turns}, expected at least 2.")
-        super().__init__(turns, render_mode)
+        super().__init__(turns)
         self.noise = noise
         self._cues: list[int] = []
         self._salt = self._hits = 0
@@ -285,14 +276,13 @@ class MisleadingEnv(_OneWord):
 
     Args:
         turns: Turns of every episode.
-        render_mode: Must be None.
     """
 
     words = ("work", "bait", "rest")
 
-    def __init__(self, turns: int = 3, render_mode: str | None = None) -> None:
+    def __init__(self, turns: int = 3) -> None:
         """Set the number of turns."""
-        super().__init__(turns, render_mode)
+        super().__init__(turns)
         self._right_so_far = True
 
     def _draw(self) -> None:

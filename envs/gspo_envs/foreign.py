@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv
-from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
+from gspo_env.env.base import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv, clean
+from gspo_env.errors import ConfigError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
@@ -69,22 +69,21 @@ class ForeignEnv(TextEnv):
 
     Args:
         max_turns: Steps before the episode is truncated.
-        render_mode: Must be None.
     """
 
     blocking: bool | None = False  # private streams are installed by one thread at a time
+    gives_outcome = False
     draws = True
     """Whether the package draws from global generators; where it does not, many may run at once."""
 
-    def __init__(self, max_turns: int | None = None, render_mode: str | None = None) -> None:
+    def __init__(self, max_turns: int | None = None) -> None:
         """Set the limit on turns."""
         if max_turns is not None and max_turns < 1:
             raise ConfigError(
                 f"{type(self).__name__}: max_turns is {max_turns}, expected at least 1."
             )
-        self.max_turns, self.render_mode = max_turns, render_mode
+        self.max_turns = max_turns
         self._random: PrivateRandom | SharedRandom = SharedRandom()
-        self._turn, self._ended = 0, True
 
     @abstractmethod
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
@@ -103,8 +102,7 @@ class ForeignEnv(TextEnv):
         self._random = PrivateRandom(drawn) if self.draws else SharedRandom()
         with self._random.installed():
             observation, info = self.begin(drawn, options or {})
-        self._turn, self._ended = 0, False
-        return clean(observation), info
+        return _short(observation), info
 
     def step(self, action: str) -> StepResult:
         """Take an action.
@@ -112,17 +110,11 @@ class ForeignEnv(TextEnv):
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
         """
-        if self._ended:
-            raise EnvironmentContractError(
-                f"{type(self).__name__}: step() was called outside an episode, call reset() first."
-            )
-        self._turn += 1
+        self.require_episode()
         with self._random.installed():
-            observation, reward, terminated, truncated, info = self._try(clean(action))
-        limit = self.max_turns
-        truncated = truncated or (not terminated and limit is not None and self._turn >= limit)
-        self._ended = terminated or truncated
-        return clean(observation), reward, terminated, truncated, info
+            observation, reward, terminated, truncated, info = self._try(_short(action))
+        terminated, truncated = self.end_turn(terminated, truncated)
+        return _short(observation), reward, terminated, truncated, info
 
     def _try(self, action: str) -> StepResult:
         try:
@@ -164,8 +156,6 @@ def check_name(package: str, name: str, known: Iterable[str]) -> None:
         raise ConfigError(f"{package} has no {name!r}, did you mean {' or '.join(near)}?")
 
 
-def clean(text: str) -> str:
+def _short(text: str) -> str:
     """Make text that any tokenizer can read and that fits the observation space."""
-    if not text.isascii():
-        text = text.encode("utf-8", "replace").decode("utf-8")
-    return text[:MAX_TEXT_LENGTH]
+    return clean(text)[:MAX_TEXT_LENGTH]

@@ -20,7 +20,6 @@ class GEMEnv(ForeignEnv):
     Args:
         task: GEM's id, such as "game:GuessTheNumber-v0-easy" or "rg:chain_sum".
         max_turns: Steps before truncation; GEM's games have limits of their own.
-        render_mode: Must be None.
         kwargs: Arguments of the environment, such as `max_number=20`.
 
     Raises:
@@ -33,11 +32,10 @@ class GEMEnv(ForeignEnv):
         task: str = "game:GuessTheNumber-v0-easy",
         *,
         max_turns: int | None = None,
-        render_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Make the environment."""
-        super().__init__(max_turns, render_mode)
+        super().__init__(max_turns)
         self._gem = load("gem", "GEM", "gem")
         load("gem.envs", "GEM", "gem")
         registry = load("gem.envs.registration", "GEM", "gem").ENV_REGISTRY

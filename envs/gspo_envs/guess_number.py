@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult, TextEnv, extract_tag
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import ConfigError
 
 
 class GuessNumberEnv(TextEnv):
@@ -16,26 +16,23 @@ class GuessNumberEnv(TextEnv):
     Args:
         high: The largest possible number; the smallest is 1.
         max_turns: Guesses before the episode is truncated.
-        render_mode: Must be None.
     """
 
     blocking = False
+    gives_outcome = True
     system_prompt = (
         "Guess the hidden number, one guess per turn, as <guess>number</guess>. You are told "
         "whether the number is higher or lower than your guess."
     )
 
-    def __init__(self, high: int = 31, max_turns: int = 8, render_mode: str | None = None) -> None:
+    def __init__(self, high: int = 31, max_turns: int = 8) -> None:
         """Set the range of numbers and the number of guesses."""
         if high < 1 or max_turns < 1:
             raise ConfigError(
                 f"GuessNumber: high is {high} and max_turns {max_turns}, expected both at least 1."
             )
         self.high, self.max_turns = high, max_turns
-        self.render_mode = render_mode
         self._low, self._high, self._number = 1, high, 1
-        self._turn = 0
-        self._ended = True
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -44,7 +41,6 @@ class GuessNumberEnv(TextEnv):
         super().reset(seed=seed, options=options)
         self._number = int(self.np_random.integers(1, self.high + 1))
         self._low, self._high = 1, self.high
-        self._turn, self._ended = 0, False
         prompt = f"I think of a number from 1 to {self.high}."
         return prompt, {"state_key": self._state_key}
 
@@ -54,18 +50,12 @@ class GuessNumberEnv(TextEnv):
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
         """
-        if self._ended:
-            raise EnvironmentContractError(
-                "GuessNumberEnv: step() was called outside an episode, call reset() first."
-            )
-        self._turn += 1
+        self.require_episode()
         guess = _read_guess(action)
         observation, reward = self._judge(guess)
-        terminated = guess == self._number
-        truncated = not terminated and self._turn >= self.max_turns
-        self._ended = terminated or truncated
+        terminated, truncated = self.end_turn(guess == self._number)
         info: dict[str, Any] = {"state_key": self._state_key}
-        if self._ended:
+        if terminated or truncated:
             info.update(success=terminated, episodic_reward=float(terminated))
         return observation, reward, terminated, truncated, info
 

@@ -15,8 +15,15 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv, extract_tag
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.env.base import (
+    MAX_TEXT_LENGTH,
+    ResetResult,
+    StepResult,
+    TextEnv,
+    clean,
+    extract_tag,
+)
+from gspo_env.errors import ConfigError
 
 MAX_NUMBERS = 1024
 """More numbers than this in one observation or action are refused: pixels are not text."""
@@ -95,14 +102,14 @@ class GymTextEnv(TextEnv):
         max_turns: Turns before truncation, unreadable actions included; by default the
             environment's own limit, else 100.
         action_names: Names of discrete actions, in order; known for Gymnasium's `toy_text`.
-        render_mode: Must be None.
         kwargs: Arguments of the environment, such as `is_slippery=False`.
 
     Raises:
         ConfigError: The environment cannot be made, or its spaces cannot be text.
     """
 
-    blocking = None
+    blocking = False
+    gives_outcome = False
 
     def __init__(
         self,
@@ -112,7 +119,6 @@ class GymTextEnv(TextEnv):
         invalid_steps: bool = False,
         max_turns: int | None = None,
         action_names: tuple[str, ...] = (),
-        render_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Make the inner environment and the prompt."""
@@ -128,7 +134,6 @@ class GymTextEnv(TextEnv):
         limit = self.inner.spec.max_episode_steps if self.inner.spec else None
         self.max_turns = max_turns or limit or 100
         self.invalid_reward, self.invalid_steps = invalid_reward, invalid_steps
-        self.render_mode = render_mode
         self._known = _KNOWN.get(type(self.inner.unwrapped).__name__)
         self._names = tuple(action_names) or (self._known.actions if self._known else ())
         count = getattr(self._actions, "n", 0)
@@ -139,7 +144,6 @@ class GymTextEnv(TextEnv):
         self._grammar = f"<action>{_grammar(self._actions, self._names)}</action>"
         rules = self._known.rules if self._known else f"Act in {env}."
         self.system_prompt = f"{rules} Each turn, write one action as {self._grammar}."
-        self._turn, self._ended = 0, True
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -149,7 +153,6 @@ class GymTextEnv(TextEnv):
         inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
         observation, _ = self.inner.reset(seed=inner_seed, options=options or None)
         self._actions.seed(action_seed)
-        self._turn, self._ended = 0, False
         self._seen = observation
         return self._show(observation), self._info(observation)
 
@@ -159,11 +162,7 @@ class GymTextEnv(TextEnv):
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
         """
-        if self._ended:
-            raise EnvironmentContractError(
-                "GymTextEnv: step() was called outside an episode, call reset() first."
-            )
-        self._turn += 1
+        self.require_episode()
         tagged = extract_tag(action, "action")
         space = self._actions
         value = read_action(space, action.strip() if tagged is None else tagged, self._names)
@@ -179,12 +178,11 @@ class GymTextEnv(TextEnv):
             gained = float(gain)
             shown = self._show(self._seen)
             said = f"{said}\n{shown}" if said else shown
-        truncated = truncated or (not terminated and self._turn >= self.max_turns)
-        self._ended = terminated or truncated
+        terminated, truncated = self.end_turn(terminated, truncated)
         info |= self._info(self._seen)
-        if self._ended and self._known is not None:
+        if (terminated or truncated) and self._known is not None:
             info["success"] = bool(terminated and gained >= self._known.success)
-        return said, gained + reward, bool(terminated), bool(truncated), info
+        return said, gained + reward, terminated, truncated, info
 
     def close(self) -> None:
         """Close the inner environment; `reset` may still be called."""
@@ -216,7 +214,7 @@ class GymTextEnv(TextEnv):
         if self._known is not None:
             parts.append(self._known.describe(self.inner.unwrapped, observation))
         text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
-        return text.encode("utf-8", "replace").decode()[:MAX_TEXT_LENGTH]
+        return clean(text)[:MAX_TEXT_LENGTH]
 
     def _info(self, observation: Any) -> dict[str, Any]:
         space = self.inner.observation_space

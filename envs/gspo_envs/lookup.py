@@ -27,7 +27,6 @@ class LookupEnv(AnswerEnv):
         hops: Fewest and most links of an episode, inclusive; `reset(options={"hops": 3})` fixes it.
         entries: How many words the table links.
         early_answer: Probability that the noisy demonstrator answers one hop early.
-        render_mode: Must be None.
     """
 
     blocking = False
@@ -41,7 +40,6 @@ class LookupEnv(AnswerEnv):
         hops: tuple[int, int] = (2, 4),
         entries: int = 24,
         early_answer: float = 0.6,
-        render_mode: str | None = None,
     ) -> None:
         """Set the range of episodes."""
         low, high = hops
@@ -51,7 +49,6 @@ class LookupEnv(AnswerEnv):
                 f"expected 1 <= hops < entries <= {len(WORDS)}."
             )
         self.hops, self.entries, self.early_answer = (low, high), entries, early_answer
-        self.render_mode = render_mode
         self.max_turns = high + 4
         self._links: dict[str, str] = {}
         self._chain: list[str] = []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_env.env.base import ResetResult, StepResult, TextEnv
-from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
+from gspo_env.errors import ConfigError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ class MiniGridEnv(TextEnv):
     Args:
         game: A Gymnasium id of the package, `BabyAI-...` or `MiniGrid-...`.
         max_turns: Turns before the episode is truncated; the game's own limit by default.
-        render_mode: Must be None.
 
     Raises:
         MissingExtraError: The package `minigrid` is not installed.
@@ -40,6 +39,7 @@ class MiniGridEnv(TextEnv):
     """
 
     blocking = False
+    gives_outcome = False
     system_prompt = (
         "You walk through rooms on squares and see a few squares around you. Do what the mission "
         f"says. Each turn write one action: {', '.join(_ACTIONS)}. Forward walks one square, left "
@@ -51,14 +51,12 @@ class MiniGridEnv(TextEnv):
         self,
         game: str = "BabyAI-GoToLocal-v0",
         max_turns: int | None = None,
-        render_mode: str | None = None,
     ) -> None:
         """Make the game."""
         if max_turns is not None and max_turns < 1:
             raise ConfigError(f"MiniGrid: max_turns is {max_turns}, expected at least 1.")
         self._game: Any = _make(game)
-        self.game, self.max_turns, self.render_mode = game, max_turns, render_mode
-        self._turn, self._ended = 0, True
+        self.game, self._limit = game, max_turns
         self._bot: Any = None
         self._done: int | None = None
         self._lost = False
@@ -69,8 +67,9 @@ class MiniGridEnv(TextEnv):
         """Draw new rooms."""
         super().reset(seed=seed)
         seen, _ = self._game.reset(seed=int(self.np_random.integers(2**31)))
-        self._turn, self._ended, self._bot, self._done = 0, False, None, None
+        self._bot, self._done = None, None
         self._lost = False
+        self.max_turns = self._limit or self._game.unwrapped.max_steps
         return f"Mission: {seen['mission']}.\n{describe(seen)}", self._info()
 
     def step(self, action: str) -> StepResult:
@@ -79,11 +78,7 @@ class MiniGridEnv(TextEnv):
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
         """
-        if self._ended:
-            raise EnvironmentContractError(
-                "MiniGridEnv: step() was called outside an episode, call reset() first."
-            )
-        self._turn += 1
+        self.require_episode()
         word = " ".join(action.lower().split()).strip(".")
         reward, terminated, truncated = 0.0, False, False
         if word in _ACTIONS:
@@ -92,13 +87,11 @@ class MiniGridEnv(TextEnv):
             observation = describe(seen)
         else:
             observation = f"Write one action: {', '.join(_ACTIONS)}."
-        limit = self.max_turns or self._game.unwrapped.max_steps
-        truncated = not terminated and (truncated or self._turn >= limit)
-        self._ended = terminated or truncated
+        terminated, truncated = self.end_turn(terminated, truncated)
         info = self._info()
-        if self._ended:
+        if terminated or truncated:
             info["success"] = bool(reward > 0)
-        return observation, float(reward), bool(terminated), bool(truncated), info
+        return observation, float(reward), terminated, truncated, info
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Do what the package's own bot would; with probability `noise` anything.

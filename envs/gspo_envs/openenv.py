@@ -37,7 +37,6 @@ class OpenEnvEnv(ForeignEnv):
         headers: Sent when connecting.
         timeout: The most seconds of one answer.
         max_turns: Steps before the episode is truncated.
-        render_mode: Must be None.
         reset: Further arguments of the server's `reset`.
 
     Raises:
@@ -57,11 +56,10 @@ class OpenEnvEnv(ForeignEnv):
         headers: Mapping[str, str] | None = None,
         timeout: float = 60.0,
         max_turns: int | None = None,
-        render_mode: str | None = None,
         reset: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare the client; the first reset connects."""
-        super().__init__(max_turns, render_mode)
+        super().__init__(max_turns)
         core = load("openenv.core", "OpenEnv", "openenv")
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ConfigError(f"OpenEnv: url is {url!r}, expected an http or ws address.")

@@ -109,7 +109,6 @@ class PythonToolEnv(AnswerEnv):
         sandbox: Limits of the tool; `Sandbox(allow_unsafe=True)` runs where there is no isolation.
         max_turns: Turns before the episode is truncated.
         early_answer: Probability that the noisy demonstrator guesses instead of running a program.
-        render_mode: Must be None.
 
     Raises:
         SandboxUnavailableError: Code cannot be isolated here.
@@ -126,14 +125,13 @@ class PythonToolEnv(AnswerEnv):
         sandbox: Sandbox | None = None,
         max_turns: int = 6,
         early_answer: float = 0.6,
-        render_mode: str | None = None,
     ) -> None:
         """Set the limits and find out whether code can be isolated."""
         if max_turns < 1:
             raise ConfigError(f"PythonTool: max_turns is {max_turns}, expected at least 1.")
         self.sandbox = sandbox or Sandbox(seconds=10.0, cpu_seconds=2)
         self.sandbox.check()
-        self.max_turns, self.render_mode = max_turns, render_mode
+        self.max_turns = max_turns
         self.early_answer = early_answer
         self._value, self._program = 0, ""
         self._printed = False

@@ -26,7 +26,6 @@ class ReasoningGymEnv(ForeignEnv):
         task: Name of the data set, such as "chain_sum".
         attempts: Answers that the policy may give.
         feedback: Whether a wrong answer is told its score.
-        render_mode: Must be None.
         kwargs: The data set's own configuration, such as `min_terms=2`.
 
     Raises:
@@ -42,11 +41,10 @@ class ReasoningGymEnv(ForeignEnv):
         *,
         attempts: int = 1,
         feedback: bool = True,
-        render_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Try the task out."""
-        super().__init__(None, render_mode)
+        super().__init__()
         package = load("reasoning_gym", "reasoning-gym", "reasoning-gym")
         factory = load("reasoning_gym.factory", "reasoning-gym", "reasoning-gym")
         check_name("reasoning-gym", task, factory.DATASETS)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from gspo_env.env import background
+from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.importing import load_function
 from gspo_envs.rows import Message
@@ -251,7 +252,7 @@ class RewardModel:
     def _text(self, attempt: Attempt) -> str:
         messages = [
             # lone surrogates have no tokens
-            {**message, "content": message["content"].encode("utf-8", "replace").decode()}
+            {**message, "content": clean(message["content"])}
             for message in (*attempt.prompt, *attempt.completion)
         ]
         if self.tokenizer.chat_template:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.seeding import HELD_OUT
 
@@ -176,7 +177,7 @@ def _messages(value: Any, where: str) -> list[Message]:
             content = "".join(part["text"] for part in content)
         if not isinstance(role, str) or not isinstance(content, str):
             raise ConfigError(f"{where} has the message {message!r}, expected a role and a text.")
-        content = content.encode("utf-8", "replace").decode()  # lone surrogates have no tokens
+        content = clean(content)
         if read and read[-1]["role"] == role:
             read[-1]["content"] += f"\n\n{content}"
         else:

@@ -28,14 +28,13 @@ class SkyRLEnv(ForeignEnv):
         subset: Configuration of a Hugging Face dataset.
         held_out: What only evaluation sees; see `DatasetEnv`.
         max_turns: Steps before truncation; the environment is told too.
-        render_mode: Must be None.
 
     Raises:
         ConfigError: The task is unknown.
         MissingExtraError: SkyRL-Gym is not installed.
     """
 
-    blocking = None
+    blocking = True
     draws = False
 
     def __init__(
@@ -48,10 +47,9 @@ class SkyRLEnv(ForeignEnv):
         subset: str | None = None,
         held_out: Any = 0.1,
         max_turns: int | None = None,
-        render_mode: str | None = None,
     ) -> None:
         """Find the environment and open the dataset."""
-        super().__init__(max_turns, render_mode)
+        super().__init__(max_turns)
         package = load("skyrl_gym", "SkyRL-Gym", "skyrl-gym")
         if ":" not in task:
             check_name("SkyRL-Gym", task, package.registry)
@@ -96,15 +94,17 @@ class SkyRLEnv(ForeignEnv):
         self.system_prompt, messages = read_chat(opening, f"SkyRL-Gym: prompt of row {index}")
         info: dict[str, Any] = {"row": index}
         if len(messages) > 1:
-            info["chat_history"] = messages[:-1]
+            info["messages"] = messages[:-1]
         return messages[-1]["content"], info
 
     def act(self, action: str) -> StepResult:
         """Take a step; what SkyRL-Gym says to several roles is read as one text."""
         result = self._game.step(action)
         said = "\n".join(str(message["content"]) for message in result["observations"])
-        info = dict(result.get("metadata") or {})
-        info["skyrl_metrics"] = self._game.get_metrics()
+        info = {
+            "skyrl_metadata": result.get("metadata") or {},
+            "skyrl_metrics": self._game.get_metrics(),
+        }
         return said, float(result["reward"]), bool(result["done"]), False, info
 
     def close(self) -> None:

@@ -105,7 +105,6 @@ class SQLEnv(AnswerEnv):
         rows: Rows of the largest table.
         max_turns: Turns before the episode is truncated.
         early_answer: Probability that the noisy demonstrator answers without a try, and wrongly.
-        render_mode: Must be None.
     """
 
     blocking = False
@@ -120,14 +119,13 @@ class SQLEnv(AnswerEnv):
         rows: int = 40,
         max_turns: int = 12,
         early_answer: float = 0.6,
-        render_mode: str | None = None,
     ) -> None:
         """Set the size of the database."""
         if not 10 <= rows <= 1000 or max_turns < 1:
             raise ConfigError(
                 f"SQL: rows is {rows} and max_turns {max_turns}, expected 10 to 1000 and from 1 on."
             )
-        self.rows, self.max_turns, self.render_mode = rows, max_turns, render_mode
+        self.rows, self.max_turns = rows, max_turns
         self.early_answer = early_answer
         self._problem = _Problem(question="", gold="", tables=(), names={})
         self._databases: list[Database] = []

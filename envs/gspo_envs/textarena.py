@@ -35,7 +35,6 @@ class TextArenaEnv(ForeignEnv):
         players: How many the game needs; the policy is the first.
         opponent: `module:function` or a function that plays all others.
         max_turns: Steps before truncation; most games have a limit of their own.
-        render_mode: Must be None.
         kwargs: Arguments of the game, such as `num_disks=4`.
 
     Raises:
@@ -50,11 +49,10 @@ class TextArenaEnv(ForeignEnv):
         players: int = 1,
         opponent: str | Opponent = random_opponent,
         max_turns: int | None = None,
-        render_mode: str | None = None,
         **kwargs: Any,
     ) -> None:
         """Try the game out."""
-        super().__init__(max_turns, render_mode)
+        super().__init__(max_turns)
         self._textarena = load("textarena", "TextArena", "textarena")
         registry = load("textarena.envs.registration", "TextArena", "textarena").ENV_REGISTRY
         check_name("TextArena", game, registry)

@@ -36,14 +36,13 @@ class VerifiersEnv(ForeignEnv):
         limit: The most tasks to read; an infinite taskset needs one.
         held_out: Share of the tasks that only evaluation sees.
         max_turns: Steps before truncation; the conversation is then ended and judged as it is.
-        render_mode: Must be None.
 
     Raises:
         ConfigError: The taskset cannot be loaded, or its tasks need more than answers.
         MissingExtraError: verifiers is not installed.
     """
 
-    blocking = None
+    blocking = True
     draws = False
 
     def __init__(
@@ -54,10 +53,9 @@ class VerifiersEnv(ForeignEnv):
         limit: int | None = None,
         held_out: float = 0.1,
         max_turns: int | None = None,
-        render_mode: str | None = None,
     ) -> None:
         """Load the tasks."""
-        super().__init__(max_turns, render_mode)
+        super().__init__(max_turns)
         settings = json.dumps(config or {}, sort_keys=True)
         self._play, tasks = _load_tasks(taskset, settings, limit)
         self._rows = TaskRows(tasks, held_out=held_out)
@@ -83,7 +81,7 @@ class VerifiersEnv(ForeignEnv):
         self.system_prompt = task.data.system_prompt or system
         info: dict[str, Any] = {"row": index}
         if len(messages) > 1:
-            info["chat_history"] = messages[:-1]
+            info["messages"] = messages[:-1]
         return messages[-1]["content"], info
 
     def act(self, action: str) -> StepResult:
@@ -91,7 +89,7 @@ class VerifiersEnv(ForeignEnv):
         if self._talk is None:
             raise RuntimeError("the conversation was closed")
         asked = background.run(self._talk.answer(action), _LOOP)
-        cut = asked is not None and self._turn == self.max_turns
+        cut = asked is not None and self._turn + 1 == self.max_turns
         if asked is not None and not cut:
             return "\n".join(m["content"] for m in _plain(asked)), 0.0, False, False, {}
         if cut:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult, TextEnv, extract_tag
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import ConfigError
 
 _WORDS = """
 about above acorn actor adult agent agree alarm album alert alien alone amber angel anger ankle
@@ -50,27 +50,25 @@ class WordleEnv(TextEnv):
     Args:
         max_turns: Guesses before the episode is truncated.
         words_only: Refuse guesses that are not in the word list; they still take a turn.
-        render_mode: Must be None.
     """
 
     blocking = False
+    gives_outcome = True
     system_prompt = (
         "Find the hidden English word of five letters, one guess per turn, as <guess>word</guess>. "
         "The answer has a mark for each letter: G is right, Y is elsewhere in the word, - is not "
         "in it."
     )
 
-    def __init__(
-        self, max_turns: int = 6, words_only: bool = False, render_mode: str | None = None
-    ) -> None:
+    def __init__(self, max_turns: int = 6, words_only: bool = False) -> None:
         """Set the number of guesses."""
         if max_turns < 1:
             raise ConfigError(f"Wordle: max_turns is {max_turns}, expected at least 1.")
-        self.max_turns, self.words_only, self.render_mode = max_turns, words_only, render_mode
+        self.max_turns = self._limit = max_turns
+        self.words_only = words_only
         self._word = WORDS[0]
         self._known: dict[str, str] = {}
         self._places: set[int] = set()
-        self._turn, self._ended = 0, True
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -86,8 +84,7 @@ class WordleEnv(TextEnv):
             raise ConfigError(f"Wordle: word is {word!r}, expected one of the {len(WORDS)} listed.")
         self._word = word or WORDS[int(self.np_random.integers(len(WORDS)))]
         self._known, self._places = {}, set()
-        self._turn, self._ended = 0, False
-        return f"Guess the word. You have {self.max_turns} guesses.", {"state_key": self._state_key}
+        return f"Guess the word. You have {self._limit} guesses.", {"state_key": self._state_key}
 
     def step(self, action: str) -> StepResult:
         """Answer a guess.
@@ -95,18 +92,12 @@ class WordleEnv(TextEnv):
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
         """
-        if self._ended:
-            raise EnvironmentContractError(
-                "WordleEnv: step() was called outside an episode, call reset() first."
-            )
-        self._turn += 1
+        self.require_episode()
         guess = (extract_tag(action, "guess") or "").lower()
         observation, reward = self._judge(guess)
-        terminated = guess == self._word
-        truncated = not terminated and self._turn >= self.max_turns
-        self._ended = terminated or truncated
+        terminated, truncated = self.end_turn(guess == self._word)
         info: dict[str, Any] = {"state_key": self._state_key}
-        if self._ended:
+        if terminated or truncated:
             info.update(success=terminated, episodic_reward=float(terminated))
         return observation, reward, terminated, truncated, info
 
@@ -134,7 +125,7 @@ class WordleEnv(TextEnv):
         right = {place for place in range(5) if marks[place] == "G"}
         reward = 0.1 * len(right - self._places)
         self._places |= right
-        left = self.max_turns - self._turn
+        left = self._limit - self._turn - 1
         return f"{guess} {marks} ({left} left)", reward
 
     @property

@@ -21,8 +21,8 @@ class Sample:
     """(T,) turn of each model token, -1 elsewhere."""
     advantages: FloatArray
     """(N,) of each model token."""
-    engine_logprobs: FloatArray
-    """(N,); NaN where they are not known."""
+    engine_logprobs: FloatArray | None = None
+    """(N,) as the engine reported them; None if they are not known."""
 
     @property
     def mask(self) -> BoolArray:
@@ -52,23 +52,23 @@ class PackedBatch:
     uses_T: Tensor
     """The number of sequences that each token of the row belongs to."""
     distinct_M: Tensor | None
-    """Where in N the predictions stand that differ from each other; None where all do."""
+    """Index of each unique (position, target) pair; None if all are unique."""
     expand_N: Tensor | None
-    """Which of them each model token is."""
+    """Index into `distinct_M` of each model token."""
     source_N: Tensor
     target_N: Tensor
     sequence_N: Tensor
     turn_N: Tensor
     advantages_N: Tensor
-    engine_logprobs_N: Tensor
+    engine_logprobs_N: Tensor | None
+    """None if they are not known for every sample."""
 
 
 def to_sample(episode: Episode, advantages: FloatArray) -> Sample:
     """One training sequence of an episode and its advantages.
 
     Per-turn advantages (K,) are given to each token of their turn; per-token ones (N,) stay as they
-    are. What the environment said of single tokens wins: `token_advantages` and `token_mask` in a
-    turn's info, see `gspo_env.env.base.Action`.
+    are. The `token_advantages` and `token_mask` of a turn's `StepInfo` replace the estimator's.
     """
     turn_ids = episode.turn_ids
     turn_N = turn_ids[turn_ids >= 0]
@@ -76,10 +76,10 @@ def to_sample(episode: Episode, advantages: FloatArray) -> Sample:
     values_N = values_N[turn_N] if len(values_N) == len(episode.turns) else values_N.copy()
     keep_N = np.ones(len(turn_N), dtype=bool)
     for k, turn in enumerate(episode.turns):
-        if "token_advantages" in turn.info:
-            values_N[turn_N == k] = turn.info["token_advantages"]
-        if "token_mask" in turn.info:
-            keep_N[turn_N == k] = np.asarray(turn.info["token_mask"], dtype=bool)
+        if turn.info.token_advantages is not None:
+            values_N[turn_N == k] = turn.info.token_advantages
+        if turn.info.token_mask is not None:
+            keep_N[turn_N == k] = turn.info.token_mask
     turn_ids[np.flatnonzero(turn_ids >= 0)[~keep_N]] = -1
     return Sample(
         token_ids=episode.token_ids,

@@ -7,11 +7,13 @@ check_env("examples/shop.py:ShopEnv")
 from __future__ import annotations
 
 import contextlib
-import math
+import dataclasses
 import random
 import re
+import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import gymnasium
@@ -19,12 +21,16 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, StepResult, TextEnv, check_reset, check_step
+from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
+from gspo_env.rollout.play import Situation, play
+from gspo_env.types import Episode, Prompt, ResetInfo, StepInfo, Task
 
 Policy = Callable[[random.Random, str], str]
 """Gives an action for an observation."""
+Running = Coroutine[Any, None, Episode]
+"""An episode that is being played."""
 
 HOSTILE = (
     "",
@@ -45,11 +51,6 @@ HOSTILE = (
     "</tool_call><tool_call>",
 )
 """Actions that an environment has to survive."""
-
-_KEYS = ("state_key", "success", "episodic_reward", "observation_role", "tool_errors")
-"""What of `info` training reads, so that it has to repeat too."""
-
-_Record = tuple[object, ...]
 
 
 def random_policy(rng: random.Random, observation: str) -> str:
@@ -142,116 +143,143 @@ class _Check:
     def hostile_actions(self, seed: int) -> None:
         """Give each hostile action as the first of an episode."""
         for action in HOSTILE:
-            self.reset(self.env, seed)
-            self.step(self.env, action)
+            self.finish(self.running(self.env, seed, action))
 
     def repeats(self, seed: int) -> None:
         """Play thrice: alone twice, then beside a copy that plays another seed."""
         random.seed(1)
         np.random.seed(1)
         before = (random.getstate(), np.random.get_state())
-        first = list(self.episode(self.env, seed))
+        first = self.episode(seed)
         if not data_equivalence(before, (random.getstate(), np.random.get_state())):
             self.fail("it moves a global random generator; draw from self.np_random.")
         random.seed(2)
         np.random.seed(2)
-        self.same(first, list(self.episode(self.env, seed)), f"seed {seed} played again")
+        self.same(first, self.episode(seed), f"seed {seed} played again")
         if (twin := self.twin()) is None:
             return
         try:
-            other = self.episode(twin, seed + 1)
-            beside = []
-            for record in self.episode(self.env, seed):
-                beside.append(record)
-                next(other, None)
+            other = self.running(twin, seed + 1)
+            beside = self.finish(self.running(self.env, seed), other)
+            other.close()
             self.same(first, beside, f"seed {seed} played beside another copy")
-            self.same(first, list(self.episode(twin, seed)), f"seed {seed} played in a new copy")
+            again = self.finish(self.running(twin, seed))
+            self.same(first, again, f"seed {seed} played in a new copy")
         finally:
             twin.close()
 
     def reset_at_any_time(self, seed: int) -> None:
         """Reset in the middle of an episode and after `close`."""
-        first = list(self.episode(self.env, seed))
-        self.reset(self.env, seed + 1)
-        self.step(self.env, "leave")
-        self.same(first, list(self.episode(self.env, seed)), "after a reset in mid-episode")
+        first = self.episode(seed)
+        self.finish(self.running(self.env, seed + 1, "leave"))
+        self.same(first, self.episode(seed), "after a reset in mid-episode")
         for _ in range(2):
-            self.call("close()", self.env.close)
-        self.same(first, list(self.episode(self.env, seed)), "after close()")
+            try:
+                self.env.close()
+            except Exception as error:
+                self.fail(f"close() raised {type(error).__name__}: {error}", error)
+        self.same(first, self.episode(seed), "after close()")
 
-    def episode(self, env: Any, seed: int) -> Iterator[_Record]:
-        """Play one episode; what decides it must come from the seed alone."""
+    def episode(self, seed: int) -> Episode:
+        return self.finish(self.running(self.env, seed))
+
+    def running(self, env: Any, seed: int, action: str | None = None) -> Running:
+        """Begin an episode that pauses before each turn; an action makes it one turn long.
+
+        What decides the episode comes from the seed alone.
+        """
         rng = random.Random(seed)
-        observation, info = self.reset(env, seed)
-        yield observation, self.read(info)
-        for _ in range(self.max_turns):
-            action = self.policy(rng, observation)
-            observation, reward, terminated, truncated, info = self.step(env, action)
-            yield action, observation, reward, terminated, truncated, self.read(info)
-            if terminated or truncated:
-                return
 
-    def reset(self, env: Any, seed: int) -> tuple[str, dict[str, Any]]:
-        result = self.call(f"reset(seed={seed})", env.reset, seed=seed)
-        observation, info = check_reset(self.name, result)
-        self.text(env, observation, first=True)
-        return observation, info
+        async def act(now: Situation) -> str:
+            prompt = now.prompt if now.turn == 0 else None
+            self.text(now.observation, prompt)
+            await _pause()
+            return self.policy(rng, now.observation) if action is None else action
 
-    def step(self, env: Any, action: str) -> StepResult:
-        result = check_step(self.name, self.call(f"step({_short(action)})", env.step, action))
-        self.text(env, result[0], first=False)
-        return result
+        task = Task(env_id=self.name, seed=seed)
+        return play(env, task, act, max_turns=self.max_turns if action is None else 1)
 
-    def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            self.fail(f"{what} raised {type(error).__name__}: {error}", error)
+    def finish(self, running: Running, beside: Running | None = None) -> Episode:
+        """Play an episode to its end, turn by turn with another one."""
+        while True:
+            try:
+                running.send(None)
+            except StopIteration as done:
+                episode: Episode = done.value
+                break
+            if beside is not None:
+                with contextlib.suppress(StopIteration):
+                    beside.send(None)
+        if episode.error is not None:
+            self.fail(episode.error)
+        self.text(episode.final_observation, None if episode.turns else episode.prompt)
+        self.misplaced("reset", episode.reset.extra, StepInfo)
+        for turn in episode.turns:
+            self.misplaced("step", turn.info.extra, ResetInfo)
+        return episode
 
-    def text(self, env: Any, observation: str, *, first: bool) -> None:
+    def misplaced(self, method: str, extra: Mapping[str, Any], other: type) -> None:
+        """Refuse keys that are read from the other method's info only."""
+        for key in {field.name for field in dataclasses.fields(other)} & set(extra):
+            belongs = "step" if method == "reset" else "reset"
+            self.fail(f"{method}() info[{key!r}] is not read; it belongs to {belongs}().")
+
+    def text(self, observation: str, prompt: Prompt | None) -> None:
         """Check that a text fits its space and can be tokenised without a control token."""
         if not self.env.observation_space.contains(observation):
             space = self.env.observation_space
             self.fail(f"an observation of {len(observation)} characters is outside {space}.")
+        plain = prompt
+        if prompt is not None:
+            prompt = replace(prompt, system=prompt.system or "x")
+            messages = tuple(replace(message, content="x") for message in prompt.messages)
+            plain = Prompt(system="x", messages=messages)
         try:
-            ids = self.ids(env, observation, first)
+            ids = self.ids(observation, prompt)
         except Exception as error:
             self.fail(f"{_short(observation)} cannot be tokenised: {error}", error)
-        if self.controls(ids) != self.controls(self.ids(None, "x", first)):
+        if self.controls(ids) != self.controls(self.ids("x", plain)):
             self.fail("its text became a control token when it was tokenised.")
 
-    def ids(self, env: Any, observation: str, first: bool) -> tuple[int, ...]:
-        from gspo_env.rollout.collector import instructions
-
-        if not first:
+    def ids(self, observation: str, prompt: Prompt | None) -> tuple[int, ...]:
+        if prompt is None:
             return tuple(self.chat.follow(observation, -1))
-        system, tools = ("x", ()) if env is None else instructions(env)
-        return tuple(self.chat.start(observation, system or "x", tools))
+        return tuple(self.chat.start(observation, prompt))
 
     def controls(self, ids: tuple[int, ...]) -> list[int]:
         special = set(self.chat.tokenizer.all_special_ids)
         return [i for i in ids if i in special]
 
-    def read(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Give what training reads of `info`, checked."""
-        outcome = info.get("episodic_reward", 0.0)
-        if not isinstance(outcome, (int, float, np.number)) or not math.isfinite(outcome):
-            self.fail(f"info['episodic_reward'] is {outcome!r}, expected a finite number.")
-        if not isinstance(info.get("success", False), (bool, np.bool_)):
-            self.fail(f"info['success'] is {info['success']!r}, expected a bool.")
-        return {key: info[key] for key in _KEYS if key in info}
-
-    def same(self, first: list[_Record], again: list[_Record], when: str) -> None:
-        for turn, (one, two) in enumerate(zip(first, again, strict=False)):
+    def same(self, first: Episode, again: Episode, when: str) -> None:
+        pairs = zip(_records(first), _records(again), strict=False)
+        for turn, (one, two) in enumerate(pairs):
             if not data_equivalence(one, two, exact=True):
                 self.fail(f"{when}: turn {turn} was {_short(one)} and is {_short(two)}.")
-        if len(first) != len(again):
-            self.fail(f"{when}: it had {len(first) - 1} turns and has {len(again) - 1}.")
+        if len(first.turns) != len(again.turns):
+            self.fail(f"{when}: it had {len(first.turns)} turns and has {len(again.turns)}.")
 
     def twin(self) -> Any:
         """Give a second copy, None where the environment was not made by an id."""
         spec = self.env.spec
         return None if spec is None else gymnasium.make(spec, disable_env_checker=True)
+
+
+@types.coroutine
+def _pause() -> Iterator[None]:
+    """Suspend an episode, so that another one can take a turn."""
+    yield
+
+
+def _records(episode: Episode) -> list[tuple[object, ...]]:
+    """Give what has to repeat: the beginning, then each turn with its answer."""
+    observations = [turn.observation for turn in episode.turns] + [episode.final_observation]
+    told = episode.prompt.system, episode.prompt.messages
+    start = (observations[0], *told, replace(episode.reset, extra={}, tools=None))
+    turns = [
+        (turn.text, answer, turn.reward, replace(turn.info, extra={}), episode.stop_reason)
+        for turn, answer in zip(episode.turns, observations[1:], strict=True)
+    ]
+    return [start, *turns]
 
 
 def _chat() -> Any:

@@ -20,7 +20,6 @@ from typing import Any
 
 from gspo_env.compare.plan import Arm, Comparison
 from gspo_env.config import Config, to_toml
-from gspo_env.credit.estimate import check_estimator
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
@@ -120,7 +119,7 @@ def _check(comparison: Comparison) -> None:
     for problem, config in comparison.problems.items():
         resolve_env(config.env)
         for arm in comparison.arms:
-            check_estimator(comparison.config(problem, arm, 0).advantage)
+            comparison.config(problem, arm, 0)
 
 
 def _keep(parent: ParentRun, result: Result) -> None:
@@ -156,7 +155,6 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
         "problems": list(comparison.problems),
         "seeds": comparison.seeds,
         "metric": comparison.metric,
-        "match_rms": comparison.match_rms,
     }
 
 
@@ -164,7 +162,7 @@ def _claim(comparison: Comparison, output: Path) -> None:
     """Makes the folder, or makes sure that it holds this very comparison."""
     tomls = {name: to_toml(config) for name, config in comparison.problems.items()}
     arms = [[arm.name, dict(arm.changes)] for arm in comparison.arms]
-    said = json.dumps({"problems": tomls, "arms": arms, "rms": comparison.match_rms}, indent=1)
+    said = json.dumps({"problems": tomls, "arms": arms}, indent=1)
     note = output / "comparison.json"
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
-import numpy as np
 
 from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import EnvironmentContractError
@@ -24,11 +22,10 @@ ResetResult = tuple[str, dict[str, Any]]
 
 
 class Action(str):
-    """An action as `step` gets it from the rollout: a text that knows the ids it was decoded from.
+    """The action that `step` gets from the rollout: a text that knows the ids it was decoded from.
 
-    An environment that judges tokens (a process reward model, a mask) may put one number for each
-    of `token_ids` into its info: `token_advantages` reach the loss unchanged in the place of the
-    estimator's, and tokens whose `token_mask` is false are context, not trained on.
+    An environment that judges tokens (a process reward model, a mask) may return one number for
+    each of `token_ids` as `token_advantages` or `token_mask`, see `gspo_env.types.StepInfo`.
     """
 
     token_ids: tuple[int, ...]
@@ -43,22 +40,57 @@ class Action(str):
 class TextEnv(gymnasium.Env[str, str]):
     """A Gymnasium environment whose observations and actions are text.
 
-    `step` returns the reward of the turn. On the last step `info["episodic_reward"]` may hold the
-    outcome of the episode (default: the sum of the turns' rewards) and `info["success"]` a bool.
-    `info["reward_parts"]` may name finite numbers that become the metrics `train/reward/NAME`.
-    Messages of a conversation that began before the episode are `info["chat_history"]` of `reset`.
+    `step` returns the reward of the turn. `gspo_env.types.ResetInfo` and `StepInfo` list the keys
+    of `info` that training reads, such as `episodic_reward` and `success` on the last step.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
-    render_mode: str | None = None
     observation_space = UnicodeText(MAX_TEXT_LENGTH)
     action_space = UnicodeText(MAX_TEXT_LENGTH)
     system_prompt: str | None = None
-    """What the policy is told before the first observation."""
+    """What the policy is told before the first observation; `reset` may change it."""
     tools: Sequence[Tool] = ()
-    """The tools that the chat template announces."""
+    """The tools that the chat template announces; `reset` may change them."""
     blocking: bool | None = None
-    """Whether `step` waits on something outside; None lets the rollout find out."""
+    """False if `reset` and `step` never wait; all other environments run in threads."""
+    gives_outcome: bool | None = None
+    """Whether finished episodes have an `episodic_reward`; None: the first finished ones decide."""
+    outcome_if_cut: float = 0.0
+    """Outcome of an episode that the rollout cut, where finished ones have an `episodic_reward`;
+    at most that of the worst finished episode, else being cut pays."""
+    max_turns: int | None = None
+    """Turns after which `end_turn` truncates the episode."""
+
+    _turn: int = 0
+    """Turns of the episode that `end_turn` has counted."""
+    _ended: bool = True
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> ResetResult:
+        """Seed `np_random` and begin an episode."""
+        super().reset(seed=seed, options=options)
+        self._turn, self._ended = 0, False
+        return "", {}
+
+    def require_episode(self) -> None:
+        """Refuse a step outside an episode; `step` calls it first.
+
+        Raises:
+            EnvironmentContractError: The episode has ended or has not begun.
+        """
+        if self._ended:
+            raise EnvironmentContractError(
+                f"{type(self).__name__}: step() was called outside an episode, call reset() first."
+            )
+
+    def end_turn(self, terminated: bool, truncated: bool = False) -> tuple[bool, bool]:
+        """Count the turn; return both flags of the step, `max_turns` applied, never both true."""
+        self._turn += 1
+        late = self.max_turns is not None and self._turn >= self.max_turns
+        truncated = not terminated and bool(truncated or late)
+        self._ended = bool(terminated or truncated)
+        return bool(terminated), truncated
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Give the next action of a scripted demonstrator.
@@ -72,6 +104,16 @@ class TextEnv(gymnasium.Env[str, str]):
         raise NotImplementedError(f"{type(self).__name__} has no scripted demonstrator")
 
 
+def attribute(env: TextEnvironment, name: str, default: Any) -> Any:
+    """Return an attribute of an environment, found through its wrappers, or the default."""
+    return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
+
+
+def clean(text: str) -> str:
+    """Replace lone surrogates, for which no tokenizer has ids."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
 def extract_tag(text: str, tag: str) -> str | None:
     """Give the stripped content of the last `<tag>...</tag>` of a text, None without one.
 
@@ -82,134 +124,3 @@ def extract_tag(text: str, tag: str) -> str | None:
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, end) if end >= 0 else -1
     return text[start + len(tag) + 2 : end].strip() if start >= 0 else None
-
-
-def try_out(env_id: str, env: gymnasium.Env[str, str]) -> None:
-    """Play one turn, so that a broken environment is found before anything is built on it.
-
-    Raises:
-        EnvironmentContractError: `reset` or `step` raised, or returned something else than text,
-            a finite reward, two flags and a dict.
-    """
-    method = "reset(seed=0)"
-    try:
-        check_reset(env_id, env.reset(seed=0))
-        method = "step('')"
-        check_step(env_id, env.step(""))
-    except EnvironmentContractError:
-        raise
-    except Exception as error:
-        raise EnvironmentContractError(
-            f"{env_id}: {method} raised {type(error).__name__}: {error}."
-        ) from error
-
-
-def check_step(env_id: str, result: object) -> StepResult:
-    """Validate what `step` returned and give it with a Python float and Python bools.
-
-    Raises:
-        EnvironmentContractError: A part has the wrong type, or the reward is not finite.
-    """
-    if type(result) is tuple and len(result) == 5:
-        observation, reward, terminated, truncated, info = result
-        if (
-            type(observation) is str
-            and type(reward) is float
-            and reward - reward == 0.0  # false for NaN and both infinities
-            and type(terminated) is bool
-            and type(truncated) is bool
-            and type(info) is dict
-        ):
-            return result
-    return _check_step_slowly(env_id, result)
-
-
-def check_reset(env_id: str, result: object) -> ResetResult:
-    """Validate what `reset` returned.
-
-    Raises:
-        EnvironmentContractError: It is not a pair of a text and a dict.
-    """
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise _broken(env_id, "reset() result", result, "a tuple (observation, info)")
-    observation, info = result
-    _check_text_and_info(env_id, "reset()", observation, info)
-    return observation, info
-
-
-def check_tokens(env_id: str, info: dict[str, Any], count: int) -> None:
-    """Validate what `step` said of single tokens.
-
-    Raises:
-        EnvironmentContractError: Not one finite number for each of the `count` sampled tokens.
-    """
-    for name in ("token_advantages", "token_mask"):
-        if name not in info:
-            continue
-        try:
-            values = np.asarray(info[name], dtype=np.float64)
-        except (TypeError, ValueError):
-            values = np.zeros(0)
-        if values.shape != (count,) or not np.isfinite(values).all():
-            expected = f"{count} finite numbers, one per sampled token"
-            raise _broken(env_id, f"info[{name!r}]", info[name], expected)
-
-
-def check_parts(env_id: str, info: dict[str, Any]) -> None:
-    """Validate the named parts of a reward.
-
-    Raises:
-        EnvironmentContractError: Not a dict of finite numbers by name.
-    """
-    parts = info.get("reward_parts", {})
-    named = isinstance(parts, dict) and all(isinstance(name, str) for name in parts)
-    if not named or not all(_is_finite(value) for value in parts.values()):
-        raise _broken(env_id, "info['reward_parts']", parts, "a dict of finite numbers by name")
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and math.isfinite(value)
-
-
-def _check_step_slowly(env_id: str, result: object) -> StepResult:
-    if not isinstance(result, tuple) or len(result) != 5:
-        expected = "a tuple (observation, reward, terminated, truncated, info)"
-        raise _broken(env_id, "step() result", result, expected)
-    observation, reward, terminated, truncated, info = result
-    _check_text_and_info(env_id, "step()", observation, info)
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise _broken(env_id, f"step() {name}", flag, "a bool")
-    value = _finite_reward(env_id, reward)
-    return observation, value, bool(terminated), bool(truncated), info
-
-
-def _finite_reward(env_id: str, reward: object) -> float:
-    if isinstance(reward, np.ndarray) and reward.ndim == 0:
-        reward = reward[()]
-    number = isinstance(reward, (int, float, np.integer, np.floating))
-    if not number or isinstance(reward, bool):
-        raise _broken(env_id, "step() reward", reward, "a finite number")
-    try:
-        value = float(reward)  # type: ignore[arg-type]
-    except OverflowError:
-        value = math.inf
-    if not math.isfinite(value):
-        raise _broken(env_id, "step() reward", reward, "a finite number")
-    return value
-
-
-def _check_text_and_info(env_id: str, method: str, observation: object, info: object) -> None:
-    if not isinstance(observation, str):
-        raise _broken(env_id, f"{method} observation", observation, "a str")
-    if not isinstance(info, dict):
-        raise _broken(env_id, f"{method} info", info, "a dict")
-
-
-def _broken(env_id: str, what: str, got: object, expected: str) -> EnvironmentContractError:
-    shown = repr(got)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    return EnvironmentContractError(
-        f"{env_id}: {what} is {shown} of type {type(got).__name__}, expected {expected}."
-    )

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
-from gspo_env.env.base import ResetResult, StepResult, TextEnv
+from gspo_env.env.base import StepResult, TextEnv, clean
 from gspo_env.env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +27,8 @@ class ToolEnv(TextEnv):
 
     max_calls_per_turn: int = 1
     """With more calls in one action none is made, and the observation is an error."""
-    max_turns: int | None = None
-    """Steps before the episode is truncated."""
     error_reward: float = 0.0
     """The turn's reward for each malformed, refused or failed call."""
-
-    _turn: int = 0
-    _ended: bool = True
 
     @classmethod
     def declared_tools(cls) -> tuple[Tool, ...]:
@@ -57,36 +52,21 @@ class ToolEnv(TextEnv):
         function: Callable[..., Any] = tool.function.__get__(self)
         return function
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
-        """Seed `np_random` and begin an episode."""
-        super().reset(seed=seed, options=options)
-        self._turn = 0
-        self._ended = False
-        return "", {}
-
     def step(self, action: str) -> StepResult:
         """Answer an action.
 
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
         """
-        if self._ended:
-            raise EnvironmentContractError(
-                f"{type(self).__name__}: step() was called outside an episode, call reset() first."
-            )
-        self._turn += 1
+        self.require_episode()
         calls = parse_tool_calls(action) if self.tools else []
         info: dict[str, Any] = {}
         if calls:
             observation, reward = self._answer_calls(calls, info)
-            terminated = bool(self._ended)
+            terminated = self._ended
         else:
             observation, reward, terminated = self.on_final(action)
-        limit = self.max_turns
-        truncated = not terminated and limit is not None and self._turn >= limit
-        self._ended = terminated or truncated
+        terminated, truncated = self.end_turn(terminated)
         info.update(self.step_info(terminated, truncated))
         return observation, reward, terminated, truncated, info
 
@@ -144,21 +124,16 @@ class ToolEnv(TextEnv):
     def _unknown_tool(self, name: str) -> str:
         known = list(self._tools_by_name)
         near = difflib.get_close_matches(name[:64], known, n=3) or known
-        return f"unknown tool {_printable(name[:64])!r}, tools are: {', '.join(near) or 'none'}."
+        return f"unknown tool {clean(name[:64])!r}, tools are: {', '.join(near) or 'none'}."
 
     def _error(self, message: str, info: dict[str, Any]) -> tuple[str, float]:
         info["tool_errors"] = info.get("tool_errors", 0) + 1
-        return f"Error: {_printable(message)}", self.on_tool_error(message)
+        return f"Error: {clean(message)}", self.on_tool_error(message)
 
 
 def _as_text(result: object) -> str:
     if isinstance(result, str):
-        return _printable(result)
+        return clean(result)
     if isinstance(result, (dict, list)):
         return json.dumps(result)
     return str(result)
-
-
-def _printable(text: str) -> str:
-    """Replace lone surrogates: JSON can hold them, but no tokenizer can read them."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -9,24 +9,33 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-import gymnasium
+import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from gspo_env.batch.sample import Sample, to_sample
-from gspo_env.env.base import check_reset, check_step
+from gspo_env.env.base import TextEnvironment
 from gspo_env.env.tools import tool_call_frames
-from gspo_env.errors import ConfigError
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
-from gspo_env.rollout.collector import instructions
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.learner.learner import Learner
+from gspo_env.learner.loss import GSPO
+from gspo_env.learner.settings import LearnerConfig
+from gspo_env.recipes.tiny import Tiny
+from gspo_env.rollout.play import (
+    Move,
+    Policy,
+    Situation,
+    demonstrator,
+    play_now,
+    refuse_failures,
+)
+from gspo_env.rollout.transcript import ChatTokenizer, tokenize
 from gspo_env.seeding import derive_seed
-from gspo_env.types import Episode, StopReason, Task, Turn
+from gspo_env.types import Episode, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
@@ -43,72 +52,7 @@ _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 _WORDS = r"(?:system|user|tool|assistant)\n| ?</?\w+>| ?\w+| ?[^\s\w]+|\s+"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddedConfig:
-    """The embedded model and its warm-up; without effect where a model is given."""
-
-    hidden_size: int = 128
-    layers: int = 2
-    heads: int = 4
-    demonstrations: int = 4000
-    """Scripted episodes to imitate."""
-    slips: float = 0.1
-    """Probability that a demonstrated action is wrong."""
-    imitation_steps: int = 450
-    """Steps of maximum likelihood; 0 skips the warm-up."""
-    imitation_batch: int = 64
-    imitation_learning_rate: float = 3e-3
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        for name in ("hidden_size", "layers", "heads", "demonstrations", "imitation_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 1")
-        if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
-            raise ConfigError(
-                f"hidden_size is {self.hidden_size} with {self.heads} heads; "
-                "expected an even size for each head"
-            )
-        if not 0 <= self.slips < 1:
-            raise ConfigError(f"slips is {self.slips!r}; expected a probability below 1")
-        if self.imitation_steps < 0 or not self.imitation_learning_rate > 0:
-            raise ConfigError("imitation_steps and imitation_learning_rate have to be positive")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
-    """One turn of a scripted episode, as text."""
-
-    observation: str
-    action: str
-    role: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demonstration:
-    """A scripted episode, as text."""
-
-    task: Task
-    exchanges: tuple[Exchange, ...]
-
-
-def demonstrate(env: gymnasium.Env[str, str], task: Task, slips: float) -> Demonstration:
-    """Plays a task with the environment's own `expert_action`."""
-    reset = env.reset(seed=task.seed, options=dict(task.options))
-    observation, info = check_reset(task.env_id, reset)
-    expert = env.get_wrapper_attr("expert_action")
-    exchanges = []
-    while True:
-        action = expert(slips)
-        role = str(info.get("observation_role", "user"))
-        exchanges.append(Exchange(observation=observation, action=action, role=role))
-        step = check_step(task.env_id, env.step(action))
-        observation, _, terminated, truncated, info = step
-        if terminated or truncated:
-            return Demonstration(task=task, exchanges=tuple(exchanges))
-
-
-def build_tokenizer(texts: Sequence[str], frames: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def build_tokenizer(texts: Iterable[str], frames: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """A word tokenizer for the texts; any other text is spelt in bytes.
 
     Args:
@@ -134,9 +78,7 @@ def build_tokenizer(texts: Sequence[str], frames: Sequence[str] = ()) -> PreTrai
     return tokenizer
 
 
-def build_model(
-    config: EmbeddedConfig, vocabulary: int, eos_id: int, seed: int
-) -> Qwen3ForCausalLM:
+def build_model(config: Tiny, vocabulary: int, eos_id: int, seed: int) -> Qwen3ForCausalLM:
     """A tiny Qwen3 with random weights that the seed decides."""
     shape = Qwen3Config(
         vocab_size=vocabulary,
@@ -158,96 +100,83 @@ def build_model(
 
 
 def build(
-    env: gymnasium.Env[str, str], env_id: str, config: EmbeddedConfig, seed: int
-) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Demonstration]]:
+    env: TextEnvironment, env_id: str, config: Tiny, seed: int
+) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Episode]]:
     """The tiny model and tokenizer for an environment, and the demonstrations to imitate.
 
     An environment without `expert_action` gives none: its tokenizer knows only the words of its
-    first observations, and the model starts from random weights.
+    prompts and first observations, and the model starts from random weights.
     """
     tasks = [
         Task(env_id=env_id, seed=derive_seed("demonstration", seed, n) % 10**9)
         for n in range(config.demonstrations)
     ]
     try:
-        demonstrations = [demonstrate(env, task, config.slips) for task in tasks]
-        texts = [t for d in demonstrations for x in d.exchanges for t in (x.observation, x.action)]
-    except (NotImplementedError, AttributeError):
+        demonstrations = demonstrate(env, tasks, config.slips)
+        read = demonstrations
+    except NotImplementedError:
         logger.warning("%s has no expert_action: the model starts untrained", env_id)
-        demonstrations = []
-        texts = [env.reset(seed=task.seed)[0] for task in tasks[:256]]
-    system, tools = instructions(env)
-    texts += [system or "", *(text for tool in tools for text in (tool.name, tool.description))]
-    frames = [frame for tool in tools for frame in tool_call_frames(tool)]
-    texts += _complaints(env, [tool_call_frames(tool) for tool in tools])
-    tokenizer = build_tokenizer(texts, frames)
+        demonstrations, read = [], [play_now(env, task, _silent) for task in tasks[:256]]
+        refuse_failures(read)
+    prompts = [episode.prompt for episode in read]
+    texts = {text for e in read for turn in e.turns for text in (turn.observation, turn.text)}
+    texts |= {episode.final_observation for episode in read if not episode.turns}
+    texts |= {prompt.system or "" for prompt in prompts}
+    texts |= {message.content for prompt in prompts for message in prompt.messages}
+    tools = {tool.name: tool for prompt in prompts for tool in prompt.tools}
+    texts |= {text for tool in tools.values() for text in (tool.name, tool.description)}
+    calls = [tool_call_frames(tool) for tool in tools.values()]
+    texts |= _complaints(env, tasks[0], calls)
+    tokenizer = build_tokenizer(texts, [frame for frames in calls for frame in frames])
     model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
     return model, tokenizer, demonstrations
 
 
-def _complaints(env: gymnasium.Env[str, str], calls: Sequence[Sequence[str]]) -> list[str]:
-    """What the environment says of nonsense: met often early on, and long if spelt in bytes."""
+def demonstrate(env: TextEnvironment, tasks: Sequence[Task], slips: float) -> list[Episode]:
+    """Plays each task with the environment's own `expert_action`; the episodes have no ids.
+
+    Raises:
+        NotImplementedError: The environment has no demonstrator.
+        RolloutError: More than half of the episodes failed; the others are left out.
+    """
+    expert = demonstrator(slips)
+    episodes = [play_now(env, task, expert) for task in tasks]
+    refuse_failures(episodes)
+    played = [e for e in episodes if e.stop_reason is not StopReason.ERROR]
+    if len(played) < len(episodes):
+        logger.warning("%d of %d demonstrations failed", len(episodes) - len(played), len(episodes))
+    return played
+
+
+def _silent(now: Situation) -> Move:
+    """Ends an episode before its first turn."""
+    return Move(stop=StopReason.MAX_TURNS)
+
+
+def _complaints(env: TextEnvironment, task: Task, calls: Sequence[Sequence[str]]) -> set[str]:
+    """The answers to nonsense: met often early on, and long if spelt in bytes."""
     actions = [""]
     for frames in calls:  # one alone, a whole call, where the tool has no parameters
         opening, closing = frames[0], frames[-1]
         actions += [opening, opening + opening + closing, opening + closing, closing]
-    observations = []
-    for action in actions:
-        env.reset(seed=0)
-        observations.append(str(env.step(action)[0]))
-    return observations
+    task = replace(task, seed=0)
+    return {play_now(env, task, _always(a), max_turns=1).final_observation for a in actions}
 
 
-def to_samples(
-    demonstrations: Sequence[Demonstration], chat: ChatTokenizer, env: gymnasium.Env[str, str]
-) -> list[Sample]:
-    """Token sequences of demonstrations, with every action as the model's."""
-    system, tools = instructions(env)
-    end = chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn
-    samples = []
-    for demonstration in demonstrations:
-        turns: list[Turn] = []
-        for n, exchange in enumerate(demonstration.exchanges):
-            if n == 0:
-                new = chat.start(exchange.observation, system, tools)
-            else:
-                new = chat.follow(exchange.observation, end, exchange.role)
-            action = (*chat.encode(exchange.action), end)
-            turns.append(_turn(new, action, exchange))
-        samples.append(to_sample(_episode(demonstration.task, turns), _zeros(turns)))
-    return samples
+def _always(action: str) -> Policy:
+    return lambda now: action
 
 
-def _turn(new: tuple[int, ...], action: tuple[int, ...], exchange: Exchange) -> Turn:
-    return Turn(
-        prompt_ids=new,
-        action_ids=action,
-        logprobs=(0.0,) * len(action),
-        text=exchange.action,
-        observation=exchange.observation,
-        reward=0.0,
-    )
-
-
-def _episode(task: Task, turns: list[Turn]) -> Episode:
-    return Episode(
-        task=task,
-        turns=tuple(turns),
-        outcome=0.0,
-        stop_reason=StopReason.TERMINATED,
-        terminated=True,
-        truncated=False,
-    )
-
-
-def _zeros(turns: list[Turn]) -> Any:
-    return torch.zeros(len(turns), dtype=torch.float64).numpy()
+def to_samples(demonstrations: Sequence[Episode], chat: ChatTokenizer) -> list[Sample]:
+    """The token sequences that rollouts with the demonstrated actions have."""
+    episodes = [tokenize(episode, chat) for episode in demonstrations]
+    return [to_sample(episode, np.zeros(len(episode.turns))) for episode in episodes]
 
 
 def warm_up(
     model: Any,
     samples: Sequence[Sample],
-    config: EmbeddedConfig,
+    config: Tiny,
     seed: int,
     on_step: Callable[[int, float], None],
 ) -> None:
@@ -257,7 +186,7 @@ def warm_up(
         warmup_steps=max(1, config.imitation_steps // 20),
         schedule="cosine",
     )
-    learner = Learner(model, ObjectiveConfig(), settings, total_steps=config.imitation_steps)
+    learner = Learner(model, GSPO(), settings, total_steps=config.imitation_steps)
     generator = torch.Generator().manual_seed(seed)
     size = min(config.imitation_batch, len(samples))
     epoch = math.ceil(len(samples) / size)

@@ -1,4 +1,4 @@
 from .collector import Collector as Collector
-from .collector import RolloutConfig as RolloutConfig
 from .pool import EnvPool as EnvPool
+from .settings import RolloutConfig as RolloutConfig
 from .transcript import ChatTokenizer as ChatTokenizer

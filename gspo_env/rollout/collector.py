@@ -5,64 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from gspo_env.engines.base import Completion, Engine, Sampling
-from gspo_env.env.base import (
-    Action,
-    TextEnvironment,
-    check_parts,
-    check_reset,
-    check_step,
-    check_tokens,
-)
-from gspo_env.errors import ConfigError, EnvironmentContractError, RolloutError
+from gspo_env.engines.base import Engine, Sampling
+from gspo_env.rollout.play import ENDED, Move, Situation, conclude, play, refuse_failures
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.seeding import derive_seed
-from gspo_env.types import Episode, Group, StopReason, Task, Timing, Turn
+from gspo_env.types import Episode, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutConfig:
-    """How episodes are collected."""
-
-    group_size: int = 8
-    """Episodes of each task, G."""
-    temperature: float = 1.0
-    """Sampling temperature in training; the trainer divides its logits by the same."""
-    max_turns: int = 16
-    """Turns after which an episode is cut."""
-    max_turn_tokens: int = 32
-    """The most tokens of one action."""
-    max_context: int = 512
-    """The most tokens of one episode."""
-    timeout: float = 600.0
-    """The most seconds of one episode, waiting for the engine included."""
-    concurrency: int = 256
-    """Episodes in flight."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
-        for name in ("temperature", "timeout"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(f"{name} is {value!r}; expected a number above 0")
-        if self.max_turn_tokens >= self.max_context:
-            raise ConfigError(
-                f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "
-                f"({self.max_context})"
-            )
 
 
 @dataclass(slots=True)
@@ -81,7 +35,6 @@ class Collector:
         seed: int,
         group_size: int | None = None,
         temperature: float | None = None,
-        on_episode: Callable[[Episode], None] | None = None,
     ) -> list[Group]:
         """Samples a group of episodes for each task.
 
@@ -90,7 +43,6 @@ class Collector:
             seed: Decides every draw, with the task's place, the episode's place and the turn.
             group_size: Episodes a task; the config's by default.
             temperature: Sampling temperature; the config's by default, 0 is greedy.
-            on_episode: Called as each episode ends.
 
         Raises:
             RolloutError: More than half of the episodes failed in their environment.
@@ -100,17 +52,14 @@ class Collector:
         heat = self.config.temperature if temperature is None else temperature
         gate = asyncio.Semaphore(self.config.concurrency)
 
-        async def play(place: int, task: Task, member: int) -> Episode:
+        async def one(place: int, task: Task, member: int) -> Episode:
             async with gate:
-                episode = await self._episode(task, derive_seed(seed, place, member), heat)
-            if on_episode is not None:
-                on_episode(episode)
-            return episode
+                return await self._episode(task, derive_seed(seed, place, member), heat)
 
         try:
             async with asyncio.TaskGroup() as running:
                 jobs = [
-                    [running.create_task(play(p, task, g)) for g in range(size)]
+                    [running.create_task(one(p, task, g)) for g in range(size)]
                     for p, task in enumerate(tasks)
                 ]
         except ExceptionGroup as errors:
@@ -119,172 +68,84 @@ class Collector:
             Group(task=task, episodes=tuple(job.result() for job in row))
             for task, row in zip(tasks, jobs, strict=True)
         ]
-        _refuse_failures([e for group in groups for e in group.episodes])
-        return groups
+        refuse_failures([e for group in groups for e in group.episodes])
+        return self._settle(groups)
 
     async def _episode(self, task: Task, seed: int, temperature: float) -> Episode:
-        play = _Play(self, task, seed, temperature)
+        policy = _EnginePolicy(self, task, seed, temperature)
+        env = self.pool.acquire()
         try:
-            async with asyncio.timeout(self.config.timeout):
-                await play.run()
-        except TimeoutError:
-            if play.error is None and play.stop is None:
-                play.stop = StopReason.TIMEOUT
+            episode = await play(
+                env,
+                task,
+                policy,
+                max_turns=self.config.max_turns,
+                timeout=self.config.episode_timeout,
+                call=self.pool.call,
+                gives_outcome=self.pool.gives_outcome,
+            )
         finally:
-            self.engine.release(play.session)
-        return play.episode()
+            self.engine.release(policy.session)
+        if episode.error is not None:
+            logger.error("episode of %s (seed %d): %s", task.env_id, task.seed, episode.error)
+        # an environment that failed, or may still run in a thread, is not used again
+        if episode.stop_reason not in (StopReason.ERROR, StopReason.TIMEOUT):
+            self.pool.give_back(env)
+        return episode
+
+    def _settle(self, groups: list[Group]) -> list[Group]:
+        """Decides whether an environment that does not declare it gives outcomes.
+
+        The first episodes that it finished decide, never an episode that was cut.
+        """
+        if self.pool.gives_outcome is not None:
+            return groups
+        ended = [e for g in groups for e in g.episodes if e.stop_reason in ENDED]
+        given = any(e.turns[-1].info.episodic_reward is not None for e in ended)
+        if given or any(e.terminated for e in ended):
+            self.pool.gives_outcome = given
+        return [self._settled(group) for group in groups] if given else groups
+
+    def _settled(self, group: Group) -> Group:
+        episodes = []
+        for e in group.episodes:
+            outcome, success = conclude(e.turns, e.stop_reason, True, self.pool.outcome_if_cut)
+            episodes.append(replace(e, outcome=outcome, success=success))
+        return replace(group, episodes=tuple(episodes))
 
 
-def _refuse_failures(episodes: list[Episode]) -> None:
-    failed = [e for e in episodes if e.stop_reason is StopReason.ERROR]
-    if 2 * len(failed) > len(episodes):
-        raise RolloutError(
-            f"{len(failed)} of {len(episodes)} episodes failed in their environment; "
-            f"the first said: {failed[0].error}"
-        )
-
-
-class _Play:
-    """The state of one running episode."""
+class _EnginePolicy:
+    """Samples the actions of one episode from an engine, token-exact."""
 
     def __init__(self, collector: Collector, task: Task, seed: int, temperature: float) -> None:
-        self.collector, self.task, self.seed = collector, task, seed
-        self.temperature = temperature
+        self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
         self.session = f"{task.env_id}:{task.seed}:{seed}"
-        self.turns: list[Turn] = []
-        self.prompt: list[int] = []
-        self.stop: StopReason | None = None
-        self.error: str | None = None
-        self.observation = ""
-        self.info: Mapping[str, Any] = {}
+        self.seed, self.temperature = seed, temperature
+        self.transcript: Transcript | None = None
 
-    async def run(self) -> None:
-        pool = self.collector.pool
-        env = pool.acquire()
-        finished = False
-        try:
-            await self._play(env)
-            finished = True
-        except EnvironmentContractError:
-            raise
-        except _EnvironmentFailed as failure:
-            self.stop, self.error = StopReason.ERROR, str(failure)
-            logger.error("episode of %s (seed %d): %s", self.task.env_id, self.task.seed, failure)
-        finally:
-            # an environment that failed or is still running in a thread is not used again
-            if finished:
-                pool.give_back(env)
-
-    async def _play(self, env: TextEnvironment) -> None:
-        reset = await self._call(env.reset, seed=self.task.seed, options=dict(self.task.options))
-        self.observation, self.info = check_reset(self.task.env_id, reset)
-        chat, limits = self.collector.chat, self.collector.config
-        history = self.info.get("chat_history", ())
-        new = chat.start(self.observation, *instructions(env), history)
-        while True:
-            self.prompt.extend(new)
-            if len(self.prompt) + limits.max_turn_tokens > limits.max_context:
-                self.stop = StopReason.MAX_CONTEXT
-                return
-            completion, seconds = await self._act()
-            await self._turn(env, new, completion, seconds)
-            if self.stop is None and len(self.turns) >= limits.max_turns:
-                self.stop = StopReason.MAX_TURNS
-            if self.stop is not None:
-                return
-            self.prompt.extend(completion.token_ids)
-            role = str(self.info.get("observation_role", "user"))
-            new = chat.follow(self.observation, completion.token_ids[-1], role)
-
-    async def _act(self) -> tuple[Completion, float]:
-        started = time.perf_counter()
+    async def __call__(self, now: Situation) -> Move:
+        """See `gspo_env.rollout.play.Policy`."""
+        if self.transcript is None:
+            self.transcript = Transcript(self.chat, now.prompt)
+        new = self.transcript.read(now.observation, now.role)
+        limit = self.limits.max_turn_tokens
+        if len(self.transcript.ids) + limit > self.limits.max_context:
+            return Move(stop=StopReason.MAX_CONTEXT)
         sampling = Sampling(
-            max_tokens=self.collector.config.max_turn_tokens,
+            max_tokens=limit,
             temperature=self.temperature,
-            stop_ids=self.collector.chat.stop_ids,
-            seed=derive_seed(self.seed, len(self.turns)),
+            stop_ids=self.chat.stop_ids,
+            seed=derive_seed(self.seed, now.turn),
         )
-        completion = await self.collector.engine.generate(self.prompt, sampling, self.session)
-        return completion, time.perf_counter() - started
-
-    async def _turn(
-        self, env: TextEnvironment, new: tuple[int, ...], completion: Completion, seconds: float
-    ) -> None:
-        text = Action(self.collector.chat.decode(completion.token_ids), completion.token_ids)
-        before, reward, step_seconds = self.observation, 0.0, 0.0
-        key = self.info.get("state_key")
-        seen: Mapping[str, Any] = {}  # nothing where the environment did not see the action
-        if completion.finish_reason == "length":
-            self.stop = StopReason.MAX_TURN_TOKENS
-        else:
-            started = time.perf_counter()
-            result = await self._call(env.step, text)
-            step_seconds = time.perf_counter() - started
-            step = check_step(self.task.env_id, result)
-            check_tokens(self.task.env_id, step[4], len(completion.token_ids))
-            check_parts(self.task.env_id, step[4])
-            self.observation, reward, terminated, truncated, self.info = step
-            seen = self.info
-            if terminated:
-                self.stop = StopReason.TERMINATED
-            elif truncated:
-                self.stop = StopReason.TRUNCATED
-        turn = Turn(
+        started = time.perf_counter()
+        done = await self.engine.generate(self.transcript.ids, sampling, self.session)
+        self.transcript.write(done.token_ids)
+        return Move(
+            text=self.chat.decode(done.token_ids),
             prompt_ids=new,
-            action_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            text=str(text),
-            observation=before,
-            reward=reward,
-            info=seen,
-            timing=Timing(generate=seconds, step=step_seconds),
-            weights_version=completion.weights_version,
-            state_key=None if key is None else str(key),
+            action_ids=done.token_ids,
+            logprobs=done.logprobs,
+            weights_version=done.weights_version,
+            seconds=time.perf_counter() - started,
+            stop=StopReason.MAX_TURN_TOKENS if done.finish_reason == "length" else None,
         )
-        self.turns.append(turn)
-
-    async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        try:
-            return await self.collector.pool.call(function, *args, **kwargs)
-        except EnvironmentContractError:
-            raise
-        except Exception as error:
-            raise _EnvironmentFailed(f"{type(error).__name__}: {error}") from error
-
-    def episode(self) -> Episode:
-        stop = self.stop or StopReason.ERROR
-        ended = stop in (StopReason.TERMINATED, StopReason.TRUNCATED)
-        total = float(sum(turn.reward for turn in self.turns))
-        outcome = float(self.info.get("episodic_reward", total)) if ended else total
-        if not np.isfinite(outcome):
-            raise EnvironmentContractError(
-                f"{self.task.env_id}: info['episodic_reward'] is {outcome!r}; "
-                "expected a finite number"
-            )
-        if not ended:
-            outcome = min(outcome, 0.0) if "episodic_reward" in self.info else outcome
-        success = bool(self.info.get("success", outcome > 0)) if ended else False
-        return Episode(
-            task=self.task,
-            turns=tuple(self.turns),
-            outcome=outcome,
-            stop_reason=stop,
-            terminated=stop is StopReason.TERMINATED,
-            truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
-            error=self.error,
-            success=success,
-            final_observation=self.observation,
-        )
-
-
-class _EnvironmentFailed(Exception):
-    """An environment raised; the message names its exception."""
-
-
-def instructions(env: TextEnvironment) -> tuple[str | None, Sequence[Any]]:
-    """The system prompt and the tools of an environment, through its wrappers."""
-    system = (
-        env.get_wrapper_attr("system_prompt") if env.has_wrapper_attr("system_prompt") else None
-    )
-    tools = env.get_wrapper_attr("tools") if env.has_wrapper_attr("tools") else ()
-    return system, tools

@@ -16,12 +16,14 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
 from gspo_env.errors import ChatTemplateError
+from gspo_env.types import Episode, Prompt, Role, StepInfo
 
 logger = logging.getLogger(__name__)
 
@@ -73,29 +75,23 @@ class ChatTokenizer:
         ids = {self.end_of_turn, self.tokenizer.eos_token_id} - {None}
         return tuple(sorted(i for i in ids if i is not None))
 
-    def start(
-        self,
-        observation: str,
-        system_prompt: str | None = None,
-        tools: Sequence[Any] = (),
-        history: Sequence[Mapping[str, str]] = (),
-    ) -> tuple[int, ...]:
+    def start(self, observation: str, prompt: Prompt | None = None) -> tuple[int, ...]:
         """The ids of a whole first prompt.
 
         Args:
             observation: What `reset` returned.
-            system_prompt: The environment's standing instructions.
-            tools: Tools with a `schema`; the system prompt lists them where the template does not.
-            history: Messages before the observation: a user's and an assistant's in turn.
+            prompt: What the policy reads before it; the system prompt lists the tools if the
+                template does not.
         """
-        schemas = [tool.schema for tool in tools]
+        prompt = prompt or Prompt()
+        system, schemas = prompt.system, [tool.schema for tool in prompt.tools]
         if schemas and not self._shows_tools(schemas):
             listing = "\n".join(json.dumps(schema) for schema in schemas)
-            system_prompt = f"{system_prompt or ''}\n\nTools:\n{listing}".strip()
+            system = f"{system or ''}\n\nTools:\n{listing}".strip()
             schemas = []
-        parts = self._prompt(system_prompt is not None, schemas)
-        first, *later = [*(str(message["content"]) for message in history), observation]
-        ids = self._fill(parts, {_SYSTEM: system_prompt or "", _FIRST: first})
+        parts = self._prompt(system is not None, schemas)
+        first, *later = [*(message.content for message in prompt.messages), observation]
+        ids = self._fill(parts, {_SYSTEM: system or "", _FIRST: first})
         for answer, question in zip(later[::2], later[1::2], strict=True):
             ids += self._encode(answer) + self.follow(question, -1)
         return ids
@@ -267,6 +263,53 @@ class ChatTokenizer:
         # The vocabulary itself spells a control token: cut the text until none can form.
         middle = len(text) // 2
         return self._encode_plain(text[:middle]) + self._encode_plain(text[middle:])
+
+
+class Transcript:
+    """The token ids of one conversation; they only ever grow."""
+
+    def __init__(self, chat: ChatTokenizer, prompt: Prompt) -> None:
+        self.chat, self.prompt = chat, prompt
+        self.ids: list[int] = []
+
+    def read(self, observation: str, role: Role = "user") -> tuple[int, ...]:
+        """Adds an observation; returns its ids, those of the prompt included the first time."""
+        if self.ids:
+            new = self.chat.follow(observation, self.ids[-1], role)
+        else:
+            new = self.chat.start(observation, self.prompt)
+        self.ids.extend(new)
+        return new
+
+    def write(self, action_ids: Sequence[int]) -> None:
+        """Adds the ids of an action, its end of turn included."""
+        self.ids.extend(action_ids)
+
+
+def tokenize(episode: Episode, chat: ChatTokenizer) -> Episode:
+    """Gives a text-only episode the ids that a rollout of the same actions has.
+
+    The turns keep no `info`: judgements of tokens belong to the tokens that a policy sampled.
+    """
+    end = chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn
+    transcript = Transcript(chat, episode.prompt)
+    role: Role = "user"
+    turns = []
+    for turn in episode.turns:
+        new = transcript.read(turn.observation, role)
+        action = (*chat.encode(turn.text), end)
+        transcript.write(action)
+        role = turn.info.observation_role
+        turns.append(
+            replace(
+                turn,
+                prompt_ids=new,
+                action_ids=action,
+                logprobs=(0.0,) * len(action),
+                info=StepInfo(),
+            )
+        )
+    return replace(episode, turns=tuple(turns))
 
 
 def _replace_all(text: str, names: Mapping[str, str]) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
+from typing import Protocol
 
 from gspo_env.batch.sample import Sample, to_sample
 from gspo_env.config import Config
@@ -14,12 +13,23 @@ from gspo_env.credit.estimate import estimate
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.metrics import reward_metrics, rollout_metrics
+from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.types import Episode, FloatArray, Group, StopReason, Task
+from gspo_env.types import FloatArray, Group, StopReason, Task
 
 History = list[tuple[int, dict[str, float]]]
-Report = Callable[[int, dict[str, float], Sequence[Group]], None]
+
+
+class Reporter(Protocol):
+    """Shows and records what a run does."""
+
+    def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
+        """Is called after each update, with every metric of the step."""
+        ...
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Is called after each evaluation."""
+        ...
 
 
 @dataclass(slots=True)
@@ -30,7 +40,7 @@ class Loop:
     env_id: str
     collector: Collector
     learner: Learner
-    report: Report
+    report: Reporter
     history: History = field(default_factory=list)
 
     async def train(self) -> History:
@@ -43,14 +53,16 @@ class Loop:
             groups = await self.collector.collect(
                 self._tasks(step), seed=derive_seed("rollout", config.seed, step)
             )
-            metrics = rollout_metrics(groups, time.perf_counter() - started)
-            advantages, credit = estimate(groups, config.advantage)
-            samples = self._samples(groups, advantages)
+            stats = RolloutStats.of(groups, time.perf_counter() - started)
+            metrics = stats.metrics()
+            credit = estimate(groups, config.advantage, config.credit)
+            samples = self._samples(groups, credit.advantages)
             await self.collector.engine.sleep()
             if samples:
                 metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
-            metrics |= credit | {"time/sync": await self._sync(step)}
-            self._log(step, metrics, groups)
+            metrics |= credit.metrics() | {"time/sync": await self._sync(step)}
+            self.history.append((step, metrics))
+            self.report.trained(step, stats, metrics)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 await self._evaluate(step)
         return self.history
@@ -72,7 +84,7 @@ class Loop:
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
     ) -> list[Sample]:
         """Every episode that may be trained on, with its credit."""
-        keep_cut = self.config.advantage.train_on_truncated
+        keep_cut = self.config.credit.train_on_truncated
         return [
             to_sample(episode, values)
             for group, rows in zip(groups, advantages, strict=True)
@@ -83,12 +95,9 @@ class Loop:
         ]
 
     async def _evaluate(self, step: int) -> None:
-        metrics, groups = await evaluate(self.collector, self.env_id, self.config.eval_tasks)
-        self._log(step, metrics, groups)
-
-    def _log(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
-        self.history.append((step, metrics))
-        self.report(step, metrics, groups)
+        evaluation = await evaluate(self.collector, self.env_id, self.config.eval_tasks)
+        self.history.append((step, evaluation.metrics()))
+        self.report.evaluated(step, evaluation)
 
 
 def held_out_tasks(env_id: str, count: int) -> list[Task]:
@@ -96,24 +105,10 @@ def held_out_tasks(env_id: str, count: int) -> list[Task]:
     return [Task(env_id=env_id, seed=HELD_OUT + n) for n in range(count)]
 
 
-async def evaluate(
-    collector: Collector, env_id: str, tasks: int
-) -> tuple[dict[str, float], list[Group]]:
+async def evaluate(collector: Collector, env_id: str, tasks: int) -> Evaluation:
     """Plays the held-out tasks once sampled at the training temperature and once greedily."""
     started = time.perf_counter()
     held_out = held_out_tasks(env_id, tasks)
     sampled = await collector.collect(held_out, seed=0, group_size=1)
     greedy = await collector.collect(held_out, seed=0, group_size=1, temperature=0.0)
-    metrics = {
-        "eval/success": _mean(sampled, lambda e: float(bool(e.success))),
-        "eval/success_greedy": _mean(greedy, lambda e: float(bool(e.success))),
-        "eval/return": _mean(sampled, lambda e: float(e.rewards.sum())),
-        "eval/turns": _mean(sampled, lambda e: float(len(e.turns))),
-        "time/eval": time.perf_counter() - started,
-    }
-    episodes = [e for group in sampled for e in group.episodes]
-    return metrics | reward_metrics(episodes, "eval"), sampled
-
-
-def _mean(groups: Sequence[Group], value: Callable[[Episode], float]) -> float:
-    return float(np.mean([value(e) for group in groups for e in group.episodes]))
+    return Evaluation.of(sampled, greedy, time.perf_counter() - started)

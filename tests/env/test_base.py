@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gspo_env.env.base import TextEnv, check_reset, check_step, extract_tag
+from gspo_env.env.base import TextEnv, clean, extract_tag
 from gspo_env.errors import EnvironmentContractError
 
 
@@ -22,45 +22,40 @@ def test_defaults_of_an_environment() -> None:
         env.expert_action()
 
 
-@pytest.mark.parametrize(
-    "reward", [1, 1.0, np.float32(1), np.int64(1), np.array(1.0)], ids=lambda r: type(r).__name__
-)
-def test_any_real_reward_becomes_a_python_float(reward: Any) -> None:
-    result = check_step("x", ("a", reward, np.bool_(True), False, {}))
-    assert result == ("a", 1.0, True, False, {})
-    assert type(result[1]) is float
-    assert type(result[2]) is bool
+class Counts(TextEnv):
+    """Ends after three turns, or when it is told to."""
+
+    max_turns = 3
+
+    def step(self, action: str) -> Any:
+        self.require_episode()
+        terminated, truncated = self.end_turn(action == "end")
+        return "", 0.0, terminated, truncated, {}
 
 
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (("a", 1.0, False, False), "step() result"),
-        (None, "step() result"),
-        ((b"a", 1.0, False, False, {}), "step() observation is b'a' of type bytes, expected a str"),
-        (("a", True, False, False, {}), "step() reward is True of type bool"),
-        (("a", math.nan, False, False, {}), "expected a finite number"),
-        (("a", math.inf, False, False, {}), "expected a finite number"),
-        (("a", 10**400, False, False, {}), "expected a finite number"),
-        (("a", "1", False, False, {}), "step() reward is '1' of type str"),
-        (("a", 1.0, 0, False, {}), "step() terminated is 0 of type int, expected a bool"),
-        (("a", 1.0, False, None, {}), "step() truncated"),
-        (("a", 1.0, False, False, None), "step() info is None"),
-    ],
-)
-def test_a_broken_step_is_named_in_one_sentence(result: object, message: str) -> None:
-    with pytest.raises(EnvironmentContractError) as caught:
-        check_step("shop/Shop-v0", result)
-    assert message in str(caught.value)
-    assert str(caught.value).startswith("shop/Shop-v0: ")
-    assert "\n" not in str(caught.value)
+def test_a_step_outside_an_episode_is_refused() -> None:
+    env = Counts()
+    for _ in range(2):
+        with pytest.raises(EnvironmentContractError, match=r"Counts: step\(\) was called outside"):
+            env.step("")
+        env.reset(seed=0)
+        assert env.step("end")[2:4] == (True, False)
 
 
-@pytest.mark.parametrize("result", ["ab", ("a",), (1, {}), ("a", [])])
-def test_a_broken_reset_is_an_error(result: object) -> None:
-    with pytest.raises(EnvironmentContractError, match=r"reset\(\)"):
-        check_reset("x", result)
-    assert check_reset("x", ("a", {})) == ("a", {})
+def test_the_limit_on_turns_truncates_unless_the_turn_ends_the_episode() -> None:
+    env = Counts()
+    for last, flags in (("go", (False, True)), ("end", (True, False))):
+        env.reset(seed=0)
+        assert [env.step("go")[2:4] for _ in range(2)] == [(False, False)] * 2
+        assert env.step(last)[2:4] == flags
+
+
+@given(st.text() | st.text(st.characters(categories=["Cs", "L"])))
+def test_a_cleaned_text_can_be_encoded_and_sound_text_stays(text: str) -> None:
+    cleaned = clean(text)
+    cleaned.encode()
+    assert len(cleaned) == len(text)
+    assert clean(cleaned) == cleaned
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,11 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.check.environment import check_env
 from gspo_env.config import Config
 from gspo_env.env.base import Action
+from gspo_env.env.info import parse_reset, read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.recipes.embedded import EmbeddedConfig, build_tokenizer
+from gspo_env.recipes.embedded import build_tokenizer
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.seeding import HELD_OUT
 from gspo_env.tracking.mlflow import TrackingConfig
@@ -179,9 +181,9 @@ CHAT = [
 def test_the_messages_of_a_chat_are_the_context_of_its_last_answer(chat):
     env = make([{"messages": CHAT}], lambda attempt: attempt.prompt == tuple(CHAT[:4]))
     observation, info = env.reset(seed=0)
-    assert (observation, info["chat_history"]) == ("three", CHAT[1:3])
+    assert (observation, info["messages"]) == ("three", CHAT[1:3])
     assert env.unwrapped.expert_action() == "four"
-    ids = chat.start(observation, "Count.", (), info["chat_history"])
+    ids = chat.start(observation, read_prompt(env, parse_reset("x", (observation, info))[1]))
     rendered = chat.tokenizer.apply_chat_template(
         CHAT[:4], tokenize=False, add_generation_prompt=True
     )
@@ -383,7 +385,7 @@ def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatc
         eval_every=0,
         eval_tasks=4,
         rollout=RolloutConfig(group_size=4),
-        embedded=EmbeddedConfig(hidden_size=32, demonstrations=64, imitation_steps=40),
+        recipe=Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
         tracking=TrackingConfig(enabled=False),
     )
     history = GSPOAgent(config=config).train()

@@ -1,4 +1,4 @@
-"""The built-in environments."""
+"""The shipped environments."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env import format_tool_call, make_env
-from gspo_env.env.base import StepResult, check_reset, check_step
+from gspo_env.env.info import ParsedStep, parse_reset, parse_step
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.types import StepInfo
 
 IDS = [
     "gspo/Calculator-v0",
@@ -25,12 +26,12 @@ IDS = [
 ]
 
 
-def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[StepResult]]:
-    """Play one episode with the scripted player."""
-    prompt, _ = check_reset("x", env.reset(seed=seed))
-    steps: list[StepResult] = []
+def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[ParsedStep]]:
+    """Let the demonstrator play one episode."""
+    prompt, _ = parse_reset("x", env.reset(seed=seed))
+    steps: list[ParsedStep] = []
     while not steps or not (steps[-1][2] or steps[-1][3]):
-        steps.append(check_step("x", env.step(env.unwrapped.expert_action(noise))))
+        steps.append(parse_step("x", env.step(env.unwrapped.expert_action(noise))))
     return prompt, steps
 
 
@@ -66,19 +67,19 @@ def test_the_demonstrator_always_succeeds_without_noise(env: Any) -> None:
     for seed in range(50):
         _, steps = play(env, seed)
         assert steps[-1][2]
-        assert steps[-1][4]["success"] is True
-        assert steps[-1][4]["episodic_reward"] == 1.0
-        assert all("state_key" in step[4] for step in steps)
-        assert all("success" not in step[4] for step in steps[:-1])
+        assert steps[-1][4].success is True
+        assert steps[-1][4].episodic_reward == 1.0
+        assert all(step[4].state_key is not None for step in steps)
+        assert all(step[4].success is None for step in steps[:-1])
 
 
 def test_the_same_seed_and_actions_give_the_same_episode(env: Any) -> None:
     assert play(env, 3, noise=0.3) == play(env, 3, noise=0.3)
-    assert len({play(env, seed)[1][-1][4]["state_key"] for seed in range(20)}) > 3
+    assert len({play(env, seed)[1][-1][4].state_key for seed in range(20)}) > 3
 
 
 def test_a_noisy_demonstrator_sometimes_fails(env: Any) -> None:
-    wins = sum(play(env, seed, noise=0.15)[1][-1][4]["success"] for seed in range(100))
+    wins = sum(play(env, seed, noise=0.15)[1][-1][4].success for seed in range(100))
     assert 10 <= wins <= 100
     if env.unwrapped.tools:
         assert wins <= 60
@@ -87,7 +88,7 @@ def test_a_noisy_demonstrator_sometimes_fails(env: Any) -> None:
 def test_reset_without_a_seed_gives_new_episodes(env: Any) -> None:
     env.reset(seed=None)
     env.reset()
-    assert check_step("x", env.step("hello"))[1] == 0.0
+    assert parse_step("x", env.step("hello"))[1] == 0.0
 
 
 def test_step_after_the_end_is_an_error(env: Any) -> None:
@@ -116,7 +117,7 @@ def test_no_action_breaks_an_episode(env_id: str, actions: list[str]) -> None:
     env = make_env(env_id)
     env.reset(seed=0)
     for action in actions:
-        observation, reward, terminated, truncated, _ = check_step(env_id, env.step(action))
+        observation, reward, terminated, truncated, _ = parse_step(env_id, env.step(action))
         observation.encode()
         assert math.isfinite(reward)
         if terminated or truncated:
@@ -142,7 +143,7 @@ def test_lookup_pays_each_right_hop_once_and_the_answer() -> None:
     assert look(end)[1] == 0.0
     result = env.step(f"so <answer>{end}</answer>")
     assert result[:4] == ("correct", 1.0, True, False)
-    assert result[4] == {"state_key": f"{end}:0", "success": True, "episodic_reward": 1.0}
+    assert result[4] == StepInfo(state_key=f"{end}:0", success=True, episodic_reward=1.0)
 
 
 @pytest.mark.parametrize("action", ["", "amber", "<answer>zebra</answer>", "<answer>"])
@@ -160,8 +161,8 @@ def test_the_turn_limit_ends_without_success() -> None:
     env.reset(seed=0, options={"hops": 3})
     steps = [env.step(format_tool_call("lookup", {"key": "zebra"})) for _ in range(7)]
     assert [step[3] for step in steps] == [False] * 6 + [True]
-    assert steps[-1][4]["episodic_reward"] == 0.0
-    assert steps[-1][4]["success"] is False
+    assert steps[-1][4].episodic_reward == 0.0
+    assert steps[-1][4].success is False
 
 
 def test_calculator_expressions_have_their_value_and_pay_each_step() -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env import format_tool_call, make_env
-from gspo_env.env.base import check_step
+from gspo_env.env.info import parse_step
 from gspo_env.env.registration import _BUILTIN
 from gspo_env.errors import ConfigError, GspoEnvError, MissingExtraError
 from gspo_env.sandbox import find_missing
@@ -81,7 +81,7 @@ def test_any_actions_give_the_same_sound_episode_twice(env_id: str) -> None:
         def record(env: Any) -> list[Any]:
             steps = [env.reset(seed=seed)]
             for text in texts:
-                steps.append(check_step(env_id, env.step(text)))
+                steps.append(parse_step(env_id, env.step(text)))
                 steps[-1][0].encode()
                 if steps[-1][2] or steps[-1][3]:
                     break

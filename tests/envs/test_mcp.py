@@ -329,4 +329,4 @@ def test_a_rollout_goes_on_when_every_server_dies(player):
     pool.close()
     turns = [turn for group in groups for e in group.episodes for turn in e.turns]
     assert all(e.stop_reason is not StopReason.ERROR for g in groups for e in g.episodes)
-    assert sum(turn.info.get("tool_errors", 0) for turn in turns) > 0
+    assert sum(turn.info.extra.get("tool_errors", 0) for turn in turns) > 0

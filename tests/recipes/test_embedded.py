@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
-from gspo_env.recipes.embedded import EmbeddedConfig, build, demonstrate, to_samples
+from gspo_env.recipes.embedded import build, demonstrate, to_samples
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.types import Task
 
 
@@ -51,7 +52,7 @@ def test_a_demonstration_is_the_transcript_that_a_rollout_would_make(player):
 
 def test_a_tool_without_parameters_has_a_model_too():
     env = make_env("gspo/SQL-v0")
-    config = EmbeddedConfig(hidden_size=32, demonstrations=5)
+    config = Tiny(hidden_size=32, demonstrations=5)
     _, tokenizer, demonstrations = build(env, "gspo/SQL-v0", config, 0)
     assert len(demonstrations) == 5
     call = '<tool_call>{"name": "tables", "arguments": {}}</tool_call>'
@@ -60,7 +61,7 @@ def test_a_tool_without_parameters_has_a_model_too():
 
 def test_the_same_seed_builds_the_same_model(player):
     env = make_env(player.env_id)
-    config = EmbeddedConfig(hidden_size=32, demonstrations=20)
+    config = Tiny(hidden_size=32, demonstrations=20)
     first, again, other = (build(env, player.env_id, config, seed)[0] for seed in (0, 0, 1))
     one, two, three = (next(m.parameters()) for m in (first, again, other))
     assert one.equal(two)
@@ -78,4 +79,4 @@ def test_the_same_seed_builds_the_same_model(player):
 )
 def test_an_impossible_value_is_named(values, words):
     with pytest.raises(ConfigError, match=words):
-        EmbeddedConfig(**values)
+        Tiny(**values)

@@ -1,4 +1,4 @@
-"""Rollouts: the trained tokens are the sampled ones, and every episode has a stop reason."""
+"""Rollouts: the trained tokens are the sampled ones, and every end has a name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.collector import Collector, RolloutConfig
-from gspo_env.rollout.metrics import rollout_metrics
+from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.types import StopReason, Task
+from gspo_env.types import Message, Prompt, StopReason, Task
 
 
 class Echo(TextEnv):
-    """Answers every action until the rollout stops; `step` is a parameter."""
+    """Answers every action, for as long as it is asked; `step` says what happens."""
 
     def __init__(self, result=None):
         self.result = result or ("go on", 0.5, False, False, {})
@@ -39,7 +39,7 @@ class Echo(TextEnv):
 
 
 class Recording(TransformersEngine):
-    """An engine that records its requests and completions."""
+    """The engine, which also keeps what it was asked and what it said."""
 
     async def generate(self, prompt_ids, sampling, session=None):
         done = await super().generate(list(prompt_ids), sampling, session)
@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_episodes_and_another_seed_others(player):
 )
 def test_each_limit_ends_an_episode_with_its_name(player, reason, result, limits):
     groups = play(collector(player, lambda: Echo(result), **limits), seed=3)
-    metrics = rollout_metrics(groups, 1.0)
+    metrics = RolloutStats.of(groups, 1.0).metrics()
     assert metrics[f"rollout/stop/{reason}"] > 0.5
     assert sum(v for k, v in metrics.items() if k.startswith("rollout/stop/")) == pytest.approx(1)
     for episode in episodes(groups):
@@ -142,18 +142,17 @@ def test_an_episode_that_outlasts_the_clock_ends_as_timeout_and_the_others_go_on
             return super().reset(seed=seed)
 
     groups = play(collector(player, Hanging, timeout=1.0), tasks=4, size=1)
-    # The token limit may also cut a turn. Then there is no step to wait for.
+    # A turn may also be cut short by its token limit: then there is nothing to wait for.
     assert groups[0].episodes[0].stop_reason in (StopReason.TIMEOUT, StopReason.MAX_TURN_TOKENS)
     assert any(e.stop_reason is StopReason.TERMINATED for e in episodes(groups[1:]))
 
 
-@pytest.mark.parametrize("declared", [True, False])
-def test_environments_that_block_run_in_threads_of_their_own(player, declared):
+@pytest.mark.parametrize("declared", [True, None])
+def test_environments_that_are_not_declared_quick_run_in_threads(player, declared):
     threads = set()
 
     class Waiting(Echo):
-        if declared:
-            blocking = True
+        blocking = declared
 
         def step(self, action):
             time.sleep(0.01)
@@ -166,14 +165,21 @@ def test_environments_that_block_run_in_threads_of_their_own(player, declared):
 
     play(collector(player, Waiting, max_turns=4), tasks=8, size=8)
     assert any(name.startswith("env") for name in threads)
-    if declared:
-        assert threading.current_thread().name not in threads
+    assert threading.current_thread().name not in threads
 
 
 def test_a_quick_environment_stays_on_the_event_loop(player):
-    running = collector(player, Echo, max_turns=3)
-    play(running, tasks=8)
-    assert not running.pool.blocking
+    threads = set()
+
+    class Quick(Echo):
+        blocking = False
+
+        def step(self, action):
+            threads.add(threading.current_thread())
+            return super().step(action)
+
+    play(collector(player, Quick, max_turns=3), tasks=8)
+    assert threads == {threading.current_thread()}
 
 
 def test_a_few_failing_episodes_are_counted_and_left_out_of_the_means(player, caplog):
@@ -184,10 +190,11 @@ def test_a_few_failing_episodes_are_counted_and_left_out_of_the_means(player, ca
         return made[-1]
 
     groups = play(collector(player, make, max_turns=2))
-    metrics = rollout_metrics(groups, 1.0)
+    metrics = RolloutStats.of(groups, 1.0).metrics()
     failed = [e for e in episodes(groups) if e.stop_reason is StopReason.ERROR]
     assert 0 < len(failed) == metrics["rollout/env_errors"] <= 4
-    assert failed[0].error == "RuntimeError: socket closed"
+    assert "RuntimeError: socket closed" in failed[0].error
+    assert failed[0].error.startswith("step(")
     assert "socket closed" in caplog.text
 
 
@@ -230,11 +237,10 @@ def test_named_parts_are_summed_over_turns_and_averaged_over_the_episodes_that_h
     groups = play(collector(player, lambda: Echo(result), max_turns=4, max_turn_tokens=5))
     everything = episodes(groups)
     answered = [sum(t.reward > 0 for t in e.turns) for e in everything]
-    assert any(
-        n < len(e.turns) for n, e in zip(answered, everything, strict=True)
-    )  # turns cut by the token limit
+    assert any(n < len(e.turns) for n, e in zip(answered, everything, strict=True))  # cut turns
     expected = 0.25 * np.mean([n for n in answered if n])
-    assert rollout_metrics(groups, 1.0)["train/reward/style"] == pytest.approx(expected)
+    stats = RolloutStats.of(groups, 1.0)
+    assert stats.metrics()["rollout/reward/style"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -256,27 +262,27 @@ def test_a_pool_closes_every_environment_and_those_that_wait_side_by_side(blocki
 
 
 class Chatty(Echo):
-    """An environment whose conversation began before the episode."""
+    """Its conversation began before the episode."""
 
     history = (
-        {"role": "user", "content": "river"},
-        {"role": "assistant", "content": "stone"},
+        Message(role="user", content="river"),
+        Message(role="assistant", content="stone"),
     )
 
     def reset(self, *, seed=None, options=None):
-        return super().reset(seed=seed)[0], {"chat_history": self.history}
+        return super().reset(seed=seed)[0], {"messages": self.history}
 
 
 def test_a_conversation_that_began_before_the_episode_is_in_its_first_prompt(player):
     groups = play(collector(player, Chatty, max_turns=1))
     for episode in episodes(groups):
-        first = player.chat.start('Follow 2 links from "amber".', None, (), Chatty.history)
+        first = player.chat.start('Follow 2 links from "amber".', Prompt(messages=Chatty.history))
         assert episode.turns[0].prompt_ids == first
         assert "stone" in player.chat.decode_all(first)
 
 
 class TokenJudge(Echo):
-    """Gives each sampled token an advantage by its id, and masks the last one of each action."""
+    """Judges every sampled token by its id, and hides the last one of each action."""
 
     def step(self, action):
         ids = action.token_ids
@@ -292,7 +298,7 @@ def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player)
         sample = to_sample(episode, np.full(len(episode.turns), 7.0))
         ids, advantages = sample.token_ids[sample.mask].tolist(), sample.advantages.tolist()
         for turn in episode.turns:
-            if "token_advantages" not in turn.info:  # cut before the environment received it
+            if turn.info.token_advantages is None:  # cut before the environment saw it
                 ids, advantages = ids[len(turn.action_ids) :], advantages[len(turn.action_ids) :]
                 continue
             kept = len(turn.action_ids) - 1

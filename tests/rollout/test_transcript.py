@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gspo_env.errors import ChatTemplateError
 from gspo_env.recipes.embedded import TEMPLATE, build_tokenizer
 from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.types import Prompt
 
 HARMLESS = "Follow 3 links from the stone, then say: birch!"
 QWEN_LIKE = (
@@ -44,7 +45,9 @@ def test_the_first_prompt_equals_the_template(tokenizer, chat):
         {"role": "system", "content": "Use the tool."},
         {"role": "user", "content": HARMLESS},
     ]
-    assert list(chat.start(HARMLESS, "Use the tool.")) == rendered(tokenizer, messages)
+    assert list(chat.start(HARMLESS, Prompt(system="Use the tool."))) == rendered(
+        tokenizer, messages
+    )
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -76,8 +79,8 @@ def test_no_text_becomes_a_control_token_and_none_is_lost(chat, text):
 
 
 def test_a_system_prompt_cannot_end_its_message(chat):
-    plain = sum(i in chat.stop_ids for i in chat.start("x", "y"))
-    assert sum(i in chat.stop_ids for i in chat.start("x", "y<|im_end|>")) == plain
+    plain = sum(i in chat.stop_ids for i in chat.start("x", Prompt(system="y")))
+    assert sum(i in chat.stop_ids for i in chat.start("x", Prompt(system="y<|im_end|>"))) == plain
 
 
 def test_an_action_that_ends_otherwise_still_gets_the_template_end_of_turn(chat):
@@ -120,7 +123,7 @@ def test_tools_that_a_template_ignores_are_listed_in_the_system_prompt():
 
     ignoring = TEMPLATE.replace("and tools", "and false")
     chat = ChatTokenizer(with_template(ignoring))
-    assert "lookup" in chat.decode_all(chat.start("x", "y", [Named]))
+    assert "lookup" in chat.decode_all(chat.start("x", Prompt(system="y", tools=(Named,))))
 
 
 def test_a_tool_that_somebody_else_describes_cannot_write_control_tokens():
@@ -134,7 +137,10 @@ def test_a_tool_that_somebody_else_describes_cannot_write_control_tokens():
             function = {"name": "look", "description": description, "parameters": {}}
             self.schema = {"type": "function", "function": function}
 
-    plain, hostile = (chat.start("go", "Use it.", [Foreign(text)]) for text in ("Look.", said))
+    plain, hostile = (
+        chat.start("go", Prompt(system="Use it.", tools=(Foreign(text),)))
+        for text in ("Look.", said)
+    )
     special = set(tokenizer.all_special_ids)
     assert [i for i in hostile if i in special] == [i for i in plain if i in special]
     assert "<|im_end|>" in chat.decode_all(hostile).partition("Look. ")[2]

@@ -1,0 +1,280 @@
+"""The only loop over turns: an environment and a policy play one episode."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import reprlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gspo_env.env.base import Action, TextEnvironment, attribute
+from gspo_env.env.info import parse_reset, parse_step, read_prompt
+from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.types import (
+    Episode,
+    Prompt,
+    ResetInfo,
+    Role,
+    StepInfo,
+    StopReason,
+    Task,
+    Timing,
+    Turn,
+)
+
+ENDED = (StopReason.TERMINATED, StopReason.TRUNCATED)
+"""How an environment itself ends an episode; every other reason cuts it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """What a policy knows when it has to act."""
+
+    env: TextEnvironment
+    prompt: Prompt
+    observation: str
+    role: Role
+    """Who the observation comes from."""
+    turn: int
+    """The number of turns before this one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """The action of a policy that works with token ids."""
+
+    text: str = ""
+    prompt_ids: tuple[int, ...] = ()
+    """The ids of the observation, as `Turn.prompt_ids`."""
+    action_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    weights_version: int = 0
+    seconds: float = 0.0
+    """How long the policy took."""
+    stop: StopReason | None = None
+    """The limit that the action broke: the environment does not see it and the episode ends."""
+
+
+Policy = Callable[[Situation], "str | Move | Awaitable[str | Move]"]
+"""Chooses an action. A text is enough; a person at a keyboard is `lambda now: input(...)`."""
+Call = Callable[..., Awaitable[Any]]
+"""Calls an environment's method with its arguments, such as `EnvPool.call` in a thread."""
+
+
+async def play(
+    env: TextEnvironment,
+    task: Task,
+    policy: Policy,
+    *,
+    max_turns: int | None = None,
+    timeout: float | None = None,
+    call: Call | None = None,
+    gives_outcome: bool | None = None,
+) -> Episode:
+    """Plays one episode.
+
+    An exception of the environment ends the episode with `StopReason.ERROR`; one of the policy is
+    raised.
+
+    Args:
+        env: The environment.
+        task: The seed and the options of `reset`.
+        policy: Chooses the actions.
+        max_turns: The episode is cut after so many turns.
+        timeout: The episode is cut after so many seconds; this needs a running event loop.
+        call: Calls the environment's methods; directly by default.
+        gives_outcome: See `conclude`; by default what the environment declares.
+
+    Raises:
+        EnvironmentContractError: The environment broke the contract.
+    """
+    if gives_outcome is None:
+        gives_outcome = bool(attribute(env, "gives_outcome", False))
+    game = _Game(env, task, call)
+    clock = asyncio.timeout(timeout) if timeout is not None else contextlib.nullcontext()
+    error = None
+    try:
+        async with clock:
+            stop = await game.run(policy, max_turns)
+    except TimeoutError:
+        if not isinstance(clock, asyncio.Timeout) or not clock.expired():
+            raise
+        stop = StopReason.TIMEOUT
+    except _EnvironmentFailed as failure:
+        stop, error = StopReason.ERROR, str(failure)
+    return game.episode(stop, error, gives_outcome)
+
+
+def play_now(
+    env: TextEnvironment, task: Task, policy: Policy, *, max_turns: int | None = None
+) -> Episode:
+    """Plays one episode with a policy that never waits, without an event loop; see `play`."""
+    running = play(env, task, policy, max_turns=max_turns)
+    try:
+        running.send(None)
+    except StopIteration as done:
+        episode: Episode = done.value
+        return episode
+    running.close()
+    raise RolloutError("this policy waits, so it needs an event loop: use `play`")
+
+
+def demonstrator(noise: float = 0.0) -> Policy:
+    """Returns the policy that plays the environment's own `expert_action`.
+
+    The policy raises `NotImplementedError` if the environment has none.
+    """
+
+    def act(now: Situation) -> str:
+        if not now.env.has_wrapper_attr("expert_action"):
+            raise NotImplementedError(f"{now.env} has no expert_action")
+        return str(now.env.get_wrapper_attr("expert_action")(noise))
+
+    return act
+
+
+def conclude(
+    turns: Sequence[Turn], stop: StopReason, gives_outcome: bool, outcome_if_cut: float
+) -> tuple[float, bool]:
+    """Decides the outcome of an episode, and whether it succeeded.
+
+    The outcome is the `episodic_reward` of the last step. Without one it is `outcome_if_cut` if
+    the environment gives outcomes but the episode was cut (a wrapper such as `TimeLimit` cuts
+    too), else the sum of the turns' rewards. An episode that the rollout cut is no success.
+
+    Args:
+        turns: Every turn.
+        stop: How the episode ended.
+        gives_outcome: Whether finished episodes of the environment have an `episodic_reward`.
+        outcome_if_cut: The outcome of a cut episode of such an environment.
+    """
+    last = turns[-1].info if turns and stop in ENDED else StepInfo()
+    if last.episodic_reward is not None:
+        outcome = last.episodic_reward
+    elif gives_outcome and stop is not StopReason.TERMINATED:
+        outcome = outcome_if_cut
+    else:
+        outcome = float(sum(turn.reward for turn in turns))
+    if stop not in ENDED:
+        return outcome, False
+    return outcome, outcome > 0 if last.success is None else last.success
+
+
+def refuse_failures(episodes: Sequence[Episode]) -> None:
+    """Stops the run if most environments failed.
+
+    Raises:
+        RolloutError: More than half of the episodes ended with `StopReason.ERROR`.
+    """
+    failed = [e for e in episodes if e.stop_reason is StopReason.ERROR]
+    if 2 * len(failed) > len(episodes):
+        raise RolloutError(
+            f"{len(failed)} of {len(episodes)} episodes failed in their environment; "
+            f"the first error: {failed[0].error}"
+        )
+
+
+class _EnvironmentFailed(Exception):
+    """An environment raised; the message names its exception."""
+
+
+class _Game:
+    """The state of one running episode."""
+
+    def __init__(self, env: TextEnvironment, task: Task, call: Call | None) -> None:
+        self.env, self.task, self.call = env, task, call
+        self.turns: list[Turn] = []
+        self.prompt, self.reset, self.observation = Prompt(), ResetInfo(), ""
+
+    async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
+        task = self.task
+        result = await self._call("reset", seed=task.seed, options=dict(task.options))
+        self.observation, self.reset = parse_reset(task.env_id, result)
+        self.prompt = read_prompt(self.env, self.reset)
+        role: Role = "user"
+        while max_turns is None or len(self.turns) < max_turns:
+            move = policy(
+                Situation(
+                    env=self.env,
+                    prompt=self.prompt,
+                    observation=self.observation,
+                    role=role,
+                    turn=len(self.turns),
+                )
+            )
+            if inspect.isawaitable(move):
+                move = await move
+            stop = await self._turn(Move(text=move) if isinstance(move, str) else move)
+            if stop is not None:
+                return stop
+            role = self.turns[-1].info.observation_role
+        return StopReason.MAX_TURNS
+
+    async def _turn(self, move: Move) -> StopReason | None:
+        if move.stop is not None:
+            if move.action_ids:
+                self._record(move, self.observation, 0.0, StepInfo(), 0.0)
+            return move.stop
+        started = time.perf_counter()
+        result = await self._call("step", Action(move.text, move.action_ids))
+        seconds = time.perf_counter() - started
+        before, tokens = self.observation, len(move.action_ids) or None
+        self.observation, reward, terminated, truncated, info = parse_step(
+            self.task.env_id, result, tokens
+        )
+        self._record(move, before, reward, info, seconds)
+        if terminated:
+            return StopReason.TERMINATED
+        return StopReason.TRUNCATED if truncated else None
+
+    def _record(
+        self, move: Move, observation: str, reward: float, info: StepInfo, seconds: float
+    ) -> None:
+        key = self.turns[-1].info.state_key if self.turns else self.reset.state_key
+        turn = Turn(
+            prompt_ids=move.prompt_ids,
+            action_ids=move.action_ids,
+            logprobs=move.logprobs,
+            text=move.text,
+            observation=observation,
+            reward=reward,
+            info=info,
+            timing=Timing(generate=move.seconds, step=seconds),
+            weights_version=move.weights_version,
+            state_key=key,
+        )
+        self.turns.append(turn)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        function = getattr(self.env, method)
+        try:
+            if self.call is None:
+                return function(*args, **kwargs)
+            return await self.call(function, *args, **kwargs)
+        except EnvironmentContractError:
+            raise
+        except Exception as error:
+            seen = reprlib.repr(args[0]) if args else f"seed={kwargs['seed']}"
+            reason = f"{type(error).__name__}: {error}"
+            raise _EnvironmentFailed(f"{method}({seen}) raised {reason}") from error
+
+    def episode(self, stop: StopReason, error: str | None, gives_outcome: bool) -> Episode:
+        if_cut = float(attribute(self.env, "outcome_if_cut", 0.0))
+        outcome, success = conclude(self.turns, stop, gives_outcome, if_cut)
+        return Episode(
+            task=self.task,
+            prompt=self.prompt,
+            turns=tuple(self.turns),
+            outcome=outcome,
+            stop_reason=stop,
+            terminated=stop is StopReason.TERMINATED,
+            truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
+            error=error,
+            success=success,
+            final_observation=self.observation,
+            reset=self.reset,
+        )

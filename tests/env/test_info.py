@@ -1,0 +1,247 @@
+"""What `reset` and `step` return is read once; every fault is one clear sentence."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_env import TextEnv, tool
+from gspo_env.env.info import parse_reset, parse_step, read_prompt, try_out
+from gspo_env.env.tools import as_tool
+from gspo_env.errors import EnvironmentContractError
+from gspo_env.types import Message, Prompt, ResetInfo, StepInfo
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def step(info: Any, tokens: int | None = None) -> StepInfo:
+    return parse_step("shop", ("a", 0.0, False, False, info), tokens)[4]
+
+
+def reset(info: Any) -> ResetInfo:
+    return parse_reset("shop", ("a", info))[1]
+
+
+@tool
+def look(where: str) -> str:
+    """Look somewhere."""
+    return where
+
+
+@pytest.mark.parametrize(
+    "reward", [1, 1.0, np.float32(1), np.int64(1), np.array(1.0)], ids=lambda r: type(r).__name__
+)
+def test_any_real_reward_becomes_a_python_float(reward: Any) -> None:
+    result = parse_step("x", ("a", reward, np.bool_(True), False, {}))
+    assert result == ("a", 1.0, True, False, StepInfo())
+    assert type(result[1]) is float
+    assert type(result[2]) is bool
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (("a", 1.0, False, False), "step() result"),
+        (None, "step() result"),
+        ((b"a", 1.0, False, False, {}), "step() observation is b'a' of type bytes, expected a str"),
+        (("a", True, False, False, {}), "step() reward is True of type bool"),
+        (("a", math.nan, False, False, {}), "expected a finite number"),
+        (("a", math.inf, False, False, {}), "expected a finite number"),
+        (("a", 10**400, False, False, {}), "expected a finite number"),
+        (("a", "1", False, False, {}), "step() reward is '1' of type str"),
+        (("a", 1.0, 0, False, {}), "step() terminated is 0 of type int, expected a bool"),
+        (("a", 1.0, False, None, {}), "step() truncated"),
+        (("a", 1.0, False, False, None), "step() info is None"),
+    ],
+)
+def test_a_broken_step_is_named_in_one_sentence(result: object, message: str) -> None:
+    with pytest.raises(EnvironmentContractError) as caught:
+        parse_step("shop/Shop-v0", result)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("shop/Shop-v0: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("result", ["ab", ("a",), (1, {}), ("a", [])])
+def test_a_broken_reset_is_an_error(result: object) -> None:
+    with pytest.raises(EnvironmentContractError, match=r"reset\(\)"):
+        parse_reset("x", result)
+    assert parse_reset("x", ("a", {})) == ("a", ResetInfo())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("episodic_reward", math.nan, "a finite number"),
+        ("episodic_reward", True, "a finite number"),
+        ("episodic_reward", "1", "a finite number"),
+        ("success", 1, "a bool"),
+        ("success", "yes", "a bool"),
+        ("state_key", (1, 2), "a str or an int"),
+        ("state_key", 0.5, "a str or an int"),
+        ("observation_role", "system", "'user' or 'tool'"),
+        ("observation_role", np.array(["user", "tool"]), "'user' or 'tool'"),
+        ("reward_parts", [1.0], "a dict of finite numbers by name"),
+        ("reward_parts", {"a": math.inf}, "a dict of finite numbers by name"),
+        ("reward_parts", {1: 1.0}, "a dict of finite numbers by name"),
+        ("token_advantages", [1.0, math.nan], "one finite number per sampled token"),
+        ("token_advantages", [[1.0], [2.0]], "one finite number per sampled token"),
+        ("token_advantages", ["a", "b"], "one finite number per sampled token"),
+        ("token_mask", 3, "one finite number per sampled token"),
+        ("agent", 3, "a str"),
+    ],
+)
+def test_an_impossible_value_of_a_step_is_named(key: str, value: Any, expected: str) -> None:
+    with pytest.raises(EnvironmentContractError) as caught:
+        step({key: value})
+    assert str(caught.value).startswith(f"shop: step() info[{key!r}] is ")
+    assert str(caught.value).endswith(f"expected {expected}.")
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("messages", "hello"),
+        ("messages", [{"role": "user"}]),
+        ("messages", [{"role": "user", "content": 3}]),
+        ("messages", CHAT[:1]),
+        ("messages", CHAT[::-1]),
+        ("messages", [*CHAT, {"role": "system", "content": "s"}]),
+        ("messages", [{"role": "tool", "content": "s"}, CHAT[1]]),
+        ("messages", [1]),
+        ("tools", ["look"]),
+        ("tools", as_tool(look)),
+        ("task_key", 1.5),
+        ("state_key", b"a"),
+    ],
+)
+def test_an_impossible_value_of_a_reset_is_named(key: str, value: Any) -> None:
+    with pytest.raises(EnvironmentContractError, match=rf"shop: reset\(\) info\['{key}'\] is "):
+        reset({key: value})
+
+
+def test_token_judgements_need_one_value_for_each_sampled_token() -> None:
+    info = {"token_mask": np.array([1, 0, 1]), "token_advantages": (np.float32(0.5), 1, -2)}
+    parsed = step(info, 3)
+    assert parsed.token_mask == (True, False, True)
+    assert parsed.token_advantages == (0.5, 1.0, -2.0)
+    assert step(info) == parsed  # a text-only policy has no tokens to compare with
+    with pytest.raises(EnvironmentContractError, match="expected 4 values, one per sampled token"):
+        step(info, 4)
+
+
+def test_numpy_scalars_become_python_values() -> None:
+    parsed = step(
+        {
+            "episodic_reward": np.float32(0.5),
+            "success": np.bool_(True),
+            "state_key": np.int64(3),
+            "reward_parts": {"a": np.float64(1)},
+        }
+    )
+    expected = StepInfo(episodic_reward=0.5, success=True, state_key="3", reward_parts={"a": 1.0})
+    assert parsed == expected
+    assert type(parsed.episodic_reward) is float
+    assert type(parsed.success) is bool
+
+
+def test_none_means_that_a_key_is_not_given() -> None:
+    names = [f.name for f in dataclasses.fields(StepInfo) if f.name != "extra"]
+    assert step(dict.fromkeys(names)) == StepInfo()
+
+
+def test_every_field_but_extra_is_read_and_every_other_key_is_kept() -> None:
+    info = {"messages": 1, 3: "three", "extra": 4}
+    assert step(dict(info)) == StepInfo(extra=info)
+    assert reset({"success": "?"}) == ResetInfo(extra={"success": "?"})
+
+
+@given(st.dictionaries(st.text() | st.integers(), st.none() | st.text() | st.floats()))
+def test_an_info_is_read_or_refused_and_nothing_is_lost(info: dict[Any, Any]) -> None:
+    names = {field.name for field in dataclasses.fields(StepInfo)} - {"extra"}
+    try:
+        parsed = step(info)
+    except EnvironmentContractError:
+        assert names & set(info)
+        return
+    assert set(parsed.extra) == set(info) - names
+
+
+class Shop(TextEnv):
+    """Changes its instructions with the task."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.system_prompt = f"Sell {seed}."
+        self.tools = (as_tool(look),)
+        return "hello", {}
+
+
+def test_the_prompt_is_read_through_wrappers_after_the_reset() -> None:
+    env = gymnasium.wrappers.TimeLimit(Shop(), 3)
+    env.reset(seed=7)
+    assert read_prompt(env) == Prompt(system="Sell 7.", tools=(as_tool(look),))
+
+
+def test_what_reset_says_replaces_what_the_environment_says() -> None:
+    env = Shop()
+    env.reset(seed=7)
+    system = {"role": "system", "content": "Buy."}
+    told = read_prompt(env, reset({"messages": [system, *CHAT], "tools": []}))
+    messages = (Message(role="user", content="a"), Message(role="assistant", content="b"))
+    assert told == Prompt(system="Buy.", tools=(), messages=messages)
+
+
+def test_an_environment_without_instructions_has_an_empty_prompt() -> None:
+    class Plain(gymnasium.Env[str, str]):
+        pass
+
+    assert read_prompt(Plain()) == Prompt()
+
+
+@pytest.mark.parametrize("method", ["reset", "step"])
+def test_a_broken_environment_is_found_before_anything_is_built(method: str) -> None:
+    class Broken(Shop):
+        def step(self, action: str) -> Any:
+            raise OSError("no route")
+
+        def reset(self, **kwargs: Any) -> Any:
+            if method == "reset":
+                raise OSError("no route")
+            return super().reset(**kwargs)
+
+    with pytest.raises(EnvironmentContractError, match=rf"x: {method}\(.*\) raised OSError: no"):
+        try_out("x", Broken())
+
+
+def fields_with_documentation(kind: type) -> dict[str, str]:
+    """The fields of a record, each with the first sentence of the string below it."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    pairs = itertools.pairwise(body)
+    return {
+        node.target.id: " ".join(text.value.value.split())
+        for node, text in pairs
+        if isinstance(node, ast.AnnAssign)
+    }
+
+
+@pytest.mark.parametrize("kind", [ResetInfo, StepInfo])
+def test_the_guide_lists_the_keys_as_the_class_documents_them(kind: type) -> None:
+    page = (ROOT / "docs/write-an-environment.md").read_text()
+    for name, text in fields_with_documentation(kind).items():
+        if name != "extra":
+            assert f"| `{name}` | {text} |" in page
