@@ -406,4 +406,3 @@ def _cut(text: str) -> str:
 def _key(name: str) -> str:
     """Make `name` a key that MLflow takes."""
     return _KEY_REFUSED.sub("_", name)[:_MAX_KEY]
-
