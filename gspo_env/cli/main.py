@@ -12,7 +12,7 @@ from typing import Any
 import tyro
 
 import gspo_env
-from gspo_env.errors import GspoEnvError
+from gspo_env.errors import ConfigError, GspoEnvError
 
 COMMANDS = {
     "train": "gspo_env.cli.train:Train",
@@ -52,6 +52,8 @@ def parse(arguments: Sequence[str]) -> Any:
 
     commands: dict[str, Any] = {}
     name, *rest = arguments
+    if name not in (*COMMANDS, "-h", "--help"):
+        raise ConfigError(f"there is no command {name!r}; expected one of: {', '.join(COMMANDS)}")
     for known, place in COMMANDS.items():
         module, _, attribute = place.partition(":")
         command = getattr(importlib.import_module(module), attribute)

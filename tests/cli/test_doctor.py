@@ -57,8 +57,9 @@ def test_a_vllm_built_for_another_torch_is_named_with_both_versions(versions, mo
     assert "needs torch==2.13.0, here is 2.12.1+cpu: pip install 'torch==2.13.0'" in said.text
 
 
-def test_cuda_vision_beside_a_cpu_torch_is_named(versions):
+def test_cuda_vision_beside_a_cpu_torch_is_named(versions, monkeypatch):
     versions(torchvision="0.28.0")
+    monkeypatch.setattr("torch.version.cuda", None)  # some registries serve only CUDA builds
     said = finding("torch companions")
     assert not said.ok
     assert "pip uninstall -y torchvision" in said.text
