@@ -20,7 +20,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "train/return": "rollout/return",
+    "train/outcome": "rollout/outcome",
+    "train/success": "rollout/success",
+    "train/turns": "rollout/turns",
+    "train/reward/exact": "rollout/reward/exact",
+}
 """Metrics by their old name."""
 
 TINY = {"embedded": {"demonstrations": 300, "imitation_steps": 40}}

@@ -102,7 +102,7 @@ _COMPARE = """usage: gspo-env compare [OPTIONS] [--config FILE] [options of `gsp
 
   --arm NAME=VALUE,VALUE...  an axis of the grid: a config field and its values; repeat for more
   --seeds N                  paired seeds (default 5)
-  --metric NAME              what is compared (default eval/success); train/... has every step
+  --metric NAME              what is compared (default eval/success); rollout/... has every step
   --target VALUE             also count the episodes until the metric reaches this
   --match-rms                scale every arm's advantages to a root mean square of 1
   --workers N                processes (default: one for each core)
