@@ -389,10 +389,10 @@ def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatc
         tracking=TrackingConfig(enabled=False),
     )
     history = GSPOAgent(config=config).train()
-    for prefix, known in (("train", "train/outcome"), ("eval", "eval/return")):
+    for prefix, known in (("rollout", "rollout/outcome"), ("eval", "eval/return")):
         for _, metrics in history:
             if known in metrics:
                 parts = [metrics[f"{prefix}/reward/{name}"] for name in ("exact_match", "short")]
                 assert metrics[known] <= sum(parts) + 1e-9
                 assert all(0 <= part <= 1 for part in parts)
-    assert sum("train/reward/short" in m for _, m in history) == 2
+    assert sum("rollout/reward/short" in m for _, m in history) == 2
