@@ -126,7 +126,7 @@ def test_a_demonstration_has_the_ids_that_a_rollout_of_its_actions_has(name, cha
 
 
 def test_the_tokenizer_knows_the_prompt_of_every_task():
-    config = EmbeddedConfig(hidden_size=32, demonstrations=30)
+    config = Tiny(hidden_size=32, demonstrations=30)
     env = Patient()
     _, tokenizer, demonstrations = build(env, "test", config, 0)
     numbers = {episode.prompt.system.split()[-1].strip(".") for episode in demonstrations}
@@ -140,7 +140,7 @@ def test_the_words_of_prompts_are_known_without_a_demonstrator_too():
         def expert_action(self, noise=0.0):
             raise NotImplementedError
 
-    config = EmbeddedConfig(hidden_size=32, demonstrations=30)
+    config = Tiny(hidden_size=32, demonstrations=30)
     _, tokenizer, demonstrations = build(Silent(), "test", config, 0)
     assert demonstrations == []
     assert len(tokenizer.encode("stone", add_special_tokens=False)) == 1
