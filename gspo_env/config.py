@@ -17,7 +17,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
 from gspo_env.recipes.embedded import EmbeddedConfig
 from gspo_env.rollout.collector import RolloutConfig
-from gspo_env.tracking.mlflow import TrackingConfig
+from gspo_env.tracking.mlflow import MLflow
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class Config:
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     server: VLLMServerConfig = field(default_factory=VLLMServerConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    tracker: Any = field(default_factory=MLflow)
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
@@ -143,7 +143,7 @@ def _replace(default: T, tree: dict[str, Any], where: str) -> T:
             near = difflib.get_close_matches(name, hints, n=3) or sorted(hints)
             raise ConfigError(f"unknown field {where}{name!r}; expected one of: {', '.join(near)}")
         hint = hints[name]
-        if dataclasses.is_dataclass(hint):
+        if dataclasses.is_dataclass(getattr(default, name)):
             if not isinstance(value, dict):
                 raise ConfigError(f"{where}{name} is {value!r}; expected a table")
             values[name] = _replace(getattr(default, name), value, f"{where}{name}.")
@@ -186,14 +186,3 @@ def _table(tree: dict[str, Any], prefix: str) -> str:
         else:
             lines.append(f"{name} = {json.dumps(value)}")
     return "\n".join(lines) + "\n" + "".join(tables)
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """The tree as `section.field` names, for the tracker."""
-    flat: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, dict):
-            flat.update({f"{name}.{key}": inner for key, inner in value.items()})
-        else:
-            flat[name] = value
-    return flat

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.config import Config, flatten, from_dict, to_toml
+from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.credit.estimate import check_estimator
 from gspo_env.engines import Engine, Sampling, make_engine
 from gspo_env.env.base import try_out
@@ -24,8 +24,9 @@ from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector, instructions
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.tracking.mlflow import Tracker
+from gspo_env.tracking.base import MODEL, RunInfo, flatten
 from gspo_env.tracking.progress import Progress
+from gspo_env.tracking.several import Several, start
 from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.types import Group
 
@@ -80,8 +81,9 @@ class GSPOAgent:
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder = folder
         (folder / "config.toml").write_text(to_toml(config))
-        with Progress() as progress, Tracker(config.tracking) as tracker:
-            tracker.start(flatten(config), {"env": self.env_id})
+        tags = {"env": self.env_id}
+        info = RunInfo(name=folder.name, folder=folder, params=flatten(config), tags=tags)
+        with Progress() as progress, start(config.tracker, info) as tracker:
             self.warm_up(progress)
             learner = Learner(
                 self.model,
@@ -99,6 +101,7 @@ class GSPOAgent:
                 collector.pool.close()
                 self.close()
             self._finish(folder, history, tracker)
+            tracker.finish()
             progress.line(self._summary(folder, history, tracker))
         return history
 
@@ -197,31 +200,33 @@ class GSPOAgent:
         )
         return Collector(self._new_engine(), self.chat, pool, self.config.rollout)
 
-    def _finish(self, folder: Path, history: History, tracker: Tracker) -> None:
+    def _finish(self, folder: Path, history: History, tracker: Several) -> None:
         self.save(folder / "model")
         figure = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
         figure.savefig(folder / "learning_curve.png")
         for name in ("config.toml", "learning_curve.png"):
             tracker.artifact(folder / name)
-        if self.config.tracking.log_model:
-            tracker.artifact(folder / "model", "model")
+        tracker.artifact(folder / "model", MODEL)
 
-    def _summary(self, folder: Path, history: History, tracker: Tracker) -> str:
+    def _summary(self, folder: Path, history: History, tracker: Several) -> str:
         scores = [m for _, m in history if "eval/success" in m]
         first, last = scores[0], scores[-1]
-        return (
+        lines = [
             f"Success on {self.config.eval_tasks} held-out tasks: "
             f"{first['eval/success']:.1%} before training, {last['eval/success']:.1%} after "
-            f"(greedy {first['eval/success_greedy']:.1%} and {last['eval/success_greedy']:.1%}).\n"
-            f"Model, config and learning curve: {folder}\n"
-            f"Tracked in MLflow: {tracker.how_to_look}"
-        )
+            f"(greedy {first['eval/success_greedy']:.1%} and {last['eval/success_greedy']:.1%}).",
+            f"Model, config and learning curve: {folder}",
+            *tracker.problems,
+        ]
+        if tracker.how_to_look:
+            lines.append(f"Tracked: {tracker.how_to_look}")
+        return "\n".join(lines)
 
 
 class _Reporter:
     """Shows each step in the terminal and logs it."""
 
-    def __init__(self, total: int, progress: Progress, tracker: Tracker, folder: Path) -> None:
+    def __init__(self, total: int, progress: Progress, tracker: Several, folder: Path) -> None:
         self._total, self._progress, self._tracker = total, progress, tracker
         self._folder = folder
 

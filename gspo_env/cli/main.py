@@ -144,7 +144,7 @@ def compare(arguments: list[str]) -> None:
     run(
         comparison,
         folder,
-        base.tracking,
+        base.tracker,
         lambda line: print(line, flush=True),
         lambda results: write_report(comparison, results, folder),
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError
+from gspo_env.tracking.base import NoTracker
 
 _ALIASES = {"advantage": "advantage.estimator"}
 
@@ -65,8 +66,7 @@ class Comparison:
         config = change(self.problems[problem], arm.changes)
         if self.match_rms:
             config = change(config, {"advantage.rms": 1.0})
-        quiet = dataclasses.replace(config.tracking, enabled=False)
-        return dataclasses.replace(config, seed=seed, tracking=quiet, output="")
+        return dataclasses.replace(config, seed=seed, tracker=NoTracker(), output="")
 
     def budget(self, problem: str, arm: Arm) -> tuple[int, int]:
         """Training episodes and optimiser steps of a run."""

@@ -13,7 +13,7 @@ from gspo_env.config import Config
 from gspo_env.env.registration import make_env
 from gspo_env.recipes.embedded import EmbeddedConfig
 from gspo_env.rollout.collector import RolloutConfig
-from gspo_env.tracking.mlflow import TrackingConfig
+from gspo_env.tracking.base import NoTracker
 
 
 def tiny(**changes):
@@ -24,7 +24,7 @@ def tiny(**changes):
         eval_tasks=8,
         rollout=RolloutConfig(group_size=4),
         embedded=EmbeddedConfig(hidden_size=32, demonstrations=64, imitation_steps=40),
-        tracking=TrackingConfig(enabled=False),
+        tracker=NoTracker(),
     )
     return dataclasses.replace(config, **changes)
 

@@ -20,7 +20,8 @@ from gspo_env.compare.stats import (
 from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import summarise, table
-from gspo_env.tracking.mlflow import TrackingConfig
+from gspo_env.tracking.base import NoTracker
+from gspo_env.tracking.mlflow import MLflow
 
 SMALL = """
 env = "gspo/Additive-v0"
@@ -73,10 +74,9 @@ def small(**changes):
     return override(Config(), tree | changes)
 
 
-def run(comparison, folder, tracking=None):
+def run(comparison, folder, tracker=None):
     said: list[str] = []
-    quiet = tracking or TrackingConfig(enabled=False)
-    return compare(comparison, folder, quiet, said.append), said
+    return compare(comparison, folder, tracker or NoTracker(), said.append), said
 
 
 def histories(results):
@@ -110,18 +110,18 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     comparison = Comparison(
         problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="train/return"
     )
-    tracking = TrackingConfig(tracking_uri=uri)
-    first, _ = run(comparison, tmp_path / "out", tracking)
+    tracker = MLflow(tracking_uri=uri)
+    first, _ = run(comparison, tmp_path / "out", tracker)
     marked = first[0].run.folder / "result.json"
     kept = json.loads(marked.read_text())
     marked.write_text(json.dumps(kept | {"seconds": 12345.0}))
     (first[1].run.folder / "result.json").unlink()
-    again, said = run(comparison, tmp_path / "out", tracking)
+    again, said = run(comparison, tmp_path / "out", tracker)
     assert again[0].seconds == 12345.0
     assert "1 of 2 runs have a result already" in said
     assert histories(again) == histories(first)
     more = dataclasses.replace(comparison, seeds=2)
-    compare(more, tmp_path / "out", tracking, print, lambda results: [marked])
+    compare(more, tmp_path / "out", tracker, print, lambda results: [marked])
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("gspo_env")
     runs = client.search_runs([experiment.experiment_id])

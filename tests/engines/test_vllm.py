@@ -29,7 +29,7 @@ from gspo_env.recipes.embedded import EmbeddedConfig, build, to_samples, warm_up
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.tracking.mlflow import TrackingConfig
+from gspo_env.tracking.base import NoTracker
 from gspo_env.types import Task
 
 pytestmark = pytest.mark.vllm
@@ -179,9 +179,7 @@ def test_a_lora_adapter_reaches_the_engine(parts, engine):
 
 
 def short_run(**changes):
-    return Config(
-        steps=10, eval_tasks=128, vllm=EAGER, tracking=TrackingConfig(enabled=False), **changes
-    )
+    return Config(steps=10, eval_tasks=128, vllm=EAGER, tracker=NoTracker(), **changes)
 
 
 def check_learned(history):

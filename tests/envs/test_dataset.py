@@ -24,7 +24,7 @@ from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.recipes.embedded import EmbeddedConfig, build_tokenizer
 from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.seeding import HELD_OUT
-from gspo_env.tracking.mlflow import TrackingConfig
+from gspo_env.tracking.base import NoTracker
 from gspo_envs.rewards import Attempt, RewardModel, judge, load_reward
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -384,7 +384,7 @@ def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatc
         eval_tasks=4,
         rollout=RolloutConfig(group_size=4),
         embedded=EmbeddedConfig(hidden_size=32, demonstrations=64, imitation_steps=40),
-        tracking=TrackingConfig(enabled=False),
+        tracker=NoTracker(),
     )
     history = GSPOAgent(config=config).train()
     for prefix, known in (("train", "train/outcome"), ("eval", "eval/return")):
