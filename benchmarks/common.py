@@ -1,4 +1,4 @@
-"""What the benchmarks share: a model that plays, episodes of it, and alternating timing."""
+"""Shared parts of the benchmarks: models, random episodes, and alternating timing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENV = "gspo/Lookup-v0"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Player:
-    """The default recipe's model after a short warm-up, which is enough to end its turns."""
+    """The model of the default recipe after a short warm-up; it ends its turns."""
 
     model: Any
     tokenizer: Any
@@ -33,7 +33,7 @@ class Player:
 
 
 def make_player(steps: int = 100) -> Player:
-    """Builds the default model and lets it imitate for a few steps."""
+    """Builds the default model and runs some steps of its warm-up."""
     env = make_env(ENV)
     config = EmbeddedConfig(demonstrations=1000, imitation_steps=steps)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
@@ -43,7 +43,7 @@ def make_player(steps: int = 100) -> Player:
 
 
 def make_collector(player: Player, config: RolloutConfig) -> Collector:
-    """The rollout of the default recipe."""
+    """Makes the collector of the default recipe."""
     engine = TransformersEngine(
         player.model, max_slots=config.concurrency, max_context=config.max_context
     )
@@ -51,14 +51,14 @@ def make_collector(player: Player, config: RolloutConfig) -> Collector:
 
 
 def collect(collector: Collector, tasks: int = 32, seed: int = 0) -> list[Group]:
-    """One rollout batch, with nothing cached from before."""
+    """Collects one rollout batch, with empty caches."""
     asyncio.run(collector.engine.update_weights([], seed))
     batch = [Task(env_id=ENV, seed=n) for n in range(tasks)]
     return asyncio.run(collector.collect(batch, seed=seed))
 
 
 def alternate(rounds: int, *programs: Callable[[], float]) -> list[list[float]]:
-    """Runs the programs in turn; returns what each returned in every round but the first."""
+    """Runs the programs in turn; returns the results of each, without the first round."""
     rows = [[program() for program in programs] for _ in range(rounds + 1)]
     return [list(column) for column in zip(*rows[1:], strict=True)]
 
@@ -106,7 +106,7 @@ def multi_turn_group(
     size: int = 8,
     turns: int = 3,
 ) -> list[Sample]:
-    """Random episodes of one task: tokens in common, then turns that half the model says."""
+    """Random episodes of one task: a common prefix, then turns of which half is sampled."""
     prompt = rng.integers(0, vocabulary, max(shared, 1))
     samples = []
     for _ in range(size):

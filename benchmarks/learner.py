@@ -2,9 +2,9 @@
 
     python benchmarks/learner.py
 
-The floor runs the same model over the same packed rows with the same attention, takes the mean of
-the model tokens' log-probabilities and goes backward: no objective, no metrics, no gradient clip,
-no optimiser. The episodes share nothing, so both compute every token. Process CPU time, one thread.
+The baseline runs the same model over the same packed rows with the same attention, and the backward
+pass of the mean log-probability of the model tokens: no policy loss, metrics, gradient clip or
+optimiser. The episodes share nothing, so both compute every token. Process CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def make_learner(model) -> Learner:
     return Learner(model, GSPO(), config, total_steps=10**6)
 
 
-def episodes(model, count: int, own: tuple[int, int]) -> list:
+def episodes(model, count: int, lengths: tuple[int, int]) -> list:
     """Random episodes of three turns."""
     rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
     return [
         s
         for _ in range(count)
-        for s in multi_turn_group(rng, vocabulary=vocabulary, shared=0, own=own, size=1)
+        for s in multi_turn_group(rng, vocabulary=vocabulary, shared=0, own=lengths, size=1)
     ]
 
 
 def bare(model, rows) -> None:
-    """Forward and backward, and nothing else."""
+    """Runs forward and backward passes, and nothing else."""
     for row in rows:
         batch = pack(row)
         logits = model(
@@ -52,8 +52,8 @@ def bare(model, rows) -> None:
     model.zero_grad()
 
 
-def against_the_floor(size: str, count: int, rounds: int) -> None:
-    """Prints the time of both and their ratio."""
+def against_the_baseline(size: str, count: int, rounds: int) -> None:
+    """Prints the times of both and their ratio."""
     model = make_model(size)
     samples = episodes(model, count, (256, 512))
     learner = make_learner(copy.deepcopy(model))
@@ -65,11 +65,11 @@ def against_the_floor(size: str, count: int, rounds: int) -> None:
     )
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     tokens = sum(len(s.token_ids) for s in samples)
-    own = sum(len(s.advantages) for s in samples)
-    print(f"\n{parameters:.1f} M parameters, {count} episodes, {tokens} tokens, {own} the model's")
+    sampled = sum(len(s.advantages) for s in samples)
+    print(f"\n{parameters:.1f} M parameters, {count} episodes, {tokens} tokens, {sampled} sampled")
     update = show("update", times[0], "s")
-    floor = show("bare packed forward and backward", times[1], "s")
-    print(f"  ratio {update / floor:.3f}  (at most 1.05 wanted)")
+    baseline = show("bare packed forward and backward", times[1], "s")
+    print(f"  ratio {update / baseline:.3f}  (at most 1.05 expected)")
 
 
 def growth(rounds: int) -> None:
@@ -84,19 +84,19 @@ def growth(rounds: int) -> None:
     print("\ngrowth with tokens")
     middles = [show(f"{512 * n} tokens", row, "s") for n, row in zip(counts, times, strict=True)]
     slope = np.polyfit(np.log(counts), np.log(middles), 1)[0]
-    print(f"  log-log slope {slope:.3f}  (at most 1.05 wanted)")
+    print(f"  log-log slope {slope:.3f}  (at most 1.05 expected)")
 
 
 def main() -> None:
-    """Runs the three."""
+    """Runs all measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-large", action="store_true", help="leave out the 100 M parameters")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    against_the_floor("small", 32, arguments.rounds)
+    against_the_baseline("small", 32, arguments.rounds)
     if not arguments.no_large:
-        against_the_floor("large", 4, min(3, arguments.rounds))
+        against_the_baseline("large", 4, min(3, arguments.rounds))
     growth(min(3, arguments.rounds))
 
 
