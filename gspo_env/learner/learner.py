@@ -66,7 +66,7 @@ class Learner:
         temperature: The sampling temperature; logits are divided by it.
 
     Raises:
-        ConfigError: More than one process was launched.
+        ConfigError: `loss` is not a loss, or more than one process was launched.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class Learner:
         total_steps: int,
         temperature: float = 1.0,
     ) -> None:
+        if not isinstance(loss, Loss):
+            raise ConfigError(f"loss is {loss!r}; expected a loss such as GSPO()")
         self.loss, self.config = loss, config
         use_ragged_attention(model)
         self.accelerator = Accelerator()

@@ -17,7 +17,7 @@ from gspo_env.model.experts import RouterBalance
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassStats:
-    """What one forward and backward pass found; nothing has a gradient."""
+    """Results of one forward and backward pass, without gradient."""
 
     row: PackedBatch
     output: ObjectiveOutput
@@ -39,7 +39,7 @@ class PassStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats:
-    """What an update found and did."""
+    """Results of an update."""
 
     passes: tuple[PassStats, ...]
     grad_norms: tuple[float, ...]

@@ -6,7 +6,7 @@ Axis letters: B sequences, T tokens, N model tokens (those that the policy sampl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ LOG_RATIO_LIMIT = 20.0
 class ObjectiveOutput:
     """The loss and its parts: (B, T) from `policy_loss`, (N,) from `packed_policy_loss`.
 
-    A loss of your own may leave the parts out; the metrics of what is None are absent.
+    A loss of your own may leave out the parts; the metrics of parts that are None are absent.
     """
 
     loss: Tensor
     """Scalar; the only field with a gradient."""
     ratio: Tensor | None = None
-    """The importance ratio of each token, 1 where the mask is false."""
+    """The importance ratio of each token, 1 if the mask is false."""
     clipped: Tensor | None = None
     """True on the tokens whose policy gradient the clip blocks."""
     kl: Tensor | None = None
@@ -66,7 +66,7 @@ def policy_loss(
 
     Shapes:
         logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
-        reference_logprobs, importance_weights: (B, T) where given.
+        reference_logprobs, importance_weights: (B, T) if given.
 
     Raises:
         BatchError: Shapes do not fit together, or a setting is impossible.
@@ -78,32 +78,28 @@ def policy_loss(
     _check_padded(logprobs, advantages, mask)
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand(logprobs.shape)
-    optional = {
-        "old_logprobs": old_logprobs,
-        "turn_ids": turn_ids,
-        "reference_logprobs": reference_logprobs,
-        "importance_weights": importance_weights,
-    }
-    for name, tensor in optional.items():
-        _check_shape(name, tensor, logprobs.shape)
-    rows_N = mask.nonzero()[:, 0]
+
+    def packed(name: str, values: Tensor | None) -> Any:
+        _check_shape(name, values, logprobs.shape)
+        return None if values is None else values[mask]
+
     output = packed_policy_loss(
         logprobs[mask],
-        old_logprobs[mask],
+        packed("old_logprobs", old_logprobs),
         advantages[mask],
-        rows_N,
+        mask.nonzero()[:, 0],
         num_sequences=len(mask),
         ratio_level=ratio_level,
-        turn_ids_N=None if turn_ids is None else turn_ids[mask],
+        turn_ids_N=packed("turn_ids", turn_ids),
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
         aggregation=aggregation,
         max_tokens=max_tokens,
         ratio_mean=ratio_mean,
-        reference_logprobs_N=None if reference_logprobs is None else reference_logprobs[mask],
+        reference_logprobs_N=packed("reference_logprobs", reference_logprobs),
         kl_coef=kl_coef,
-        importance_weights_N=None if importance_weights is None else importance_weights[mask],
+        importance_weights_N=packed("importance_weights", importance_weights),
     )
     ones, zeros = torch.ones_like(logprobs, dtype=output.loss.dtype), torch.zeros_like(mask)
     return ObjectiveOutput(
@@ -306,7 +302,7 @@ def _clipped_objective(
     clip_high: float,
     dual_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """min(s A, clip(s) A) with the gradient of the carrier, and where the clip blocks it."""
+    """min(s A, clip(s) A) with the gradient of the carrier, and whether the clip blocks it."""
     low, high = 1 - clip_low, 1 + clip_high
     clipped_N = ((adv_N > 0) & (ratio_N > high)) | ((adv_N < 0) & (ratio_N < low))
     objective_N = torch.where(clipped_N, ratio_N.clamp(low, high), carrier_N) * adv_N
@@ -318,7 +314,7 @@ def _clipped_objective(
 
 
 def _k3(lp_N: Tensor, reference_N: Tensor) -> Tensor:
-    """k3 = r - 1 - log r with r = pi_ref / pi; zero exactly where the two agree."""
+    """k3 = r - 1 - log r with r = pi_ref / pi; exactly zero if the two agree."""
     log_r_N = (reference_N.detach().to(lp_N.dtype) - lp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_r_N) - log_r_N
 

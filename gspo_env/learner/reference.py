@@ -22,7 +22,7 @@ class ReferenceOutput:
     gradient: FloatArray
     """The loss's derivative with respect to each log-probability."""
     ratio: FloatArray
-    """The importance ratio, 1 where the mask is false."""
+    """The importance ratio, 1 if the mask is false."""
     clipped: BoolArray
     """True if the clip blocks the policy gradient."""
     kl: FloatArray

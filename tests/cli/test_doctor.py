@@ -132,7 +132,9 @@ def test_a_plan_is_what_the_update_then_allocates(tmp_path, model):
     with allocations() as real:
         for _ in range(2):
             learner.scorer(batch)[0].logprobs_N.sum().backward()
-    assert expected.activations / HEAP["cpu"] + expected.gradients == pytest.approx(real.peak, rel=0.05)
+    assert expected.activations / HEAP["cpu"] + expected.gradients == pytest.approx(
+        real.peak, rel=0.05
+    )
 
 
 def test_the_command_prints_a_plan(tmp_path, model, capsys):

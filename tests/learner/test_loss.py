@@ -250,6 +250,11 @@ def test_a_faulty_loss_is_named_before_it_changes_a_weight(model, samples, resul
     assert all(p.grad is None for p in learner.policy.parameters())
 
 
+def test_a_class_instead_of_a_loss_is_refused(model):
+    with pytest.raises(ConfigError, match=r"expected a loss such as GSPO\(\)"):
+        learner_of(model, GSPO)
+
+
 def test_the_packed_loss_has_no_kl_without_a_reference():
     inputs = inputs_of()
     output = packed_policy_loss(
