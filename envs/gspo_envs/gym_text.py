@@ -214,7 +214,7 @@ class GymTextEnv(TextEnv):
         if self._known is not None:
             parts.append(self._known.describe(self.inner.unwrapped, observation))
         text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
-        return clean(text)[:MAX_TEXT_LENGTH]
+        return clean(text, MAX_TEXT_LENGTH)
 
     def _info(self, observation: Any) -> dict[str, Any]:
         space = self.inner.observation_space

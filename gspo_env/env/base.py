@@ -109,9 +109,10 @@ def attribute(env: TextEnvironment, name: str, default: Any) -> Any:
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
 
 
-def clean(text: str) -> str:
-    """Replace lone surrogates, for which no tokenizer has ids."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+def clean(text: str, limit: int | None = None) -> str:
+    """Replace lone surrogates, for which no tokenizer has ids, and cut the text at a limit."""
+    text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    return text[:limit]
 
 
 def extract_tag(text: str, tag: str) -> str | None:

@@ -292,8 +292,8 @@ def _reset_cache(client: httpx.Client) -> str:
 
 def _check_backend(client: httpx.Client, backend: str) -> None:
     """Raises an EngineError for a server that was started with another backend, or none."""
-    info = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
-    found = (info["vllm_config"]["weight_transfer_config"] or {}).get("backend")
+    told = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
+    found = (told["vllm_config"]["weight_transfer_config"] or {}).get("backend")
     if found != backend:
         raise EngineError(
             f"its weight transfer backend is {found!r}; expected {backend!r}: start it with "
