@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspo_env.env import background
-from gspo_env.env.base import Action, ResetResult, StepResult
+from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
@@ -91,9 +91,7 @@ class DatasetEnv(ToolEnv):
         self._plain = False
         self._token_ids: tuple[int, ...] = ()
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Pick a row; `options={"row": 3}` names it.
 
         Raises:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv, clean
+from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
 from gspo_env.errors import ConfigError, MissingExtraError
 
 logger = logging.getLogger(__name__)
@@ -93,9 +93,7 @@ class ForeignEnv(TextEnv):
     def act(self, action: str) -> StepResult:
         """Take an action."""
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Begin an episode with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         drawn = int(self.np_random.integers(2**31))

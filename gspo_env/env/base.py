@@ -19,6 +19,8 @@ TextEnvironment = gymnasium.Env[str, str]
 """What the rollout plays: any Gymnasium environment over text."""
 StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 ResetResult = tuple[str, dict[str, Any]]
+Options = dict[str, Any] | None
+"""What `reset` takes as `options`."""
 
 
 class Action(str):
@@ -65,9 +67,7 @@ class TextEnv(gymnasium.Env[str, str]):
     """Turns of the episode that `end_turn` has counted."""
     _ended: bool = True
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Seed `np_random` and begin an episode."""
         super().reset(seed=seed, options=options)
         self._turn, self._ended = 0, False

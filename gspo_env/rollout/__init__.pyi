@@ -1,5 +1,6 @@
 from .collector import Collector as Collector
 from .collector import RolloutConfig as RolloutConfig
+from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
 from .play import Move as Move

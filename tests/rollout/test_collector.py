@@ -386,7 +386,8 @@ def test_an_episode_that_is_cut_before_its_first_action_has_no_turns(player):
     groups = play(collector(player, Echo, **limits))
     assert {(e.stop_reason, e.turns) for e in episodes(groups)} == {(StopReason.MAX_CONTEXT, ())}
     stats = RolloutStats.of(groups, 1.0)
-    assert (stats.turns, stats.mean_return, stats.outcome, stats.success) == (0, 0, 0, 0)
+    played = stats.played
+    assert (played.turns, played.mean_return, stats.outcome, played.success) == (0, 0, 0, 0)
 
 
 class HangsInReset(Echo):
