@@ -54,7 +54,8 @@ class TextEnv(gymnasium.Env[str, str]):
     tools: Sequence[Tool] = ()
     """The tools that the chat template announces; `reset` may change them."""
     blocking: bool | None = None
-    """False if `reset` and `step` never wait; all other environments run in threads."""
+    """False if `reset` and `step` never wait; all other environments run in threads, where the
+    order of episodes, and with it the rounding of a batch, is not repeatable."""
     gives_outcome: bool | None = None
     """Whether finished episodes have an `episodic_reward`; None: the first finished ones decide."""
     outcome_if_cut: float = 0.0

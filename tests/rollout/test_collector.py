@@ -439,3 +439,16 @@ def test_threads_give_the_same_episodes_as_the_event_loop(player):
         return [e.token_ids.tolist() for e in episodes(play(running, seed=4))]
 
     assert ids(True) == ids(False)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_an_environment_that_runs_out_of_an_iterator_is_an_error_and_does_not_hang(player, quick):
+    class Exhausted(Echo):
+        blocking = not quick
+
+        def step(self, action):
+            return next(iter(()))
+
+    running = collector(player, lambda: Exhausted(), timeout=20.0)
+    with pytest.raises(RolloutError, match="StopIteration"):
+        play(running, tasks=1)
