@@ -1,4 +1,8 @@
 from .collector import Collector as Collector
+<<<<<<< HEAD
+=======
+from .metrics import EpisodeStats as EpisodeStats
+>>>>>>> contract
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
 from .play import Move as Move
