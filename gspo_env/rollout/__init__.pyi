@@ -1,8 +1,5 @@
 from .collector import Collector as Collector
-<<<<<<< HEAD
-=======
 from .metrics import EpisodeStats as EpisodeStats
->>>>>>> contract
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
 from .play import Move as Move
