@@ -203,6 +203,8 @@ def _config(tree: dict[str, Any], rest: list[str], program: str) -> Config:
     import tyro
 
     from gspo_env.config import Config, from_dict
+    from gspo_env.registry import find
+    from gspo_env.tracking.several import combine
 
     kwargs, rest = _pairs(rest, "--env-kwargs")
     engine_args, rest = _pairs(rest, "--engine-args")
@@ -210,6 +212,10 @@ def _config(tree: dict[str, Any], rest: list[str], program: str) -> Config:
     rest = [_SHORT.get(a, a) for a in rest]
     model, _ = _take(rest, "--model")
     default = from_dict({**tree, "model": model} if model else tree)
+    tracker, rest = _take(rest, "--tracker")
+    if tracker:
+        chosen = combine(tracker) if "," in tracker else find("tracker", tracker)
+        default = dataclasses.replace(default, tracker=chosen())
     kind = Annotated[Config, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
     fixed: Any = tyro.conf.configure(tyro.conf.FlagConversionOff)(kind)
     # what is free must not become flags: an environment may have arguments named as our fields

@@ -150,7 +150,7 @@ def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, mon
     )
     (tmp_path / "c.toml").write_text(SMALL.replace("seeds = 2", "seeds = 1"))
     flags = ["--config", "c.toml", "--arm", "advantage=outcome,mine.py:half,mine.py:broken"]
-    main(["compare", *flags, "--output", "out", "--enabled", "False", "--workers", "1"])
+    main(["compare", *flags, "--output", "out", "--tracker", "none", "--workers", "1"])
     shown = capsys.readouterr().out
     assert "mine.py:half" in shown
     broken = next(line for line in shown.splitlines() if line.startswith("| mine.py:broken"))
