@@ -6,6 +6,7 @@ from .log import UpdateStats as UpdateStats
 from .loss import GRPO as GRPO
 from .loss import GSPO as GSPO
 from .loss import ClippedLoss as ClippedLoss
+from .loss import ClipSettings as ClipSettings
 from .loss import DrGRPO as DrGRPO
 from .loss import Loss as Loss
 from .loss import LossInput as LossInput

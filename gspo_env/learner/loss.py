@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypedDict
 
-from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.errors import ConfigError
+from gspo_env.registry import check_literals
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,42 +24,17 @@ Correction = Literal["none", "truncated", "mask"]
 OldLogprobs = Literal["trainer", "engine"]
 
 
-def check_settings(
-    error: type[GspoEnvError],
-    *,
-    ratio_level: str,
-    ratio_mean: float,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    aggregation: str,
-    max_tokens: int,
-    kl_coef: float,
-) -> None:
-    """Raises `error` if a setting of the clipped policy loss is impossible."""
-    levels, ways, high = get_args(RatioLevel), get_args(Aggregation), 1 + clip_high
-    for name, value, allowed, possible in (
-        ("ratio_level", ratio_level, f"one of {levels}", ratio_level in levels),
-        ("aggregation", aggregation, f"one of {ways}", aggregation in ways),
-        ("clip_low", clip_low, "a number in [0, 1)", 0 <= clip_low < 1),
-        ("clip_high", clip_high, "a number of at least 0", 0 <= clip_high < math.inf),
-        (
-            "dual_clip",
-            dual_clip,
-            f"0 or above {high}",
-            not dual_clip or high < dual_clip < math.inf,
-        ),
-        ("ratio_mean", ratio_mean, "a number in [0, 1]", 0 <= ratio_mean <= 1),
-        ("max_tokens", max_tokens, "at least 1", max_tokens >= 1),
-        ("kl_coef", kl_coef, "a number of at least 0", 0 <= kl_coef < math.inf),
-    ):
-        if not possible:
-            raise error(f"{name} is {value!r}; expected {allowed}")
-    if ratio_mean and ratio_level == "token":
-        raise error(
-            f"ratio_mean is {ratio_mean!r} with ratio_level 'token'; expected 0, because the ratio "
-            "of a token is no mean"
-        )
+class ClipOptions(TypedDict, total=False):
+    """The names and types of `ClipSettings`, for functions that take them as keywords."""
+
+    ratio_level: RatioLevel
+    ratio_mean: float
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    aggregation: Aggregation
+    max_tokens: int
+    kl_coef: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +99,8 @@ class Loss(ABC):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClippedLoss(Loss):
-    """The clipped policy loss; see `gspo_env.learner.objectives.policy_loss`."""
+class ClipSettings:
+    """The settings of the clipped policy loss."""
 
     ratio_level: RatioLevel = "sequence"
     """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""
@@ -148,6 +124,36 @@ class ClippedLoss(Loss):
     kl_coef: float = 0.0
     """Weight of the k3 KL to the reference: the model as it was given, with its adapter
     off or as a frozen copy. 0 computes none."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        check_literals(self)
+        high = 1 + self.clip_high
+        for name, possible, allowed in (
+            ("clip_low", 0 <= self.clip_low < 1, "a number in [0, 1)"),
+            ("clip_high", 0 <= self.clip_high < math.inf, "a number of at least 0"),
+            (
+                "dual_clip",
+                not self.dual_clip or high < self.dual_clip < math.inf,
+                f"0 or above {high}",
+            ),
+            ("ratio_mean", 0 <= self.ratio_mean <= 1, "a number in [0, 1]"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("kl_coef", 0 <= self.kl_coef < math.inf, "a number of at least 0"),
+        ):
+            if not possible:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {allowed}")
+        if self.ratio_mean and self.ratio_level == "token":
+            raise ConfigError(
+                f"ratio_mean is {self.ratio_mean!r} with ratio_level 'token'; expected 0, because "
+                "the ratio of a token is no mean"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedLoss(ClipSettings, Loss):
+    """The clipped policy loss; see `gspo_env.learner.objectives.policy_loss`."""
+
     old_logprobs: OldLogprobs = "trainer"
     """Whose log-probabilities are pi_old. The engine's save a pass, but a mismatch counts as a
     ratio."""
@@ -158,7 +164,7 @@ class ClippedLoss(Loss):
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
-        check_settings(ConfigError, **self._settings())
+        ClipSettings.__post_init__(self)  # slots replace the class that `super` would look for
         if not self.correction_cap >= 1:
             raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
         if self.correction != "none" and self.old_logprobs == "engine":
@@ -205,14 +211,8 @@ class ClippedLoss(Loss):
             reference_logprobs_N=inputs.reference_logprobs_N,
             importance_weights_N=weights_N,
             normaliser=inputs.tokens if self.aggregation == "token_mean" else inputs.episodes,
-            **self._settings(),
+            **{f.name: getattr(self, f.name) for f in fields(ClipSettings)},
         )
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings of `packed_policy_loss`."""
-        others = ("old_logprobs", "correction", "correction_cap")
-        names = (f.name for f in fields(ClippedLoss) if f.name not in others)
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

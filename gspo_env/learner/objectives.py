@@ -6,13 +6,13 @@ Axis letters: B sequences, T tokens, N model tokens (those that the policy sampl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from gspo_env.errors import BatchError
-from gspo_env.learner.loss import Aggregation, Correction, RatioLevel, check_settings
+from gspo_env.errors import BatchError, ConfigError
+from gspo_env.learner.loss import ClipOptions, ClipSettings, Correction, RatioLevel
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this size before `exp`, so that no ratio overflows."""
@@ -41,25 +41,16 @@ def policy_loss(
     advantages: Tensor,
     mask: Tensor,
     *,
-    ratio_level: RatioLevel = "sequence",
     turn_ids: Tensor | None = None,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    dual_clip: float = 0.0,
-    aggregation: Aggregation = "sequence_mean",
-    max_tokens: int = 1024,
-    ratio_mean: float = 0.0,
     reference_logprobs: Tensor | None = None,
-    kl_coef: float = 0.0,
     importance_weights: Tensor | None = None,
+    **options: Unpack[ClipOptions],
 ) -> ObjectiveOutput:
     """The clipped policy loss of padded sequences.
 
-    `aggregation` is `sequence_mean` (mean over a sequence's tokens, then over sequences),
-    `token_mean` (mean over all tokens) or `token_sum` (sum over tokens divided by the constant
-    `max_tokens`, then mean over sequences). `ratio_mean` is the power p of the mean over token
-    ratios: 0 is the geometric mean of GSPO, 1 the arithmetic mean. `dual_clip` bounds the ratio of
-    negative advantages from above; 0 sets no bound.
+    The options, their defaults and what they mean are the fields of
+    `gspo_env.learner.loss.ClipSettings`: `ratio_level`, `ratio_mean`, `clip_low`, `clip_high`,
+    `dual_clip`, `aggregation`, `max_tokens` and `kl_coef`.
 
     The content of a masked-out slot, NaN included, changes neither the loss nor its gradient.
     Sequences without a model token count in neither the sum nor the number of sequences.
@@ -89,17 +80,10 @@ def policy_loss(
         advantages[mask],
         mask.nonzero()[:, 0],
         num_sequences=len(mask),
-        ratio_level=ratio_level,
         turn_ids_N=packed("turn_ids", turn_ids),
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        aggregation=aggregation,
-        max_tokens=max_tokens,
-        ratio_mean=ratio_mean,
         reference_logprobs_N=packed("reference_logprobs", reference_logprobs),
-        kl_coef=kl_coef,
         importance_weights_N=packed("importance_weights", importance_weights),
+        **options,
     )
     ones, zeros = torch.ones_like(logprobs, dtype=output.loss.dtype), torch.zeros_like(mask)
     return ObjectiveOutput(
@@ -121,18 +105,11 @@ def packed_policy_loss(
     sequence_ids_N: Tensor,
     *,
     num_sequences: int,
-    ratio_level: RatioLevel = "sequence",
     turn_ids_N: Tensor | None = None,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    dual_clip: float = 0.0,
-    aggregation: Aggregation = "sequence_mean",
-    max_tokens: int = 1024,
-    ratio_mean: float = 0.0,
     reference_logprobs_N: Tensor | None = None,
-    kl_coef: float = 0.0,
     importance_weights_N: Tensor | None = None,
     normaliser: float | None = None,
+    **options: Unpack[ClipOptions],
 ) -> ObjectiveOutput:
     """The clipped policy loss of the model tokens alone; training runs this one.
 
@@ -150,17 +127,7 @@ def packed_policy_loss(
     Source:
         See `policy_loss`.
     """
-    check_settings(
-        BatchError,
-        ratio_level=ratio_level,
-        ratio_mean=ratio_mean,
-        clip_low=clip_low,
-        clip_high=clip_high,
-        dual_clip=dual_clip,
-        aggregation=aggregation,
-        max_tokens=max_tokens,
-        kl_coef=kl_coef,
-    )
+    settings = _settings(options)
     tensors = {
         "old_logprobs_N": old_logprobs_N,
         "advantages_N": advantages_N,
@@ -172,37 +139,38 @@ def packed_policy_loss(
     for name, tensor in tensors.items():
         _check_shape(name, tensor, logprobs_N.shape)
     _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
-    if kl_coef and reference_logprobs_N is None:
-        raise BatchError(
-            f"kl_coef is {kl_coef!r} without reference_logprobs; expected both or neither"
-        )
+    segments_N, count = _segments(sequence_ids_N, num_sequences, settings.ratio_level, turn_ids_N)
 
     # bf16 and fp16 round exp(3e-4) to exactly 1
     dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
     lp_N = logprobs_N.to(dtype)
     log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
-    segments_N, count = _segments(sequence_ids_N, num_sequences, ratio_level, turn_ids_N)
-    log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, ratio_mean)
+    log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, settings.ratio_mean)
     # The difference first: (carrier + lp) - lp would round the carrier to the precision of lp.
     carrier_N = ((lp_N - lp_N.detach()) + log_carrier_N).exp()
-    adv_N = advantages_N.detach().to(dtype)
-    objective_N, clipped_N = _clipped_objective(
-        log_s_N.exp(), carrier_N, adv_N, clip_low, clip_high, dual_clip
-    )
+    ratio_N, adv_N = log_s_N.exp(), advantages_N.detach().to(dtype)
+    objective_N, clipped_N = _clipped_objective(ratio_N, carrier_N, adv_N, settings)
     if importance_weights_N is not None:
         objective_N = objective_N * importance_weights_N.detach().to(dtype)
-    kl_N = None if reference_logprobs_N is None else _k3(lp_N, reference_logprobs_N)
-    if kl_coef and kl_N is not None:
-        objective_N = objective_N - kl_coef * kl_N
-    mean = _aggregate(
-        objective_N, sequence_ids_N, num_sequences, aggregation, max_tokens, normaliser
-    )
-    return ObjectiveOutput(
-        loss=-mean,
-        ratio=log_s_N.exp(),
-        clipped=clipped_N,
-        kl=None if kl_N is None else kl_N.detach(),
-    )
+    kl_N = None
+    if reference_logprobs_N is not None:
+        kl_N = _k3(lp_N, reference_logprobs_N)
+        if settings.kl_coef:
+            objective_N = objective_N - settings.kl_coef * kl_N
+        kl_N = kl_N.detach()
+    elif settings.kl_coef:
+        raise BatchError(
+            f"kl_coef is {settings.kl_coef!r} without reference_logprobs; expected both or neither"
+        )
+    mean = _aggregate(objective_N, sequence_ids_N, num_sequences, settings, normaliser)
+    return ObjectiveOutput(loss=-mean, ratio=ratio_N, clipped=clipped_N, kl=kl_N)
+
+
+def _settings(options: ClipOptions) -> ClipSettings:
+    try:
+        return ClipSettings(**options)
+    except ConfigError as error:
+        raise BatchError(str(error)) from error
 
 
 def importance_weights(
@@ -247,14 +215,11 @@ def importance_weights(
 
 
 def _segments(
-    sequence_ids_N: Tensor,
-    num_sequences: int,
-    ratio_level: RatioLevel,
-    turn_ids_N: Tensor | None,
-) -> tuple[Tensor | None, int]:
-    """The sequence or turn whose tokens share one ratio, and their number; None for tokens."""
+    sequence_ids_N: Tensor, num_sequences: int, ratio_level: RatioLevel, turn_ids_N: Tensor | None
+) -> tuple[Tensor, int]:
+    """The segment of each token, whose tokens share one ratio, and the number of segments."""
     if ratio_level == "token":
-        return None, 0
+        return torch.arange(len(sequence_ids_N), device=sequence_ids_N.device), len(sequence_ids_N)
     if ratio_level == "sequence":
         return sequence_ids_N, num_sequences
     if turn_ids_N is None:
@@ -265,16 +230,13 @@ def _segments(
 
 
 def _log_ratios(
-    log_ratio_N: Tensor, segments_N: Tensor | None, count: int, power: float
+    log_ratio_N: Tensor, segments_N: Tensor, count: int, power: float
 ) -> tuple[Tensor, Tensor]:
     """Logarithms of s, the power mean of a segment's token ratios w, and of each token's carrier.
 
     s = mean(w^p)^(1/p), and the carrier is s^(1-p) w^p: s itself for the geometric mean, p = 0.
     """
     limit = LOG_RATIO_LIMIT
-    if segments_N is None:
-        log_s_N = log_ratio_N.clamp(-limit, limit)
-        return log_s_N, log_s_N
     if not power:
         log_s_N = _segment_mean(log_ratio_N, segments_N, count).clamp(-limit, limit)
         return log_s_N, log_s_N
@@ -295,15 +257,10 @@ def _segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
 
 
 def _clipped_objective(
-    ratio_N: Tensor,
-    carrier_N: Tensor,
-    adv_N: Tensor,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
+    ratio_N: Tensor, carrier_N: Tensor, adv_N: Tensor, settings: ClipSettings
 ) -> tuple[Tensor, Tensor]:
     """min(s A, clip(s) A) with the gradient of the carrier, and whether the clip blocks it."""
-    low, high = 1 - clip_low, 1 + clip_high
+    low, high, dual_clip = 1 - settings.clip_low, 1 + settings.clip_high, settings.dual_clip
     clipped_N = ((adv_N > 0) & (ratio_N > high)) | ((adv_N < 0) & (ratio_N < low))
     objective_N = torch.where(clipped_N, ratio_N.clamp(low, high), carrier_N) * adv_N
     if dual_clip:
@@ -323,19 +280,18 @@ def _aggregate(
     objective_N: Tensor,
     sequence_ids_N: Tensor,
     num_sequences: int,
-    aggregation: Aggregation,
-    max_tokens: int,
+    settings: ClipSettings,
     normaliser: float | None,
 ) -> Tensor:
     """One number from the objective of every token."""
     if normaliser is not None and not normaliser > 0:
         raise BatchError(f"normaliser is {normaliser!r}; expected a number above 0")
-    if aggregation == "token_mean":
+    if settings.aggregation == "token_mean":
         return objective_N.sum() / (max(len(objective_N), 1) if normaliser is None else normaliser)
     lengths_B = torch.bincount(sequence_ids_N, minlength=num_sequences)
     count = (lengths_B > 0).sum().clamp(min=1) if normaliser is None else normaliser
-    if aggregation == "token_sum":
-        return objective_N.sum() / max_tokens / count
+    if settings.aggregation == "token_sum":
+        return objective_N.sum() / settings.max_tokens / count
     weight_N = lengths_B.clamp(min=1).to(objective_N.dtype).reciprocal()[sequence_ids_N]
     return (objective_N * weight_N).sum() / count
 
@@ -346,13 +302,8 @@ def _check_padded(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> None:
     if mask.dtype != torch.bool:
         raise BatchError(f"mask has dtype {mask.dtype}; expected torch.bool")
     _check_shape("mask", mask, logprobs.shape)
-    if advantages.ndim != 1:
-        _check_shape("advantages", advantages, logprobs.shape)
-    elif len(advantages) != len(logprobs):
-        got, rows = tuple(advantages.shape), len(logprobs)
-        raise BatchError(
-            f"advantages has shape {got}; expected ({rows},) or {tuple(logprobs.shape)}"
-        )
+    per_sequence = advantages.ndim == 1
+    _check_shape("advantages", advantages, logprobs.shape[:1] if per_sequence else logprobs.shape)
 
 
 def _check_shape(name: str, tensor: Tensor | None, shape: torch.Size) -> None:
