@@ -20,26 +20,26 @@ import numpy as np
 
 from gspo_env.credit.statistics import (
     MIN_PEERS,
-    MIN_SCALE,
     anchors,
     discounted,
-    spread,
-    std_of,
+    divided,
     turn_baselines,
     usable,
     value_after,
     z_by_turn,
     z_score,
-    zeros,
 )
 from gspo_env.errors import ConfigError
 from gspo_env.registry import check_literals
-from gspo_env.types import FloatArray, Group
+from gspo_env.types import Episode, FloatArray, Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
-    """What every estimator has; one of your own may subclass it or be any frozen dataclass."""
+    """What every estimator has; one of your own may subclass it or be any frozen dataclass.
+
+    The subclasses here have the method `compare`, which sees usable episodes only.
+    """
 
     scale: Literal["std", "none", "batch"] = "std"
     """Divisor: the group's standard deviation, 1, or the whole batch's standard deviation. With
@@ -60,13 +60,25 @@ class Estimator:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a number in [0, 1]")
 
     def advantages(self, group: Group) -> Sequence[FloatArray]:
-        """Computes the advantages of a group.
+        """Computes the advantages of a group: zeros if fewer than two episodes can be compared.
 
         Shapes:
             result: for each episode (K_i,), one for each turn, or (N_i,), one for each sampled
                 token.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method `advantages`")
+        rows, used = [np.zeros(len(e.turns)) for e in group.episodes], usable(group)
+        if len(used) >= 2:
+            compared = self.compare([group.episodes[i] for i in used])
+            for i, row in zip(used, compared, strict=True):
+                rows[i] = row
+        return rows
+
+    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+        """Computes the advantages of at least two usable episodes of a group."""
+        raise NotImplementedError(f"{type(self).__name__} has neither `advantages` nor `compare`")
+
+    def _z(self, values: FloatArray) -> FloatArray:
+        return z_score(values, self.scale, self.ddof)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,25 +98,19 @@ class Outcome(Estimator):
     score: Literal["return", "outcome"] = "return"
     """An episode's score: the sum of its per-turn rewards, or its outcome."""
 
-    def advantages(self, group: Group) -> list[FloatArray]:
-        """See `Estimator.advantages`."""
-        rows, used = zeros(group), usable(group)
-        if len(used) < 2:
-            return rows
-        episodes = [group.episodes[i] for i in used]
+    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+        """See `Estimator.compare`."""
         scores_G = np.array(
             [e.outcome if self.score == "outcome" else e.rewards.sum() for e in episodes]
         )
         centred_G = scores_G - scores_G.mean()
-        std = std_of(centred_G, self.ddof)
-        if std < MIN_SCALE:
-            return rows
+        values_G = centred_G
         if self.baseline == "leave_one_out":
             # r_i minus the mean of the others is the mean-centred score times n / (n - 1)
-            centred_G = centred_G * len(used) / (len(used) - 1)
-        for i, value in zip(used, centred_G / (std if self.scale == "std" else 1.0), strict=True):
-            rows[i] += value
-        return rows
+            values_G = centred_G * len(episodes) / (len(episodes) - 1)
+        turns = [len(e.turns) for e in episodes]
+        rows = [np.full(k, value) for k, value in zip(turns, values_G, strict=True)]
+        return divided(rows, centred_G, self.scale, self.ddof)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,16 +134,11 @@ class TurnPlusOutcome(Estimator):
     """Weight of the turn's own reward, lambda."""
     compares_turns: ClassVar[bool] = True
 
-    def advantages(self, group: Group) -> list[FloatArray]:
-        """See `Estimator.advantages`."""
-        rows, used = zeros(group), usable(group)
-        if len(used) < 2:
-            return rows
-        whole = z_score(np.array([group.episodes[i].outcome for i in used]), self.scale, self.ddof)
-        by_turn = z_by_turn([group.episodes[i].rewards for i in used], self.scale, self.ddof)
-        for i, total, values in zip(used, whole, by_turn, strict=True):
-            rows[i] = total + self.turn_weight * values
-        return rows
+    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+        """See `Estimator.compare`."""
+        whole = self._z(np.array([e.outcome for e in episodes]))
+        by_turn = z_by_turn([e.rewards for e in episodes], self.scale, self.ddof)
+        return [z + self.turn_weight * z_K for z, z_K in zip(whole, by_turn, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,16 +159,13 @@ class ReturnsToGo(Estimator):
     """Discount per turn, in [0, 1]."""
     compares_turns: ClassVar[bool] = True
 
-    def advantages(self, group: Group) -> list[FloatArray]:
-        """See `Estimator.advantages`."""
-        used = usable(group)
-        if len(used) < 2:
-            return zeros(group)
-        returns = [discounted(group.episodes[i].rewards, self.gamma) for i in used]
+    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+        """See `Estimator.compare`."""
+        returns = [discounted(e.rewards, self.gamma) for e in episodes]
         baselines, means = turn_baselines(returns)
         deviations = np.concatenate([g - m for g, m in zip(returns, means, strict=True)])
         values = [g - b for g, b in zip(returns, baselines, strict=True)]
-        return spread(group, used, values, deviations, self.scale, self.ddof)
+        return divided(values, deviations, self.scale, self.ddof)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,20 +188,15 @@ class GiGPO(Estimator):
     step_weight: float = 1.0
     """Weight of the comparison from equal states, omega."""
 
-    def advantages(self, group: Group) -> list[FloatArray]:
-        """See `Estimator.advantages`."""
-        rows, used = zeros(group), usable(group)
-        if len(used) < 2:
-            return rows
-        totals = np.array([group.episodes[i].rewards.sum() for i in used])
-        whole = z_score(totals, self.scale, self.ddof)
-        for i, total in zip(used, whole, strict=True):
-            rows[i] += total
-        returns = [discounted(group.episodes[i].rewards, self.gamma) for i in used]
-        for visits in anchors(group, used).values():
-            z = z_score(np.array([returns[n][k] for n, k in visits]), self.scale, self.ddof)
-            for (n, k), value in zip(visits, z, strict=True):
-                rows[used[n]][k] += self.step_weight * value
+    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+        """See `Estimator.compare`."""
+        whole = self._z(np.array([e.rewards.sum() for e in episodes]))
+        rows = [np.full(len(e.turns), z) for e, z in zip(episodes, whole, strict=True)]
+        returns = [discounted(e.rewards, self.gamma) for e in episodes]
+        for visits in anchors(episodes).values():
+            z_visits = self._z(np.array([returns[i][k] for i, k in visits]))
+            for (i, k), z in zip(visits, z_visits, strict=True):
+                rows[i][k] += self.step_weight * z
         return rows
 
 
@@ -231,21 +224,16 @@ class NormalizeThenAccumulate(Estimator):
     root: bool = False
     """Divides each sum by the square root of its number of terms."""
 
-    def advantages(self, group: Group) -> list[FloatArray]:
-        """See `Estimator.advantages`."""
-        rows, used = zeros(group), usable(group)
-        if len(used) < 2:
-            return rows
-        rewards = [group.episodes[i].rewards for i in used]
+    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+        """See `Estimator.compare`."""
+        rewards = [e.rewards for e in episodes]
         if self.per == "turn":
             z = z_by_turn(rewards, self.scale, self.ddof)
         else:
-            lengths = np.cumsum([len(r) for r in rewards])[:-1]
-            z = np.split(z_score(np.concatenate(rewards), self.scale, self.ddof), lengths)
-        for i, values in zip(used, z, strict=True):
-            total = discounted(values, self.gamma)
-            rows[i] = total / np.sqrt(np.arange(len(values), 0, -1)) if self.root else total
-        return rows
+            ends = np.cumsum([len(row) for row in rewards])
+            z = np.split(self._z(np.concatenate(rewards)), ends[:-1])
+        rows = [discounted(z_K, self.gamma) for z_K in z]
+        return [row / np.sqrt(np.arange(len(row), 0, -1)) for row in rows] if self.root else rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,23 +262,19 @@ class GroupGAE(Estimator):
     """Lambda of the generalised advantage estimation, in [0, 1]."""
     compares_turns: ClassVar[bool] = True
 
-    def advantages(self, group: Group) -> list[FloatArray]:
-        """See `Estimator.advantages`."""
-        used = usable(group)
-        if len(used) < 2:
-            return zeros(group)
-        returns = [discounted(group.episodes[i].rewards, self.gamma) for i in used]
+    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+        """See `Estimator.compare`."""
+        returns = [discounted(e.rewards, self.gamma) for e in episodes]
         values, _ = turn_baselines(returns)
-        for visits in anchors(group, used).values():
-            if len({n for n, _ in visits}) < MIN_PEERS:
+        for visits in anchors(episodes).values():
+            if len({i for i, _ in visits}) < MIN_PEERS:
                 continue
-            for n, k in visits:
-                values[n][k] = np.mean([returns[m][j] for m, j in visits if m != n])
+            for i, k in visits:
+                values[i][k] = np.mean([returns[j][m] for j, m in visits if j != i])
         rows = []
-        for n, (i, value_K) in enumerate(zip(used, values, strict=True)):
-            after = value_after(group, used, returns, n)
-            next_K = np.append(value_K[1:], after)
-            delta_K = group.episodes[i].rewards + self.gamma * next_K - value_K
+        for i, (episode, value_K) in enumerate(zip(episodes, values, strict=True)):
+            next_K = np.append(value_K[1:], value_after(episodes, returns, i))
+            delta_K = episode.rewards + self.gamma * next_K - value_K
             rows.append(discounted(delta_K, self.gamma * self.lam))
         everything = np.concatenate(rows)
-        return spread(group, used, rows, everything - everything.mean(), self.scale, self.ddof)
+        return divided(rows, everything - everything.mean(), self.scale, self.ddof)

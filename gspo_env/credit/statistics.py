@@ -15,19 +15,13 @@ MIN_PEERS = 3
 """The least number of episodes that must reach a turn for a baseline of that turn alone."""
 
 
-def is_usable(episode: Episode) -> bool:
-    """Whether an episode was played."""
-    return bool(episode.turns) and episode.stop_reason is not StopReason.ERROR
-
-
 def usable(group: Group) -> list[int]:
-    """The places of the episodes that enter statistics."""
-    return [i for i, episode in enumerate(group.episodes) if is_usable(episode)]
-
-
-def zeros(group: Group) -> list[FloatArray]:
-    """No advantage for any turn."""
-    return [np.zeros(len(episode.turns)) for episode in group.episodes]
+    """The places of the episodes that enter statistics: they were played without an error."""
+    return [
+        i
+        for i, episode in enumerate(group.episodes)
+        if episode.turns and episode.stop_reason is not StopReason.ERROR
+    ]
 
 
 def std_of(deviations: FloatArray, ddof: int) -> float:
@@ -50,13 +44,20 @@ def discounted(rewards_K: FloatArray, gamma: float) -> FloatArray:
     return returns_K
 
 
+def divided(
+    rows: Sequence[FloatArray], deviations: FloatArray, scale: str, ddof: int
+) -> Sequence[FloatArray]:
+    """Rows over the standard deviation of the deviations; zeros where nothing differs."""
+    std = std_of(deviations, ddof)
+    if std < MIN_SCALE:
+        return [np.zeros(len(row)) for row in rows]
+    return [row / std for row in rows] if scale == "std" else rows
+
+
 def z_score(values: FloatArray, scale: str, ddof: int) -> FloatArray:
     """Values less their mean, over their standard deviation; zeros where they are all alike."""
     centred: FloatArray = values - values.mean()
-    std = std_of(centred, ddof)
-    if std < MIN_SCALE:
-        return np.zeros(len(values))
-    return centred / std if scale == "std" else centred
+    return divided([centred], centred, scale, ddof)[0]
 
 
 def _reaching(rows: Sequence[FloatArray]) -> list[list[int]]:
@@ -100,51 +101,34 @@ def turn_baselines(returns: Sequence[FloatArray]) -> tuple[list[FloatArray], lis
     return baselines, means
 
 
-def anchors(group: Group, used: Sequence[int]) -> dict[str, list[tuple[int, int]]]:
-    """Every (place in used, turn) that was played in a state, by the state's key."""
+def anchors(episodes: Sequence[Episode]) -> dict[str, list[tuple[int, int]]]:
+    """Every (episode, turn) that was played in a state, by the state's key."""
     visits: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for n, i in enumerate(used):
-        for k, turn in enumerate(group.episodes[i].turns):
+    for i, episode in enumerate(episodes):
+        for k, turn in enumerate(episode.turns):
             if turn.state_key is not None:
-                visits[turn.state_key].append((n, k))
+                visits[turn.state_key].append((i, k))
     return visits
 
 
-def value_after(group: Group, used: Sequence[int], returns: Sequence[FloatArray], n: int) -> float:
+def value_after(episodes: Sequence[Episode], returns: Sequence[FloatArray], i: int) -> float:
     """What was still to come when an episode ended: 0 unless it was cut."""
-    episode = group.episodes[used[n]]
-    if episode.terminated:
+    if episodes[i].terminated:
         return 0.0
-    key = episode.turns[-1].info.state_key
-    visits = [] if key is None else anchors(group, used).get(key, [])
-    peers = [returns[m][k] for m, k in visits if m != n]
+    turns = episodes[i].turns
+    key = turns[-1].info.state_key
+    visits = [] if key is None else anchors(episodes).get(key, [])
+    peers = [returns[j][k] for j, k in visits if j != i]
     if not peers:
-        turns = len(episode.turns)
-        peers = [row[turns] for m, row in enumerate(returns) if m != n and len(row) > turns]
+        peers = [
+            row[len(turns)] for j, row in enumerate(returns) if j != i and len(row) > len(turns)
+        ]
     return float(np.mean(peers)) if peers else 0.0
-
-
-def spread(
-    group: Group,
-    used: Sequence[int],
-    values: Sequence[FloatArray],
-    deviations: FloatArray,
-    scale: str,
-    ddof: int,
-) -> list[FloatArray]:
-    """One row an episode, scaled by the deviations; zeros where nothing differs."""
-    rows = zeros(group)
-    std = std_of(deviations, ddof)
-    if std >= MIN_SCALE:
-        for i, row in zip(used, values, strict=True):
-            rows[i] = row / std if scale == "std" else row
-    return rows
 
 
 def fallbacks(group: Group) -> int:
     """Turns whose baseline is the group-pooled mean."""
-    turns = [len(group.episodes[i].turns) for i in usable(group)]
-    if len(turns) < 2:
+    rows = [group.episodes[i].rewards for i in usable(group)]
+    if len(rows) < 2:
         return 0
-    reaching = [sum(count > k for count in turns) for k in range(max(turns))]
-    return sum(count for count in reaching if count < MIN_PEERS)
+    return sum(len(here) for here in _reaching(rows) if len(here) < MIN_PEERS)
