@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gspo_env.tracking.base import RunInfo, TrackerChoice, flatten
-from gspo_env.tracking.several import Several, parts, start
+from gspo_env.tracking.several import Several, parts
 
 
-class Recorder:
+class Recorder(Several):
     """Records each run once in each tracker, also when the comparison is continued later.
 
     A tracker that failed gets no further runs; the next start of the comparison records them.
@@ -27,29 +26,19 @@ class Recorder:
     ) -> None:
         """Starts the parent run, or continues the one that was started in the folder."""
         self._note = folder / "tracked.json"
-        known = json.loads(self._note.read_text()) if self._note.exists() else {}
-        self._done: dict[str, list[str]] = known
+        self._done: dict[str, list[str]] = (
+            json.loads(self._note.read_text()) if self._note.exists() else {}
+        )
         tags = {"gspo_env.kind": "comparison"}
         info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=True)
-        self._choices = parts(tracker)
-        self._parent = start(tracker, info)
+        self._choices, self._folder, self._say = parts(tracker), folder, say
         self._failed: set[str] = set()
-        self._folder, self._say = folder, say
-        self.artifact = self._parent.artifact
+        super().__init__(self._choices, info)
 
-    def __enter__(self) -> Recorder:
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         """Ends the parent run and says what was not recorded."""
-        self._parent.__exit__(exc_type, exc, traceback)
-        for problem in self._parent.problems:
+        super().__exit__(exc_type)
+        for problem in self.problems:
             self._say(problem)
 
     def child(
@@ -61,7 +50,7 @@ class Recorder:
         error: str = "",
     ) -> None:
         """Records a run that ended, in each tracker that has not recorded it yet."""
-        failed = self._failed | self._parent.failed
+        failed = self._failed | self.failed
         waiting = {
             key: choice
             for key, choice in self._choices.items()

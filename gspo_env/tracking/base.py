@@ -73,26 +73,11 @@ class TrackerChoice(Protocol):
 class NoTracker:
     """Records nothing."""
 
-    def start(self, run: RunInfo) -> NoTracker:
-        """Returns itself."""
-        return self
+    def start(self, run: RunInfo) -> Tracker:
+        """Starts none."""
+        from gspo_env.tracking.several import Several
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Does nothing."""
-
-    def text(self, name: str, text: str) -> None:
-        """Does nothing."""
-
-    def artifact(self, path: Path, folder: str = "") -> None:
-        """Does nothing."""
-
-    def finish(self, status: Status) -> None:
-        """Does nothing."""
-
-    @property
-    def how_to_look(self) -> str:
-        """Empty."""
-        return ""
+        return Several({}, run)
 
 
 def flatten(tree: object, *, mappings: bool = True) -> dict[str, Any]:

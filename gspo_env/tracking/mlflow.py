@@ -226,8 +226,13 @@ def _open_run(settings: MLflow, info: RunInfo) -> _Run:
 
 def _describe(run: _Run, info: RunInfo) -> None:
     """Notes the run's id in its folder and logs its parameters."""
+    from mlflow.entities import Param
+
     _note(info.folder).write_text(json.dumps({"run_id": run.run_id}))
-    _log_params(run, {_key(name): _cut(str(value)) for name, value in info.params.items()})
+    values = {_key(name): _cut(str(value)) for name, value in info.params.items()}
+    params = [Param(name, value) for name, value in values.items()]
+    for start in range(0, len(params), _PARAMS_PER_BATCH):
+        run.client.log_batch(run.run_id, params=params[start : start + _PARAMS_PER_BATCH])
 
 
 def _note(folder: Path) -> Path:
@@ -272,14 +277,6 @@ def _log_metrics(run: _Run, values: Mapping[str, float], step: int, timestamp_ms
     metrics = [Metric(_key(name), value, timestamp_ms, step) for name, value in values.items()]
     for start in range(0, len(metrics), _METRICS_PER_BATCH):
         run.client.log_batch(run.run_id, metrics=metrics[start : start + _METRICS_PER_BATCH])
-
-
-def _log_params(run: _Run, values: dict[str, str]) -> None:
-    from mlflow.entities import Param
-
-    params = [Param(name, value) for name, value in values.items()]
-    for start in range(0, len(params), _PARAMS_PER_BATCH):
-        run.client.log_batch(run.run_id, params=params[start : start + _PARAMS_PER_BATCH])
 
 
 def _cut(text: str) -> str:

@@ -6,10 +6,10 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gspo_env.errors import ConfigError, MissingExtraError, TrackingError
@@ -22,7 +22,7 @@ NON_FINITE = "tracking/non_finite"
 """The metric that counts the values of a step that are no finite numbers and were dropped."""
 
 
-class Several:
+class Several(AbstractContextManager["Several"]):
     """The started trackers of a run, as a context manager that finishes them.
 
     No method raises an error of a tracker: the first of each is logged at once, the others are
@@ -53,16 +53,7 @@ class Several:
             except Exception as error:
                 self._count(name, "start", error)
 
-    def __enter__(self) -> Several:
-        """Returns itself."""
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         """Finishes as FINISHED, FAILED, or KILLED after an interrupt."""
         killed = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
         self.finish("FINISHED" if exc_type is None else "KILLED" if killed else "FAILED")
