@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.batch.prefix import build_tree, shared_lower_bound, sort_by_prefix
+from gspo_env.batch.prefix import build_tree, sort_by_prefix
 from gspo_env.batch.sample import PackedBatch, Sample
 
 
@@ -26,7 +26,7 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
     positions = np.concatenate([np.arange(n) for n in sizes])
     place = np.concatenate(tree.places) if tree else np.arange(len(tokens))
     model = np.flatnonzero(turns >= 0)
-    row = np.unique(place, return_index=True, return_counts=True)[1:] if tree else None
+    first, uses = np.unique(place, return_index=True, return_counts=True)[1:]
     source, target = place[model - 1], tokens[model]
 
     def tensor(array: np.ndarray) -> Tensor:
@@ -35,16 +35,15 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
     distinct = expand = None
     if tree:
         pairs = source * (int(tokens.max()) + 1) + target
-        _, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
-        distinct, expand = tensor(first), tensor(inverse)
+        distinct, expand = map(tensor, np.unique(pairs, return_index=True, return_inverse=True)[1:])
     engine = [s.engine_logprobs for s in samples if s.engine_logprobs is not None]
     known = len(engine) == len(samples)
     return PackedBatch(
-        input_ids_T=tensor(tokens if row is None else tokens[row[0]]),
-        positions_T=tensor(positions if row is None else positions[row[0]]),
+        input_ids_T=tensor(tokens[first]),
+        positions_T=tensor(positions[first]),
         lengths_B=tuple(sizes.tolist()),
         runs=tree.runs if tree else (),
-        uses_T=tensor(np.ones(len(tokens), dtype=np.int64) if row is None else row[1]),
+        uses_T=tensor(uses),
         distinct_M=distinct,
         expand_N=expand,
         source_N=tensor(source),
@@ -64,12 +63,10 @@ def microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample
     """
     order = sort_by_prefix([s.token_ids for s in samples])
     by_size = sorted(range(len(samples)), key=lambda n: -len(samples[n].token_ids))
-    none = np.zeros(len(samples), dtype=np.int64)
-    shared_tokens = shared_lower_bound(order.shared) if order.pays else none
     rows: list[list[Sample]] = [[]]
     used = 0
-    ids = order.ids if order.pays else by_size
-    for n, shared in zip(ids, shared_tokens.tolist(), strict=True):
+    ids, saved = (order.ids, order.saved) if order.pays else (by_size, np.zeros_like(order.saved))
+    for n, shared in zip(ids, saved.tolist(), strict=True):
         length = len(samples[n].token_ids)
         if rows[-1] and used + length - shared > max_tokens:
             rows.append([])

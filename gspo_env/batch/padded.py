@@ -95,7 +95,7 @@ def _from_rewards(rewards: Any, group_ids: Any, turns: IntArray, estimator: Any)
     if group_ids is None:
         raise BatchError("rewards were given without group_ids; expected both")
     groups = _array("group_ids", group_ids, turns.shape[:1], np.int64)
-    values = np.asarray(_plain(rewards), dtype=np.float64)
+    values = _array("rewards", rewards, None, np.float64)
     if values.ndim not in (1, 2) or len(values) != len(turns):
         raise BatchError(
             f"rewards has shape {values.shape}; expected ({len(turns)},) or ({len(turns)}, K)"
@@ -149,7 +149,8 @@ def _check_rows(real: BoolArray, model: BoolArray, turns: IntArray) -> None:
 
 
 def _array(name: str, values: Any, shape: Sequence[int] | None, dtype: Any) -> Any:
-    array = np.asarray(_plain(values))
+    """Converts a list, an array or a tensor, whatever its device and gradient."""
+    array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     if dtype is np.int64 and array.dtype.kind not in "iu":
         raise BatchError(f"{name} has dtype {array.dtype}; expected integers")
     if shape is not None and array.shape != tuple(shape):
@@ -158,9 +159,7 @@ def _array(name: str, values: Any, shape: Sequence[int] | None, dtype: Any) -> A
 
 
 def _mask(name: str, values: Any, shape: Sequence[int]) -> BoolArray:
-    array = np.asarray(_plain(values))
-    if array.shape != tuple(shape):
-        raise BatchError(f"{name} has shape {array.shape}; expected {tuple(shape)}")
+    array = _array(name, values, shape, np.float64)
     if not np.isin(array, (0, 1)).all():
         raise BatchError(f"{name} holds other values than 0 and 1")
     return array.astype(bool)
@@ -169,8 +168,3 @@ def _mask(name: str, values: Any, shape: Sequence[int]) -> BoolArray:
 def _check_finite(name: str, values: FloatArray) -> None:
     if not np.isfinite(values).all():
         raise BatchError(f"{name} hold NaN or infinity; expected finite numbers")
-
-
-def _plain(values: Any) -> Any:
-    """Converts a tensor to NumPy, whatever its device and gradient."""
-    return values.detach().cpu().numpy() if hasattr(values, "detach") else values

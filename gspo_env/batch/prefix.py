@@ -57,14 +57,10 @@ class Order:
     ids: tuple[int, ...]
     shared: IntArray
     """Tokens that each sequence shares with the one before it; 0 for the first."""
-    saved: int
-    """Lower bound of the tokens that a tree saves."""
-    total: int
-
-    @property
-    def pays(self) -> bool:
-        """Whether sharing saves enough to build a tree."""
-        return self.saved >= _WORTH * self.total
+    saved: IntArray
+    """Lower bound of those that a tree shares, which has no run below `LEAST`."""
+    pays: bool
+    """Whether sharing saves enough to build a tree."""
 
 
 def sort_by_prefix(sequences: Sequence[IntArray]) -> Order:
@@ -74,18 +70,9 @@ def sort_by_prefix(sequences: Sequence[IntArray]) -> Order:
     shared = np.zeros(len(ids), dtype=np.int64)
     for n in range(1, len(ids)):
         shared[n] = _common_prefix(sequences[ids[n - 1]], sequences[ids[n]])
-    return Order(
-        ids=tuple(ids),
-        shared=shared,
-        saved=int(shared_lower_bound(shared).sum()),
-        total=sum(map(len, sequences)),
-    )
-
-
-def shared_lower_bound(shared: IntArray) -> IntArray:
-    """Lower bound of the tokens that neighbours share in a tree without runs below `LEAST`."""
-    whole: IntArray = np.maximum(shared - (LEAST - 1), 0)
-    return whole
+    saved = np.maximum(shared - (LEAST - 1), 0)
+    pays = bool(saved.sum() >= _WORTH * sum(map(len, sequences)))
+    return Order(ids=tuple(ids), shared=shared, saved=saved, pays=pays)
 
 
 def _common_prefix(a: IntArray, b: IntArray) -> int:
@@ -112,7 +99,12 @@ def build_tree(sequences: Sequence[IntArray], order: Order) -> Tree:
             depth = until
         if high - low > 1:
             parts += [(a, b, depth) for a, b in reversed(_split(order, low, high))]
-    return Tree(runs=_with_ends(spans, size), places=tuple(places))
+    runs = []
+    for n, (start, length, depth) in enumerate(spans):
+        # the runs that continue a run end where the next one starts that is no deeper
+        end = next((later for later, _, other in spans[n + 1 :] if other <= depth), size)
+        runs.append(Run(start=start, length=length, depth=depth, end=end))
+    return Tree(runs=tuple(runs), places=tuple(places))
 
 
 def _prefix(sequences: Sequence[IntArray], order: Order, low: int, high: int) -> int:
@@ -127,19 +119,6 @@ def _split(order: Order, low: int, high: int) -> list[tuple[int, int]]:
     inner = order.shared[low + 1 : high]
     cuts = [low, *(np.flatnonzero(inner == inner.min()) + low + 1).tolist(), high]
     return list(pairwise(cuts))
-
-
-def _with_ends(spans: list[tuple[int, int, int]], size: int) -> tuple[Run, ...]:
-    """Adds the end of each run's continuations: the start of the next run that is no deeper."""
-    runs: list[Run] = []
-    later: list[tuple[int, int]] = []
-    for start, length, depth in reversed(spans):
-        while later and later[-1][1] > depth:
-            later.pop()
-        end = later[-1][0] if later else size
-        runs.append(Run(start=start, length=length, depth=depth, end=end))
-        later.append((start, depth))
-    return tuple(reversed(runs))
 
 
 def split_minibatches(

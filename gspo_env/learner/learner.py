@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from gspo_env.learner.loss import Loss, LossInput
 from gspo_env.learner.objectives import ObjectiveOutput
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.attention import use_ragged_attention
-from gspo_env.model.head import linear_head
 from gspo_env.model.scorer import Scorer
 
 
@@ -99,14 +97,12 @@ class Learner:
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
         self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        head = linear_head(self.policy)
-        self.scorer = Scorer(self.model, self.policy, temperature, bf16, head)
+        self.scorer = Scorer(self.model, self.policy, temperature, bf16)
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False)
-            head = linear_head(reference)
-            self._reference = Scorer(reference, reference, temperature, bf16, head)
+            self._reference = Scorer(reference, reference, temperature, bf16)
 
     @property
     def policy(self) -> Any:
@@ -159,10 +155,7 @@ class Learner:
         if count > 1:
             generator = np.random.default_rng(seed)
             parts = split_minibatches([s.token_ids for s in samples], count, generator)
-        return [
-            self._minibatch([samples[i] for i in part], first=n == 0)
-            for n, part in enumerate(parts)
-        ]
+        return [self._minibatch([samples[i] for i in part], n == 0) for n, part in enumerate(parts)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
         rows = microbatches(samples, self.config.microbatch_tokens)
@@ -184,11 +177,8 @@ class Learner:
         of a run: there the backward pass gives the same numbers.
         """
         return [
-            dataclasses.replace(
-                minibatch,
-                microbatches=tuple(self._scored(m, minibatch) for m in minibatch.microbatches),
-            )
-            for minibatch in minibatches
+            replace(part, microbatches=tuple(self._scored(m, part) for m in part.microbatches))
+            for part in minibatches
         ]
 
     def _scored(self, microbatch: Microbatch, minibatch: Minibatch) -> Microbatch:
@@ -200,9 +190,7 @@ class Learner:
             reference_N = trainer_N
         elif loss.needs_reference:
             reference_N = self.reference_logprobs(microbatch.row)
-        return dataclasses.replace(
-            microbatch, trainer_logprobs_N=trainer_N, reference_logprobs_N=reference_N
-        )
+        return replace(microbatch, trainer_logprobs_N=trainer_N, reference_logprobs_N=reference_N)
 
     def logprobs(self, row: PackedBatch) -> Tensor:
         """Log-probabilities of the model tokens without gradient, (N,)."""
@@ -236,11 +224,11 @@ class Learner:
         if router_balance is not None:
             row_loss = coefficient * router_balance.loss * len(row.lengths_B)
             total = total + row_loss / minibatch.episodes
-            router_balance = dataclasses.replace(router_balance, loss=router_balance.loss.detach())
+            router_balance = replace(router_balance, loss=router_balance.loss.detach())
         self.accelerator.backward(total)
         return PassStats(
             row=row,
-            output=dataclasses.replace(output, loss=output.loss.detach()),
+            output=replace(output, loss=output.loss.detach()),
             entropy_N=predictions.entropy_N,
             top1_N=predictions.top1_N,
             router_balance=router_balance,
@@ -320,7 +308,7 @@ def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutpu
         raise BatchError(
             f"the loss of {name} is {output.loss}; expected a finite number with a gradient"
         )
-    return dataclasses.replace(output, **{part: values.detach() for part, values in known.items()})
+    return replace(output, **{part: values.detach() for part, values in known.items()})
 
 
 def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -230,10 +230,7 @@ class GRPO(ClippedLoss):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DrGRPO(ClippedLoss):
+class DrGRPO(GRPO):
     """GRPO whose loss is not divided by an episode's own length; arXiv 2503.20783."""
 
-    ratio_level: RatioLevel = "token"
-    clip_low: float = 0.2
-    clip_high: float = 0.27
     aggregation: Aggregation = "token_sum"

@@ -6,11 +6,13 @@ It has loops and closed-form gradients on purpose, and shares no code with `obje
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from gspo_env.errors import BatchError
+from gspo_env.learner.loss import ClipOptions, ClipSettings
 from gspo_env.types import BoolArray, FloatArray, IntArray
 
 
@@ -35,17 +37,10 @@ def policy_loss(
     advantages: ArrayLike,
     mask: ArrayLike,
     *,
-    ratio_level: str = "sequence",
     turn_ids: ArrayLike | None = None,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    dual_clip: float = 0.0,
-    aggregation: str = "sequence_mean",
-    max_tokens: int = 1024,
-    ratio_mean: float = 0.0,
     reference_logprobs: ArrayLike | None = None,
-    kl_coef: float = 0.0,
     importance_weights: ArrayLike | None = None,
+    **options: Unpack[ClipOptions],
 ) -> ReferenceOutput:
     """Computes the clipped loss and its gradient, token by token.
 
@@ -53,7 +48,8 @@ def policy_loss(
         As `gspo_env.learner.objectives.policy_loss`.
 
     Raises:
-        BatchError: The ratio level is unknown, or it is `turn` without turn ids.
+        ConfigError: An option is impossible.
+        BatchError: The ratio level is `turn` without turn ids.
 
     Source:
         arXiv 2507.18071, eq. 5, 7, 13, 14 (value) and 17 (gradient); with a ratio mean of power
@@ -65,9 +61,9 @@ def policy_loss(
     adv = np.asarray(advantages, np.float64)
     adv = np.broadcast_to(adv[:, None], new.shape) if adv.ndim == 1 else adv
     turns = None if turn_ids is None else np.asarray(turn_ids, np.int64)
-    ratio = _ratio(new, old, keep, ratio_level, turns, ratio_mean)
+    settings = ClipSettings(**options)
+    ratio = _ratio(new - old, keep, turns, settings)
     token_ratio = np.exp(np.clip(new - old, -20, 20), where=keep, out=np.ones(new.shape))
-    power = 0.0 if ratio_level == "token" else ratio_mean
     rho = _or(importance_weights, np.ones(new.shape))
     ref = _or(reference_logprobs, new)
     gradient, kl = np.zeros(new.shape), np.zeros(new.shape)
@@ -77,19 +73,19 @@ def policy_loss(
         weight = {
             "sequence_mean": 1 / (keep[i].sum() * sequences),
             "token_mean": 1 / keep.sum(),
-            "token_sum": 1 / (max_tokens * sequences),
-        }[aggregation]
+            "token_sum": 1 / (settings.max_tokens * sequences),
+        }[settings.aggregation]
         s, a = ratio[i, t], adv[i, t]
-        bound = _bound(s, a, clip_low, clip_high, dual_clip)
-        carrier = s ** (1 - power) * token_ratio[i, t] ** power
+        bound = _bound(s, a, settings)
+        carrier = s ** (1 - settings.ratio_mean) * token_ratio[i, t] ** settings.ratio_mean
         clipped[i, t] = bound is not None
         value = carrier * a if bound is None else bound * a
         log_r = np.clip(ref[i, t] - new[i, t], -20, 20)
         r = np.exp(log_r)
         kl[i, t] = r - 1 - log_r
-        objective += weight * (rho[i, t] * value - kl_coef * kl[i, t])
+        objective += weight * (rho[i, t] * value - settings.kl_coef * kl[i, t])
         slope = 0.0 if clipped[i, t] else rho[i, t] * carrier * a
-        gradient[i, t] = -weight * (slope - kl_coef * (1 - r))
+        gradient[i, t] = -weight * (slope - settings.kl_coef * (1 - r))
     return ReferenceOutput(
         loss=-float(objective), gradient=gradient, ratio=ratio, clipped=clipped, kl=kl
     )
@@ -103,10 +99,7 @@ def truncated_importance_weights(
     Source:
         arXiv 1802.01561, eq. 1 (rho-bar).
     """
-    old, engine = (
-        np.asarray(old_trainer_logprobs, np.float64),
-        np.asarray(engine_logprobs, np.float64),
-    )
+    old, engine = (np.asarray(a, np.float64) for a in (old_trainer_logprobs, engine_logprobs))
     rho: FloatArray = np.exp(np.clip(old - engine, -20, 20))
     return np.minimum(rho, cap)
 
@@ -115,38 +108,31 @@ def _or(values: ArrayLike | None, default: FloatArray) -> FloatArray:
     return default if values is None else np.asarray(values, np.float64)
 
 
-def _bound(s: float, a: float, low: float, high: float, dual_clip: float | None) -> float | None:
+def _bound(s: float, a: float, settings: ClipSettings) -> float | None:
     """The bound that replaces s in min(s a, clip(s) a), or None if s itself stays."""
-    if dual_clip and a < 0 and s > dual_clip:
-        return dual_clip
-    bounded = min(max(s, 1 - low), 1 + high)
+    if settings.dual_clip and a < 0 and s > settings.dual_clip:
+        return settings.dual_clip
+    bounded = min(max(s, 1 - settings.clip_low), 1 + settings.clip_high)
     return bounded if bounded * a < s * a else None
 
 
 def _ratio(
-    new: FloatArray,
-    old: FloatArray,
-    keep: BoolArray,
-    level: str,
-    turns: IntArray | None,
-    power: float,
+    log_ratio: FloatArray, keep: BoolArray, turns: IntArray | None, settings: ClipSettings
 ) -> FloatArray:
     """Power mean of the token ratios that a token belongs to; eq. 7 for power 0."""
-    if level not in ("sequence", "turn", "token"):
-        raise BatchError(f"ratio_level is {level!r}; expected 'sequence', 'turn' or 'token'")
+    level, power = settings.ratio_level, settings.ratio_mean
     if level == "turn" and turns is None:
         raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")
-    ratio = np.ones(new.shape)
+    ratio = np.ones(keep.shape)
     for i, t in np.argwhere(keep):
         reaching = keep[i].copy()
         if level == "token":
             reaching = np.arange(len(reaching)) == t
         elif level == "turn" and turns is not None:
             reaching &= turns[i] == turns[i, t]
-        log_ratio = new[i, reaching] - old[i, reaching]
+        own = log_ratio[i, reaching]
         if power:
-            token_ratio = np.exp(np.clip(log_ratio, -20, 20))
-            ratio[i, t] = np.mean(token_ratio**power) ** (1 / power)
+            ratio[i, t] = np.mean(np.exp(np.clip(own, -20, 20)) ** power) ** (1 / power)
         else:
-            ratio[i, t] = np.exp(np.clip(log_ratio.mean(), -20, 20))
+            ratio[i, t] = np.exp(np.clip(own.mean(), -20, 20))
     return ratio

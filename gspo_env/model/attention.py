@@ -8,7 +8,6 @@ mask is built.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -110,23 +109,17 @@ class PackedAttention:
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         sizes = np.asarray(lengths, dtype=np.int64)
-        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        order = np.argsort(-sizes, kind="stable")
+        starts = np.cumsum(sizes) - sizes
         self._buckets: list[Tensor] = []
-        sources: list[np.ndarray[Any, Any]] = []
+        restore = np.empty(int(sizes.sum()), dtype=np.int64)
         offset = 0
-        for bucket in buckets(sizes, order):
-            longest = int(sizes[bucket].max())
-            column = np.arange(longest)
+        for bucket in buckets(sizes):
+            column = np.arange(sizes[bucket].max())
             inside = column < sizes[bucket][:, None]
             index = np.where(inside, starts[bucket][:, None] + column, 0)
             self._buckets.append(torch.from_numpy(index).to(device))
-            padded = np.flatnonzero(inside) + offset
-            sources.append(np.stack([index[inside], padded]))
+            restore[index[inside]] = np.flatnonzero(inside) + offset
             offset += index.size
-        pairs = np.concatenate(sources, axis=1)
-        restore = np.empty(int(sizes.sum()), dtype=np.int64)
-        restore[pairs[0]] = pairs[1]
         self._restore = torch.from_numpy(restore).to(device)
 
     def attend(
@@ -148,13 +141,11 @@ class PackedAttention:
 
     def padded(self, rows: Tensor) -> list[Tensor]:
         """Converts (T, H, D) to (B, H, L, D) for each bucket, with zeros as padding."""
-        shapes = [index.shape for index in self._buckets]
-        whole = rows.new_zeros(sum(math.prod(shape) for shape in shapes), *rows.shape[1:])
-        whole.index_copy_(0, self._restore, rows)
-        parts = torch.split(whole, [math.prod(shape) for shape in shapes])
+        sizes = [index.numel() for index in self._buckets]
+        whole = rows.new_zeros(sum(sizes), *rows.shape[1:]).index_copy_(0, self._restore, rows)
         return [
-            part.view(*shape, *rows.shape[1:]).transpose(1, 2)
-            for part, shape in zip(parts, shapes, strict=True)
+            part.view(*index.shape, *rows.shape[1:]).transpose(1, 2)
+            for part, index in zip(whole.split(sizes), self._buckets, strict=True)
         ]
 
     def unpadded(self, parts: Sequence[Tensor]) -> Tensor:
@@ -163,13 +154,14 @@ class PackedAttention:
         return flat.index_select(0, self._restore)
 
 
-def buckets(sizes: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Splits an order of falling sizes into buckets, each cheaper to pad than to split again."""
+def buckets(sizes: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """Indices in order of falling sizes, in buckets that are cheaper to pad than to split again."""
+    order = np.argsort(-sizes, kind="stable")
     cuts = [0]
-    for n, episode in enumerate(order):
-        if sizes[order[cuts[-1]]] > _WASTE * sizes[episode]:
+    for n, place in enumerate(order):
+        if sizes[order[cuts[-1]]] > _WASTE * sizes[place]:
             cuts.append(n)
-    return [order[a:b] for a, b in zip(cuts, [*cuts[1:], len(order)], strict=True)]
+    return np.split(order, cuts[1:])
 
 
 def _take(tensor: Tensor, index: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gspo_env.model.load import replaced_folder
 
 
 @torch.no_grad()
@@ -63,19 +63,10 @@ class Exporter:
 
     def write(self, named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
         """Writes config and weights, all or nothing; replaces the folder if it exists."""
-        write_checkpoint(self.config, self.weights(named), folder)
+        from safetensors.torch import save_file
 
-
-def write_checkpoint(config: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Writes a folder that an engine loads, all or nothing; replaces the folder if it exists."""
-    from safetensors.torch import save_file
-
-    part = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    config.save_pretrained(part)
-    # save_file refuses tensors that share memory, as an untied head does with its embeddings
-    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in weights}
-    save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(part, folder)
+        # save_file refuses tensors that share memory, as an untied head does with its embeddings
+        tensors = {n: t.detach().cpu().clone().contiguous() for n, t in self.weights(named)}
+        with replaced_folder(folder) as part:
+            self.config.save_pretrained(part)
+            save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})

@@ -103,7 +103,11 @@ class _Head(torch.autograd.Function):
         kept, ctx.probabilities = ctx.probabilities, None
         scaled_N = gradients[0] / ctx.temperature
         weight = weight_VD.to(hidden_ND.dtype)
-        d_hidden, d_weight, d_bias = _gradient_buffers(ctx.needs_input_grad, hidden_ND, weight_VD)
+        # the sums over many tokens are float32 at least
+        wide, needed = torch.promote_types(weight_VD.dtype, torch.float32), ctx.needs_input_grad
+        d_hidden = torch.empty_like(hidden_ND) if needed[0] else None
+        d_weight = torch.zeros_like(weight_VD, dtype=wide) if needed[1] else None
+        d_bias = weight_VD.new_zeros(len(weight_VD), dtype=wide) if needed[2] else None
         for part in _parts(hidden_ND, weight_VD):
             d_logits = kept
             if kept is None:
@@ -139,18 +143,6 @@ def _logits(
         logits_NV += bias_V
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     return logits_NV if temperature == 1 else logits_NV.div_(temperature)
-
-
-def _gradient_buffers(
-    needed: tuple[bool, ...], hidden_ND: Tensor, weight_VD: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Buffers for the gradients; float32 at least for weights, whose sum has many terms."""
-    wide = torch.promote_types(weight_VD.dtype, torch.float32)
-    return (
-        torch.empty_like(hidden_ND) if needed[0] else None,
-        torch.zeros_like(weight_VD, dtype=wide) if needed[1] else None,
-        weight_VD.new_zeros(len(weight_VD), dtype=wide) if needed[2] else None,
-    )
 
 
 def linear_head(model: Any) -> nn.Linear | None:

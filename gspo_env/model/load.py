@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ def make_output(path: str, name: str) -> Path:
     Raises:
         OutputError: The folder cannot be made or written, or is not empty.
     """
-    folder = Path(path) if path else _unused_folder(Path("runs"), name)
+    numbered = (Path("runs", f"{name}-{n}") for n in itertools.count(1))
+    folder = Path(path) if path else next(each for each in numbered if not each.exists())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -35,12 +39,16 @@ def make_output(path: str, name: str) -> Path:
     return folder
 
 
-def _unused_folder(parent: Path, name: str) -> Path:
-    for n in range(1, 10**6):
-        folder = parent / f"{name}-{n}"
-        if not folder.exists():
-            return folder
-    raise OutputError(f"too many runs under {str(parent)!r}")
+@contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Gives a new folder that takes the place of `folder` if nothing is raised."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
+        part = Path(name) / folder.name
+        part.mkdir()
+        yield part
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(part, folder)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -50,14 +58,9 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """
     if hasattr(model, "merge_and_unload"):
         model = copy.deepcopy(model).merge_and_unload()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
-        part = Path(name) / "model"
+    with replaced_folder(folder) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(part, folder)
 
 
 def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:

@@ -10,9 +10,9 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_env.batch.sample import PackedBatch
+from gspo_env.model import head
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.experts import RouterBalance, balance_router, router_coefficient
-from gspo_env.model.head import Predictions, predict, predict_from_logits, without_head
 from gspo_env.model.tree_attention import TreeAttention
 
 
@@ -26,20 +26,18 @@ class Scorer:
         policy: The model itself.
         temperature: Logits are divided by it.
         bf16: Computes in bfloat16, whatever the dtype of the weights.
-        head: The layer that makes the model's logits; None if they are not that layer alone.
     """
 
-    def __init__(
-        self, model: Any, policy: Any, temperature: float, bf16: bool, head: nn.Linear | None
-    ) -> None:
-        self.model, self.temperature, self.bf16, self.head = model, temperature, bf16, head
+    def __init__(self, model: Any, policy: Any, temperature: float, bf16: bool) -> None:
+        self.model, self.temperature, self.bf16 = model, temperature, bf16
+        self.head = head.linear_head(policy)
         self.router_coefficient = router_coefficient(policy)
         self._experts_per_token = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
         self._checkpointed = _checkpointed_layers(policy)
 
     def __call__(
         self, batch: PackedBatch, routers: bool = False
-    ) -> tuple[Predictions, RouterBalance | None]:
+    ) -> tuple[head.Predictions, RouterBalance | None]:
         """Returns the predictions of the model tokens and, if `routers`, the routers' balance."""
         self.model.eval()
         for layer in self._checkpointed:
@@ -48,22 +46,24 @@ class Scorer:
         if batch.distinct_M is not None:
             source_M, target_M = source_M[batch.distinct_M], target_M[batch.distinct_M]
         device = batch.input_ids_T.device
+        tree = TreeAttention(batch.runs, device) if batch.runs else None
+        attention = tree or PackedAttention(batch.lengths_B, device)
         lower = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
-        with lower, nullcontext() if self.head is None else without_head(self.head):
+        with lower, nullcontext() if self.head is None else head.without_head(self.head):
             output = self.model(
                 input_ids=batch.input_ids_T[None],
                 position_ids=batch.positions_T[None],
                 use_cache=False,
                 logits_to_keep=source_M,
-                ragged=_attention(batch),
+                ragged=attention,
                 **({"output_router_logits": True} if routers else {}),
             )
         states = output.logits[0].bfloat16() if self.bf16 else output.logits[0]
         if self.head is None:
-            predictions = predict_from_logits(states, target_M, self.temperature)
+            predictions = head.predict_from_logits(states, target_M, self.temperature)
         else:
             weight, bias = self.head.weight, self.head.bias
-            predictions = predict(states, weight, bias, target_M, self.temperature)
+            predictions = head.predict(states, weight, bias, target_M, self.temperature)
         if batch.expand_N is not None:
             predictions = predictions.at(batch.expand_N)
         if not routers:
@@ -87,10 +87,3 @@ def _checkpointed_layers(model: Any) -> list[nn.Module]:
         layer.register_forward_pre_hook(lambda m, _: setattr(m, "training", False))
         layer.register_forward_hook(lambda m, *_: setattr(m, "training", True), always_call=True)
     return layers
-
-
-def _attention(batch: PackedBatch) -> PackedAttention:
-    device = batch.input_ids_T.device
-    if batch.runs:
-        return TreeAttention(batch.runs, device)
-    return PackedAttention(batch.lengths_B, device)

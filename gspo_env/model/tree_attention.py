@@ -82,9 +82,9 @@ def _path_buckets(
     sizes = np.array([len(path) for path in paths])
     found, offset = [], 0
     restore = np.empty(sum(run.length for run in runs), dtype=np.int64)
-    for bucket in buckets(sizes, np.argsort(-sizes, kind="stable")):
+    for bucket in buckets(sizes):
         widths = np.array([runs[n].length for n in bucket])
-        for part in buckets(widths, np.argsort(-widths, kind="stable")):
+        for part in buckets(widths):
             chosen, width = bucket[part], widths[part].max()
             index = np.zeros((len(chosen), width), dtype=np.int64)
             path = np.zeros((len(chosen), sizes[chosen].max()), dtype=np.int64)

@@ -74,17 +74,15 @@ class RolloutStats:
     def metrics(self) -> dict[str, float]:
         """Names the metrics."""
         stops = {f"rollout/stop/{reason}": share for reason, share in self.stops.items()}
-        return (
-            self.played.metrics("rollout")
-            | stops
-            | {
-                "rollout/outcome": self.outcome,
-                "rollout/env_errors": float(self.env_errors),
-                "rollout/tokens": float(self.tokens),
-                "rollout/tokens_per_second": self.tokens / self.seconds,
-                "time/rollout": self.seconds,
-            }
-        )
+        return {
+            **self.played.metrics("rollout"),
+            **stops,
+            "rollout/outcome": self.outcome,
+            "rollout/env_errors": float(self.env_errors),
+            "rollout/tokens": float(self.tokens),
+            "rollout/tokens_per_second": self.tokens / self.seconds,
+            "time/rollout": self.seconds,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

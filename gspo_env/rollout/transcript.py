@@ -16,6 +16,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
@@ -63,16 +64,19 @@ class ChatTokenizer:
         self._control = frozenset(index for index, _ in self._added.values())
         self._plain = _without_added_tokens(backend)
         self._encode = lru_cache(_CACHE)(self._encode_plain)
-        self._decode = lru_cache(_CACHE)(self._decode_ids)
+        self._decode = lru_cache(_CACHE)(self.decode_all)
         self._prompts: dict[str, list[Part]] = {}
-        self._tails = {role: self._tail(role) for role in ("user", "tool")}
-        self.end_of_turn: int | None = self._end_of_turn()
+        self._tails = {"user": self._tail("user")}
+        with suppress(ChatTemplateError):  # then an answer of a tool is a message of the user
+            self._tails["tool"] = self._tail("tool")
+        first = self._tails["user"][0]
+        self.end_of_turn = first if isinstance(first, int) else None
         self._check_history(history)
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end an action: the template's end of turn, the end of sequence."""
-        ids = {self.end_of_turn, self.tokenizer.eos_token_id} - {None}
+        ids = {self.end_of_turn, self.tokenizer.eos_token_id}
         return tuple(sorted(i for i in ids if i is not None))
 
     def start(self, observation: str, prompt: Prompt | None = None) -> tuple[int, ...]:
@@ -98,7 +102,7 @@ class ChatTokenizer:
 
     def follow(self, observation: str, last_id: int, role: str = "user") -> tuple[int, ...]:
         """The ids that come after an action whose last sampled id is `last_id`."""
-        parts = self._tails["tool" if role == "tool" else "user"]
+        parts = self._tails.get(role, self._tails["user"])
         if parts and parts[0] == last_id:
             parts = parts[1:]
         return self._fill(parts, {_NEXT: observation})
@@ -112,13 +116,10 @@ class ChatTokenizer:
         ids = tuple(action_ids)
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]
-        return str(self._decode(ids))
+        return self._decode(ids)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """The text of any ids, control tokens shown."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
-
-    def _decode_ids(self, ids: tuple[int, ...]) -> str:
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def _render(self, messages: list[dict[str, str]], generate: bool, tools: Any = None) -> str:
@@ -151,7 +152,7 @@ class ChatTokenizer:
                     "it has to show the system and the user message once each"
                 )
             self._prompts[key] = [
-                part if isinstance(part, int) else _replace_all(part, names)
+                part if isinstance(part, int) else _replaced(part, names)
                 for part in self._parts(text)
             ]
         return self._prompts[key]
@@ -175,21 +176,13 @@ class ChatTokenizer:
         try:
             before, found, tail = self._render(messages, True).partition(_ACTION)
         except Exception as error:
-            if role == "tool":
-                return self._tail("user")
             raise ChatTemplateError(f"the chat template refuses a second turn: {error}") from error
         if not found or _FIRST not in before or tail.count(_NEXT) != 1 or _FIRST in tail:
-            if role == "tool":
-                return self._tail("user")
             raise ChatTemplateError(
                 "the chat template moves or drops messages when a turn is added, so a transcript "
                 "cannot be extended token by token; use a template that only appends"
             )
         return self._parts(tail)
-
-    def _end_of_turn(self) -> int | None:
-        first = self._tails["user"][0]
-        return first if isinstance(first, int) else None
 
     def _check_history(self, history: str) -> None:
         """Detects templates that render an earlier turn otherwise than it was sampled."""
@@ -240,19 +233,13 @@ class ChatTokenizer:
     def _fill(self, parts: list[Part], contents: dict[str, str]) -> tuple[int, ...]:
         ids: list[int] = []
         for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-                continue
-            system = contents.get(_SYSTEM)
-            if system is not None and _SYSTEM in part:
-                for piece in self._parts(part.replace(_SYSTEM, system), special=False):
-                    text = piece if isinstance(piece, str) else None
-                    if text is None:
-                        ids.append(int(piece))
-                    else:
-                        ids.extend(self._encode(_replace(text, contents)))
-            else:
-                ids.extend(self._encode(_replace(part, contents)))
+            pieces = [part]
+            if isinstance(part, str) and _SYSTEM in part:
+                system = part.replace(_SYSTEM, contents[_SYSTEM])
+                pieces = self._parts(system, special=False)
+            for piece in pieces:
+                text = isinstance(piece, str)
+                ids += self._encode(_replaced(piece, contents)) if text else [piece]
         return tuple(ids)
 
     def _encode_plain(self, text: str) -> tuple[int, ...]:
@@ -312,16 +299,9 @@ def tokenize(episode: Episode, chat: ChatTokenizer) -> Episode:
     return replace(episode, turns=tuple(turns))
 
 
-def _replace_all(text: str, names: Mapping[str, str]) -> str:
-    for marker, name in names.items():
-        text = text.replace(marker, name)
-    return text
-
-
-def _replace(text: str, contents: dict[str, str]) -> str:
+def _replaced(text: str, contents: Mapping[str, str]) -> str:
     for marker, content in contents.items():
-        if marker in text:
-            return text.replace(marker, content)
+        text = text.replace(marker, content)
     return text
 
 

@@ -103,7 +103,7 @@ def test_a_tree_holds_every_sequence_and_no_shared_run_twice(sequences):
     assert [run.start for run in tree.runs] == np.cumsum([0, *(r.length for r in tree.runs)])[
         :-1
     ].tolist()
-    assert size <= sum(map(len, sequences)) - sort_by_prefix(sequences).saved
+    assert size <= sum(map(len, sequences)) - sort_by_prefix(sequences).saved.sum()
     for run in tree.runs:
         assert depth[run.start : run.stop].tolist() == list(
             range(run.depth, run.depth + run.length)

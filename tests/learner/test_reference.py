@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gspo_env.errors import BatchError
+from gspo_env.errors import BatchError, ConfigError
 from gspo_env.learner import reference
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())
@@ -56,7 +56,7 @@ def test_weights_are_capped() -> None:
     np.testing.assert_allclose(weights, [2.0, np.exp(-1), 2.0])
 
 
-@pytest.mark.parametrize("level", ["turn", "episode"])
-def test_impossible_level_is_named(level: str) -> None:
-    with pytest.raises(BatchError, match=f"ratio_level is '{level}'"):
+@pytest.mark.parametrize(("level", "error"), [("turn", BatchError), ("episode", ConfigError)])
+def test_impossible_level_is_named(level: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"ratio_level is '{level}'"):
         reference.policy_loss([[0.0]], [[0.0]], [1.0], [[True]], ratio_level=level)
