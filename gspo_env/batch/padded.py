@@ -60,15 +60,14 @@ def from_padded(
         raise BatchError(f"input_ids has shape {ids.shape}; expected (B, T)")
     real = _mask("attention_mask", attention_mask, ids.shape)
     model = _mask("response_mask", response_mask, ids.shape)
-    turns = np.where(model, 0, -1)
-    if turn_ids is not None:
-        turns = np.where(model, _array("turn_ids", turn_ids, ids.shape, np.int64), -1)
+    given = 0 if turn_ids is None else _array("turn_ids", turn_ids, ids.shape, np.int64)
+    turns = np.where(model, given, -1)
     _check_rows(real, model, turns)
     logprobs: FloatArray | None = None
     if old_logprobs is not None:
         logprobs = _array("old_logprobs", old_logprobs, ids.shape, np.float64)
         _check_finite("old_logprobs", logprobs[model])
-    if sum(given is not None for given in (rewards, advantages, token_advantages)) != 1:
+    if sum(credit is not None for credit in (rewards, advantages, token_advantages)) != 1:
         raise BatchError("expected exactly one of rewards, advantages and token_advantages")
     if rewards is not None:
         credit = _from_rewards(rewards, group_ids, turns, estimator)

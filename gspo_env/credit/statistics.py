@@ -69,17 +69,15 @@ def _reaching(rows: Sequence[FloatArray]) -> list[list[int]]:
 def z_by_turn(rows: Sequence[FloatArray], scale: str, ddof: int) -> list[FloatArray]:
     """Each turn's z-scores over the rows that have it, over everything where fewer than 3 have."""
     everything = np.concatenate(rows)
-    pooled = std_of(everything - everything.mean(), ddof)
+    deviations = everything - everything.mean()
     result = [np.zeros(len(row)) for row in rows]
     for k, here in enumerate(_reaching(rows)):
         at_k = np.array([rows[n][k] for n in here])
         if len(here) >= MIN_PEERS:
             z = z_score(at_k, scale, ddof)
-        elif pooled < MIN_SCALE:
-            continue
         else:
             others = np.array([mean_without(everything, rows[n]) for n in here])
-            z = (at_k - others) / (pooled if scale == "std" else 1.0)
+            z = divided([at_k - others], deviations, scale, ddof)[0]
         for n, value in zip(here, z, strict=True):
             result[n][k] = value
     return result

@@ -29,15 +29,9 @@ class Ragged(Protocol):
     """Knows which tokens of a row attend to which."""
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Attention of a row; query (T, H, D), key and value (T, Hkv, D); returns (T, H, D)."""
+        """Attention of a row; queries (T, H, D), keys and values (T, Hkv, D); returns (T, H, D)."""
         ...
 
 
@@ -123,20 +117,14 @@ class PackedAttention:
         self._restore = torch.from_numpy(restore).to(device)
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """See `Ragged.attend`."""
         outputs = []
         for index in self._buckets:
-            q, k, v = (_take(tensor, index) for tensor in (query, key, value))
-            band = _band(index.shape[1], window, query.device)
-            outputs.append(sdpa(q, k, v, scale, band, causal=band is None))
+            rows = (_take(tensor, index) for tensor in (q, k, v))
+            band = _band(index.shape[1], window, q.device)
+            outputs.append(sdpa(*rows, scale, band, causal=band is None))
         return self.unpadded(outputs)
 
     def padded(self, rows: Tensor) -> list[Tensor]:

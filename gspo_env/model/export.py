@@ -20,14 +20,11 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
     The sum is a new tensor: merging in place and unmerging would round the base weights.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    adapted = {
-        name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")
-    }
     for name, tensor in base.named_parameters():
         owner, _, leaf = name.rpartition(".base_layer.")
-        if owner in adapted:
-            module = adapted[owner]
+        if owner:
             if leaf == "weight":
+                module = base.get_submodule(owner)
                 deltas = (module.get_delta_weight(a) for a in module.active_adapters)
                 tensor = sum(deltas, tensor.detach())
             yield f"{owner}.{leaf}", tensor.detach()

@@ -36,21 +36,14 @@ class TreeAttention(PackedAttention):
         ]
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """See `Ragged.attend`."""
-        if query.device.type == "cpu" and (window is None or window >= self._longest):
+        if q.device.type == "cpu" and (window is None or window >= self._longest):
             apply: Any = _Tree.apply
             # under autocast the norms leave queries and keys in a wider dtype than the values
-            query, key = query.to(value.dtype), key.to(value.dtype)
-            return apply(query, key, value, scale, self)  # type: ignore[no-any-return]
-        return self._masked(query, key, value, scale, window)
+            return apply(q.to(v.dtype), k.to(v.dtype), v, scale, self)  # type: ignore[no-any-return]
+        return self._masked(q, k, v, scale, window)
 
     def _masked(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None

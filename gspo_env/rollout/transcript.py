@@ -122,12 +122,16 @@ class ChatTokenizer:
         """The text of any ids, control tokens shown."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
-    def _render(self, messages: list[dict[str, str]], generate: bool, tools: Any = None) -> str:
-        return str(
-            self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, tokenize=False, add_generation_prompt=generate
-            )
-        )
+    def _render(self, messages: list[dict[str, str]], tools: Any = None) -> str:
+        render = self.tokenizer.apply_chat_template
+        try:
+            text = render(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ChatTemplateError(
+                f"the chat template refuses messages of {roles}: {error}"
+            ) from error
+        return str(text)
 
     def _shows_tools(self, schemas: list[dict[str, Any]]) -> bool:
         name = str(schemas[0]["function"]["name"])
@@ -139,13 +143,7 @@ class ChatTokenizer:
             messages = [{"role": "system", "content": _SYSTEM}] if system else []
             messages.append({"role": "user", "content": _FIRST})
             hidden, names = self._hide_controls(schemas)
-            try:
-                text = self._render(messages, True, hidden)
-            except Exception as error:
-                raise ChatTemplateError(
-                    f"the chat template refuses a {'system and a ' if system else ''}user message: "
-                    f"{error}"
-                ) from error
+            text = self._render(messages, hidden)
             if text.count(_FIRST) != 1 or text.count(_SYSTEM) != int(system):
                 raise ChatTemplateError(
                     "the chat template drops or repeats a message of the first prompt; "
@@ -173,10 +171,7 @@ class ChatTokenizer:
             {"role": "assistant", "content": _ACTION},
             {"role": role, "content": _NEXT},
         ]
-        try:
-            before, found, tail = self._render(messages, True).partition(_ACTION)
-        except Exception as error:
-            raise ChatTemplateError(f"the chat template refuses a second turn: {error}") from error
+        before, found, tail = self._render(messages).partition(_ACTION)
         if not found or _FIRST not in before or tail.count(_NEXT) != 1 or _FIRST in tail:
             raise ChatTemplateError(
                 "the chat template moves or drops messages when a turn is added, so a transcript "
@@ -186,8 +181,7 @@ class ChatTokenizer:
 
     def _check_history(self, history: str) -> None:
         """Detects templates that render an earlier turn otherwise than it was sampled."""
-        reason = self._rewrites()
-        if reason is None:
+        if (reason := self._rewrites()) is None:
             return
         if history == "refuse":
             raise ChatTemplateError(f"the chat template rewrites history: {reason}")
@@ -200,12 +194,12 @@ class ChatTokenizer:
     def _rewrites(self) -> str | None:
         user = {"role": "user", "content": _FIRST}
         later = {"role": "user", "content": _NEXT}
-        prompt = self._render([user], True)
+        prompt = self._render([user])
         action = {"role": "assistant", "content": _ACTION}
-        if not self._render([user, action, later], True).startswith(prompt + _ACTION):
+        if not self._render([user, action, later]).startswith(prompt + _ACTION):
             return "it changes the start of an action once the turn is over"
         thought = {"role": "assistant", "content": f"<think>\n{_REASONING}\n</think>\n\n{_ACTION}"}
-        if _REASONING not in self._render([user, thought, later], True):
+        if _REASONING not in self._render([user, thought, later]):
             return "it drops the reasoning of earlier turns"
         return None
 
