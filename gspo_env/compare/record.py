@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gspo_env.tracking.base import RunInfo, TrackerChoice, flatten
 from gspo_env.tracking.several import Several, parts
@@ -18,11 +17,7 @@ class Recorder(Several):
     """
 
     def __init__(
-        self,
-        tracker: TrackerChoice,
-        folder: Path,
-        params: Mapping[str, Any],
-        say: Callable[[str], None],
+        self, tracker: TrackerChoice, folder: Path, params: object, say: Callable[[str], None]
     ) -> None:
         """Starts the parent run, or continues the one that was started in the folder."""
         self._note = folder / "tracked.json"
@@ -30,7 +25,8 @@ class Recorder(Several):
             json.loads(self._note.read_text()) if self._note.exists() else {}
         )
         tags = {"gspo_env.kind": "comparison"}
-        info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=True)
+        flat = flatten(params)
+        info = RunInfo(name=folder.name, folder=folder, params=flat, tags=tags, resume=True)
         self._choices, self._folder, self._say = parts(tracker), folder, say
         self._failed: set[str] = set()
         super().__init__(self._choices, info)

@@ -100,16 +100,12 @@ class Outcome(Estimator):
 
     def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""
-        scores_G = np.array(
-            [e.outcome if self.score == "outcome" else e.rewards.sum() for e in episodes]
-        )
-        centred_G = scores_G - scores_G.mean()
-        values_G = centred_G
+        scores = [e.outcome if self.score == "outcome" else e.rewards.sum() for e in episodes]
+        centred_G = values_G = np.array(scores) - np.mean(scores)
         if self.baseline == "leave_one_out":
             # r_i minus the mean of the others is the mean-centred score times n / (n - 1)
             values_G = centred_G * len(episodes) / (len(episodes) - 1)
-        turns = [len(e.turns) for e in episodes]
-        rows = [np.full(k, value) for k, value in zip(turns, values_G, strict=True)]
+        rows = [np.full(len(e.turns), value) for e, value in zip(episodes, values_G, strict=True)]
         return divided(rows, centred_G, self.scale, self.ddof)
 
 
@@ -267,10 +263,9 @@ class GroupGAE(Estimator):
         returns = [discounted(e.rewards, self.gamma) for e in episodes]
         values, _ = turn_baselines(returns)
         for visits in anchors(episodes).values():
-            if len({i for i, _ in visits}) < MIN_PEERS:
-                continue
-            for i, k in visits:
-                values[i][k] = np.mean([returns[j][m] for j, m in visits if j != i])
+            if len({i for i, _ in visits}) >= MIN_PEERS:
+                for i, k in visits:
+                    values[i][k] = np.mean([returns[j][m] for j, m in visits if j != i])
         rows = []
         for i, (episode, value_K) in enumerate(zip(episodes, values, strict=True)):
             next_K = np.append(value_K[1:], value_after(episodes, returns, i))

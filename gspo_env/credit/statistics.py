@@ -17,11 +17,8 @@ MIN_PEERS = 3
 
 def usable(group: Group) -> list[int]:
     """The places of the episodes that enter statistics: they were played without an error."""
-    return [
-        i
-        for i, episode in enumerate(group.episodes)
-        if episode.turns and episode.stop_reason is not StopReason.ERROR
-    ]
+    error = StopReason.ERROR
+    return [i for i, e in enumerate(group.episodes) if e.turns and e.stop_reason is not error]
 
 
 def std_of(deviations: FloatArray, ddof: int) -> float:

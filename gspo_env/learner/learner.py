@@ -217,8 +217,8 @@ class Learner:
         row, coefficient = microbatch.row, self.scorer.router_coefficient
         predictions, router_balance = self.scorer(row, routers=coefficient > 0)
         policy_N = predictions.logprobs_N.detach()
-        before_N = policy_N if minibatch.first else microbatch.trainer_logprobs_N
-        inputs = self._loss_input(microbatch, minibatch, predictions.logprobs_N, before_N)
+        scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
+        inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
         output = _checked(self.loss.compute(inputs), self.loss, len(policy_N))
         total = output.loss
         if router_balance is not None:
@@ -232,21 +232,18 @@ class Learner:
             entropy_N=predictions.entropy_N,
             top1_N=predictions.top1_N,
             router_balance=router_balance,
-            before_N=before_N,
+            before_N=scored.trainer_logprobs_N,
         )
 
     def _loss_input(
-        self,
-        microbatch: Microbatch,
-        minibatch: Minibatch,
-        logprobs_N: Tensor,
-        before_N: Tensor | None,
+        self, microbatch: Microbatch, minibatch: Minibatch, logprobs_N: Tensor
     ) -> LossInput:
-        row, policy_N = microbatch.row, logprobs_N.detach()
-        old_N = row.engine_logprobs_N if self.loss.old_logprobs == "engine" else before_N
+        row, old_N = microbatch.row, microbatch.trainer_logprobs_N
+        if self.loss.old_logprobs == "engine":
+            old_N = row.engine_logprobs_N
         reference_N = microbatch.reference_logprobs_N
         if reference_N is None and self.loss.needs_reference and self._policy_is_reference:
-            reference_N = policy_N
+            reference_N = logprobs_N.detach()
         if old_N is None or (reference_N is None and self.loss.needs_reference):
             raise BatchError(
                 "the log-probabilities of pi_old or of the reference are missing; expected a "

@@ -39,9 +39,7 @@ class LearnerConfig:
         """Refuses impossible values."""
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ConfigError(f"learning_rate is {self.learning_rate!r}; expected a number above 0")
-        for name, least in (("minibatches", 1), ("microbatch_tokens", 1), ("warmup_steps", 0)):
-            if getattr(self, name) < least:
+        positive = {"minibatches": 1, "microbatch_tokens": 1}
+        for name in (*positive, "warmup_steps", "weight_decay", "max_grad_norm", "lora_rank"):
+            if not getattr(self, name) >= (least := positive.get(name, 0)):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
-        for name in ("weight_decay", "max_grad_norm", "lora_rank"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 0")

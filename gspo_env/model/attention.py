@@ -70,16 +70,13 @@ def use_ragged_attention(model: Any) -> None:
         ModelError: The model does not use the library's attention interface.
     """
     AttentionInterface.register(RAGGED, _ragged_attention)
+    name = type(model).__name__
     try:
         model.set_attn_implementation(RAGGED)
     except Exception as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot take a custom attention function: {error}"
-        ) from error
+        raise ModelError(f"{name} cannot take a custom attention function: {error}") from error
     if model.config._attn_implementation != RAGGED:
-        raise ModelError(
-            f"{type(model).__name__} does not use the attention interface of transformers"
-        )
+        raise ModelError(f"{name} does not use the attention interface of transformers")
 
 
 def sdpa(

@@ -8,6 +8,7 @@ the runs that continue it attend to all of it, in one call for each fork.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ class TreeAttention(PackedAttention):
         super().__init__([run.length for run in runs], device)
         self._runs = runs
         self._longest = max(run.depth + run.length for run in runs)
-        self._paths: list[tuple[Tensor, Tensor, Tensor]] | None = None
         self.forks = [
             (slice(run.stop, run.end), slice(run.start, run.stop))
             for run in runs
@@ -49,47 +49,45 @@ class TreeAttention(PackedAttention):
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """Attends from each run to its whole path, with a mask: for windows and other devices."""
-        if self._paths is None:
-            self._paths, self._restore_paths = _path_buckets(self._runs, query.device)
         parts = []
-        for index, path, position in self._paths:
+        path_buckets, restore = self._path_buckets
+        for index, path, position in path_buckets:
             q = query[index].transpose(1, 2)
             k, v = key[path].transpose(1, 2), value[path].transpose(1, 2)
             distance = position[:, :, None] - torch.arange(path.shape[1], device=path.device)
             visible = (distance >= 0) & (distance < (window or self._longest + 1))
             out = sdpa(q, k, v, scale, visible[:, None], causal=False)
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts).index_select(0, self._restore_paths)
+        return torch.cat(parts).index_select(0, restore)
 
+    @cached_property
+    def _path_buckets(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+        """Sorts runs into buckets of similar size; returns indices into the row.
 
-def _path_buckets(
-    runs: Sequence[Run], device: torch.device
-) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """Sorts runs into buckets of similar size; returns indices into the row.
-
-    Each bucket has the row positions of its runs and of their paths, and positions in the sequence.
-    The last index restores the row from all buckets. Padding goes at the end, where the causal mask
-    hides it.
-    """
-    paths = _paths(runs)
-    sizes = np.array([len(path) for path in paths])
-    found, offset = [], 0
-    restore = np.empty(sum(run.length for run in runs), dtype=np.int64)
-    for bucket in buckets(sizes):
-        widths = np.array([runs[n].length for n in bucket])
-        for part in buckets(widths):
-            chosen, width = bucket[part], widths[part].max()
-            index = np.zeros((len(chosen), width), dtype=np.int64)
-            path = np.zeros((len(chosen), sizes[chosen].max()), dtype=np.int64)
-            for row, n in enumerate(chosen):
-                run = runs[n]
-                path[row, : sizes[n]] = paths[n]
-                index[row, : run.length] = paths[n][run.depth :]
-                restore[run.start : run.stop] = offset + row * width + np.arange(run.length)
-            depth = np.array([[runs[n].depth] for n in chosen]) + np.arange(width)
-            found.append(tuple(torch.from_numpy(a).to(device) for a in (index, path, depth)))
-            offset += index.size
-    return found, torch.from_numpy(restore).to(device)  # type: ignore[return-value]
+        Each bucket has the row positions of its runs and of their paths, and positions in the
+        sequence. The last index restores the row from all buckets. Padding goes at the end, where
+        the causal mask hides it.
+        """
+        runs, device = self._runs, self._restore.device
+        paths = _paths(runs)
+        sizes = np.array([len(path) for path in paths])
+        found, offset = [], 0
+        restore = np.empty(sum(run.length for run in runs), dtype=np.int64)
+        for bucket in buckets(sizes):
+            widths = np.array([runs[n].length for n in bucket])
+            for part in buckets(widths):
+                chosen, width = bucket[part], widths[part].max()
+                index = np.zeros((len(chosen), width), dtype=np.int64)
+                path = np.zeros((len(chosen), sizes[chosen].max()), dtype=np.int64)
+                for row, n in enumerate(chosen):
+                    run = runs[n]
+                    path[row, : sizes[n]] = paths[n]
+                    index[row, : run.length] = paths[n][run.depth :]
+                    restore[run.start : run.stop] = offset + row * width + np.arange(run.length)
+                depth = np.array([[runs[n].depth] for n in chosen]) + np.arange(width)
+                found.append(tuple(torch.from_numpy(a).to(device) for a in (index, path, depth)))
+                offset += index.size
+        return found, torch.from_numpy(restore).to(device)  # type: ignore[return-value]
 
 
 def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:

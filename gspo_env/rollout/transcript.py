@@ -127,10 +127,8 @@ class ChatTokenizer:
         try:
             text = render(messages, tools=tools or None, tokenize=False, add_generation_prompt=True)
         except Exception as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise ChatTemplateError(
-                f"the chat template refuses messages of {roles}: {error}"
-            ) from error
+            roles = "messages of " + ", ".join(message["role"] for message in messages)
+            raise ChatTemplateError(f"the chat template refuses {roles}: {error}") from error
         return str(text)
 
     def _shows_tools(self, schemas: list[dict[str, Any]]) -> bool:
