@@ -161,7 +161,7 @@ def _mask(name: str, values: Any, shape: Sequence[int]) -> BoolArray:
     array = _array(name, values, shape, np.float64)
     if not np.isin(array, (0, 1)).all():
         raise BatchError(f"{name} holds other values than 0 and 1")
-    return array.astype(bool)
+    return np.asarray(array, dtype=bool)
 
 
 def _check_finite(name: str, values: FloatArray) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from gspo_env.tracking.base import RunInfo, TrackerChoice, flatten
+from gspo_env.tracking.base import RunInfo, TrackerChoice
 from gspo_env.tracking.several import Several, parts
 
 
@@ -17,7 +18,7 @@ class Recorder(Several):
     """
 
     def __init__(
-        self, tracker: TrackerChoice, folder: Path, params: object, say: Callable[[str], None]
+        self, tracker: TrackerChoice, folder: Path, params: Any, say: Callable[[str], None]
     ) -> None:
         """Starts the parent run, or continues the one that was started in the folder."""
         self._note = folder / "tracked.json"
@@ -25,8 +26,7 @@ class Recorder(Several):
             json.loads(self._note.read_text()) if self._note.exists() else {}
         )
         tags = {"gspo_env.kind": "comparison"}
-        flat = flatten(params)
-        info = RunInfo(name=folder.name, folder=folder, params=flat, tags=tags, resume=True)
+        info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=True)
         self._choices, self._folder, self._say = parts(tracker), folder, say
         self._failed: set[str] = set()
         super().__init__(self._choices, info)
@@ -41,7 +41,7 @@ class Recorder(Several):
         self,
         name: str,
         folder: Path,
-        params: object,
+        params: Any,
         history: Sequence[tuple[int, dict[str, float]]],
         error: str = "",
     ) -> None:
@@ -53,9 +53,7 @@ class Recorder(Several):
             if key not in failed and name not in self._done.get(key, [])
         }
         tags = {"error": error} if error else {}
-        info = RunInfo(
-            name=name, folder=folder, params=flatten(params), tags=tags, parent=self._folder
-        )
+        info = RunInfo(name=name, folder=folder, params=params, tags=tags, parent=self._folder)
         child = Several(waiting, info)
         for step, metrics in history:
             child.log(metrics, step)

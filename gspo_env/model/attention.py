@@ -119,9 +119,9 @@ class PackedAttention:
         """See `Ragged.attend`."""
         outputs = []
         for index in self._buckets:
-            rows = (_take(tensor, index) for tensor in (q, k, v))
+            q_B, k_B, v_B = (_take(tensor, index) for tensor in (q, k, v))
             band = _band(index.shape[1], window, q.device)
-            outputs.append(sdpa(*rows, scale, band, causal=band is None))
+            outputs.append(sdpa(q_B, k_B, v_B, scale, band, causal=band is None))
         return self.unpadded(outputs)
 
     def padded(self, rows: Tensor) -> list[Tensor]:
@@ -130,7 +130,7 @@ class PackedAttention:
         whole = rows.new_zeros(sum(sizes), *rows.shape[1:]).index_copy_(0, self._restore, rows)
         return [
             part.view(*index.shape, *rows.shape[1:]).transpose(1, 2)
-            for part, index in zip(whole.split(sizes), self._buckets, strict=True)
+            for part, index in zip(torch.split(whole, sizes), self._buckets, strict=True)
         ]
 
     def unpadded(self, parts: Sequence[Tensor]) -> Tensor:

@@ -58,10 +58,8 @@ class ChatTokenizer:
                 f"{type(tokenizer).__name__} is not a fast tokenizer: save it as tokenizer.json"
             )
         self._backend = backend
-        self._added = {
-            token.content: (index, token) for index, token in tokenizer.added_tokens_decoder.items()
-        }
-        self._control = frozenset(index for index, _ in self._added.values())
+        self._tokens = dict(tokenizer.added_tokens_decoder)
+        self._added = {token.content: (index, token) for index, token in self._tokens.items()}
         self._plain = _without_added_tokens(backend)
         self._encode = lru_cache(_CACHE)(self._encode_plain)
         self._decode = lru_cache(_CACHE)(self.decode_all)
@@ -215,30 +213,26 @@ class ChatTokenizer:
                     parts[-1] = parts[-1].rstrip()
                 parts.append(index)
             elif piece:
-                swallow = parts and isinstance(parts[-1], int) and self._strips(parts[-1])
-                parts.append(piece.lstrip() if swallow else piece)
+                before = self._tokens.get(parts[-1]) if parts else None
+                parts.append(piece.lstrip() if before and before.rstrip else piece)
         return [p for p in parts if p != ""]
 
-    def _strips(self, index: int) -> bool:
-        return any(i == index and token.rstrip for i, token in self._added.values())
-
-    def _fill(self, parts: list[Part], contents: dict[str, str]) -> tuple[int, ...]:
+    def _fill(self, parts: list[Part], texts: dict[str, str]) -> tuple[int, ...]:
         ids: list[int] = []
         for part in parts:
             pieces = [part]
             if isinstance(part, str) and _SYSTEM in part:
-                system = part.replace(_SYSTEM, contents[_SYSTEM])
+                system = part.replace(_SYSTEM, texts[_SYSTEM])
                 pieces = self._parts(system, special=False)
             for piece in pieces:
-                text = isinstance(piece, str)
-                ids += self._encode(_replaced(piece, contents)) if text else [piece]
+                ids += [piece] if isinstance(piece, int) else self._encode(_replaced(piece, texts))
         return tuple(ids)
 
     def _encode_plain(self, text: str) -> tuple[int, ...]:
         """Encodes text so that no id of it is a control token."""
         ids = tuple(self._plain.encode(text, add_special_tokens=False).ids)
-        if self._control.isdisjoint(ids) or len(text) < 2:
-            return tuple(i for i in ids if i not in self._control)
+        if self._tokens.keys().isdisjoint(ids) or len(text) < 2:
+            return tuple(i for i in ids if i not in self._tokens)
         # The vocabulary itself spells a control token: cut the text until none can form.
         middle = len(text) // 2
         return self._encode_plain(text[:middle]) + self._encode_plain(text[middle:])

@@ -29,7 +29,7 @@ class RunInfo:
     folder: Path
     """Where the run writes its files; it exists."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """The settings, flat, such as `learner.learning_rate`."""
+    """The settings. A tracker gets them flat, with names such as `learner.learning_rate`."""
     tags: Mapping[str, str] = field(default_factory=dict)
     parent: Path | None = None
     """Folder of the comparison that the run belongs to."""

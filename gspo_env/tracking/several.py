@@ -6,11 +6,10 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from gspo_env.errors import ConfigError, MissingExtraError, TrackingError
 from gspo_env.registry import find, name_of
@@ -22,7 +21,7 @@ NON_FINITE = "tracking/non_finite"
 """The metric that counts the values of a step that are no finite numbers and were dropped."""
 
 
-class Several(AbstractContextManager["Several"]):
+class Several:
     """The started trackers of a run, as a context manager that finishes them.
 
     No method raises an error of a tracker: the first of each is logged at once, the others are
@@ -52,6 +51,10 @@ class Several(AbstractContextManager["Several"]):
                 raise
             except Exception as error:
                 self._count(name, "start", error)
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         """Finishes as FINISHED, FAILED, or KILLED after an interrupt."""
