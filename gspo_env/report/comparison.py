@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +170,6 @@ def _line(cells: Sequence[str]) -> str:
 
 def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Figure:
     """Learning curves, with a panel per value of the last axis and a colour per other setting."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels: dict[str, list[tuple[str, Row]]] = {}
@@ -185,7 +183,6 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
     figure = Figure(
         figsize=(4.6 * len(panels) + 1.4, 4.6), dpi=100, facecolor="white", layout="constrained"
     )
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     handles: dict[str, Any] = {}
     for axis, (value, panel) in zip(axes, panels.items(), strict=True):
@@ -244,11 +241,9 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
     body = [f"<h1>Comparison</h1><p>{method}</p>"]
     for name, rows in summary.items():
         picture = folder / f"curves-{name.replace('/', '-')}.png"
-        memory = io.BytesIO()
-        curves_figure(comparison, name, rows).savefig(memory, format="png")
-        picture.write_bytes(memory.getvalue())
+        curves_figure(comparison, name, rows).savefig(picture)
         paths.append(picture)
-        data = base64.b64encode(memory.getvalue()).decode()
+        data = base64.b64encode(picture.read_bytes()).decode()
         alt = html.escape(f"Learning curves of {name}")
         body.append(f"<h2>{html.escape(name)}</h2>")
         body.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')

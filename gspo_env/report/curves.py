@@ -49,11 +49,9 @@ def learning_curve(history: History, title: str) -> Figure:
 
     It does not use pyplot, so it needs no display, has no global state and works in any thread.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6.75), dpi=100, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     drawn = [_draw(axes, history, series) for series in _SERIES]
     _style(axes, title)

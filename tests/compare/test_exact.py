@@ -37,7 +37,7 @@ def expected_return(problem, logits, state=0):
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_the_gradient_is_that_of_the_enumerated_return(problem):
     rng = np.random.default_rng(1)
-    logits = rng.standard_normal((len(problem.after), problem.nodes, problem.vocabulary))
+    logits = rng.standard_normal(problem.shape)
     gradient, value = true_gradient(problem, logits)
     assert value == pytest.approx(expected_return(problem, logits), abs=1e-12)
     for place in np.ndindex(logits.shape):
