@@ -95,16 +95,13 @@ class _Step:
         self.last_B = torch.from_numpy(first_B + size_B - 1).to(device)
         self._slot_T = torch.from_numpy(slot_B[row_T]).to(device)
         # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
-        members = [np.flatnonzero(size_B == 1), np.flatnonzero(size_B > 1)]
+        members = [m for m in (size_B == 1, size_B > 1) if m.any()]
         self._groups = [
-            _Rows(slot_B[m], start_B[m], size_B[m], first_B[m], device) for m in members if len(m)
+            _Rows(slot_B[m], start_B[m], size_B[m], first_B[m], device) for m in members
         ]
-        order = np.concatenate([m for m in members if len(m)])
-        restore = np.empty(len(row_T), dtype=np.int64)
-        restore[np.concatenate([np.arange(first_B[b], first_B[b] + size_B[b]) for b in order])] = (
-            np.arange(len(row_T))
-        )
-        self._restore = torch.from_numpy(restore).to(device) if len(self._groups) > 1 else None
+        order_T = np.argsort(size_B[row_T] > 1, kind="stable")  # the groups one after the other
+        restore_T = torch.from_numpy(np.argsort(order_T)).to(device)
+        self._restore = restore_T if len(self._groups) > 1 else None
 
     def attend(
         self,

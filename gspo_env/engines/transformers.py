@@ -209,12 +209,10 @@ class TransformersEngine:
         logits = self._cache.forward(self._model, [s.index for s in slots], starts, feeds)
         self.steps += 1
         self.fed_tokens += sum(map(len, feeds))
-        ready = []
-        for n, (request, slot, feed) in enumerate(zip(rows, slots, feeds, strict=True)):
+        for request, slot, feed in zip(rows, slots, feeds, strict=True):
             slot.tokens.extend(feed)
             del request.pending[: len(feed)]
-            if not request.pending:
-                ready.append(n)
+        ready = [n for n, request in enumerate(rows) if not request.pending]
         self._sample([rows[n] for n in ready], logits[ready] if len(ready) < len(rows) else logits)
         self._running = [r for r in self._running if r.slot is not None]
 
@@ -244,21 +242,16 @@ class TransformersEngine:
             request.token_ids.append(token)
             request.logprobs.append(logprob)
             request.pending = [token]
-            if token in request.sampling.stop_ids:
-                self._finish(request, "stop")
-            elif len(request.token_ids) == request.sampling.max_tokens:
-                self._finish(request, "length")
-
-    def _finish(self, request: _Request, reason: Any) -> None:
-        self._leave(request)
-        request.future.set_result(
-            Completion(
-                token_ids=tuple(request.token_ids),
-                logprobs=tuple(request.logprobs),
-                finish_reason=reason,
-                weights_version=self.weights_version,
-            )
-        )
+            stopped = token in request.sampling.stop_ids
+            if stopped or len(request.token_ids) == request.sampling.max_tokens:
+                self._leave(request)
+                completion = Completion(
+                    token_ids=tuple(request.token_ids),
+                    logprobs=tuple(request.logprobs),
+                    finish_reason="stop" if stopped else "length",
+                    weights_version=self.weights_version,
+                )
+                request.future.set_result(completion)
 
     def _leave(self, request: _Request) -> None:
         slot, request.slot = request.slot, None

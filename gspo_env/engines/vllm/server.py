@@ -54,12 +54,7 @@ class VLLMServerEngine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        config: VLLMServer,
-        *,
-        max_slots: int = 256,
-        max_context: int = 4096,
+        self, model: Any, config: VLLMServer, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
         self.weights_version = 0
         self.servers_lost = 0
