@@ -99,3 +99,13 @@ def test_named_modules_and_objects_exist(path):
 def test_named_files_exist(path):
     files = set(FILE.findall(path.read_text()))
     assert sorted(name for name in files if not (ROOT / name).exists()) == []
+
+
+def test_the_architecture_table_lists_the_import_layers_in_order():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(c["layers"] for c in contracts["contracts"] if c["type"] == "layers")
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## Packages")[2]
+    rows = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
+    names = [re.findall(r"`(\w+)(?:\.py|/)`", row) for row in rows]
+    order = [layer for layer in reversed(layers) if layer != "__main__"]
+    assert [name for row in names for name in row] == order

@@ -7,7 +7,7 @@ import numpy as np
 
 from gspo_env.report import render_episode
 from gspo_env.report.curves import learning_curve
-from gspo_env.types import Episode, StopReason, Task, Turn
+from gspo_env.types import Episode, Message, Prompt, StopReason, Task, Turn
 
 
 def make_episode(**changes: object) -> Episode:
@@ -41,6 +41,15 @@ def test_an_episode_shows_task_turns_and_how_it_ended() -> None:
     assert "  | Right!" in text
 
 
+def test_an_episode_shows_what_the_policy_was_told_and_no_tokens_of_a_text_policy() -> None:
+    prompt = Prompt(system="Be quick.", messages=(Message(role="user", content="hello"),))
+    turn = Turn(text="7", observation="Guess.", reward=0.0)
+    text = render_episode(make_episode(prompt=prompt, turns=(turn,)))
+    assert "system prompt:\n  | Be quick." in text
+    assert "earlier user message:\n  | hello" in text
+    assert "tokens read" not in text
+
+
 def test_an_episode_that_broke_shows_its_error() -> None:
     episode = make_episode(
         turns=(), success=None, outcome=0.0, stop_reason=StopReason.ERROR, error="boom"
@@ -52,7 +61,9 @@ def test_an_episode_that_broke_shows_its_error() -> None:
 
 
 def test_the_learning_curve_is_1200_by_675_and_holds_three_series() -> None:
-    history = [(step, {"train/success": step / 10, "train/loss": 1.0}) for step in range(10, 0, -1)]
+    history = [
+        (step, {"rollout/success": step / 10, "train/loss": 1.0}) for step in range(10, 0, -1)
+    ]
     history += [(5, {"eval/success": 0.4, "eval/success_greedy": 0.6})]
     history += [(10, {"eval/success": 0.9, "eval/success_greedy": math.nan})]
     figure = learning_curve(history, "Guess")

@@ -1,0 +1,37 @@
+"""A tracker of your own: `gspo-env train --tracker examples/own_tracker.py:JsonLines`."""
+
+import json
+import shutil
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonLines:
+    """Writes each step's metrics as a line of JSON beside the run."""
+
+    file: str = "metrics.jsonl"
+    """Name of the file."""
+
+    def start(self, run):
+        (run.folder / "params.json").write_text(json.dumps(run.params, default=str))
+        return Writer(run.folder, run.folder / self.file)
+
+
+class Writer:
+    def __init__(self, folder, file):
+        self.folder, self.file = folder, file
+        self.how_to_look = f"cat {file}"
+
+    def log(self, metrics, step):
+        with self.file.open("a") as lines:
+            lines.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def text(self, name, text):
+        self.log({"text": text}, name)
+
+    def artifact(self, path, folder=""):
+        if self.folder not in path.parents:  # the run's own files lie here already
+            shutil.copy(path, self.folder)
+
+    def finish(self, status):
+        self.log({}, status)
