@@ -55,7 +55,7 @@ class Result:
     """What came of a run."""
 
     run: Run
-    history: tuple[tuple[int, dict[str, float]], ...]
+    history: Sequence[tuple[int, dict[str, float]]]
     seconds: float
     error: str = ""
     """Why it failed; empty where it did not."""
@@ -87,7 +87,8 @@ def compare(
         ConfigError: An estimator or the metric does not exist.
         UnknownEnvironmentError: An environment does not exist.
     """
-    _check(comparison)
+    for config in comparison.problems.values():
+        resolve_env(config.env)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     played = [run for run in runs if (run.folder / "result.json").exists()]
@@ -114,14 +115,6 @@ def compare(
     return results
 
 
-def _check(comparison: Comparison) -> None:
-    """Finds what is missing before anything is written."""
-    for problem, config in comparison.problems.items():
-        resolve_env(config.env)
-        for arm in comparison.arms:
-            comparison.config(problem, arm, 0)
-
-
 def _keep(record: Recorder, result: Result) -> None:
     run = result.run
     record.child(run.name, run.folder, run.config, result.history, result.error)
@@ -145,9 +138,7 @@ def _score(result: Result, metric: str) -> str:
 
 def read(run: Run) -> Result:
     """The result that a run left."""
-    kept = json.loads((run.folder / "result.json").read_text())
-    history = tuple((int(step), metrics) for step, metrics in kept["history"])
-    return Result(run=run, history=history, seconds=kept["seconds"], error=kept["error"])
+    return Result(run=run, **json.loads((run.folder / "result.json").read_text()))
 
 
 def _describe(comparison: Comparison) -> dict[str, Any]:
@@ -220,11 +211,8 @@ def _play(run: Run) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
     try:
         config = dataclasses.replace(run.config, output=str(run.folder))
-        if run.start is None:
-            history = load_agent("gspo")(config=config).train()
-        else:
-            model, tokenizer = load_model(str(run.start))
-            history = load_agent("gspo")(model=model, tokenizer=tokenizer, config=config).train()
+        model, tokenizer = load_model(str(run.start)) if run.start else ("", None)
+        history = load_agent("gspo")(model=model, tokenizer=tokenizer, config=config).train()
         shutil.rmtree(run.folder / "model")  # hundreds of runs would fill a disk
     except Exception as problem:
         logger.exception("%s failed", run.name)

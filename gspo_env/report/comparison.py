@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.compare import Arm, Comparison, Result, stats
-from gspo_env.report.curves import INK, quiet_frame
+from gspo_env.report.curves import INK, frame
 from gspo_env.types import FloatArray
 
 if TYPE_CHECKING:
@@ -189,7 +189,9 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
         for label, row in panel:
             handles[label] = _draw(axis, row, colours[label])
         others = "other arms" if len(panels) > 1 else ""
-        _style(axis, f"{comparison.axes[-1]}: {value}" if value else others)
+        title = f"{comparison.axes[-1]}: {value}" if value else others
+        axis.set_title(title, loc="left", fontsize=12, color=INK)
+        frame(axis, size=11)
     axes[0].set_ylabel(comparison.metric, color=INK, fontsize=11)
     figure.suptitle(name, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     figure.legend(
@@ -209,15 +211,6 @@ def _draw(axes: Axes, row: Row, colour: str) -> Any:
     axes.fill_between(row.steps, low, high, color=colour, alpha=0.15, linewidth=0)
     middle = stats.interquartile_mean(row.curves.T)
     return axes.plot(row.steps, middle, color=colour, linewidth=2)[0]
-
-
-def _style(axes: Axes, title: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_title(title, loc="left", fontsize=12, color=INK)
-    axes.set_xlabel("training step", fontsize=11, color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    quiet_frame(axes, labelsize=10)
 
 
 _STYLE = """

@@ -45,7 +45,7 @@ class Progress:
 
     def __exit__(self, *exception: object) -> None:
         """Take the live lines away, also after an exception, and give the cursor back."""
-        self.close()
+        self._rich.stop()
 
     def update(
         self,
@@ -79,10 +79,6 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a line that stays."""
         self._console.print(Text(text), soft_wrap=True)
-
-    def close(self) -> None:
-        """End the live lines; calling it twice is harmless."""
-        self._rich.stop()
 
     def _task(self, phase: str, step: int, total: int) -> Task:
         """Rich's record of a phase after a step."""
