@@ -81,9 +81,8 @@ def may_stop(turns: int) -> Problem:
     Action 0 gives, the others do not: going on is worth something only with action 0.
     """
     problem = additive(turns)
-    after = problem.after.copy()
-    after[:, 3] = -1
-    return Problem(after=after, reward=problem.reward)
+    problem.after[:, 3] = -1
+    return problem
 
 
 def probabilities(problem: Problem, logits: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -156,10 +155,9 @@ def analyse(
     rng = np.random.default_rng(seed)
     logits = 0.5 * rng.standard_normal(problem.shape)
     sampler = logits + drift * rng.standard_normal(logits.shape)
-    gradient, _ = true_gradient(problem, logits)
+    true = true_gradient(problem, logits)[0].ravel()
     batch = [_sample_group(problem, sampler, group_size, rng) for _ in range(groups)]
     estimates = _gradients(problem, logits, sampler, batch, estimator, ratio_level)
-    true = gradient.ravel()
     mean = estimates.mean(0)
     spread = np.sqrt(estimates.var(0, ddof=1).sum())
     length = max(float(np.linalg.norm(mean)), 1e-300)

@@ -99,9 +99,10 @@ def compare(
         for run in played:
             _keep(record, read(run))
         workers = comparison.workers or os.cpu_count() or 1
-        jobs = _starts(waiting)
-        for done, _ in enumerate(_parallel(_prepare, jobs, workers), 1):
-            say(f"warmed up {done}/{len(jobs)}")
+        # One run, the first, makes each start that is still to be made.
+        starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
+        for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
+            say(f"warmed up {done}/{len(starts)}")
         begun = time.perf_counter()
         for done, run in enumerate(_parallel(_play, waiting, workers), 1):
             result = read(run)
@@ -187,12 +188,6 @@ def planned(comparison: Comparison, output: Path) -> Iterator[Run]:
 def _slug(name: str) -> str:
     plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
     return f"{plain[:60]}-{hashlib.blake2b(name.encode(), digest_size=3).hexdigest()}"
-
-
-def _starts(runs: Sequence[Run]) -> list[Run]:
-    """One run for each start that is still to be made."""
-    first = {run.start: run for run in reversed(runs) if run.start and not run.start.exists()}
-    return list(first.values())
 
 
 def _prepare(run: Run) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,9 +71,9 @@ class TransformersEngine:
         self._max_step_tokens = max(max_step_tokens, max_slots)
         self._slots = [_Slot(index) for index in range(max_slots)]
         self._free = list(range(max_slots))  # a heap: low slots first keep the cache dense
-        self._sessions: OrderedDict[str, _Slot] = OrderedDict()
+        self._sessions: dict[str, _Slot] = {}  # the oldest first
         self._prefixes: dict[tuple[int, ...], _Slot] = {}
-        self._waiting: deque[_Request] = deque()
+        self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._cache = KVCache(model, max_slots, max_context)
         self._pump: asyncio.Task[None] | None = None
@@ -146,16 +145,12 @@ class TransformersEngine:
             for request in [*self._running, *self._waiting]:
                 if not request.future.done():
                     request.future.set_exception(error)
-            self._running, self._waiting = [], deque()
+            self._running, self._waiting = [], []
 
     def _admit(self) -> None:
         fresh: set[tuple[int, ...]] = set()
-        for _ in range(len(self._waiting)):
-            request = self._waiting.popleft()
-            if request.future.done():
-                continue
-            if not self._place(request, fresh):
-                self._waiting.append(request)
+        waiting = [r for r in self._waiting if not r.future.done()]
+        self._waiting = [r for r in waiting if not self._place(r, fresh)]
 
     def _place(self, request: _Request, fresh: set[tuple[int, ...]]) -> bool:
         slot = self._sessions.get(request.session) if request.session else None
@@ -200,7 +195,10 @@ class TransformersEngine:
             slot.tokens = prompt[:-1]
 
     def _step(self) -> None:
-        rows = self._select()
+        for request in self._running:
+            if request.future.done():  # cancelled by its caller
+                self._leave(request)
+        rows = self._running = [r for r in self._running if r.slot is not None]
         if not rows:
             return
         slots = [r.slot for r in rows if r.slot is not None]
@@ -215,13 +213,6 @@ class TransformersEngine:
         ready = [n for n, request in enumerate(rows) if not request.pending]
         self._sample([rows[n] for n in ready], logits[ready] if len(ready) < len(rows) else logits)
         self._running = [r for r in self._running if r.slot is not None]
-
-    def _select(self) -> list[_Request]:
-        for request in self._running:
-            if request.future.done():  # cancelled by its caller
-                self._leave(request)
-        self._running = [r for r in self._running if r.slot is not None]
-        return self._running[: self._max_step_tokens]
 
     def _feeds(self, rows: list[_Request]) -> list[list[int]]:
         spare = self._max_step_tokens - len(rows)

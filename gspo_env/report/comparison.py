@@ -101,8 +101,7 @@ def _curve(result: Result, metric: str, steps: Sequence[int]) -> FloatArray:
     """The run's values at these steps; zeros if the run failed."""
     if result.error:
         return np.zeros(len(steps))
-    run_steps, values = result.curve(metric)
-    return np.interp(steps, run_steps, values)
+    return np.interp(steps, *result.curve(metric))
 
 
 def _to_target(
@@ -172,13 +171,11 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
     """Learning curves, with a panel per value of the last axis and a colour per other setting."""
     from matplotlib.figure import Figure
 
-    panels: dict[str, list[tuple[str, Row]]] = {}
+    panels: dict[str, dict[str, Row]] = {}
     for row in rows:
-        cell = row.arm.cell
-        value = cell[-1] if len(cell) > 1 else ""
-        label = " · ".join(cell[:-1]) if len(cell) > 1 else row.arm.name
-        panels.setdefault(value, []).append((label, row))
-    labels = list(dict.fromkeys(label for panel in panels.values() for label, _ in panel))
+        *setting, value = row.arm.cell if len(row.arm.cell) > 1 else (row.arm.name, "")
+        panels.setdefault(value, {})[" · ".join(setting)] = row
+    labels = dict.fromkeys(label for panel in panels.values() for label in panel)
     colours = {label: _COLOURS[n % len(_COLOURS)] for n, label in enumerate(labels)}
     figure = Figure(
         figsize=(4.6 * len(panels) + 1.4, 4.6), dpi=100, facecolor="white", layout="constrained"
@@ -186,7 +183,7 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     handles: dict[str, Any] = {}
     for axis, (value, panel) in zip(axes, panels.items(), strict=True):
-        for label, row in panel:
+        for label, row in panel.items():
             handles[label] = _draw(axis, row, colours[label])
         others = "other arms" if len(panels) > 1 else ""
         title = f"{comparison.axes[-1]}: {value}" if value else others
@@ -221,7 +218,7 @@ div.scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.9rem; }
 th, td { text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid #e3e6ea;
   white-space: nowrap; font-variant-numeric: tabular-nums; }
-tr.first td { font-weight: 600; }
+tr:nth-child(2) td { font-weight: 600; }
 """
 
 
@@ -255,11 +252,9 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
 
 
 def _html_table(lines: Sequence[Sequence[str]]) -> str:
-    def cells(kind: str, line: Sequence[str]) -> str:
-        return "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line)
+    def row(kind: str, line: Sequence[str]) -> str:
+        cells = "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line)
+        return f"<tr>{cells}</tr>"
 
-    rows = "".join(
-        f"<tr{' class=first' if n == 0 else ''}>{cells('td', line)}</tr>"
-        for n, line in enumerate(lines[1:])
-    )
-    return f'<div class="scroll"><table><tr>{cells("th", lines[0])}</tr>{rows}</table></div>'
+    rows = row("th", lines[0]) + "".join(row("td", line) for line in lines[1:])
+    return f'<div class="scroll"><table>{rows}</table></div>'

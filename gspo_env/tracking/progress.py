@@ -9,7 +9,7 @@ from typing import TextIO
 
 import rich.progress
 from rich.console import Console
-from rich.progress import Task, TaskID, TextColumn
+from rich.progress import TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -66,7 +66,12 @@ class Progress:
         }
         parts = [f"{phase} {step}/{total}"]
         parts += [form.format(value) for form, value in values.items() if value is not None]
-        task = self._task(phase, step, total)
+        if phase not in self._tasks:
+            self._tasks[phase] = self._rich.add_task(phase)
+        task = self._rich.tasks[self._tasks[phase]]
+        if step < task.completed:  # the phase began again
+            self._rich.reset(task.id)
+        self._rich.update(task.id, completed=step, total=total)
         if task.time_remaining:
             parts.append(f"{timedelta(seconds=task.time_remaining)} left")
         task.description = "  ".join(parts)
@@ -79,13 +84,3 @@ class Progress:
     def line(self, text: str) -> None:
         """Print a line that stays."""
         self._console.print(Text(text), soft_wrap=True)
-
-    def _task(self, phase: str, step: int, total: int) -> Task:
-        """Rich's record of a phase after a step."""
-        if phase not in self._tasks:
-            self._tasks[phase] = self._rich.add_task(phase)
-        number = self._tasks[phase]
-        if step < self._rich.tasks[number].completed:  # the phase began again
-            self._rich.reset(number)
-        self._rich.update(number, completed=step, total=total)
-        return self._rich.tasks[number]
