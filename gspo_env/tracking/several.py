@@ -70,7 +70,7 @@ class Several:
             _log.error("%s", problem)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records metrics of a step; other values than finite numbers are dropped, counted and logged."""
+        """Records metrics of a step; drops, counts and logs what is no finite number."""
         values = {name: _number(value) for name, value in metrics.items()}
         dropped = [name for name, value in values.items() if not math.isfinite(value)]
         for name in dropped:
