@@ -59,6 +59,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_parameters_are_flat_and_complete():
     flat = flatten(Config())
+    assert flat["learner.learning_rate"] == 1e-3
 
     def leaves(tree, prefix=""):
         for name, value in tree.items():
