@@ -1,15 +1,15 @@
-"""One update of TRL's GRPO trainer and one of ours on the same multi-turn episodes.
+"""Compares an update of TRL's GRPO trainer with ours on the same multi-turn episodes.
 
     pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
         httpx httpcore jinja2
     python benchmarks/against_trl.py DIR
 
-Groups of eight episodes with 512 tokens in common, three turns, ragged lengths; the same token ids,
-masks, advantages and old log-probabilities, GSPO's sequence ratio. TRL's own loss, log-probability
-head and padding run as its trainer calls them (left-padded prompts, right-padded completions, one
-group a microbatch), with the same gradient clip and optimiser. Losses and gradients are compared
-before anything is timed. TRL is timed as shipped and with the compact head that it uses on a GPU.
-Process CPU time, one thread.
+The episodes form groups of eight with 512 common tokens, three turns and different lengths. Both
+sides get the same token ids, masks, advantages and old log-probabilities, and use the sequence
+ratio of GSPO. The loss, log-probability head and padding of TRL run as in its trainer: prompts are
+padded on the left, completions on the right, and a microbatch is one group. Gradient clip and
+optimiser are the same. Losses and gradients are compared before the timing. TRL is timed with its
+defaults, and with the compact head that it uses on a GPU. Process CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLIP = (0.03, 0.05)
 
 
 class Peer:
-    """TRL's loss over its own model, optimiser and padded batches."""
+    """The loss of TRL with a separate model, optimiser and padded batches."""
 
     def __init__(self, model, groups: list[list[Sample]], prompt: int) -> None:
         from accelerate import Accelerator
@@ -67,7 +67,7 @@ class Peer:
         self.trainer._get_per_token_logps_and_entropies = types.MethodType(scores, self.trainer)
 
     def backward(self) -> float:
-        """Loss of all batches, with gradients."""
+        """Computes the loss of all batches and its gradients."""
         self.model.train()
         total = 0.0
         for batch in self.batches:
@@ -77,7 +77,7 @@ class Peer:
         return total
 
     def update(self) -> None:
-        """One optimiser step."""
+        """Makes one optimiser step."""
         self.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -109,7 +109,7 @@ def _padded(group: list[Sample], prompt: int) -> dict[str, torch.Tensor]:
 
 
 def with_real_logprobs(learner: Learner, groups: list[list[Sample]]) -> list[list[Sample]]:
-    """The policy's own log-probabilities, a little off, as pi_old."""
+    """Returns slightly changed log-probabilities of the policy, used as pi_old."""
     rng = np.random.default_rng(1)
 
     def near(sample):
@@ -121,7 +121,7 @@ def with_real_logprobs(learner: Learner, groups: list[list[Sample]]) -> list[lis
 
 
 def compare(learner: Learner, peer: Peer, samples: list[Sample]) -> None:
-    """Prints how far losses and gradients are apart, and stops where they are not the same."""
+    """Prints the differences of losses and gradients; stops if they are too large."""
     (minibatch,) = learner.score(learner.prepare(samples))
     passes = learner.backward(minibatch)
     loss = sum(p.loss for p in passes)
@@ -142,7 +142,7 @@ def compare(learner: Learner, peer: Peer, samples: list[Sample]) -> None:
 
 
 def main() -> None:
-    """Prints the seconds of all and how many times faster ours is."""
+    """Prints the seconds of each and the speed-up of ours."""
     parser = argparse.ArgumentParser()
     parser.add_argument("trl", help="the folder that TRL was installed into")
     parser.add_argument("--model", choices=("small", "large"), default="small")

@@ -1,10 +1,11 @@
-"""Shared prefixes: an update with and without them, alternately, in one process.
+"""Compares updates with and without shared prefixes, alternately in one process.
 
     python benchmarks/prefix.py            # hidden 128, 4 layers
     python benchmarks/prefix.py --large    # 100 M parameters
 
-Groups of eight episodes with 512 tokens in common and 64 to 128 of their own; and episodes that
-share nothing, where the search for shared tokens must cost nothing. Process CPU time, one thread.
+One case has groups of eight episodes with 512 common tokens, and 64 to 128 further tokens each. In
+the other case the episodes share nothing, and the search for shared tokens must cost no time.
+Process CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def gradients(learner, samples) -> dict[str, torch.Tensor]:
 
 
 def unshared(work) -> None:
-    """Runs something with sharing switched off."""
+    """Calls a function with sharing switched off."""
     kept, prefix._WORTH = prefix._WORTH, 2.0
     try:
         return work()
@@ -56,7 +57,7 @@ def compare(model, samples, rounds: int, wanted: str) -> None:
 
 
 def main() -> None:
-    """Prints what sharing gains, and what it costs where there is nothing to share."""
+    """Prints the gain of sharing, and its cost if nothing is shared."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--large", action="store_true", help="100 M parameters")
     parser.add_argument(
@@ -79,7 +80,8 @@ def main() -> None:
     samples = [s for _ in range(count) for s in group(shared=0, own=(256, 512), size=1)]
     total = sum(len(s.token_ids) for s in samples)
     print(f"\n{count} episodes that share nothing: {total} tokens")
-    compare(model, samples, max(rounds, 7), "at least 0.98 wanted")  # two alike need more rounds
+    # similar times need more rounds
+    compare(model, samples, max(rounds, 7), "at least 0.98 wanted")
 
 
 if __name__ == "__main__":
