@@ -22,6 +22,8 @@ from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Group, Task
 
 ENV = "gspo/Lookup-v0"
+LIMITS = {"max_turn_tokens": 32, "max_context": 512}
+"""Limits of the recipe `tiny`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

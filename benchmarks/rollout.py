@@ -17,7 +17,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from common import alternate, collect, make_collector, make_player, seconds, show
+from common import LIMITS, alternate, collect, make_collector, make_player, seconds, show
 from transformers import DynamicCache
 
 from gspo_env.rollout.collector import RolloutConfig
@@ -60,7 +60,7 @@ def plain_rate(model, shape: Shape) -> float:
 
 def main() -> None:
     """Prints the rates and the ratios."""
-    config = RolloutConfig()
+    config = RolloutConfig(**LIMITS)
     player = make_player(steps=300)
     collector = make_collector(player, config)
     episodes = [e for group in collect(collector) for e in group.episodes]

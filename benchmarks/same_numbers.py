@@ -21,10 +21,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 RENAMED: dict[str, str] = {
+    "advantages/rms": "train/advantage_rms",
+    "advantages/baseline_fallbacks": "train/baseline_fallbacks",
     "rollout/logprob_diff_max": "train/logprob_diff_max",
     "rollout/logprob_diff_mean": "train/logprob_diff_mean",
     "rollout/logprob_diff_p99": "train/logprob_diff_p99",
     "rollout/ratio_outside_clip": "train/ratio_outside_clip",
+    "train/return": "rollout/return",
+    "train/outcome": "rollout/outcome",
+    "train/success": "rollout/success",
+    "train/turns": "rollout/turns",
+    "train/reward/exact": "rollout/reward/exact",
 }
 """Metrics by their old name."""
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import ENV, alternate, make_player, seconds, show
+from common import ENV, LIMITS, alternate, make_player, seconds, show
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -163,7 +163,9 @@ def main() -> None:
     fresh = dataclasses.replace(fresh, chat=ManyEnds(fresh.tokenizer))
     long = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=400, max_context=2048)
     measure("actions of about 64 tokens", fresh, "bench/FourTurns-v0", long, 512, 3)
-    measure("look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT), 256, 3)
+    measure(
+        "look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT, **LIMITS), 256, 3
+    )
 
 
 if __name__ == "__main__":

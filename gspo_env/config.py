@@ -72,17 +72,17 @@ class Config:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
 
     @classmethod
-    def from_recipe(cls, name: str = "tiny", **changes: Any) -> Config:
+    def from_recipe(cls, recipe: Any = "tiny", **changes: Any) -> Config:
         """Starts from a recipe.
 
         Args:
-            name: `tiny`, a plugin's, or `path/to/file.py:Class`.
+            recipe: `tiny`, a plugin's name, `path/to/file.py:Class`, or an instance.
             changes: Fields by name; a dictionary changes fields of a section.
 
         Raises:
             ConfigError: The recipe or a field is unknown, or a value impossible.
         """
-        return from_dict({"recipe": name, **changes})
+        return from_dict({"recipe": recipe, **changes})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -115,8 +115,8 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     """
     named = tree.get("recipe", {})
     recipe = named.get("name", "") if isinstance(named, Mapping) else named
-    fallback = "none" if tree.get("model") else "tiny"
-    config = override(Config(), {"recipe": recipe or fallback})
+    recipe = recipe or ("none" if tree.get("model") else "tiny")
+    config = override(Config(), {"recipe": recipe})
     return override(override(config, config.recipe.changes), tree)
 
 

@@ -34,7 +34,7 @@ class Comparison:
     axes: tuple[str, ...] = ()
     seeds: int = 5
     metric: str = "eval/success"
-    """The metric that is compared; `train/...` has a value at every step."""
+    """The metric that is compared; `rollout/...` has a value at every step."""
     target: float = 0.0
     """Count the episodes until the metric first reaches this; 0 does not."""
     workers: int = 0

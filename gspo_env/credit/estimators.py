@@ -112,7 +112,7 @@ class TurnPlusOutcome(Estimator):
     """The outcome's z-score, plus each turn's reward against the others' at the same turn.
 
     A_ik = z_g(O_i) + turn_weight * z_gk(r_ik), with O_i = `Episode.outcome`: where an environment
-    gives its own `info["episodic_reward"]`, turn rewards are no part of it. z subtracts the mean
+    gives its own `episodic_reward`, turn rewards are no part of it. z subtracts the mean
     and divides by the standard deviation (scale `none`: subtracts only); z_gk is over the episodes
     that have a turn k, over all turns of the group where fewer than 3 have.
 

@@ -1,7 +1,11 @@
 from .base import Action as Action
 from .base import TextEnv as TextEnv
 from .base import TextEnvironment as TextEnvironment
+from .base import clean as clean
 from .base import extract_tag as extract_tag
+from .info import parse_reset as parse_reset
+from .info import parse_step as parse_step
+from .info import read_prompt as read_prompt
 from .registration import describe_envs as describe_envs
 from .registration import make_env as make_env
 from .registration import resolve_env as resolve_env

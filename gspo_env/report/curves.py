@@ -27,7 +27,7 @@ class _Series:
 
 _SERIES = (
     _Series(
-        metric="train/success",
+        metric="rollout/success",
         label="train",
         style={"color": "#9bb8d9", "linewidth": 1.8},
     ),

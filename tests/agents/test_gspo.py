@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
+from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
+from gspo_env.errors import ConfigError
+from gspo_env.types import Prompt
 
 
 def tiny(**changes):
@@ -52,8 +56,8 @@ def test_a_run_evaluates_first_last_and_in_between_and_names_its_metrics():
     every = set().union(*(m for _, m in history))
     assert every >= {
         *("train/loss", "train/ratio", "train/ratio_min", "train/ratio_max"),
-        *("train/clipped_fraction", "train/entropy", "train/grad_norm", "train/return"),
-        *("train/outcome", "train/success", "train/turns", "train/tokens_per_second"),
+        *("train/clipped_fraction", "train/entropy", "train/grad_norm", "rollout/return"),
+        *("rollout/outcome", "rollout/success", "rollout/turns", "train/tokens_per_second"),
         *("eval/success", "eval/success_greedy", "eval/return", "eval/turns"),
         *("rollout/tokens", "rollout/tokens_per_second", "rollout/zero_variance_groups"),
         *("train/logprob_diff_mean", "train/logprob_diff_p99", "train/logprob_diff_max"),
@@ -95,13 +99,53 @@ def test_save_and_load_give_an_agent_that_acts_the_same(tmp_path):
     again = GSPOAgent.load(tmp_path / "kept")
     env = make_env(agent.env_id)
     observation, _ = env.reset(seed=1)
-    assert agent.act(observation, first=True) == again.act(observation, first=True)
+    prompt = read_prompt(env)
+    assert agent.act(observation, prompt=prompt) == again.act(observation, prompt=prompt)
     assert agent.act("oak", role="tool") == again.act("oak", role="tool")
     mine, theirs = (a.evaluate(tasks=4, samples=2) for a in (agent, again))
     for one, other in zip(mine, theirs, strict=True):
         assert [e.token_ids.tolist() for e in one.episodes] == [
             e.token_ids.tolist() for e in other.episodes
         ]
+
+
+def test_act_answers_as_an_episode_of_the_same_task_does():
+    agent = GSPOAgent(config=tiny())
+    agent.warm_up()
+    episode = agent.play(5)
+    assert episode.turns
+    env = make_env(agent.env_id)
+    observation, _ = env.reset(seed=5)
+    prompt, role = read_prompt(env), "user"
+    for turn in episode.turns:
+        assert agent.act(observation, prompt=prompt, role=role) == turn.text
+        prompt, observation, role = None, env.step(turn.text)[0], turn.info.observation_role
+
+
+def test_the_prompt_of_a_conversation_is_the_callers():
+    agent = GSPOAgent(config=tiny())
+    agent.act("hello", prompt=Prompt(system="one"))
+    with_prompt = agent.chat.decode_all(agent._talk.ids)
+    assert "one" in with_prompt
+    assert "Follow the links" not in with_prompt
+    agent.act("again")
+    assert agent.chat.decode_all(agent._talk.ids).startswith(with_prompt)
+    agent.act("hello", prompt=Prompt())
+    assert "one" not in agent.chat.decode_all(agent._talk.ids)
+
+
+def test_act_without_a_conversation_is_refused():
+    with pytest.raises(ConfigError, match="act has no conversation"):
+        GSPOAgent(config=tiny()).act("hello")
+
+
+def test_the_readme_shows_what_works(capsys):
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    block = readme.partition("## From Python")[2].partition("```python")[2].partition("```")[0]
+    names = {"TINY": tiny(seed=3)}
+    exec(block.replace("Config(seed=3)", "TINY"), names)
+    assert [step for step, _ in names["history"]] == [0, 1, 2, 2, 3, 3]
+    assert "gspo/Lookup-v0, seed 7" in capsys.readouterr().out
 
 
 def test_a_model_in_hand_is_trained_where_it_is(player):

@@ -49,7 +49,7 @@ learning_rate = 3e-3
 warmup_steps = 0
 [compare]
 seeds = 2
-metric = "train/return"
+metric = "rollout/return"
 """
 
 
@@ -111,7 +111,7 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     uri = f"sqlite:///{tmp_path / 'runs.db'}"
     arms = grid({"advantage": ["outcome", "returns_to_go"]})
     comparison = Comparison(
-        problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="train/return"
+        problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="rollout/return"
     )
     tracking = MLflow(tracking_uri=uri)
     first, _ = run(comparison, tmp_path / "out", tracking)
@@ -135,7 +135,7 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     first = [read(r) for r in planned(more, tmp_path / "out")]
     assert sorted(r.info.run_name for r in children) == sorted(r.run.name for r in first)
     assert all(r.data.tags["mlflow.parentRunId"] == parents[0].info.run_id for r in children)
-    assert all("train/return" in r.data.metrics for r in children)
+    assert all("rollout/return" in r.data.metrics for r in children)
     with pytest.raises(OutputError, match="holds another comparison"):
         run(Comparison(problems={"one": small(steps=3)}, arms=arms), tmp_path / "out")
 
@@ -196,11 +196,11 @@ def test_an_unknown_environment_or_estimator_is_refused_before_anything_is_writt
 def test_an_unknown_metric_is_named_with_those_that_there_are(tmp_path):
     arms = grid({"gamma": [0.0, 1.0]})
     wrong = Comparison(
-        problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="train/rewards"
+        problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="rollout/rewards"
     )
-    with pytest.raises(ConfigError, match=r"train/rewards.*expected one of.*train/return"):
+    with pytest.raises(ConfigError, match=r"rollout/rewards.*expected one of.*rollout/return"):
         run(wrong, tmp_path / "out")
-    right = dataclasses.replace(wrong, metric="train/return")
+    right = dataclasses.replace(wrong, metric="rollout/return")
     _, said = run(right, tmp_path / "out")
     assert "runs have a result already" in said[0]
 
@@ -252,14 +252,14 @@ def test_worked_examples_of_the_tests_between_arms():
 def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
     arms = (Arm(name="low", changes={}), Arm(name="high", changes={"gamma": 0.9}))
     comparison = Comparison(
-        problems={"one": small()}, arms=arms, seeds=2, metric="train/return", target=0.5
+        problems={"one": small()}, arms=arms, seeds=2, metric="rollout/return", target=0.5
     )
     values = {"low": [0.0, 0.2], "high": [0.4, 0.8]}
     results = [
         Result(
             run=r,
             history=tuple(
-                (n + 1, {"train/return": v + 0.01 * r.seed})
+                (n + 1, {"rollout/return": v + 0.01 * r.seed})
                 for n, v in enumerate(values[r.arm.name])
             ),
             seconds=1.0,

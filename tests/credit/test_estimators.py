@@ -21,7 +21,7 @@ from gspo_env.credit import (
     estimate,
 )
 from gspo_env.registry import BUILTIN, find
-from gspo_env.types import Episode, Group, StopReason, Task, Turn
+from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Turn
 
 TASK = Task(env_id="test", seed=0)
 FINITE = st.floats(-5, 5).map(lambda value: round(value, 2))
@@ -39,7 +39,7 @@ def episode(*rewards, keys=None, outcome=None, cut=False, last_key=None):
             observation="",
             reward=r,
             state_key=key,
-            info={"state_key": last_key} if last_key else {},
+            info=StepInfo(state_key=last_key),
         )
         for r, key in zip(rewards, names, strict=True)
     )

@@ -30,14 +30,13 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import Task
 
 pytestmark = pytest.mark.vllm
 
 ENV = "gspo/Lookup-v0"
 EAGER = VLLM(enforce_eager=True)
-LIMITS = RolloutConfig(concurrency=64)
+LIMITS = RolloutConfig(concurrency=64, max_turn_tokens=32, max_context=512)
 SIZES = {"max_slots": 64, "max_context": LIMITS.max_context}
 
 
@@ -180,9 +179,7 @@ def test_a_lora_adapter_reaches_the_engine(parts, engine):
 
 
 def short_run(**changes):
-    return Config(
-        steps=10, eval_tasks=128, vllm=EAGER, tracking=TrackingConfig(enabled=False), **changes
-    )
+    return Config.from_recipe(steps=10, eval_tasks=128, tracker="none", **changes)
 
 
 def check_learned(history):

@@ -24,9 +24,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.recipes.embedded import build_tokenizer
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.collector import RolloutConfig
 from gspo_env.seeding import HELD_OUT
-from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_envs.rewards import Attempt, RewardModel, judge, load_reward
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -377,22 +375,22 @@ def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatc
     data = tmp_path / "sums.jsonl"
     rows = [{**row, "completion": row["answer"]} for row in SUMS]
     data.write_text("\n".join(map(json.dumps, rows)))
-    config = Config(
+    config = Config.from_recipe(
+        Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
         env="gspo/Dataset-v0",
         env_kwargs={"data": str(data), "rewards": [f"{mine}:exact_match", f"{mine}:short"]},
         steps=2,
         tasks_per_step=4,
         eval_every=0,
         eval_tasks=4,
-        rollout=RolloutConfig(group_size=4),
-        recipe=Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
-        tracking=TrackingConfig(enabled=False),
+        rollout={"group_size": 4},
+        tracker="none",
     )
     history = GSPOAgent(config=config).train()
-    for prefix, known in (("train", "train/outcome"), ("eval", "eval/return")):
+    for prefix, known in (("rollout", "rollout/outcome"), ("eval", "eval/return")):
         for _, metrics in history:
             if known in metrics:
                 parts = [metrics[f"{prefix}/reward/{name}"] for name in ("exact_match", "short")]
                 assert metrics[known] <= sum(parts) + 1e-9
                 assert all(0 <= part <= 1 for part in parts)
-    assert sum("train/reward/short" in m for _, m in history) == 2
+    assert sum("rollout/reward/short" in m for _, m in history) == 2

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo_env.engines.base import Completion
+from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.recipes.embedded import build, demonstrate, to_samples
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Task
 
 
@@ -33,21 +40,138 @@ IDS = ["Lookup", "Calculator", "GuessNumber", "MiniGrid", "SQL", "Wordle"]
 def test_demonstrations_of_every_built_in_environment_are_imperfect_and_repeatable(env_id):
     env = make_env(env_id)
     tasks = [Task(env_id=env_id, seed=n) for n in range(40)]
-    slipping = [demonstrate(env, task, 0.5) for task in tasks]
-    assert slipping == [demonstrate(env, task, 0.5) for task in tasks]
-    assert slipping != [demonstrate(env, task, 0.0) for task in tasks]
+
+    def played(slips):
+        every = demonstrate(env, tasks, slips)
+        return [[(t.observation, t.text, t.reward) for t in e.turns] for e in every]
+
+    assert played(0.5) == played(0.5)
+    assert played(0.5) != played(0.0)
 
 
-def test_a_demonstration_is_the_transcript_that_a_rollout_would_make(player):
-    env = make_env(player.env_id)
-    demonstration = demonstrate(env, Task(env_id=player.env_id, seed=3), 0.0)
-    sample = to_samples([demonstration], player.chat, env)[0]
-    text = player.tokenizer.decode(sample.token_ids)
-    for exchange in demonstration.exchanges:
-        assert f"{exchange.observation}<|im_end|>" in text
-        assert f"<|im_start|>assistant\n{exchange.action}<|im_end|>" in text
-    said = player.tokenizer.decode(sample.token_ids[sample.mask])
-    assert said == "".join(f"{x.action}<|im_end|>" for x in demonstration.exchanges)
+class Patient(TextEnv):
+    """Its instructions and its earlier messages change with the task."""
+
+    blocking = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.number = int(self.np_random.integers(100, 999))
+        self.system_prompt = f"Your number is {self.number}."
+        self.left = 2
+        told = ({"role": "user", "content": "river"}, {"role": "assistant", "content": "stone"})
+        return "Say it.", {"messages": told if seed % 2 else ()}
+
+    def step(self, action):
+        self.left -= 1
+        return "Again.", 1.0, self.left == 0, False, {"observation_role": "tool"}
+
+    def expert_action(self, noise=0.0):
+        return str(self.number)
+
+
+class Repeating:
+    """An engine that samples what it is told, action by action."""
+
+    def __init__(self, actions):
+        self.actions = list(actions)
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        ids = self.actions.pop(0)
+        zeros = (0.0,) * len(ids)
+        return Completion(token_ids=ids, logprobs=zeros, finish_reason="stop", weights_version=0)
+
+    def release(self, session):
+        pass
+
+
+def rolled_out(env, task, actions, chat):
+    """The token ids of a rollout in which the policy samples these actions."""
+    engine = Repeating((*chat.encode(text), chat.end_of_turn) for text in actions)
+    limits = RolloutConfig(max_context=4096)
+    running = Collector(engine, chat, EnvPool(lambda: env), limits)
+    (group,) = asyncio.run(running.collect([task], seed=0, group_size=1))
+    return group.episodes[0].token_ids.tolist()
+
+
+ROWS = [
+    {
+        "messages": [
+            {"role": "system", "content": f"You count in {n}s."},
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": str(n)},
+            {"role": "user", "content": "two"},
+            {"role": "assistant", "content": str(2 * n)},
+        ]
+    }
+    for n in range(40)
+]
+
+
+@pytest.mark.parametrize("name", ["Lookup", "SQL", "GuessNumber", "Patient", "Dataset"])
+def test_a_demonstration_has_the_ids_that_a_rollout_of_its_actions_has(name, chat):
+    if name == "Patient":
+        env = Patient()
+    elif name == "Dataset":
+        env = make_env("gspo/Dataset-v0", data=ROWS)
+    else:
+        env = make_env(f"gspo/{name}-v0")
+    for seed in range(6):
+        task = Task(env_id="test", seed=seed)
+        demonstrations = demonstrate(env, [task], 0.0)
+        (sample,) = to_samples(demonstrations, chat)
+        actions = [turn.text for turn in demonstrations[0].turns]
+        assert sample.token_ids.tolist() == rolled_out(env, task, actions, chat)
+        assert sample.mask.sum() == sum(len(chat.encode(text)) + 1 for text in actions)
+
+
+def test_the_tokenizer_knows_the_prompt_of_every_task():
+    config = Tiny(hidden_size=32, demonstrations=30)
+    env = Patient()
+    _, tokenizer, demonstrations = build(env, "test", config, 0)
+    numbers = {episode.prompt.system.split()[-1].strip(".") for episode in demonstrations}
+    assert len(numbers) > 20
+    for word in (*numbers, "river", "stone"):
+        assert len(tokenizer.encode(word, add_special_tokens=False)) == 1
+
+
+def test_the_words_of_prompts_are_known_without_a_demonstrator_too():
+    class Silent(Patient):
+        def expert_action(self, noise=0.0):
+            raise NotImplementedError
+
+    config = Tiny(hidden_size=32, demonstrations=30)
+    _, tokenizer, demonstrations = build(Silent(), "test", config, 0)
+    assert demonstrations == []
+    assert len(tokenizer.encode("stone", add_special_tokens=False)) == 1
+
+
+def test_what_an_environment_says_of_tokens_is_not_about_a_demonstration(chat):
+    class Judge(Patient):
+        def step(self, action):
+            *rest, info = super().step(action)
+            return *rest, info | {"token_mask": [False] * len(action.token_ids)}
+
+    (sample,) = to_samples(demonstrate(Judge(), [Task(env_id="test", seed=0)], 0.0), chat)
+    assert sample.mask.sum() > 2
+
+
+def test_demonstrations_that_fail_are_left_out_and_too_many_are_an_error(caplog):
+    class Fragile(Patient):
+        every = 3
+
+        def step(self, action):
+            if self.number % self.every == 0:
+                raise OSError("socket closed")
+            return super().step(action)
+
+    tasks = [Task(env_id="test", seed=n) for n in range(60)]
+    played = demonstrate(Fragile(), tasks, 0.0)
+    assert 20 < len(played) < 60
+    assert f"{60 - len(played)} of 60 demonstrations failed" in caplog.text
+    Fragile.every = 1
+    with pytest.raises(RolloutError, match=r"60 of 60 episodes failed.*socket closed"):
+        demonstrate(Fragile(), tasks, 0.0)
 
 
 def test_a_tool_without_parameters_has_a_model_too():

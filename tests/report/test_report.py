@@ -52,7 +52,9 @@ def test_an_episode_that_broke_shows_its_error() -> None:
 
 
 def test_the_learning_curve_is_1200_by_675_and_holds_three_series() -> None:
-    history = [(step, {"train/success": step / 10, "train/loss": 1.0}) for step in range(10, 0, -1)]
+    history = [
+        (step, {"rollout/success": step / 10, "train/loss": 1.0}) for step in range(10, 0, -1)
+    ]
     history += [(5, {"eval/success": 0.4, "eval/success_greedy": 0.6})]
     history += [(10, {"eval/success": 0.9, "eval/success_greedy": math.nan})]
     figure = learning_curve(history, "Guess")

@@ -50,7 +50,7 @@ class Recording(TransformersEngine):
 
 
 def collector(player, make, engine=TransformersEngine, **config):
-    settings = RolloutConfig(**config)
+    settings = RolloutConfig(**{"max_turn_tokens": 32, "max_context": 512, **config})
     running = engine(player.model, max_slots=settings.concurrency, max_context=settings.max_context)
     return Collector(running, player.chat, EnvPool(make), settings)
 

@@ -79,7 +79,7 @@ def test_figures_files_and_folders_become_artifacts(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("2")
     with Tracker() as tracker:
         tracker.start()
-        tracker.figure("plots/curve.png", learning_curve([(1, {"train/success": 0.5})], "curve"))
+        tracker.figure("plots/curve.png", learning_curve([(1, {"rollout/success": 0.5})], "curve"))
         tracker.artifact(tmp_path / "model", "model")
         tracker.artifact(tmp_path / "note.txt")
     names = {item.path for item in MlflowClient().list_artifacts(tracker.run_id)}

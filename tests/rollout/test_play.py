@@ -1,0 +1,254 @@
+"""One loop plays every policy, and one function decides the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.wrappers import TimeLimit
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_env.env.base import TextEnv
+from gspo_env.env.registration import make_env
+from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.rollout.play import Move, conclude, demonstrator, play, play_now
+from gspo_env.types import Message, Prompt, StepInfo, StopReason, Task, Turn
+
+TASK = Task(env_id="test", seed=3)
+CUTS = [r for r in StopReason if r not in (StopReason.TERMINATED, StopReason.TRUNCATED)]
+
+
+class Script(TextEnv):
+    """Gives what it was told, step by step."""
+
+    def __init__(self, *steps, info=None):
+        self.steps, self.info = steps, info or {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.system_prompt = f"You are {seed}."
+        self.left = list(self.steps)
+        return f"begin {options}", self.info
+
+    def step(self, action):
+        result = self.left.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def go(reward=0.0, terminated=False, truncated=False, **info):
+    return "on", reward, terminated, truncated, info
+
+
+def yes(now):
+    return "yes"
+
+
+def test_an_episode_has_the_prompt_the_turns_and_the_states_as_the_policy_met_them():
+    seen = []
+
+    def policy(now):
+        seen.append((now.turn, now.observation, now.role, now.prompt))
+        return f"act {now.turn}"
+
+    env = Script(
+        go(0.25, state_key="b", observation_role="tool"),
+        go(1.0, True, success=True),
+        info={"state_key": "a", "task_key": 7},
+    )
+    episode = play_now(env, Task(env_id="test", seed=3, options={"x": 1}), policy)
+    prompt = Prompt(system="You are 3.")
+    first = "begin {'x': 1}"
+    assert seen == [(0, first, "user", prompt), (1, "on", "tool", prompt)]
+    assert episode.prompt == prompt
+    assert [(t.text, t.observation, t.reward, t.state_key) for t in episode.turns] == [
+        ("act 0", first, 0.25, "a"),
+        ("act 1", "on", 1.0, "b"),
+    ]
+    assert (episode.outcome, episode.success, episode.terminated) == (1.25, True, True)
+    assert (episode.final_observation, episode.reset.task_key) == ("on", "7")
+
+
+def test_a_policy_may_answer_now_or_later():
+    async def later(now):
+        await asyncio.sleep(0)
+        return Move(text="yes")
+
+    env = Script(go(), go(1.0, True))
+    slow = asyncio.run(play(env, TASK, later))
+    quick = play_now(env, TASK, yes)
+    assert [t.text for t in slow.turns] == [t.text for t in quick.turns] == ["yes", "yes"]
+    with pytest.raises(RolloutError, match="needs an event loop"):
+        play_now(env, TASK, later)
+
+
+def test_a_person_at_a_keyboard_is_a_policy(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("<guess>16</guess>\n<guess>8</guess>\n"))
+    env = make_env("gspo/GuessNumber-v0")
+    episode = play_now(env, TASK, lambda now: input(now.observation), max_turns=2)
+    assert [turn.text for turn in episode.turns] == ["<guess>16</guess>", "<guess>8</guess>"]
+
+
+def test_a_demonstrator_that_does_not_exist_is_named():
+    with pytest.raises(NotImplementedError, match="no scripted demonstrator"):
+        play_now(Script(go()), TASK, demonstrator())
+
+    class Plain(gymnasium.Env):
+        def reset(self, **_):
+            return "begin", {}
+
+    with pytest.raises(NotImplementedError, match=r"Plain.* has no expert_action"):
+        play_now(Plain(), TASK, demonstrator())
+
+
+def test_an_exception_of_the_environment_ends_the_episode_and_names_the_call():
+    episode = play_now(Script(go(0.5), OSError("lost")), TASK, yes)
+    assert (episode.stop_reason, len(episode.turns)) == (StopReason.ERROR, 1)
+    assert episode.error == "step('yes') raised OSError: lost"
+    assert (episode.terminated, episode.truncated, episode.success) == (False, False, False)
+
+    class Hidden(Script):
+        def reset(self, **_):
+            raise OSError("lost")
+
+    episode = play_now(Hidden(), TASK, yes)
+    assert (episode.error, episode.turns) == ("reset(seed=3) raised OSError: lost", ())
+
+
+def test_an_exception_of_the_policy_is_raised():
+    def broken(now):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        play_now(Script(go()), TASK, broken)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_the_limit_on_turns_cuts_unless_the_environment_ends_first(limit):
+    episode = play_now(Script(go(), go(1.0, True)), TASK, yes, max_turns=limit)
+    assert len(episode.turns) == min(limit, 2)
+    expected = StopReason.MAX_TURNS if limit == 1 else StopReason.TERMINATED
+    assert episode.stop_reason is expected
+
+
+def test_a_move_that_broke_a_limit_is_a_turn_only_if_something_was_sampled():
+    env = Script()
+    cut = Move(text="lo", action_ids=(1, 2), logprobs=(-1.0, -1.0), stop=StopReason.MAX_TURN_TOKENS)
+    episode = play_now(env, TASK, lambda now: cut)
+    assert [turn.action_ids for turn in episode.turns] == [(1, 2)]
+    assert episode.turns[0].info == StepInfo()
+    episode = play_now(env, TASK, lambda now: Move(stop=StopReason.MAX_CONTEXT))
+    assert (episode.turns, episode.stop_reason) == ((), StopReason.MAX_CONTEXT)
+
+
+def test_the_clock_cuts_a_policy_that_waits_and_keeps_the_turns_before():
+    async def stuck(now):
+        await asyncio.sleep(60 * now.turn)
+        return "yes"
+
+    episode = asyncio.run(play(Script(go(0.5), go()), TASK, stuck, timeout=0.1))
+    assert (episode.stop_reason, len(episode.turns)) == (StopReason.TIMEOUT, 1)
+
+
+def test_a_timeout_of_the_policy_itself_is_raised():
+    async def broken(now):
+        raise TimeoutError("the engine is gone")
+
+    with pytest.raises(TimeoutError, match="engine"):
+        asyncio.run(play(Script(go()), TASK, broken, timeout=60))
+
+
+def test_a_timeout_of_the_environment_itself_is_its_error():
+    episode = asyncio.run(play(Script(TimeoutError("late")), TASK, yes, timeout=60))
+    assert episode.error == "step('yes') raised TimeoutError: late"
+
+
+def test_a_broken_contract_is_raised():
+    with pytest.raises(EnvironmentContractError, match="test: step"):
+        play_now(Script(go(float("nan"))), TASK, yes)
+
+
+def turn(reward, **info):
+    return Turn(text="", observation="", reward=reward, info=StepInfo(**info))
+
+
+def test_a_cut_look_up_does_not_score_more_than_a_wrong_answer():
+    env = make_env("gspo/Lookup-v0")
+    task = Task(env_id="gspo/Lookup-v0", seed=0, options={"hops": 4})
+    cut = play_now(env, task, demonstrator(), max_turns=3)
+    assert cut.rewards.tolist() == [0.2, 0.2, 0.2]
+    wrong = play_now(env, task, lambda now: "<answer>nothing</answer>")
+    assert (cut.outcome, cut.success) == (wrong.outcome, wrong.success) == (0.0, False)
+    limited = play_now(TimeLimit(env, 3), task, demonstrator())
+    assert (limited.stop_reason, limited.outcome) == (StopReason.TRUNCATED, 0.0)
+
+
+@pytest.mark.parametrize("stop", CUTS)
+def test_a_cut_episode_gets_what_the_environment_declares_or_its_sum(stop):
+    turns = [turn(0.25), turn(0.5, episodic_reward=9.0, success=True)]
+    assert conclude(turns, stop, True, -1.0) == (-1.0, False)
+    assert conclude(turns, stop, False, -1.0) == (0.75, False)
+    assert conclude([], stop, True, -1.0) == (-1.0, False)
+
+
+@pytest.mark.parametrize("gives", [True, False])
+@pytest.mark.parametrize("stop", [StopReason.TERMINATED, StopReason.TRUNCATED])
+def test_a_finished_episode_keeps_what_its_last_step_says(stop, gives):
+    assert conclude([turn(0.5, episodic_reward=-2.0)], stop, gives, 0.0) == (-2.0, False)
+    said = [turn(0.5, episodic_reward=-2.0, success=True)]
+    assert conclude(said, stop, gives, 0.0) == (-2.0, True)
+
+
+def test_a_terminal_step_without_an_outcome_has_the_sum():
+    assert conclude([turn(0.5), turn(0.25)], StopReason.TERMINATED, True, 0.0) == (0.75, True)
+
+
+@given(
+    st.lists(st.floats(-1, 1), max_size=6),
+    st.sampled_from(list(StopReason)),
+    st.booleans(),
+    st.none() | st.floats(-1, 1),
+    st.none() | st.booleans(),
+)
+def test_every_end_has_a_finite_outcome_and_a_verdict(rewards, stop, gives, outcome, success):
+    turns = [turn(reward) for reward in rewards]
+    if turns:
+        turns[-1] = turn(rewards[-1], episodic_reward=outcome, success=success)
+    result, verdict = conclude(turns, stop, gives, 0.0)
+    assert np.isfinite(result)
+    assert type(verdict) is bool
+    assert not (verdict and stop in CUTS)
+
+
+def test_every_environment_of_ours_declares_whether_it_gives_outcomes():
+    for env_id in [e for e in gymnasium.registry if e.startswith("gspo/")]:
+        creator = gymnasium.envs.registration.load_env_creator(gymnasium.spec(env_id).entry_point)
+        assert creator.gives_outcome in (True, False)
+
+
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        *("Additive", "Calculator", "Distractor", "GuessNumber", "KeyDoor", "Lookup"),
+        *("Misleading", "Recurring", "SQL", "VariableLength", "Wordle"),
+    ],
+)
+def test_what_an_environment_declares_of_its_outcomes_is_true(env_id):
+    env = make_env(f"gspo/{env_id}-v0")
+    for policy in (demonstrator(0.5), lambda now: "nonsense"):
+        episode = play_now(env, TASK, policy)
+        given = episode.turns[-1].info.episodic_reward is not None
+        assert given == env.get_wrapper_attr("gives_outcome")
+
+
+def test_messages_of_an_earlier_conversation_belong_to_the_prompt():
+    told = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    episode = play_now(Script(go(0, True), info={"messages": told}), TASK, yes)
+    messages = (Message(role="user", content="a"), Message(role="assistant", content="b"))
+    assert episode.prompt == Prompt(system="You are 3.", messages=messages)
