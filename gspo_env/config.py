@@ -21,6 +21,7 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.registry import BUILTIN, check_literals, find, name_of
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.tracking.base import flatten
 from gspo_env.tracking.mlflow import MLflow
 
 T = TypeVar("T")
@@ -145,11 +146,6 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(to_dict(config))
 
 
-def fields(config: Config) -> dict[str, Any]:
-    """Gives the value of every field of the tree by its dotted path."""
-    return dict(_leaves(config, ""))
-
-
 def resolve(config: Config, name: str) -> str:
     """Finds the dotted path of a field.
 
@@ -160,7 +156,7 @@ def resolve(config: Config, name: str) -> str:
     Raises:
         ConfigError: No field or several have that name; the message names what there is.
     """
-    paths = [*BUILTIN, *fields(config)]
+    paths = [*BUILTIN, *flatten(config, mappings=False)]
     if name in paths:
         return name
     found = [path for path in paths if path.rpartition(".")[2] == name]
@@ -193,15 +189,6 @@ def _settings(kind: str, name: str) -> tuple[dataclasses.Field[Any], ...]:
         return dataclasses.fields(find(kind, name))
     except ConfigError:  # its library is missing
         return ()
-
-
-def _leaves(section: Any, prefix: str) -> Any:
-    for entry in dataclasses.fields(section):
-        value = getattr(section, entry.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{entry.name}.")
-        else:
-            yield prefix + entry.name, value
 
 
 def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:

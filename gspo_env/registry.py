@@ -69,10 +69,9 @@ def find(kind: str, name: str) -> type[Any]:
     """
     plugins = entry_points(group=_group(kind))
     if kind == "tracker" and "," in name:
-        combined: type[Any] = load_function("gspo_env.tracking.base:combine", kind)(name.split(","))
-        return combined
-    if name in BUILTIN[kind]:
-        found: Any = load_function(BUILTIN[kind][name], kind)
+        found: Any = load_function("gspo_env.tracking.several:combine", kind)(name)
+    elif name in BUILTIN[kind]:
+        found = load_function(BUILTIN[kind][name], kind)
     elif name in plugins.names:
         found = load_function(plugins[name].value, kind)
     elif ":" in name:
@@ -92,6 +91,8 @@ def find(kind: str, name: str) -> type[Any]:
 def name_of(kind: str, choice: object) -> str:
     """Gives the name by which `find` finds the class of a choice."""
     cls = type(choice)
+    if several := getattr(cls, "_names", None):  # of `gspo_env.tracking.several.combine`
+        return ",".join(several)
     for name, place in BUILTIN[kind].items():
         if place == f"{cls.__module__}:{cls.__qualname__}":
             return name

@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
-from gspo_env.config import Config, fields, from_dict, load_toml, resolve, to_dict, to_toml
+from gspo_env.config import Config, from_dict, load_toml, resolve, to_dict, to_toml
 from gspo_env.credit import GroupGAE, ReturnsToGo
 from gspo_env.errors import ConfigError
+from gspo_env.tracking.base import flatten
 
 
 def test_toml_gives_back_the_same_tree(tmp_path):
@@ -104,7 +105,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_parameters_are_flat_and_complete():
-    flat = fields(Config())
+    flat = flatten(Config(), mappings=False)
     assert flat["learner.learning_rate"] == 1e-6
     leaves = sum(
         len(dataclasses.fields(v)) if dataclasses.is_dataclass(v) else 1

@@ -26,8 +26,9 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
-from gspo_env.tracking.mlflow import Tracker
+from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.progress import Progress
+from gspo_env.tracking.several import Several, start
 from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.types import Episode, Group, Prompt, Role, Task
 
@@ -85,8 +86,9 @@ class GSPOAgent:
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder = folder
         (folder / "config.toml").write_text(to_toml(config))
-        with Progress() as progress, Tracker(config.tracker) as tracker:
-            tracker.start(to_dict(config), {"env": self.env_id})
+        tags = {"env": self.env_id}
+        info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
+        with Progress() as progress, start(config.tracker, info) as tracker:
             self.warm_up(progress)
             learner = Learner(
                 self.model,
@@ -104,6 +106,7 @@ class GSPOAgent:
                 collector.pool.close()
                 self.close()
             self._finish(folder, history, tracker)
+            tracker.finish()
             progress.line(self._summary(folder, report.evaluations, tracker))
         return history
 
@@ -236,30 +239,32 @@ class GSPOAgent:
         )
         return Collector(self._new_engine(), self.chat, pool, self.config.rollout)
 
-    def _finish(self, folder: Path, history: History, tracker: Tracker) -> None:
+    def _finish(self, folder: Path, history: History, tracker: Several) -> None:
         self.save(folder / "model")
         figure = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
         figure.savefig(folder / "learning_curve.png")
         for name in ("config.toml", "learning_curve.png"):
             tracker.artifact(folder / name)
-        if self.config.tracker.log_model:
-            tracker.artifact(folder / "model", "model")
+        tracker.artifact(folder / "model", MODEL)
 
-    def _summary(self, folder: Path, evaluations: Sequence[Evaluation], tracker: Tracker) -> str:
+    def _summary(self, folder: Path, evaluations: Sequence[Evaluation], tracker: Several) -> str:
         first, last = evaluations[0], evaluations[-1]
-        return (
+        lines = [
             f"Success on {self.config.eval_tasks} held-out tasks: "
             f"{first.success:.1%} before training, {last.success:.1%} after "
-            f"(greedy {first.success_greedy:.1%} and {last.success_greedy:.1%}).\n"
-            f"Model, config and learning curve: {folder}\n"
-            f"Tracked in MLflow: {tracker.how_to_look}"
-        )
+            f"(greedy {first.success_greedy:.1%} and {last.success_greedy:.1%}).",
+            f"Model, config and learning curve: {folder}",
+            *tracker.problems,
+        ]
+        if tracker.how_to_look:
+            lines.append(f"Tracked: {tracker.how_to_look}")
+        return "\n".join(lines)
 
 
 class _Reporter:
     """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
 
-    def __init__(self, total: int, progress: Progress, tracker: Tracker, folder: Path) -> None:
+    def __init__(self, total: int, progress: Progress, tracker: Several, folder: Path) -> None:
         self._total, self._progress, self._tracker = total, progress, tracker
         self._folder = folder
         self.evaluations: list[Evaluation] = []

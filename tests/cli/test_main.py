@@ -230,12 +230,13 @@ def test_every_command_has_help_and_exit_code_zero(capsys, command):
 
 
 def test_help_lists_every_setting_with_its_default_and_a_page_has_one_group(capsys):
-    from gspo_env.config import Config, fields
+    from gspo_env.config import Config
+    from gspo_env.tracking.base import flatten
 
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     said = capsys.readouterr().out
-    for path in [*fields(Config.from_recipe()), *BUILTIN, "config"]:
+    for path in [*flatten(Config.from_recipe(), mappings=False), *BUILTIN, "config"]:
         assert f"--{path.replace('_', '-')} " in said
     assert "(default: 0.03)" in said
     with pytest.raises(SystemExit):

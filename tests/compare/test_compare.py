@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from gspo_env.tracking.base import NoTracker
 
 from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
@@ -23,6 +22,7 @@ from gspo_env.config import Config, from_dict
 from gspo_env.credit import GiGPO, GroupGAE
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import summarise, table
+from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 
 SMALL = """

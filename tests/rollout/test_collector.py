@@ -141,7 +141,7 @@ def test_an_episode_that_outlasts_the_clock_ends_as_timeout_and_the_others_go_on
             self.slow = seed == 0
             return super().reset(seed=seed)
 
-    groups = play(collector(player, Hanging, timeout=1.0), tasks=4, size=1)
+    groups = play(collector(player, Hanging, episode_timeout=1.0), tasks=4, size=1)
     # The token limit may also cut a turn. Then there is no step to wait for.
     assert groups[0].episodes[0].stop_reason in (StopReason.TIMEOUT, StopReason.MAX_TURN_TOKENS)
     assert any(e.stop_reason is StopReason.TERMINATED for e in episodes(groups[1:]))
