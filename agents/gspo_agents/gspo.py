@@ -23,7 +23,7 @@ from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.metrics import Evaluation, RolloutStats
+from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.tracking.base import MODEL, RunInfo
@@ -251,8 +251,8 @@ class GSPOAgent:
         first, last = evaluations[0], evaluations[-1]
         lines = [
             f"Success on {self.config.eval_tasks} held-out tasks: "
-            f"{first.success:.1%} before training, {last.success:.1%} after "
-            f"(greedy {first.success_greedy:.1%} and {last.success_greedy:.1%}).",
+            f"{first.sampled.success:.1%} before training, {last.sampled.success:.1%} after "
+            f"(greedy {first.greedy.success:.1%} and {last.greedy.success:.1%}).",
             f"Model, config and learning curve: {folder}",
             *tracker.problems,
         ]
@@ -271,19 +271,17 @@ class _Reporter:
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         self._tracker.log(metrics, step)
-        self._show("train", step, stats, stats.tokens / stats.seconds)
+        self._show("train", step, stats.played, stats.tokens / stats.seconds)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         self.evaluations.append(replace(evaluation, groups=()))
         self._tracker.log(evaluation.metrics(), step)
-        self._show("evaluate", step, evaluation, None)
+        self._show("evaluate", step, evaluation.sampled, None)
         shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
         (self._folder / f"episodes-{step:04d}.txt").write_text(shown)
         self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
 
-    def _show(
-        self, phase: str, step: int, what: RolloutStats | Evaluation, speed: float | None
-    ) -> None:
+    def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:
         self._progress.update(
             phase=phase,
             step=step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from gspo_env.env.base import ResetResult
+from gspo_env.env.base import Options, ResetResult
 from gspo_env.env.tool_env import ToolEnv
 
 
@@ -27,9 +27,7 @@ class AnswerEnv(ToolEnv):
     def _state_key(self) -> str:
         """What of the state decides the rest of the episode."""
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Begin an episode."""
         result = super().reset(seed=seed, options=options)
         self._success, self._early = False, None

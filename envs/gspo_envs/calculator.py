@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
-from gspo_env.env.base import ResetResult, extract_tag
+from gspo_env.env.base import Options, ResetResult, extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_envs.answer import AnswerEnv
@@ -46,9 +45,7 @@ class CalculatorEnv(AnswerEnv):
         self._values: list[int] = []
         self._progress = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draw a new expression.
 
         Raises:

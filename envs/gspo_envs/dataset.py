@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from gspo_env.env import background
-from gspo_env.env.base import Action, ResetResult, StepResult
+from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
@@ -43,7 +43,8 @@ class DatasetEnv(ToolEnv):
         system_prompt: Where the row has none.
         max_turns: Steps before the episode is truncated; by default 8 with `reply` or else as
             many as there are messages to answer.
-        blocking: False if the rewards are quick and must not run in threads; by default they do.
+        blocking: Whether a reward or `reply` waits and runs in threads; by default true with
+            `reply`, asynchronous functions and reward models.
     """
 
     gives_outcome = False
@@ -81,7 +82,7 @@ class DatasetEnv(ToolEnv):
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
         waits = bool(self.reply) or any(r.waits for r in self.rewards)
-        self.blocking = waits or None if blocking is None else blocking
+        self.blocking = waits if blocking is None else blocking
         self.column, self.chat, self.score, self.success_from = column, chat, score, success
         self._system, self._limit = system_prompt, max_turns
         self._row: Mapping[str, Any] = {}
@@ -91,9 +92,7 @@ class DatasetEnv(ToolEnv):
         self._plain = False
         self._token_ids: tuple[int, ...] = ()
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Pick a row; `options={"row": 3}` names it.
 
         Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, ClassVar
 
-from gspo_env.env.base import ResetResult, StepResult, TextEnv
+from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv
 from gspo_env.errors import ConfigError
 
 _CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
@@ -28,9 +28,7 @@ class _OneWord(TextEnv):
             raise ConfigError(f"{type(self).__name__}: turns is {turns}, expected 1 to 64.")
         self.turns = self.max_turns = turns
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draw a new task."""
         super().reset(seed=seed, options=options)
         self._draw()

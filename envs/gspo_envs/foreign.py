@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, ResetResult, StepResult, TextEnv, clean
+from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
 from gspo_env.errors import ConfigError, MissingExtraError
 
 logger = logging.getLogger(__name__)
@@ -93,16 +93,14 @@ class ForeignEnv(TextEnv):
     def act(self, action: str) -> StepResult:
         """Take an action."""
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Begin an episode with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         drawn = int(self.np_random.integers(2**31))
         self._random = PrivateRandom(drawn) if self.draws else SharedRandom()
         with self._random.installed():
             observation, info = self.begin(drawn, options or {})
-        return _short(observation), info
+        return clean(observation, MAX_TEXT_LENGTH), info
 
     def step(self, action: str) -> StepResult:
         """Take an action.
@@ -112,9 +110,11 @@ class ForeignEnv(TextEnv):
         """
         self.require_episode()
         with self._random.installed():
-            observation, reward, terminated, truncated, info = self._try(_short(action))
+            observation, reward, terminated, truncated, info = self._try(
+                clean(action, MAX_TEXT_LENGTH)
+            )
         terminated, truncated = self.end_turn(terminated, truncated)
-        return _short(observation), reward, terminated, truncated, info
+        return clean(observation, MAX_TEXT_LENGTH), reward, terminated, truncated, info
 
     def _try(self, action: str) -> StepResult:
         try:
@@ -154,8 +154,3 @@ def check_name(package: str, name: str, known: Iterable[str]) -> None:
     if name not in names:
         near = difflib.get_close_matches(str(name), names, n=3) or names[:3]
         raise ConfigError(f"{package} has no {name!r}, did you mean {' or '.join(near)}?")
-
-
-def _short(text: str) -> str:
-    """Make text that any tokenizer can read and that fits the observation space."""
-    return clean(text)[:MAX_TEXT_LENGTH]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_env.env.base import ResetResult, StepResult, TextEnv, extract_tag
+from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv, extract_tag
 from gspo_env.errors import ConfigError
 
 
@@ -34,9 +34,7 @@ class GuessNumberEnv(TextEnv):
         self.high, self.max_turns = high, max_turns
         self._low, self._high, self._number = 1, high, 1
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draw a new number."""
         super().reset(seed=seed, options=options)
         self._number = int(self.np_random.integers(1, self.high + 1))

@@ -17,6 +17,7 @@ from gymnasium import spaces
 
 from gspo_env.env.base import (
     MAX_TEXT_LENGTH,
+    Options,
     ResetResult,
     StepResult,
     TextEnv,
@@ -145,9 +146,7 @@ class GymTextEnv(TextEnv):
         rules = self._known.rules if self._known else f"Act in {env}."
         self.system_prompt = f"{rules} Each turn, write one action as {self._grammar}."
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Reset the inner environment with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
@@ -214,7 +213,7 @@ class GymTextEnv(TextEnv):
         if self._known is not None:
             parts.append(self._known.describe(self.inner.unwrapped, observation))
         text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
-        return clean(text)[:MAX_TEXT_LENGTH]
+        return clean(text, MAX_TEXT_LENGTH)
 
     def _info(self, observation: Any) -> dict[str, Any]:
         space = self.inner.observation_space

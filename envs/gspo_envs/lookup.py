@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from gspo_env.env.base import ResetResult, extract_tag
+from gspo_env.env.base import Options, ResetResult, extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_envs.answer import AnswerEnv
@@ -54,9 +52,7 @@ class LookupEnv(AnswerEnv):
         self._chain: list[str] = []
         self._progress = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draw a new table and a new chain.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, TypeAdapter
 
-from gspo_env.env.base import ResetResult
+from gspo_env.env.base import Options, ResetResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, ToolServerError
@@ -60,9 +60,7 @@ class MCPTools(ToolEnv):
             raise ConfigError(f"MCP: there are two tools {twice[0]!r}, choose with mcp_only.")
         return tuple(made)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Begin an episode; with `mcp_session="episode"` every server begins anew too."""
         if self.mcp_session == "episode":
             self._drop_sessions()

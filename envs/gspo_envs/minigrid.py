@@ -10,7 +10,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_env.env.base import ResetResult, StepResult, TextEnv
+from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv
 from gspo_env.errors import ConfigError, MissingExtraError
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,7 @@ class MiniGridEnv(TextEnv):
         self._done: int | None = None
         self._lost = False
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draw new rooms."""
         super().reset(seed=seed)
         seen, _ = self._game.reset(seed=int(self.np_random.integers(2**31)))

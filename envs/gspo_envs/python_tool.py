@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import ResetResult, extract_tag
+from gspo_env.env.base import Options, ResetResult, extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.sandbox import Sandbox, SandboxResult, Stop
@@ -137,9 +136,7 @@ class PythonToolEnv(AnswerEnv):
         self._printed = False
         self._ran: tuple[str, ...] = ()
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draw a new problem."""
         super().reset(seed=seed, options=options)
         question, self._program, self._value = _draw(self.np_random)

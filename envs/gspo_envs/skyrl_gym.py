@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from gspo_env.env.base import ResetResult, StepResult
+from gspo_env.env.base import Options, ResetResult, StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
 from gspo_envs.foreign import ForeignEnv, check_name, load
@@ -64,9 +64,7 @@ class SkyRLEnv(ForeignEnv):
         self._game: Any = None
         self._seed: int | None = None
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Pick a row and make its environment; `options={"row": 3}` names the row.
 
         Raises:

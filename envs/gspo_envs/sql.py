@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import ResetResult, extract_tag
+from gspo_env.env.base import Options, ResetResult, extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_envs.answer import AnswerEnv
@@ -134,9 +134,7 @@ class SQLEnv(AnswerEnv):
         self._queried: set[str] = set()
         self._found = self._listed = False
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draw a new database and a question that has an answer."""
         super().reset(seed=seed, options=options)
         self._seen, self._queried = set(), set()

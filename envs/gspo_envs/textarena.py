@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.importing import load_function
 from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
 
 Opponent = Callable[[random.Random, str], str]
@@ -33,7 +33,7 @@ class TextArenaEnv(ForeignEnv):
     Args:
         game: TextArena's id, such as "TowerOfHanoi-v0".
         players: How many the game needs; the policy is the first.
-        opponent: `module:function` or a function that plays all others.
+        opponent: `module:function`, `file.py:function` or a function that plays all others.
         max_turns: Steps before truncation; most games have a limit of their own.
         kwargs: Arguments of the game, such as `num_disks=4`.
 
@@ -57,7 +57,9 @@ class TextArenaEnv(ForeignEnv):
         registry = load("textarena.envs.registration", "TextArena", "textarena").ENV_REGISTRY
         check_name("TextArena", game, registry)
         self.game, self.players, self._kwargs = game, players, kwargs
-        self._opponent = _function(opponent) if isinstance(opponent, str) else opponent
+        if isinstance(opponent, str):
+            opponent = load_function(opponent, "opponent")
+        self._opponent = opponent
         self._outer: Any = None
         self._rng = random.Random(0)
         with PrivateRandom(0).installed():
@@ -134,12 +136,3 @@ class TextArenaEnv(ForeignEnv):
             speaker = "" if sender == game else f"[Player {sender}] "
             lines.append(f"{speaker}{text}")
         return "\n".join(lines)
-
-
-def _function(name: str) -> Opponent:
-    module, _, attribute = name.partition(":")
-    try:
-        function: Opponent = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"opponent is {name!r}, expected 'module:function': {error}") from error
-    return function

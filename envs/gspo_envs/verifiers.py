@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from gspo_env.env import background
-from gspo_env.env.base import ResetResult, StepResult
+from gspo_env.env.base import Options, ResetResult, StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
 from gspo_envs.foreign import ForeignEnv, load
@@ -62,9 +62,7 @@ class VerifiersEnv(ForeignEnv):
         self._talk: _Conversation | None = None
         self._seed: int | None = None
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Pick a task; `options={"row": 3}` names it."""
         self._seed = seed
         return super().reset(seed=seed, options=options)

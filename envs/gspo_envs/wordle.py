@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from typing import Any
 
-from gspo_env.env.base import ResetResult, StepResult, TextEnv, extract_tag
+from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv, extract_tag
 from gspo_env.errors import ConfigError
 
 _WORDS = """
@@ -70,9 +70,7 @@ class WordleEnv(TextEnv):
         self._known: dict[str, str] = {}
         self._places: set[int] = set()
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draw a new word.
 
         Raises:

@@ -208,8 +208,10 @@ class _Check:
                 episode: Episode = done.value
                 break
             if beside is not None:
-                with contextlib.suppress(StopIteration):
+                try:
                     beside.send(None)
+                except StopIteration:
+                    beside = None
         if episode.error is not None:
             self.fail(episode.error)
         self.text(episode.final_observation, None if episode.turns else episode.prompt)
@@ -222,7 +224,7 @@ class _Check:
         """Refuse keys that are read from the other method's info only."""
         for key in {field.name for field in dataclasses.fields(other)} & set(extra):
             belongs = "step" if method == "reset" else "reset"
-            self.fail(f"{method}() info[{key!r}] is not read; it belongs to {belongs}().")
+            self.fail(f"the key {key!r} of info belongs to {belongs}(), {method}() has it.")
 
     def text(self, observation: str, prompt: Prompt | None) -> None:
         """Check that a text fits its space and can be tokenised without a control token."""

@@ -19,6 +19,8 @@ TextEnvironment = gymnasium.Env[str, str]
 """What the rollout plays: any Gymnasium environment over text."""
 StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 ResetResult = tuple[str, dict[str, Any]]
+Options = dict[str, Any] | None
+"""What `reset` takes as `options`."""
 
 
 class Action(str):
@@ -52,7 +54,8 @@ class TextEnv(gymnasium.Env[str, str]):
     tools: Sequence[Tool] = ()
     """The tools that the chat template announces; `reset` may change them."""
     blocking: bool | None = None
-    """False if `reset` and `step` never wait; all other environments run in threads."""
+    """False if `reset` and `step` never wait; all other environments run in threads, where the
+    order of episodes, and with it the rounding of a batch, is not repeatable."""
     gives_outcome: bool | None = None
     """Whether finished episodes have an `episodic_reward`; None: the first finished ones decide."""
     outcome_if_cut: float = 0.0
@@ -65,9 +68,7 @@ class TextEnv(gymnasium.Env[str, str]):
     """Turns of the episode that `end_turn` has counted."""
     _ended: bool = True
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> ResetResult:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Seed `np_random` and begin an episode."""
         super().reset(seed=seed, options=options)
         self._turn, self._ended = 0, False
@@ -109,9 +110,10 @@ def attribute(env: TextEnvironment, name: str, default: Any) -> Any:
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
 
 
-def clean(text: str) -> str:
-    """Replace lone surrogates, for which no tokenizer has ids."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+def clean(text: str, limit: int | None = None) -> str:
+    """Replace lone surrogates, for which no tokenizer has ids, and cut the text at a limit."""
+    text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+    return text[:limit]
 
 
 def extract_tag(text: str, tag: str) -> str | None:

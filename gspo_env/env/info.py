@@ -134,22 +134,13 @@ def _number(value: object) -> float:
     return value
 
 
-def _flag(value: object) -> bool:
-    if not isinstance(value, (bool, np.bool_)):
-        raise ValueError("a bool")
-    return bool(value)
+def _instance(kinds: type | tuple[type, ...], expected: str, made: Reader = str) -> Reader:
+    def read(value: object) -> Any:
+        if not isinstance(value, kinds):
+            raise ValueError(expected)
+        return made(value)
 
-
-def _key(value: object) -> str:
-    if not isinstance(value, (str, int, np.integer)):
-        raise ValueError("a str or an int")
-    return str(value)
-
-
-def _name(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("a str")
-    return str(value)
+    return read
 
 
 def _role(value: object) -> str:
@@ -181,20 +172,19 @@ def _per_token(kind: type[float] | type[bool], value: object) -> tuple[Any, ...]
 
 def _messages(value: object) -> tuple[Message, ...]:
     expected = "messages of user and assistant in turn, each with a role and a text"
-    if not isinstance(value, Sequence) or isinstance(value, str):
+    if not isinstance(value, Sequence) or not all(isinstance(m, (Mapping, Message)) for m in value):
         raise ValueError(expected)
-    messages = []
-    for message in value:
-        if isinstance(message, Mapping):
-            message = Message(role=message.get("role"), content=message.get("content"))  # type: ignore[arg-type]
-        if not isinstance(message, Message) or not isinstance(message.content, str):
-            raise ValueError(expected)
-        messages.append(message)
-    roles = [m.role for m in messages]
-    talk = roles[1:] if roles[:1] == ["system"] else roles
+    pairs = [
+        (m.role, m.content) if isinstance(m, Message) else (m.get("role"), m.get("content"))
+        for m in value
+    ]
+    talk = [role for role, _ in pairs]
+    talk = talk[talk[:1] == ["system"] :]
+    if not all(isinstance(content, str) for _, content in pairs):
+        raise ValueError(expected)
     if talk != ["user", "assistant"] * (len(talk) // 2):
         raise ValueError(f"{expected}, assistant last (the observation follows)")
-    return tuple(messages)
+    return tuple(Message(role=role, content=content) for role, content in pairs)
 
 
 def _tools(value: object) -> tuple[Tool, ...]:
@@ -203,22 +193,24 @@ def _tools(value: object) -> tuple[Tool, ...]:
     return tuple(value)
 
 
+_KEY = _instance((str, int, np.integer), "a str or an int")
+_NAME = _instance(str, "a str")
 _RESET: dict[str, Reader] = {
-    "state_key": _key,
-    "task_key": _key,
+    "state_key": _KEY,
+    "task_key": _KEY,
     "messages": _messages,
     "tools": _tools,
-    "agent": _name,
+    "agent": _NAME,
 }
 _STEP: dict[str, Reader] = {
     "episodic_reward": _number,
-    "success": _flag,
-    "state_key": _key,
+    "success": _instance((bool, np.bool_), "a bool", bool),
+    "state_key": _KEY,
     "observation_role": _role,
     "reward_parts": _parts,
     "token_advantages": partial(_per_token, float),
     "token_mask": partial(_per_token, bool),
-    "agent": _name,
+    "agent": _NAME,
 }
 
 

@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from gspo_env.env.base import StepResult, TextEnv, clean
 from gspo_env.env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
@@ -62,7 +62,10 @@ class ToolEnv(TextEnv):
         calls = parse_tool_calls(action) if self.tools else []
         info: dict[str, Any] = {}
         if calls:
-            observation, reward = self._answer_calls(calls, info)
+            answers = self._answer_calls(calls)
+            observation, reward = "\n".join(a.text for a in answers), sum(a.reward for a in answers)
+            errors = sum(a.error for a in answers)
+            info = {"observation_role": "tool"} | ({"tool_errors": errors} if errors else {})
             terminated = self._ended
         else:
             observation, reward, terminated = self.on_final(action)
@@ -90,50 +93,47 @@ class ToolEnv(TextEnv):
         """Let a tool end the episode with the turn it was called in."""
         self._ended = True
 
-    def _answer_calls(
-        self, calls: list[ToolCall | ToolCallError], info: dict[str, Any]
-    ) -> tuple[str, float]:
-        info["observation_role"] = "tool"
+    def _answer_calls(self, calls: list[ToolCall | ToolCallError]) -> list[_Answer]:
         if len(calls) > self.max_calls_per_turn:
             allowed = self.max_calls_per_turn
             message = f"{len(calls)} tool calls in one turn, at most {allowed} may be made."
-            answers = [self._error(message, info)]
-        else:
-            answers = [self._answer_call(call, info) for call in calls]
-        return "\n".join(text for text, _ in answers), sum(reward for _, reward in answers)
+            return [self._error(message)]
+        return [self._answer_call(call) for call in calls]
 
-    def _answer_call(
-        self, call: ToolCall | ToolCallError, info: dict[str, Any]
-    ) -> tuple[str, float]:
+    def _answer_call(self, call: ToolCall | ToolCallError) -> _Answer:
         if isinstance(call, ToolCallError):
-            return self._error(call.message, info)
+            return self._error(call.message)
         tool = self._tools_by_name.get(call.name)
         if tool is None:
-            return self._error(self._unknown_tool(call.name), info)
+            return self._error(self._unknown_tool(call.name))
         try:
             arguments = tool.validate(call.arguments)
         except ConfigError as error:
-            return self._error(str(error), info)
+            return self._error(str(error))
         try:
-            result = _as_text(tool.function(**arguments))
+            text = _as_text(tool.function(**arguments))
         except Exception as error:  # a tool may raise anything, the policy reads it
             logger.warning("tool %s raised", tool.name, exc_info=True)
-            return self._error(f"{tool.name} failed: {type(error).__name__}: {error}", info)
-        return result, self.on_tool_result(ToolCall(name=tool.name, arguments=arguments), result)
+            return self._error(f"{tool.name} failed: {type(error).__name__}: {error}")
+        reward = self.on_tool_result(ToolCall(name=tool.name, arguments=arguments), text)
+        return _Answer(text, reward, error=False)
 
     def _unknown_tool(self, name: str) -> str:
         known = list(self._tools_by_name)
         near = difflib.get_close_matches(name[:64], known, n=3) or known
         return f"unknown tool {clean(name[:64])!r}, tools are: {', '.join(near) or 'none'}."
 
-    def _error(self, message: str, info: dict[str, Any]) -> tuple[str, float]:
-        info["tool_errors"] = info.get("tool_errors", 0) + 1
-        return f"Error: {clean(message)}", self.on_tool_error(message)
+    def _error(self, message: str) -> _Answer:
+        return _Answer(f"Error: {clean(message)}", self.on_tool_error(message), error=True)
+
+
+class _Answer(NamedTuple):
+    """The answer to a tool call."""
+
+    text: str
+    reward: float
+    error: bool
 
 
 def _as_text(result: object) -> str:
-    if isinstance(result, str):
-        return clean(result)
-    if isinstance(result, (dict, list)):
-        return json.dumps(result)
-    return str(result)
+    return clean(json.dumps(result) if isinstance(result, (dict, list)) else str(result))

@@ -11,7 +11,11 @@ _WIDTH = 80
 
 def render_episode(episode: Episode) -> str:
     """Render the task, every turn and how the episode ended."""
+    prompt = episode.prompt
+    told = [] if prompt.system is None else [("system prompt", prompt.system)]
+    told += [(f"earlier {message.role} message", message.content) for message in prompt.messages]
     parts = [_header(episode)]
+    parts += [f"{title}:\n{_block(text)}" for title, text in told]
     parts += [_turn(number, turn) for number, turn in enumerate(episode.turns, start=1)]
     parts.append(_footer(episode))
     return "\n\n".join(parts) + "\n"
@@ -24,13 +28,15 @@ def _header(episode: Episode) -> str:
 
 
 def _turn(number: int, turn: Turn) -> str:
-    tokens = f"{len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
+    title = f"turn {number}: reward {turn.reward:+.4g}"
+    if turn.action_ids:
+        title += f", {len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
     return "\n".join(
         [
-            _rule(f"turn {number}: reward {turn.reward:+.4g}, {tokens}", "-"),
-            "read:",
+            _rule(title, "-"),
+            "observation:",
             _block(turn.observation),
-            "acted:",
+            "action:",
             _block(turn.text),
         ]
     )
@@ -42,7 +48,7 @@ def _footer(episode: Episode) -> str:
     lines = [_rule(title)]
     lines.append(f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled")
     if episode.final_observation:
-        lines += ["the environment's last words:", _block(episode.final_observation)]
+        lines += ["final observation:", _block(episode.final_observation)]
     if episode.error is not None:
         lines += ["error:", _block(episode.error)]
     return "\n".join(lines)

@@ -1,4 +1,5 @@
 from .collector import Collector as Collector
+from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
 from .play import Move as Move

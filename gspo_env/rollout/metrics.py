@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,22 +11,51 @@ from gspo_env.types import Episode, Group, StopReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutStats:
-    """What the episodes of one training step were; means leave out failed environments."""
+class EpisodeStats:
+    """Means over episodes."""
 
     mean_return: float
-    """Mean sum of the turns' rewards."""
-    outcome: float
+    """Of the sum of the turns' rewards."""
     success: float
     turns: float
-    tokens: int
-    """Sampled tokens."""
-    seconds: float
+    reward_parts: Mapping[str, float]
+    """Of each named part of the reward, over the episodes that have the part."""
+
+    @classmethod
+    def of(cls, episodes: Sequence[Episode]) -> EpisodeStats:
+        """Summarises episodes."""
+        return cls(
+            mean_return=_mean(e.rewards.sum() for e in episodes),
+            success=_mean(bool(e.success) for e in episodes),
+            turns=_mean(len(e.turns) for e in episodes),
+            reward_parts=_reward_parts(episodes),
+        )
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Names the metrics."""
+        parts = {f"{prefix}/reward/{name}": value for name, value in self.reward_parts.items()}
+        return parts | {
+            f"{prefix}/return": self.mean_return,
+            f"{prefix}/success": self.success,
+            f"{prefix}/turns": self.turns,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutStats:
+    """What the episodes of one training step were."""
+
+    played: EpisodeStats
+    """Without the episodes whose environment failed."""
+    outcome: float
+    """Mean over the same episodes."""
     env_errors: int
     """Episodes whose environment raised."""
     stops: Mapping[StopReason, float]
     """Share of the episodes that ended for each reason."""
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    tokens: int
+    """Sampled tokens."""
+    seconds: float
 
     @classmethod
     def of(cls, groups: Sequence[Group], seconds: float) -> RolloutStats:
@@ -34,95 +63,66 @@ class RolloutStats:
         episodes = _episodes(groups)
         played = [e for e in episodes if e.stop_reason is not StopReason.ERROR] or episodes
         return cls(
-            mean_return=_mean(played, _return),
-            outcome=_mean(played, lambda e: e.outcome),
-            success=_mean(played, _success),
-            turns=_mean(played, _turns),
+            played=EpisodeStats.of(played),
+            outcome=_mean(e.outcome for e in played),
+            env_errors=len(episodes) - len(played),
+            stops={r: _mean(e.stop_reason is r for e in episodes) for r in StopReason},
             tokens=sum(e.model_tokens for e in episodes),
             seconds=seconds,
-            env_errors=len(episodes) - len(played),
-            stops={r: _mean(episodes, lambda e, r=r: e.stop_reason is r) for r in StopReason},  # type: ignore[misc]
-            reward_parts=_reward_parts(played),
         )
 
     def metrics(self) -> dict[str, float]:
         """Names the metrics."""
-        return {
-            "rollout/return": self.mean_return,
-            "rollout/outcome": self.outcome,
-            "rollout/success": self.success,
-            "rollout/turns": self.turns,
-            "rollout/tokens": float(self.tokens),
-            "rollout/tokens_per_second": self.tokens / self.seconds,
-            "rollout/env_errors": float(self.env_errors),
-            "time/rollout": self.seconds,
-            **{f"rollout/stop/{reason}": share for reason, share in self.stops.items()},
-            **{f"rollout/reward/{name}": value for name, value in self.reward_parts.items()},
-        }
+        stops = {f"rollout/stop/{reason}": share for reason, share in self.stops.items()}
+        return (
+            self.played.metrics("rollout")
+            | stops
+            | {
+                "rollout/outcome": self.outcome,
+                "rollout/env_errors": float(self.env_errors),
+                "rollout/tokens": float(self.tokens),
+                "rollout/tokens_per_second": self.tokens / self.seconds,
+                "time/rollout": self.seconds,
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What an evaluation found on the held-out tasks."""
+    """What the held-out tasks gave."""
 
-    success: float
-    """Share of episodes that succeeded, sampled at the training temperature."""
-    success_greedy: float
-    mean_return: float
-    turns: float
+    sampled: EpisodeStats
+    """Played at the training temperature."""
+    greedy: EpisodeStats
     seconds: float
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
-    groups: tuple[Group, ...] = ()
+    groups: tuple[Group, ...]
     """The sampled episodes."""
 
     @classmethod
     def of(cls, sampled: Sequence[Group], greedy: Sequence[Group], seconds: float) -> Evaluation:
         """Summarises the same tasks played twice."""
-        episodes = _episodes(sampled)
         return cls(
-            success=_mean(episodes, _success),
-            success_greedy=_mean(_episodes(greedy), _success),
-            mean_return=_mean(episodes, _return),
-            turns=_mean(episodes, _turns),
+            sampled=EpisodeStats.of(_episodes(sampled)),
+            greedy=EpisodeStats.of(_episodes(greedy)),
             seconds=seconds,
-            reward_parts=_reward_parts(episodes),
             groups=tuple(sampled),
         )
 
     def metrics(self) -> dict[str, float]:
         """Names the metrics."""
-        return {
-            "eval/success": self.success,
-            "eval/success_greedy": self.success_greedy,
-            "eval/return": self.mean_return,
-            "eval/turns": self.turns,
-            "time/eval": self.seconds,
-            **{f"eval/reward/{name}": value for name, value in self.reward_parts.items()},
-        }
+        extra = {"eval/success_greedy": self.greedy.success, "time/eval": self.seconds}
+        return self.sampled.metrics("eval") | extra
 
 
 def _episodes(groups: Sequence[Group]) -> list[Episode]:
     return [episode for group in groups for episode in group.episodes]
 
 
-def _return(episode: Episode) -> float:
-    return float(episode.rewards.sum())
-
-
-def _success(episode: Episode) -> float:
-    return float(bool(episode.success))
-
-
-def _turns(episode: Episode) -> float:
-    return float(len(episode.turns))
-
-
-def _mean(episodes: Sequence[Episode], value: Callable[[Episode], float]) -> float:
-    return float(np.mean([value(episode) for episode in episodes]))
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The mean of each named part of the reward, over the episodes that have the part."""
     totals: dict[str, list[float]] = {}
     for episode in episodes:
         parts: dict[str, float] = {}
@@ -131,4 +131,4 @@ def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:
                 parts[name] = parts.get(name, 0.0) + value
         for name, value in parts.items():
             totals.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in totals.items()}
+    return {name: _mean(values) for name, values in totals.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -206,7 +205,7 @@ class _Game:
                     turn=len(self.turns),
                 )
             )
-            if inspect.isawaitable(move):
+            if not isinstance(move, (str, Move)):
                 move = await move
             stop = await self._turn(Move(text=move) if isinstance(move, str) else move)
             if stop is not None:
@@ -215,32 +214,28 @@ class _Game:
         return StopReason.MAX_TURNS
 
     async def _turn(self, move: Move) -> StopReason | None:
-        if move.stop is not None:
-            if move.action_ids:
-                self._record(move, self.observation, 0.0, StepInfo(), 0.0)
-            return move.stop
-        started = time.perf_counter()
-        result = await self._call("step", Action(move.text, move.action_ids))
-        seconds = time.perf_counter() - started
-        before, tokens = self.observation, len(move.action_ids) or None
-        self.observation, reward, terminated, truncated, info = parse_step(
-            self.task.env_id, result, tokens
-        )
-        self._record(move, before, reward, info, seconds)
-        if terminated:
-            return StopReason.TERMINATED
-        return StopReason.TRUNCATED if truncated else None
-
-    def _record(
-        self, move: Move, observation: str, reward: float, info: StepInfo, seconds: float
-    ) -> None:
+        stop, before = move.stop, self.observation
+        reward, info, seconds = 0.0, StepInfo(), 0.0
         key = self.turns[-1].info.state_key if self.turns else self.reset.state_key
+        if stop is None:
+            started = time.perf_counter()
+            result = await self._call("step", Action(move.text, move.action_ids))
+            seconds = time.perf_counter() - started
+            self.observation, reward, terminated, truncated, info = parse_step(
+                self.task.env_id, result, len(move.action_ids) or None
+            )
+            if terminated:
+                stop = StopReason.TERMINATED
+            elif truncated:
+                stop = StopReason.TRUNCATED
+        elif not move.action_ids:
+            return stop
         turn = Turn(
             prompt_ids=move.prompt_ids,
             action_ids=move.action_ids,
             logprobs=move.logprobs,
             text=move.text,
-            observation=observation,
+            observation=before,
             reward=reward,
             info=info,
             timing=Timing(generate=move.seconds, step=seconds),
@@ -248,6 +243,7 @@ class _Game:
             state_key=key,
         )
         self.turns.append(turn)
+        return stop
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         function = getattr(self.env, method)

@@ -53,8 +53,14 @@ class EnvPool:
             return function(*args, **kwargs)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="env")
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+
+        def run() -> Any:
+            try:
+                return function(*args, **kwargs)
+            except StopIteration as error:  # no asyncio future can hold it
+                raise RuntimeError(f"StopIteration: {error}") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, run)
 
     def close(self) -> None:
         """Closes every environment."""

@@ -148,6 +148,32 @@ class BadSuccess(Echo):
         return *rest, info | {"success": "yes"}
 
 
+class Misplaced(Echo):
+    def step(self, action: str) -> Any:
+        *rest, info = super().step(action)
+        return *rest, info | {"messages": []}
+
+
+class MisplacedInReset(Echo):
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return super().reset(seed=seed)[0], {"success": True}
+
+
+class ForgetsItsInstructions(Echo):
+    count = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        self.count += 1
+        self.system_prompt = f"Episode {self.count}."
+        return super().reset(seed=seed)
+
+
+class BadRole(Echo):
+    def step(self, action: str) -> Any:
+        *rest, info = super().step(action)
+        return *rest, info | {"observation_role": "system"}
+
+
 class Injects(ToolEnv):
     """A tool whose description contains a control token, as that of an untrusted server may."""
 
@@ -182,6 +208,10 @@ class Injects(ToolEnv):
         (Unending, "outside UnicodeText"),
         (BadOutcome, r"episodic_reward'\] is nan"),
         (BadSuccess, r"success'\] is 'yes'"),
+        (Misplaced, r"'messages' of info belongs to reset\(\)"),
+        (MisplacedInReset, r"'success' of info belongs to step\(\)"),
+        (ForgetsItsInstructions, "seed 0 played again: turn 0 was"),
+        (BadRole, r"observation_role'\] is 'system'"),
     ],
 )
 def test_a_fault_is_named(broken: type[TextEnv], message: str) -> None:

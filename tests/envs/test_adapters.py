@@ -12,9 +12,10 @@ import pytest
 
 from gspo_env import make_env
 from gspo_env.check.environment import check_env
+from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
 from gspo_env.rollout.pool import EnvPool
-from gspo_envs.foreign import ForeignEnv, PrivateRandom, clean, load
+from gspo_envs.foreign import ForeignEnv, PrivateRandom, load
 
 GEM = "game:GuessTheNumber-v0-easy"
 adapters = pytest.mark.adapters
@@ -80,7 +81,7 @@ def test_an_adapter_has_a_limit_of_turns() -> None:
 
 def test_text_of_other_packages_can_be_tokenised_and_fits() -> None:
     assert clean("a\ud800b") == "a?b"
-    assert len(clean("é" * 20000)) == Dice().observation_space.max_length
+    assert len(clean("é" * 20000, 16384)) == Dice().observation_space.max_length
 
 
 def test_private_streams_of_one_seed_are_equal_and_of_two_differ() -> None:

@@ -142,7 +142,8 @@ def test_functions_of_every_kind_are_weighted_summed_and_named(mine):
         {"exact_match": 0.0, "short": 0.0} | {"trl_exact": 0.0},
     )
     assert make(rewards=f"{mine}:short").get_wrapper_attr("blocking") is True
-    assert make().get_wrapper_attr("blocking") is None
+    assert make().get_wrapper_attr("blocking") is False
+    assert make(blocking=True).get_wrapper_attr("blocking") is True
 
 
 def test_a_trl_function_gets_messages_where_the_prompt_is_a_chat():

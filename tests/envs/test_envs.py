@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from gspo_env import format_tool_call, make_env
 from gspo_env.env.info import ParsedStep, parse_reset, parse_step
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.types import StepInfo
 
 IDS = [
     "gspo/Calculator-v0",
@@ -91,6 +90,15 @@ def test_reset_without_a_seed_gives_new_episodes(env: Any) -> None:
     assert parse_step("x", env.step("hello"))[1] == 0.0
 
 
+@pytest.mark.parametrize("env_id", [*IDS, "gspo/KeyDoor-v0", "gspo/GymText-v0"])
+def test_gymnasium_makes_and_checks_an_environment_without_a_render_mode(env_id: str) -> None:
+    env = gymnasium.make(env_id)
+    assert env.render_mode is None
+    check_env(env.unwrapped, skip_render_check=False)
+    with pytest.raises((TypeError, ConfigError), match="render_mode"):
+        gymnasium.make(env_id, render_mode="human")
+
+
 def test_step_after_the_end_is_an_error(env: Any) -> None:
     play(env, 0)
     with pytest.raises(EnvironmentContractError, match="call reset"):
@@ -143,7 +151,7 @@ def test_lookup_pays_each_right_hop_once_and_the_answer() -> None:
     assert look(end)[1] == 0.0
     result = env.step(f"so <answer>{end}</answer>")
     assert result[:4] == ("correct", 1.0, True, False)
-    assert result[4] == StepInfo(state_key=f"{end}:0", success=True, episodic_reward=1.0)
+    assert result[4] == {"state_key": f"{end}:0", "success": True, "episodic_reward": 1.0}
 
 
 @pytest.mark.parametrize("action", ["", "amber", "<answer>zebra</answer>", "<answer>"])
@@ -161,8 +169,8 @@ def test_the_turn_limit_ends_without_success() -> None:
     env.reset(seed=0, options={"hops": 3})
     steps = [env.step(format_tool_call("lookup", {"key": "zebra"})) for _ in range(7)]
     assert [step[3] for step in steps] == [False] * 6 + [True]
-    assert steps[-1][4].episodic_reward == 0.0
-    assert steps[-1][4].success is False
+    assert steps[-1][4]["episodic_reward"] == 0.0
+    assert steps[-1][4]["success"] is False
 
 
 def test_calculator_expressions_have_their_value_and_pay_each_step() -> None:

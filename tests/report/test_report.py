@@ -7,7 +7,7 @@ import numpy as np
 
 from gspo_env.report import render_episode
 from gspo_env.report.curves import learning_curve
-from gspo_env.types import Episode, StopReason, Task, Turn
+from gspo_env.types import Episode, Message, Prompt, StopReason, Task, Turn
 
 
 def make_episode(**changes: object) -> Episode:
@@ -39,6 +39,15 @@ def test_an_episode_shows_task_turns_and_how_it_ended() -> None:
     assert "  | guess 7" in text
     assert "success: outcome +1, stopped by terminated" in text
     assert "  | Right!" in text
+
+
+def test_an_episode_shows_what_the_policy_was_told_and_no_tokens_of_a_text_policy() -> None:
+    prompt = Prompt(system="Be quick.", messages=(Message(role="user", content="hello"),))
+    turn = Turn(text="7", observation="Guess.", reward=0.0)
+    text = render_episode(make_episode(prompt=prompt, turns=(turn,)))
+    assert "system prompt:\n  | Be quick." in text
+    assert "earlier user message:\n  | hello" in text
+    assert "tokens read" not in text
 
 
 def test_an_episode_that_broke_shows_its_error() -> None:

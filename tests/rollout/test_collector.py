@@ -316,3 +316,140 @@ def test_token_judgements_of_a_wrong_number_are_refused(player):
     running = collector(player, lambda: wrong, max_turns=1)
     with pytest.raises(EnvironmentContractError, match=r"token_mask.*one per sampled token"):
         play(running)
+
+
+class Sometimes(Echo):
+    """Gives outcomes of its own to some finished episodes, and never ends others."""
+
+    blocking = False
+
+    def reset(self, *, seed=None, options=None):
+        self.number = seed
+        return super().reset(seed=seed)
+
+    def step(self, action):
+        if self.number % 3 == 0:
+            return "go on", 0.2, False, False, {}
+        info = {"episodic_reward": 0.0} if self.number % 3 == 1 else {}
+        return "end", 0.25, True, False, info
+
+
+def test_the_first_finished_episodes_decide_whether_cut_ones_have_an_outcome(player):
+    running = collector(player, Sometimes, max_turns=2)
+    groups = play(running, tasks=6)
+    assert running.pool.gives_outcome is True
+    for e in episodes(groups):
+        if e.stop_reason is StopReason.TERMINATED:
+            assert e.outcome == (0.0 if e.task.seed % 3 == 1 else 0.25)
+        else:
+            assert (e.outcome, e.success) == (0.0, False)
+    later = episodes(play(running, tasks=1))  # only episodes that are cut
+    assert {e.outcome for e in later} == {0.0}
+    assert any(e.rewards.sum() > 0 for e in later)
+
+
+def test_episodes_that_were_cut_decide_nothing(player):
+    running = collector(player, lambda: TimeLimit(Sometimes(), 2), max_turns=1)
+    cut = episodes(play(running, tasks=1))
+    assert running.pool.gives_outcome is None
+    assert all(e.outcome == e.rewards.sum() for e in cut)
+
+
+def test_an_environment_without_outcomes_keeps_the_sum_when_it_is_cut(player):
+    class Sums(Echo):
+        blocking = False
+
+        def step(self, action):
+            ended = action.startswith("<answer>")
+            return "go on", 0.5, ended, False, {}
+
+    running = collector(player, Sums, max_turns=2)
+    everything = episodes(play(running, tasks=16))
+    assert running.pool.gives_outcome is False
+    assert {StopReason.TERMINATED, StopReason.MAX_TURNS} <= {e.stop_reason for e in everything}
+    assert all(e.outcome == e.rewards.sum() for e in everything)
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TimeLimit(env, 9)])
+def test_a_declared_outcome_of_cut_episodes_is_found_through_wrappers(player, wrap):
+    class Declared(Echo):
+        blocking = False
+        gives_outcome = True
+        outcome_if_cut = -1.0
+
+    cut = episodes(play(collector(player, lambda: wrap(Declared()), max_turns=1)))
+    assert {e.outcome for e in cut} == {-1.0}
+    assert {e.success for e in cut} == {False}
+
+
+def test_an_episode_that_is_cut_before_its_first_action_has_no_turns(player):
+    limits = {"max_context": 50, "max_turn_tokens": 49}
+    groups = play(collector(player, Echo, **limits))
+    assert {(e.stop_reason, e.turns) for e in episodes(groups)} == {(StopReason.MAX_CONTEXT, ())}
+    stats = RolloutStats.of(groups, 1.0)
+    played = stats.played
+    assert (played.turns, played.mean_return, stats.outcome, played.success) == (0, 0, 0, 0)
+
+
+class HangsInReset(Echo):
+    """Waits for ever in `reset`, as a server that is full does."""
+
+    def reset(self, *, seed=None, options=None):
+        if seed == 0:
+            self.release.wait()
+        return super().reset(seed=seed)
+
+
+def test_an_environment_that_hangs_in_reset_costs_its_episode_alone(player):
+    HangsInReset.release = threading.Event()
+    try:
+        running = collector(player, HangsInReset, timeout=1.0, max_turns=1)
+        groups = play(running, tasks=4, size=1)
+    finally:
+        HangsInReset.release.set()
+    first, *others = episodes(groups)
+    assert (first.stop_reason, first.turns) == (StopReason.TIMEOUT, ())
+    assert all(e.turns for e in others)
+    assert len(running.pool._idle) == 3  # the one that hangs is not used again
+    running.pool.close()
+
+
+def test_an_environment_that_raises_in_reset_is_an_error_of_that_episode(player):
+    class Full(Echo):
+        def reset(self, *, seed=None, options=None):
+            if seed == 0:
+                raise ConnectionError("the server is full")
+            return super().reset(seed=seed)
+
+    groups = play(collector(player, Full, max_turns=1), tasks=4, size=1)
+    first, *others = episodes(groups)
+    assert first.error == "reset(seed=0) raised ConnectionError: the server is full"
+    assert all(e.stop_reason is not StopReason.ERROR for e in others)
+
+
+def test_a_contract_that_breaks_in_a_thread_stops_the_run(player):
+    running = collector(player, lambda: Echo(("x", 0.0, False, False, {"success": 1})))
+    with pytest.raises(EnvironmentContractError, match=r"success'\] is 1 of type int"):
+        play(running)
+
+
+def test_threads_give_the_same_episodes_as_the_event_loop(player):
+    def ids(blocking):
+        running = collector(player, lambda: make_env(player.env_id))
+        running.pool.blocking = blocking
+        return [e.token_ids.tolist() for e in episodes(play(running, seed=4))]
+
+    assert ids(True) == ids(False)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_an_environment_that_runs_out_of_an_iterator_is_an_error_and_does_not_hang(player, quick):
+    class Exhausted(Echo):
+        blocking = not quick
+
+        def step(self, action):
+            return next(iter(()))
+
+    running = collector(player, lambda: Exhausted(), timeout=20.0)
+    with pytest.raises(RolloutError, match="StopIteration"):
+        play(running, tasks=1)
