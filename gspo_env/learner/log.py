@@ -59,8 +59,8 @@ class UpdateStats:
             "train/grad_norm": sum(self.grad_norms) / steps,
             "train/learning_rate": self.learning_rate,
             "train/ratio": self._mean(lambda p: p.output.ratio),
-            "train/ratio_min": self._extreme(min, lambda p: p.output.ratio),
-            "train/ratio_max": self._extreme(max, lambda p: p.output.ratio),
+            "train/ratio_min": self._extreme(torch.min, lambda p: p.output.ratio),
+            "train/ratio_max": self._extreme(torch.max, lambda p: p.output.ratio),
             "train/clipped_fraction": self._mean(lambda p: p.output.clipped),
             "train/kl": self._mean(lambda p: p.output.kl),
             "train/entropy": self._mean(lambda p: p.entropy_N),
@@ -81,7 +81,7 @@ class UpdateStats:
 
     def _extreme(self, pick: Any, values: Callable[[PassStats], Tensor | None]) -> float | None:
         known = [v for v in map(values, self.passes) if v is not None]
-        return pick(float(pick(v.min(), v.max())) for v in known) if known else None
+        return float(pick(torch.cat(known))) if known else None
 
     def _router(self, value: Callable[[RouterBalance], Tensor]) -> float | None:
         rows = [(p.router_balance, len(p.row.input_ids_T)) for p in self.passes]

@@ -140,9 +140,10 @@ def test_non_finite_metrics_never_reach_a_tracker(
 ) -> None:
     kept = Kept()
     with caplog.at_level(logging.WARNING), Several({"kept": kept}, run) as tracker:
-        tracker.log({"a": float("nan"), "b": float("-inf"), "c": 3}, step=4)
-    assert kept.calls[1] == ("log", {"c": 3.0, NON_FINITE: 2.0}, 4)
+        tracker.log({"a": float("nan"), "b": float("-inf"), "c": 3, "d": None}, step=4)
+    assert kept.calls[1] == ("log", {"c": 3.0, NON_FINITE: 3.0}, 4)
     assert "step 4: metric a is nan" in caplog.text
+    assert "step 4: metric d is None" in caplog.text
 
 
 def test_a_missing_extra_stops_the_run_before_it_begins_with_the_install_command(
