@@ -72,6 +72,10 @@ class Config:
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as a tree, so that another process finds the classes of a user's file."""
+        return from_dict, (to_dict(self),)
+
     @classmethod
     def from_recipe(cls, recipe: Any = "tiny", **changes: Any) -> Config:
         """Starts from a recipe.
