@@ -77,17 +77,17 @@ class Config:
         return from_dict, (to_dict(self),)
 
     @classmethod
-    def from_recipe(cls, recipe: Any = "tiny", **changes: Any) -> Config:
+    def from_recipe(cls, name: Any = "tiny", /, **changes: Any) -> Config:
         """Starts from a recipe.
 
         Args:
-            recipe: `tiny`, a plugin's name, `path/to/file.py:Class`, or an instance.
+            name: `tiny`, a plugin's name, `path/to/file.py:Class`, or an instance.
             changes: Fields by name; a dictionary changes fields of a section.
 
         Raises:
             ConfigError: The recipe or a field is unknown, or a value impossible.
         """
-        return from_dict({"recipe": recipe, **changes})
+        return override(from_dict({"recipe": name}), changes)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def test_what_a_file_leaves_out_is_neutral_with_a_model_and_the_tiny_recipes_wit
     assert tiny.loss.clip_low == 0.03
     assert Config.from_recipe("tiny", loss={"clip_low": 0.1}).loss.clip_low == 0.1
     assert from_dict({"recipe": {"layers": 3}}).recipe.layers == 3
+    assert Config.from_recipe("tiny", recipe={"layers": 3}).recipe.layers == 3
 
 
 def test_another_choice_starts_from_its_own_defaults_and_the_same_one_keeps_its_settings():
