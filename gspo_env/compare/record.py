@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gspo_env.tracking.base import RunInfo, TrackerChoice, flatten
@@ -41,14 +40,9 @@ class Recorder:
         """Returns itself."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         """Ends the parent run and says what was not recorded."""
-        self._parent.__exit__(exc_type, exc, traceback)
+        self._parent.__exit__(*exception)
         for problem in self._parent.problems:
             self._say(problem)
 

@@ -11,6 +11,9 @@ from gspo_env.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
+NamedTensors = Iterable["tuple[str, torch.Tensor]"]
+"""Weights under the names of the model's checkpoint."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -50,9 +53,7 @@ class Engine(Protocol):
     async def sleep(self) -> None:
         """Gives what memory it can to the learner; `update_weights` wakes it."""
 
-    async def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Takes the learner's weights; later completions carry `version`."""
 
     def close(self) -> None:

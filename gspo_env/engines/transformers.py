@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
 from gspo_env.engines.kv_cache import KVCache
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
@@ -118,9 +118,7 @@ class TransformersEngine:
     async def sleep(self) -> None:
         """Does nothing: the weights are the learner's, and the cache is small."""
 
-    async def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int
-    ) -> None:
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Forgets every cached key and value; the weights are already the learner's."""
         if self._running or self._waiting:
             raise EngineError("weights cannot change while requests are running")

@@ -10,16 +10,15 @@ import asyncio
 import functools
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
@@ -132,9 +131,7 @@ class VLLMEngine:
             await self._call(self._engine.sleep, 2)
             self._asleep = True
 
-    async def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int
-    ) -> None:
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Copies the learner's weights and forgets every cached key and value.
 
         Raises:
@@ -180,7 +177,7 @@ class VLLMEngine:
         self._exporter.write(named_weights(model), folder)
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
 
-    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _load(self, named_tensors: NamedTensors) -> None:
         keywords: dict[str, Any] = {"weights_iterator": self._exporter.weights(named_tensors)}
         if not self._in_place:
             folder = Path(self._folder.name) / "model"

@@ -14,16 +14,15 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import torch
-from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
 from gspo_env.engines.vllm.local import engine_arguments, sampling_fields
 from gspo_env.engines.vllm.process import Server, healthy, start, stop, wait
 from gspo_env.engines.vllm.settings import VLLMServer
@@ -128,9 +127,7 @@ class VLLMServerEngine:
     async def sleep(self) -> None:
         """Does nothing: servers have their own memory."""
 
-    async def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int
-    ) -> None:
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Sends the weights to every server and resets its prefix cache.
 
         A server that fails to take them is no longer used, so that none samples with old weights.
@@ -190,7 +187,7 @@ class VLLMServerEngine:
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
-    def _send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _send(self, named_tensors: NamedTensors) -> None:
         alive = [server for server in self._servers if server.alive]
         threads = 1  # a GPU's collectives have to run in the same order
         if self._transfer == "folder":
@@ -206,7 +203,7 @@ class VLLMServerEngine:
             self._source.set([])
         self._choose()
 
-    def _prepare_source(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _prepare_source(self, named_tensors: NamedTensors) -> None:
         if self._source is None:
             try:
                 from gspo_env.engines.vllm.transfer import Weights

@@ -8,7 +8,7 @@ Each server has its own channel, so that one that dies does not affect the other
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -40,6 +40,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from gspo_env.engines.base import NamedTensors
 from gspo_env.engines.vllm.process import free_port
 
 _TIMEOUT = timedelta(minutes=5)
@@ -59,7 +60,7 @@ class Weights(WeightSource):  # type: ignore[misc]
     def __init__(self) -> None:
         self._pairs: list[tuple[str, Tensor]] = []
 
-    def set(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+    def set(self, pairs: NamedTensors) -> None:
         """Replaces the (name, tensor) pairs, without copying the tensors."""
         self._pairs = list(pairs)
 
