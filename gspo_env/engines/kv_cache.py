@@ -20,13 +20,13 @@ _MAX_SPAN_RATIO = 2
 
 
 class KVCache:
-    """Keys and values of each layer, (S, H, capacity, D); the capacity grows with the sequences."""
+    """Keys and values of each layer, (2, S, H, capacity, D); the capacity grows when needed."""
 
     def __init__(self, model: Any, slots: int, max_context: int) -> None:
         self._slots = slots
         self._max_context = max_context
         self._capacity = min(_FIRST_CAPACITY, max_context)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, Tensor] = {}
         self._device = next(model.parameters()).device
 
     def drop(self) -> None:
@@ -37,8 +37,7 @@ class KVCache:
         """Copies the first `length` positions of a slot to another."""
         with torch.inference_mode():
             for layer in self._layers.values():
-                for tensor in layer:
-                    tensor[target, :, :length] = tensor[source, :, :length]
+                layer[:, target, :, :length] = layer[:, source, :, :length]
 
     @torch.inference_mode()
     def forward(
@@ -61,11 +60,11 @@ class KVCache:
         logits: Tensor = output.logits[0]
         return logits
 
-    def layer(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int, key: Tensor) -> Tensor:
         """A layer's keys and values, allocated at its first use."""
         if index not in self._layers:
-            shape = (self._slots, key.shape[1], self._capacity, key.shape[2])
-            self._layers[index] = (key.new_zeros(shape), key.new_zeros(shape))
+            shape = (2, self._slots, key.shape[1], self._capacity, key.shape[2])
+            self._layers[index] = key.new_zeros(shape)
         return self._layers[index]
 
     def _reserve(self, length: int) -> None:
@@ -75,8 +74,7 @@ class KVCache:
             more = min(self._capacity, self._max_context - self._capacity)
             self._capacity += more
             for index, layer in self._layers.items():
-                padded = [torch.nn.functional.pad(t, (0, 0, 0, more)) for t in layer]
-                self._layers[index] = (padded[0], padded[1])
+                self._layers[index] = torch.nn.functional.pad(layer, (0, 0, 0, more))
 
 
 class _Step:

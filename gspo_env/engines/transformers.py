@@ -79,7 +79,6 @@ class TransformersEngine:
         self._pump: asyncio.Task[None] | None = None
         self._closed = False
         self.weights_version = 0
-        self.steps = 0
         self.fed_tokens = 0
 
     async def generate(
@@ -203,7 +202,6 @@ class TransformersEngine:
         feeds = self._feeds(rows)
         starts = [len(s.tokens) for s in slots]
         logits = self._cache.forward(self._model, [s.index for s in slots], starts, feeds)
-        self.steps += 1
         self.fed_tokens += sum(map(len, feeds))
         for request, slot, feed in zip(rows, slots, feeds, strict=True):
             slot.tokens.extend(feed)
