@@ -1,13 +1,13 @@
-"""Every environment that the adapters reach: check_env, episodes by a random policy, speed.
+"""Tests every environment of the adapters: random episodes, check_env, and speed.
 
-    python benchmarks/adapters.py                              # whatever is installed
-    python benchmarks/adapters.py --only GEM --verbose         # each environment by name
-    python benchmarks/adapters.py --write docs/adapters.md     # between the two marks there
+    python benchmarks/adapters.py                              # all installed packages
+    python benchmarks/adapters.py --only GEM --verbose         # with the name of each environment
+    python benchmarks/adapters.py --write docs/adapters.md     # writes the table
     python benchmarks/adapters.py --only Dataset MCP SkyRL verifiers --write docs/bridges.md
-    python benchmarks/adapters.py --only OpenEnv --write docs/bridges.md   # where it is installed
+    python benchmarks/adapters.py --only OpenEnv --write docs/bridges.md   # needs OpenEnv
 
-An environment has run when each of its episodes ended, or reached the limit of turns, with sound
-values, within its time, and without an exception: neither ours nor one of the package itself.
+An environment has run if each of its episodes ended or reached the limit of turns, with valid
+values, within the time limit, and without an exception of ours or of the package.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ Kwargs = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """A row of the table: an adapter and what it reaches."""
+    """A row of the table: an adapter and its environments."""
 
     name: str
     package: str
     env_id: str
     environments: Callable[[], list[Kwargs]]
-    """The arguments of everything it reaches; called where the package is installed."""
+    """Returns the arguments of all its environments; called if the package is installed."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ def gymnasium_ids() -> list[Kwargs]:
 
 
 def textarena_games(single: bool) -> list[Kwargs]:
-    """Games without the ids that only add TextArena's own observation wrappers."""
+    """Games, without the ids that only add observation wrappers of TextArena."""
     from textarena.envs.registration import ENV_REGISTRY
 
     names = [name for name in ENV_REGISTRY if not name.endswith(("-train", "-raw"))]
@@ -88,8 +88,8 @@ def textarena_games(single: bool) -> list[Kwargs]:
 
 
 def count_players(game: str) -> int:
-    """The least number of players with which a game begins; TextArena does not list it."""
-    # these begin alone, and then wait for others
+    """The smallest number of players that can start a game; TextArena does not list it."""
+    # these start with one player and then wait for others
     several = ("QuantumTicTacToe", "SpiteAndMalice", "PublicGoodsGame", "MarketEntryGame")
     for count in (2, 3, 4) if game.startswith(several) else (1, 2, 3, 4, 5, 6, 8):
         with contextlib.suppress(ConfigError, MissingExtraError, OSError, ValueError):
@@ -105,7 +105,7 @@ def reasoning_gym_tasks() -> list[Kwargs]:
 
 
 def gem_tasks(mirror: bool) -> list[Kwargs]:
-    """GEM's tasks, or those that wrap reasoning-gym."""
+    """The tasks of GEM, or those that wrap reasoning-gym."""
     import gem.envs  # noqa: F401
     from gem.envs.registration import ENV_REGISTRY
 
@@ -119,7 +119,7 @@ def mcp_servers() -> list[Kwargs]:
 
 
 def skyrl_tasks() -> list[Kwargs]:
-    """Those that need neither a database nor a server, and run no code of the model's."""
+    """Tasks that need no database and no server, and run no code of the model."""
     rows = [
         {
             "prompt": [{"role": "user", "content": row["prompt"]}],
@@ -133,7 +133,7 @@ def skyrl_tasks() -> list[Kwargs]:
 
 
 def openenv_servers() -> list[Kwargs]:
-    """A server in a process of its own."""
+    """A server in a separate process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -223,7 +223,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def play(env: Any, seed: int) -> None:
-    """One episode by a random policy; an exception inside the package is raised here."""
+    """Plays one episode with a random policy; raises the exceptions of the package."""
     rng = random.Random(seed)
     observation, _ = parse_reset("environment", env.reset(seed=seed))
     for _ in range(TURNS):
@@ -236,7 +236,7 @@ def play(env: Any, seed: int) -> None:
 
 
 def try_out(row: Row, kwargs: Kwargs) -> None:
-    """Plays and checks one environment; what fails is noted in its row."""
+    """Plays and checks one environment; records a failure in its row."""
     name = str(next(iter(kwargs.values())))[:60]
     what = f"making it took over {EPISODE_SECONDS} s"
     env = None
@@ -265,19 +265,19 @@ def try_out(row: Row, kwargs: Kwargs) -> None:
 
 
 def reason(error: Exception, name: str) -> str:
-    """A short text that is the same for the same fault of several environments."""
+    """A short text that is equal for equal faults of several environments."""
     text = " ".join(str(error).split())
     text = re.sub(rf"{re.escape(name)} (cannot be|needs)", r"\1", text)
     text = re.sub(r"cannot be (made|played by \d+)( with( arguments)? \{[^}]*\})?: ", "", text)
     text = re.sub(r"Could not import \S+ Error: ", "", text)
-    text = re.sub(r" \(env.py, line \d+\)|: '?/\S+", "", text)  # nor folders of this machine
+    text = re.sub(r" \(env.py, line \d+\)|: '?/\S+", "", text)  # and no folders of this machine
     kind = "" if isinstance(error, (ConfigError, MissingExtraError)) else type(error).__name__
     return f"{kind}: {text[:150]}".removeprefix(": ").replace("|", "\\|").replace("<", "&lt;")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Packages print; NLTK reports each download that fails."""
+    """Hides the output of packages; NLTK reports each failed download."""
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),

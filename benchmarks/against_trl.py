@@ -26,7 +26,7 @@ import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
 from gspo_env.batch.sample import Sample
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 
 CLIP = (0.03, 0.05)
 
@@ -113,7 +113,7 @@ def with_real_logprobs(learner: Learner, groups: list[list[Sample]]) -> list[lis
     rng = np.random.default_rng(1)
 
     def near(sample):
-        own = learner.logprobs(learner._pack([sample])).numpy().astype(np.float64)
+        own = learner.logprobs(learner.pack([sample])).numpy().astype(np.float64)
         old = own + rng.normal(0.05 * rng.normal(), 0.1, len(own))
         return dataclasses.replace(sample, engine_logprobs=old)
 
@@ -122,19 +122,20 @@ def with_real_logprobs(learner: Learner, groups: list[list[Sample]]) -> list[lis
 
 def compare(learner: Learner, peer: Peer, samples: list[Sample]) -> None:
     """Prints how far losses and gradients are apart, and stops where they are not the same."""
-    step, learner._step = learner._step, lambda: torch.zeros(())
-    metrics = learner.update(samples)
-    learner._step = step
+    (minibatch,) = learner.score(learner.prepare(samples))
+    passes = learner.backward(minibatch)
+    loss = sum(p.loss for p in passes)
+    clipped = torch.cat([p.output.clipped for p in passes]).float().mean()
     theirs = peer.backward()
     ours = dict(learner.policy.named_parameters())
     wanted = {n: p.grad for n, p in peer.model.named_parameters()}
     total = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
     apart = sum(float((ours[n].grad - g).square().sum()) for n, g in wanted.items()) ** 0.5
     print(
-        f"loss {metrics['train/loss']:.7f} and {theirs:.7f}; gradients apart by {apart / total:.0e}"
-        f" of their norm; {metrics['train/clipped_fraction']:.0%} of tokens clipped"
+        f"loss {loss:.7f} and {theirs:.7f}; gradients apart by {apart / total:.0e}"
+        f" of their norm; {clipped:.0%} of tokens clipped"
     )
-    if apart > 1e-4 * total or abs(metrics["train/loss"] - theirs) > 1e-5:
+    if apart > 1e-4 * total or abs(loss - theirs) > 1e-5:
         raise SystemExit("not the same work")
     learner.optimizer.zero_grad()
     peer.optimizer.zero_grad()
@@ -160,8 +161,8 @@ def main() -> None:
     shape = {"shared": arguments.shared, "own": tuple(arguments.own), "vocabulary": vocabulary}
     groups = [multi_turn_group(rng, **shape) for _ in range(arguments.groups)]
     config = LearnerConfig(minibatches=1, learning_rate=1e-9, warmup_steps=0)
-    objective = ObjectiveConfig(clip_low=CLIP[0], clip_high=CLIP[1], old_logprobs="engine")
-    learner = Learner(copy.deepcopy(model), objective, config, total_steps=10**6)
+    loss = GSPO(clip_low=CLIP[0], clip_high=CLIP[1], old_logprobs="engine")
+    learner = Learner(copy.deepcopy(model), loss, config, total_steps=10**6)
     groups = with_real_logprobs(learner, groups)
     samples = [s for group in groups for s in group]
     peer = Peer(model, groups, arguments.shared)

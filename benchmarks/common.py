@@ -1,4 +1,4 @@
-"""What the benchmarks share: a model that plays, episodes of it, and alternating timing."""
+"""Shared by the benchmarks: a model that plays, its episodes, and alternating timing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ import numpy as np
 from gspo_env.batch.sample import Sample
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.registration import make_env
-from gspo_env.recipes.embedded import EmbeddedConfig, build, to_samples, warm_up
+from gspo_env.recipes.embedded import build, to_samples, warm_up
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Group, Task
 
 ENV = "gspo/Lookup-v0"
+LIMITS = {"max_turn_tokens": 32, "max_context": 512}
+"""Limits of the recipe `tiny`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Player:
-    """The default recipe's model after a short warm-up, which is enough to end its turns."""
+    """The default model after a short warm-up, so that it ends its turns."""
 
     model: Any
     tokenizer: Any
@@ -33,9 +36,9 @@ class Player:
 
 
 def make_player(steps: int = 100) -> Player:
-    """Builds the default model and lets it imitate for a few steps."""
+    """Builds the default model and trains it on demonstrations for a few steps."""
     env = make_env(ENV)
-    config = EmbeddedConfig(demonstrations=1000, imitation_steps=steps)
+    config = Tiny(demonstrations=1000, imitation_steps=steps)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
     chat = ChatTokenizer(tokenizer)
     warm_up(model, to_samples(demonstrations, chat), config, 0, lambda step, loss: None)
@@ -43,7 +46,7 @@ def make_player(steps: int = 100) -> Player:
 
 
 def make_collector(player: Player, config: RolloutConfig) -> Collector:
-    """The rollout of the default recipe."""
+    """Makes the collector of the default recipe."""
     engine = TransformersEngine(
         player.model, max_slots=config.concurrency, max_context=config.max_context
     )
@@ -51,34 +54,34 @@ def make_collector(player: Player, config: RolloutConfig) -> Collector:
 
 
 def collect(collector: Collector, tasks: int = 32, seed: int = 0) -> list[Group]:
-    """One rollout batch, with nothing cached from before."""
+    """Collects one rollout batch with an empty cache."""
     asyncio.run(collector.engine.update_weights([], seed))
     batch = [Task(env_id=ENV, seed=n) for n in range(tasks)]
     return asyncio.run(collector.collect(batch, seed=seed))
 
 
 def alternate(rounds: int, *programs: Callable[[], float]) -> list[list[float]]:
-    """Runs the programs in turn; returns what each returned in every round but the first."""
+    """Calls the functions alternately; returns the results of all rounds except the first."""
     rows = [[program() for program in programs] for _ in range(rounds + 1)]
     return [list(column) for column in zip(*rows[1:], strict=True)]
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """Wall-clock seconds of one call."""
+    """Measures the wall-clock seconds of one call."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def cpu_seconds(work: Callable[[], Any]) -> float:
-    """Seconds of CPU time of one call, in all threads of this process."""
+    """Measures the CPU seconds of one call, in all threads of this process."""
     started = time.process_time()
     work()
     return time.process_time() - started
 
 
 def make_model(size: str) -> Any:
-    """A Qwen3 with random weights: `small` has 0.9 M parameters, `large` 100 M."""
+    """Makes a Qwen3 with random weights: `small` has 0.9 M parameters, `large` 100 M."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -106,7 +109,7 @@ def multi_turn_group(
     size: int = 8,
     turns: int = 3,
 ) -> list[Sample]:
-    """Random episodes of one task: tokens in common, then turns that half the model says."""
+    """Makes random episodes of a task: common tokens, then turns, half of them sampled tokens."""
     prompt = rng.integers(0, vocabulary, max(shared, 1))
     samples = []
     for _ in range(size):

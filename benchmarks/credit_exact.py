@@ -12,7 +12,6 @@ gradient needs to 90 % of the best return on the additive problem, with the best
 
 from __future__ import annotations
 
-import functools
 import statistics
 import sys
 
@@ -24,7 +23,8 @@ from gspo_env.compare.exact import (
     key_and_door,
     may_stop,
 )
-from gspo_env.credit.estimate import ESTIMATORS
+from gspo_env.credit import ReturnsToGo
+from gspo_env.registry import BUILTIN, find
 
 PROBLEMS = {"additive": additive, "key and door": key_and_door, "may stop": may_stop}
 TURNS = (1, 2, 4, 8)
@@ -35,8 +35,8 @@ DRIFT = 0.3
 
 def estimators(scale: str):
     """The six, and immediate credit alone."""
-    made = {name: functools.partial(f, scale=scale) for name, f in ESTIMATORS.items()}
-    made["immediate only"] = functools.partial(ESTIMATORS["returns_to_go"], gamma=0.0, scale=scale)
+    made = {name: find("advantage", name)(scale=scale) for name in BUILTIN["advantage"]}
+    made["immediate only"] = ReturnsToGo(gamma=0.0, scale=scale)
     return made
 
 
@@ -83,7 +83,11 @@ def speed() -> None:
             for size in (8.0, 16.0, 32.0, 64.0, 128.0, 256.0):
                 runs = [
                     episodes_to_target(
-                        additive(turns), ESTIMATORS[name], step_size=size, seed=s, limit=4000
+                        additive(turns),
+                        find("advantage", name)(),
+                        step_size=size,
+                        seed=s,
+                        limit=4000,
                     )
                     for s in range(5)
                 ]

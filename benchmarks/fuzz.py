@@ -1,11 +1,11 @@
-"""Hostile strings through every tool-call parser and every built-in environment's `step`.
+"""Passes hostile strings to every tool-call parser and to `step` of every built-in environment.
 
-    python benchmarks/fuzz.py                      # 100,000 through each
+    python benchmarks/fuzz.py                      # 100,000 strings each
     python benchmarks/fuzz.py --count 5000 gspo/SQL-v0
 
-No exception, no reward that is not finite, nothing that cannot be encoded, and the same seed gives
-the same result: every episode is played again by a second copy of the environment. Only a program
-that one of the two cut off by a clock may differ; how many did is said.
+It checks that nothing raises, that rewards are finite, that texts can be encoded, and that the same
+seed gives the same result: a second copy of the environment plays each episode again. Only programs
+that a time limit stops in one of the two copies may differ. The output gives their number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gspo_env.errors import GspoEnvError
 KWARGS: dict[str, dict[str, Any]] = {
     "gspo/Dataset-v0": {"data": [{"prompt": f"What is {n} + 1?"} for n in range(9)], "max_turns": 3}
 }
-"""Arguments of environments that need some."""
+"""Arguments of the environments that need them."""
 ODD = (
     "", "\0", "\ud800", "\u202e", "é", "東京", "💩", "²", "٣", "-0", "1e999", "9" * 400, "NaN",
     "-Infinity", "null", "true", "[]", "{}", '"', "\\", "\\u0000", "'", "''; --", "<|im_end|>",
@@ -54,7 +54,7 @@ CODE = (
 
 
 def scalar(rng: random.Random) -> Any:
-    """A value of JSON, often of the wrong type."""
+    """A JSON value, often of the wrong type."""
     kind = rng.randrange(7)
     if kind == 0:
         return rng.choice(ODD)
@@ -68,7 +68,7 @@ def scalar(rng: random.Random) -> Any:
 
 
 def noise(rng: random.Random) -> str:
-    """Any characters, or odd pieces side by side."""
+    """Random characters, or a sequence of odd fragments."""
     if rng.random() < 0.5:
         return "".join(rng.choices(ODD, k=rng.randrange(1, 6)))
     codes = (rng.choice((128, 0x3000, 0x11_0000)) for _ in range(rng.randrange(40)))
@@ -76,7 +76,7 @@ def noise(rng: random.Random) -> str:
 
 
 def call(rng: random.Random, tools: Any) -> str:
-    """A call, right in its form and often in its arguments."""
+    """A well-formed call, often with correct arguments."""
     if not tools:
         return format_tool_call("lookup", {"key": scalar(rng)})
     tool = rng.choice(tools)
@@ -95,7 +95,7 @@ def argument(rng: random.Random, name: str) -> Any:
 
 
 def mutated(rng: random.Random, text: str) -> str:
-    """Cut, repeat, put in or exchange a piece."""
+    """Cut, repeat, insert or replace a piece."""
     for _ in range(rng.randrange(1, 4)):
         a, b = sorted(rng.randrange(len(text) + 1) for _ in range(2))
         piece = rng.choice((text[a:b] * 2, "", rng.choice(ODD), rng.choice(string.printable)))
@@ -104,7 +104,7 @@ def mutated(rng: random.Random, text: str) -> str:
 
 
 def generate(rng: random.Random, tools: Any, calls: float) -> str:
-    """One string; `calls` is the share of well-formed tool calls."""
+    """One string; `calls` is the fraction of well-formed tool calls."""
     kind = rng.random()
     if kind < calls:
         return call(rng, tools)
@@ -121,7 +121,7 @@ def generate(rng: random.Random, tools: Any, calls: float) -> str:
 
 
 def parse(count: int, seed: int) -> int:
-    """Put strings through every parser; give how many were put."""
+    """Pass strings to every parser; return their number."""
     rng = random.Random(seed)
     parsers = [f for n, f in sorted(vars(gspo_env.env.tools).items()) if n.startswith("parse_")]
     calls = 0
@@ -137,7 +137,7 @@ def parse(count: int, seed: int) -> int:
 
 
 def episode(env: Any, rng: random.Random, seed: int, calls: float) -> Iterator[tuple[Any, ...]]:
-    """Play one; the demonstrator makes some of the moves, so that play gets deep."""
+    """Play one episode; the scripted player makes some moves, so that episodes get far."""
     yield env.reset(seed=seed)
     done = False
     while not done:
@@ -153,16 +153,16 @@ def episode(env: Any, rng: random.Random, seed: int, calls: float) -> Iterator[t
 
 
 def met_a_clock(step: tuple[Any, ...]) -> bool:
-    """Whether a program was cut off by a limit of time in this step."""
+    """Whether a time limit stopped a program in this step."""
     return re.search(r"stopped after [\d.]+ seconds", str(step[1])) is not None
 
 
 def play(env_id: str, count: int, seed: int) -> int:
-    """Put `count` strings through an environment and a copy of it; give the steps made.
+    """Pass `count` strings to an environment and a copy of it; return the number of steps.
 
-    It is 0 where the environment needs arguments or a package and cannot be made.
+    It is 0 if the environment needs arguments or a package and cannot be made.
     """
-    # A program is a process each time: fewer of them, and as many strings.
+    # Each program is a process: run fewer programs, with the same number of strings.
     calls = 0.02 if "Python" in env_id else 0.2
     try:
         pair = [make_env(env_id, **KWARGS.get(env_id, {})) for _ in range(2)]
@@ -191,7 +191,7 @@ def play(env_id: str, count: int, seed: int) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; give how many environments could not be made."""
+    """Run the fuzz tests; return the number of environments that could not be made."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("env_ids", nargs="*", default=sorted(_BUILTIN))
     parser.add_argument("--count", type=int, default=100_000)

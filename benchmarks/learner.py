@@ -1,10 +1,11 @@
-"""The update against a bare packed forward and backward over the same tokens, and its growth.
+"""Compares the update with a plain forward and backward pass over the same packed tokens.
 
     python benchmarks/learner.py
 
-The floor runs the same model over the same packed rows with the same attention, takes the mean of
-the model tokens' log-probabilities and goes backward: no objective, no metrics, no gradient clip,
-no optimiser. The episodes share nothing, so both compute every token. Process CPU time, one thread.
+The baseline runs the same model over the same packed rows with the same attention, takes the mean
+log-probability of the sampled tokens, and runs the backward pass. It has no loss function, metrics,
+gradient clip or optimiser. The episodes share no prefix, so both compute every token. The program
+also measures how the time grows with the tokens. Process CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
 from gspo_env.batch.packing import microbatches, pack
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.attention import PackedAttention
 
 
 def make_learner(model) -> Learner:
-    """One minibatch, and steps too small to change the model."""
+    """Makes a learner with one minibatch and a learning rate too small to change the model."""
     config = LearnerConfig(minibatches=1, learning_rate=1e-9, warmup_steps=0)
-    return Learner(model, ObjectiveConfig(), config, total_steps=10**6)
+    return Learner(model, GSPO(), config, total_steps=10**6)
 
 
 def episodes(model, count: int, own: tuple[int, int]) -> list:
-    """Random episodes of three turns."""
+    """Makes random episodes of three turns."""
     rng, vocabulary = np.random.default_rng(0), model.config.vocab_size
     return [
         s
@@ -38,7 +39,7 @@ def episodes(model, count: int, own: tuple[int, int]) -> list:
 
 
 def bare(model, rows) -> None:
-    """Forward and backward, and nothing else."""
+    """Runs only the forward and backward pass."""
     for row in rows:
         batch = pack(row)
         logits = model(
@@ -88,7 +89,7 @@ def growth(rounds: int) -> None:
 
 
 def main() -> None:
-    """Runs the three."""
+    """Runs the three measurements."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-large", action="store_true", help="leave out the 100 M parameters")

@@ -1,10 +1,10 @@
-"""Peak memory of an update with a large vocabulary, above the same update with a small one.
+"""Measures the extra peak memory of an update with a large vocabulary instead of a small one.
 
     python benchmarks/memory.py
 
-Each size runs in a process of its own, whose peak resident memory the kernel counts. Weights,
-gradients and the optimiser's two moments of the head and the embeddings are set apart. The peer is
-the same update with full logits.
+Each size runs in a separate process, whose peak resident memory the kernel counts. Weights,
+gradients and the two optimiser moments of the head and the embeddings are subtracted. The baseline
+is the same update with full logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from gspo_env.batch.sample import Sample
-    from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+    from gspo_env.learner import GSPO, Learner, LearnerConfig
 
     torch.set_num_threads(1)
     shape = Qwen3Config(
@@ -36,28 +36,27 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
         tie_word_embeddings=False,
     )
     config = LearnerConfig(minibatches=1, warmup_steps=0)
-    learner = Learner(Qwen3ForCausalLM(shape), ObjectiveConfig(), config, total_steps=10)
+    learner = Learner(Qwen3ForCausalLM(shape), GSPO(), config, total_steps=10)
     if full:
         learner.scorer.head = None
     rng = np.random.default_rng(0)
-    length = 513  # 512 of them the model's
+    length = 513  # 512 of them sampled
     count = arguments.tokens // (length - 1)
     samples = [
         Sample(
             token_ids=rng.integers(0, vocabulary, length),
             turn_ids=np.array([-1] + [0] * (length - 1)),
             advantages=np.ones(length - 1) * (-1) ** n,
-            engine_logprobs=np.full(length - 1, np.nan),
         )
         for n in range(count)
     ]
-    for seed in range(2):  # the second update finds the optimiser's moments already there
+    for seed in range(2):  # in the second update the moments of the optimiser exist already
         learner.update(samples, seed)
     answer.put(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
 def peak(vocabulary: int, arguments: argparse.Namespace, full: bool = False) -> int:
-    """Bytes at the peak of two updates."""
+    """Measures the peak bytes of two updates."""
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     child = context.Process(target=_update, args=(vocabulary, arguments, full, answer))
@@ -69,7 +68,7 @@ def peak(vocabulary: int, arguments: argparse.Namespace, full: bool = False) -> 
 
 
 def main() -> None:
-    """Prints what the larger vocabulary costs, chunked and with full logits."""
+    """Prints the cost of the larger vocabulary, with chunked and with full logits."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--tokens", type=int, default=4096)

@@ -18,14 +18,13 @@ import torch
 from common import alternate, cpu_seconds, make_model, multi_turn_group, show
 
 from gspo_env.batch import prefix
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 
 
 def gradients(learner, samples) -> dict[str, torch.Tensor]:
-    """One update with the optimiser held back."""
-    step, learner._step = learner._step, lambda: torch.zeros(())
-    learner.update(samples)
-    learner._step = step
+    """The gradient of all samples, without an optimiser step."""
+    for minibatch in learner.score(learner.prepare(samples)):
+        learner.backward(minibatch)
     found = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
     learner.optimizer.zero_grad()
     return found
@@ -43,7 +42,7 @@ def unshared(work) -> None:
 def compare(model, samples, rounds: int, wanted: str) -> None:
     """Prints the time of both and their ratio."""
     config = LearnerConfig(minibatches=1, learning_rate=1e-9, warmup_steps=0)
-    learner = Learner(copy.deepcopy(model), ObjectiveConfig(), config, total_steps=10**6)
+    learner = Learner(copy.deepcopy(model), GSPO(), config, total_steps=10**6)
     ours = gradients(learner, samples)
     plain = unshared(lambda: gradients(learner, samples))
     apart = max(float((ours[n] - g).norm() / g.norm().clamp(min=1e-20)) for n, g in plain.items())

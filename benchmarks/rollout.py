@@ -1,13 +1,14 @@
-"""Rollout on the default settings against plain loops over the bare model.
+"""Compares a rollout with default settings with plain loops over the same model.
 
     python benchmarks/rollout.py
 
-Two floors, run alternately with ours in this process. Both are hand-written loops with a KV cache
-that draw tokens and keep log-probabilities, with no environment and all rows alike:
+There are two baselines, which run alternately with ours in this process. Both are loops with a KV
+cache that sample tokens and keep log-probabilities. They have no environment, and their rows are
+equal:
 
-- the same batch: as many rows as episodes are in flight, and the episodes' mean prompt, turns,
-  tokens of an action and tokens of an observation;
-- decoding only, at half the episodes' mean length: no token of an environment is ever fed.
+- the same batch: one row for each running episode, with the mean prompt, number of turns, action
+  length and observation length of the episodes;
+- decoding only, at half of the mean episode length, without environment tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from common import alternate, collect, make_collector, make_player, seconds, show
+from common import LIMITS, alternate, collect, make_collector, make_player, seconds, show
 from transformers import DynamicCache
 
 from gspo_env.rollout.collector import RolloutConfig
@@ -24,7 +25,7 @@ from gspo_env.rollout.collector import RolloutConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A batch whose rows are all alike."""
+    """A batch of equal rows."""
 
     rows: int
     prompt: int
@@ -52,14 +53,14 @@ def plain_rate(model, shape: Shape) -> float:
                 ids = torch.cat([ids, prompt(shape.observation)], 1)
 
     with torch.inference_mode():
-        # A group shares its prompt, so it is computed once for all: it costs neither side anything.
+        # The prompt of a group is computed once and is not part of either time.
         model(input_ids=prompt(shape.prompt), past_key_values=cache, use_cache=True)
         return shape.rows * shape.turns * shape.action / seconds(loop)
 
 
 def main() -> None:
     """Prints the rates and the ratios."""
-    config = RolloutConfig()
+    config = RolloutConfig(**LIMITS)
     player = make_player(steps=300)
     collector = make_collector(player, config)
     episodes = [e for group in collect(collector) for e in group.episodes]

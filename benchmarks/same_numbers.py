@@ -1,4 +1,4 @@
-"""Runs five short trainings in another revision and in this one, and compares every metric.
+"""Runs five short trainings with another revision and with this one, and compares all metrics.
 
     python benchmarks/same_numbers.py REV
 
@@ -9,6 +9,7 @@ metrics but times and rates must be equal to the last digit. Exit code 1 where o
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -21,6 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 RENAMED: dict[str, str] = {
+    "advantages/rms": "train/advantage_rms",
+    "advantages/baseline_fallbacks": "train/baseline_fallbacks",
+    "rollout/logprob_diff_max": "train/logprob_diff_max",
+    "rollout/logprob_diff_mean": "train/logprob_diff_mean",
+    "rollout/logprob_diff_p99": "train/logprob_diff_p99",
+    "rollout/ratio_outside_clip": "train/ratio_outside_clip",
     "train/return": "rollout/return",
     "train/outcome": "rollout/outcome",
     "train/success": "rollout/success",
@@ -117,16 +124,25 @@ def play(tree: dict[str, Any]) -> list[Any]:
     from gspo_env.config import from_dict
 
     torch.manual_seed(0)  # the first weights of an adapter were not always the seed's
-    quiet = {"tracking": {"enabled": False}}
     Path("reward.py").write_text(REWARD)
     sums = [(f"{a} plus {b}", str(a + b)) for a in range(9) for b in (2, 3, 4)]
     rows = [{"prompt": prompt, "completion": c, "answer": c} for prompt, c in sums]
     Path("sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     if tree.get("model"):
-        teacher = GSPOAgent(config=from_dict({**TINY, **SHORT, **quiet}))
+        teacher = GSPOAgent(config=from_dict({**TINY, **SHORT}))
         teacher.warm_up()
         teacher.save(tree["model"])
-    return GSPOAgent(config=from_dict({**tree, **quiet, "output": "run"})).train()
+    return GSPOAgent(config=_untracked(from_dict({**tree, "output": "run"}))).train()
+
+
+def _untracked(config: Any) -> Any:
+    """The config of this or the other revision, with nothing recorded."""
+    if hasattr(config, "tracking"):
+        quiet = dataclasses.replace(config.tracking, enabled=False)
+        return dataclasses.replace(config, tracking=quiet)
+    from gspo_env.tracking import NoTracker
+
+    return dataclasses.replace(config, tracker=NoTracker())
 
 
 def report(name: str, before: list[Any], after: list[Any]) -> int:

@@ -1,13 +1,12 @@
-"""Rollout through the `vllm` engine against vLLM's own offline `generate`.
+"""Compares a rollout with the `vllm` engine with the offline `generate` of vLLM.
 
     python benchmarks/vllm_rollout.py
 
-64 episodes in flight, environments that answer at once and environments whose steps sleep 50 ms,
-on two workloads: actions of about 64 tokens from a model with random weights, as an agent writes
-them, and the default look-up recipe's, of about 4 tokens, where a turn is over before a batch has
-formed. The floor hands vLLM every turn's prompt and length at once: the same prompts, lengths and
-concurrency, no environment, and no turn that waits for the one before. All alternate in this
-process.
+64 episodes run at the same time. Environments answer at once, or their steps sleep 50 ms. There are
+two workloads: actions of about 64 tokens from a model with random weights, and actions of about 4
+tokens in the look-up environment, where a turn ends before a batch has formed. The baseline gives
+vLLM the prompts and lengths of all turns at once: the same prompts, lengths and concurrency, but no
+environment and no waiting for earlier turns. All measurements alternate in this process.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import ENV, alternate, make_player, seconds, show
+from common import ENV, LIMITS, alternate, make_player, seconds, show
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -30,7 +29,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import gymnasium
 from vllm import LLM, SamplingParams
 
-from gspo_env.engines.vllm.local import VLLMConfig, VLLMEngine, engine_arguments
+from gspo_env.engines.vllm.local import VLLM, VLLMEngine, engine_arguments
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.model.export import Exporter, named_weights
@@ -40,12 +39,12 @@ from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Episode, Task
 
 FLIGHT = 64
-CONFIG = VLLMConfig(enforce_eager=True)
+CONFIG = VLLM(enforce_eager=True)
 PAUSE = 0.05
 
 
 class FourTurns(TextEnv):
-    """Answers whatever it is told, four times."""
+    """Answers every action; an episode has four turns."""
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -58,7 +57,7 @@ class FourTurns(TextEnv):
 
 
 class ManyEnds(ChatTokenizer):
-    """About one id in 64 ends an action, where a model with random weights draws them all alike."""
+    """About one id in 64 ends an action; random weights give all ids the same probability."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -69,7 +68,7 @@ gymnasium.register("bench/FourTurns-v0", FourTurns)
 
 
 def make_waiting(env_id: str, pause: float):
-    """The environment, with steps that take a while as those over a network do."""
+    """The environment with slow steps, such as those over a network."""
     env = make_env(env_id)
     if pause:
         inner = env.unwrapped
@@ -85,7 +84,7 @@ def make_waiting(env_id: str, pause: float):
 
 
 def play(engine: VLLMEngine, chat, env_id: str, limits: RolloutConfig, episodes: int, pause: float):
-    """Plays groups of 4; nothing is cached from before."""
+    """Plays groups of 4 with an empty cache."""
     engine._engine.reset_prefix_cache()
     collector = Collector(engine, chat, EnvPool(lambda: make_waiting(env_id, pause)), limits)
     tasks = [Task(env_id=env_id, seed=n) for n in range(episodes // 4)]
@@ -95,7 +94,7 @@ def play(engine: VLLMEngine, chat, env_id: str, limits: RolloutConfig, episodes:
 
 
 def make_offline(player, folder: str, limits: RolloutConfig) -> LLM:
-    """vLLM's offline entry point over the same weights."""
+    """The offline entry point of vLLM with the same weights."""
     exporter = Exporter(player.model, untie=not torch.cuda.is_available())
     exporter.write(named_weights(player.model), Path(folder))
     player.tokenizer.save_pretrained(folder)
@@ -104,7 +103,7 @@ def make_offline(player, folder: str, limits: RolloutConfig) -> LLM:
 
 
 def requests_of(episodes: list[Episode]):
-    """Every turn's prompt and length, as the offline entry point takes them."""
+    """The prompt and length of every turn, in the form of the offline entry point."""
     prompts, params = [], []
     for episode in episodes:
         ids: list[int] = []
@@ -159,12 +158,14 @@ def measure(
 
 
 def main() -> None:
-    """Both workloads."""
+    """Runs both workloads."""
     fresh = make_player(steps=0)
     fresh = dataclasses.replace(fresh, chat=ManyEnds(fresh.tokenizer))
     long = RolloutConfig(concurrency=FLIGHT, max_turn_tokens=400, max_context=2048)
     measure("actions of about 64 tokens", fresh, "bench/FourTurns-v0", long, 512, 3)
-    measure("look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT), 256, 3)
+    measure(
+        "look-up", make_player(steps=200), ENV, RolloutConfig(concurrency=FLIGHT, **LIMITS), 256, 3
+    )
 
 
 if __name__ == "__main__":

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from gspo_env.credit.estimate import AdvantageConfig
-from gspo_env.engines.vllm.local import VLLMConfig
-from gspo_env.engines.vllm.server import VLLMServerConfig
+import tomli_w
+
+from gspo_env.credit.estimate import CreditConfig
+from gspo_env.credit.estimators import ReturnsToGo
+from gspo_env.engines.base import Transformers
 from gspo_env.errors import ConfigError
-from gspo_env.learner.learner import LearnerConfig, ObjectiveConfig
-from gspo_env.recipes.embedded import EmbeddedConfig
-from gspo_env.rollout.collector import RolloutConfig
-from gspo_env.tracking.mlflow import TrackingConfig
+from gspo_env.learner.loss import GSPO
+from gspo_env.learner.settings import LearnerConfig
+from gspo_env.recipes.base import Recipe
+from gspo_env.registry import BUILTIN, check_literals, find, name_of
+from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.tracking.base import flatten
+from gspo_env.tracking.mlflow import MLflow
 
 T = TypeVar("T")
-
-_FREE = ("env_kwargs", "engine_args", "args")
-"""Fields that hold whatever the user says; all other dictionaries are sections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Everything that decides a run.
+    """Everything that decides a run. `Config()` means the same for every model.
 
-    `Config()` is the recipe of the embedded tiny model, `Config.for_model` that of a given one.
+    The fields `recipe`, `advantage`, `loss`, `engine` and `tracker` hold choices: instances of a
+    class that `gspo_env.registry` finds by name.
     """
 
     env: str = "gspo/Lookup-v0"
@@ -37,17 +40,15 @@ class Config:
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment, such as `hops=4`; JSON values."""
     model: str = ""
-    """Model folder or hub id; empty builds the embedded tiny model and warms it up."""
-    engine: Literal["transformers", "vllm", "vllm-server"] = "transformers"
-    """How actions are sampled: over the learner's own weights, by vLLM here, or by its servers."""
-    history: Literal["keep", "refuse"] = "keep"
+    """Model folder or hub id; empty takes the model that the recipe makes."""
+    rewritten_history: Literal["keep", "refuse"] = "keep"
     """What to do where a chat template rewrites earlier turns: keep them as sampled, or refuse."""
     seed: int = 0
     """Decides every random draw of the run."""
-    steps: int = 70
+    steps: int = 100
     """Rollout batches to train on."""
-    tasks_per_step: int = 32
-    """Tasks of a rollout batch, P; each gets `group_size` episodes."""
+    tasks_per_step: int = 16
+    """Tasks of a rollout batch, P; each gets `rollout.group_size` episodes."""
     eval_every: int = 10
     """Steps between evaluations; 0 evaluates at the start and the end only."""
     eval_tasks: int = 256
@@ -55,51 +56,34 @@ class Config:
     output: str = ""
     """Folder for the results; empty makes a new one under `runs`."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    objective: ObjectiveConfig = field(
-        default_factory=lambda: ObjectiveConfig(clip_low=0.03, clip_high=0.05)
-    )
-    learner: LearnerConfig = field(
-        default_factory=lambda: LearnerConfig(
-            learning_rate=1e-3, warmup_steps=60, schedule="cosine"
-        )
-    )
-    embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
-    vllm: VLLMConfig = field(default_factory=VLLMConfig)
-    server: VLLMServerConfig = field(default_factory=VLLMServerConfig)
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    advantage: Any = field(default_factory=ReturnsToGo)
+    credit: CreditConfig = field(default_factory=CreditConfig)
+    loss: Any = field(default_factory=GSPO)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    engine: Any = field(default_factory=Transformers)
+    tracker: Any = field(default_factory=MLflow)
+    recipe: Any = field(default_factory=Recipe)
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
-        for name, least in (
-            ("steps", 0),
-            ("tasks_per_step", 1),
-            ("eval_every", 0),
-            ("eval_tasks", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
-        if self.seed < 0:
-            raise ConfigError(f"seed is {self.seed!r}; expected at least 0")
+        check_literals(self)
+        least = {"seed": 0, "steps": 0, "tasks_per_step": 1, "eval_every": 0, "eval_tasks": 1}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
 
     @classmethod
-    def for_model(cls, model: str) -> Config:
-        """The defaults for a model folder or hub id: the paper's clip, room for long actions."""
-        if not model:
-            return cls()
-        return cls(
-            model=model,
-            steps=100,
-            tasks_per_step=16,
-            rollout=RolloutConfig(max_turn_tokens=512, max_context=4096),
-            objective=ObjectiveConfig(),
-            learner=LearnerConfig(),
-        )
+    def from_recipe(cls, recipe: Any = "tiny", **changes: Any) -> Config:
+        """Starts from a recipe.
 
+        Args:
+            recipe: `tiny`, a plugin's name, `path/to/file.py:Class`, or an instance.
+            changes: Fields by name; a dictionary changes fields of a section.
 
-def load_toml(path: str | Path) -> Config:
-    """Reads a config from a TOML file; see `read_toml` and `from_dict` for what is refused."""
-    return from_dict(read_toml(path))
+        Raises:
+            ConfigError: The recipe or a field is unknown, or a value impossible.
+        """
+        return from_dict({"recipe": recipe, **changes})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -116,40 +100,135 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
-def from_dict(tree: dict[str, Any]) -> Config:
-    """Builds a config from nested dictionaries; what they leave out has the model's default.
+def load_toml(path: str | Path) -> Config:
+    """Reads a config from a TOML file; see `from_dict`."""
+    return from_dict(read_toml(path))
+
+
+def from_dict(tree: Mapping[str, Any]) -> Config:
+    """Builds a config from nested dictionaries.
+
+    Fields that the tree leaves out have the recipe's value, else the neutral one. The recipe is
+    `tiny` where the tree names neither a recipe nor a model.
 
     Raises:
-        ConfigError: A field is unknown or impossible; the message names it.
+        ConfigError: A field is unknown or a value impossible; the message names both.
     """
-    model = tree.get("model", "")
-    return _replace(Config.for_model(_typed("model", model, str)), tree, "")
+    named = tree.get("recipe", {})
+    recipe = named.get("name", "") if isinstance(named, Mapping) else named
+    recipe = recipe or ("none" if tree.get("model") else "tiny")
+    config = override(Config(), {"recipe": recipe})
+    return override(override(config, config.recipe.changes), tree)
 
 
-def override(config: Config, tree: dict[str, Any]) -> Config:
-    """The config with what a nested dictionary names replaced.
+def override(config: Config, tree: Mapping[str, Any]) -> Config:
+    """Replaces what a nested dictionary names.
+
+    A choice is named by a text, or by the entry `name` of a dictionary that also holds its
+    settings. Another choice than the config's starts from its own defaults.
 
     Raises:
-        ConfigError: A field is unknown or impossible; the message names it.
+        ConfigError: A field is unknown or a value impossible; the message names both.
     """
     return _replace(config, tree, "")
 
 
-def _replace(default: T, tree: dict[str, Any], where: str) -> T:
+def to_dict(config: Config) -> dict[str, Any]:
+    """Gives the resolved tree as nested dictionaries; `from_dict` reads it back."""
+    tree = dataclasses.asdict(config)
+    for kind in BUILTIN:
+        tree[kind] = {"name": name_of(kind, getattr(config, kind)), **tree[kind]}
+    return tree
+
+
+def to_toml(config: Config) -> str:
+    """Writes the resolved tree as TOML; `load_toml` reads it back."""
+    return tomli_w.dumps(to_dict(config))
+
+
+def resolve(config: Config, name: str) -> str:
+    """Finds the dotted path of a field.
+
+    Args:
+        config: Decides which settings exist: those of its choices.
+        name: The path, or its last part where only one section has that.
+
+    Raises:
+        ConfigError: No field or several have that name; the message names what there is.
+    """
+    paths = [*BUILTIN, *flatten(config, mappings=False)]
+    if name in paths:
+        return name
+    found = [path for path in paths if path.rpartition(".")[2] == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ConfigError(f"{name!r} could be {' or '.join(found)}; expected one of them")
+    raise ConfigError(f"there is no setting {name!r}{_hint(config, name, paths)}")
+
+
+def _hint(config: Config, name: str, paths: list[str]) -> str:
+    """Says which choice has a setting, or which fields have names like it."""
+    section, _, last = name.rpartition(".")
+    for kind, builtin in BUILTIN.items():
+        owners = [n for n in builtin if any(f.name == last for f in _settings(kind, n))]
+        if section in ("", kind) and owners:
+            chosen = getattr(config, kind)
+            takes = ", ".join(f.name for f in dataclasses.fields(chosen)) or "nothing"
+            return (
+                f": it is a setting of {', '.join(owners)}, and {kind} is "
+                f"{name_of(kind, chosen)!r}, which takes {takes}"
+            )
+    lasts = {path.rpartition(".")[2]: path for path in paths}
+    near = difflib.get_close_matches(last, lasts, n=3)
+    return f"; perhaps you mean {' or '.join(lasts[n] for n in near)}" if near else ""
+
+
+def _settings(kind: str, name: str) -> tuple[dataclasses.Field[Any], ...]:
+    try:
+        return dataclasses.fields(find(kind, name))
+    except ConfigError:  # its library is missing
+        return ()
+
+
+def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
     hints = get_type_hints(type(default))
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        if name not in hints:
+        if name not in (f.name for f in dataclasses.fields(default)):  # type: ignore[arg-type]
             near = difflib.get_close_matches(name, hints, n=3) or sorted(hints)
             raise ConfigError(f"unknown field {where}{name!r}; expected one of: {', '.join(near)}")
-        hint = hints[name]
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{where}{name} is {value!r}; expected a table")
-            values[name] = _replace(getattr(default, name), value, f"{where}{name}.")
+        old = getattr(default, name)
+        if not where and name in BUILTIN:
+            values[name] = _choose(name, old, value)
+        elif dataclasses.is_dataclass(old):
+            values[name] = _replace(old, _table(where + name, value), f"{where}{name}.")
         else:
-            values[name] = _typed(f"{where}{name}", value, hint)
+            values[name] = _typed(f"{where}{name}", value, hints[name])
     return dataclasses.replace(default, **values)  # type: ignore[type-var]
+
+
+def _choose(kind: str, old: Any, value: Any) -> Any:
+    """Gives the choice that a text or a table names, or the old one with other settings."""
+    if dataclasses.is_dataclass(value):
+        return value
+    tree = {"name": value} if isinstance(value, str) else dict(_table(kind, value))
+    name = _typed(f"{kind}.name", tree.pop("name", name_of(kind, old)), str)
+    new = old if name == name_of(kind, old) else _default(kind, name)
+    return _replace(new, tree, f"{kind}.")
+
+
+def _default(kind: str, name: str) -> Any:
+    try:
+        return find(kind, name)()
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name!r} has a setting without a default: {error}") from error
+
+
+def _table(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} is {value!r}; expected a table")
+    return value
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
@@ -168,32 +247,3 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     ):
         raise ConfigError(f"{name} is {value!r}; expected {plain.__name__}")
     return value
-
-
-def to_toml(config: Config) -> str:
-    """The resolved tree as TOML; `load_toml` reads it back."""
-    return _table(dataclasses.asdict(config), "")
-
-
-def _table(tree: dict[str, Any], prefix: str) -> str:
-    lines, tables = [], []
-    for name, value in tree.items():
-        if isinstance(value, dict) and name not in _FREE:
-            tables.append(f"\n[{prefix}{name}]\n{_table(value, f'{prefix}{name}.')}")
-        elif isinstance(value, dict):
-            inner = ", ".join(f"{k} = {json.dumps(v)}" for k, v in value.items())
-            lines.append(f"{name} = {{ {inner} }}" if inner else f"{name} = {{}}")
-        else:
-            lines.append(f"{name} = {json.dumps(value)}")
-    return "\n".join(lines) + "\n" + "".join(tables)
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """The tree as `section.field` names, for the tracker."""
-    flat: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, dict):
-            flat.update({f"{name}.{key}": inner for key, inner in value.items()})
-        else:
-            flat[name] = value
-    return flat

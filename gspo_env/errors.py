@@ -55,3 +55,12 @@ class MissingExtraError(GspoEnvError, RuntimeError):
 
 class ToolServerError(GspoEnvError, RuntimeError):
     """A server of tools failed, died or did not answer; the policy reads the message."""
+
+
+class TrackingError(GspoEnvError, RuntimeError):
+    """A tracker could not record everything; raised by its `finish`."""
+
+    def __init__(self, calls: list[str]) -> None:
+        """Keeps what went wrong in each failed call."""
+        super().__init__(f"{len(calls)} calls failed, the first was {calls[0]}")
+        self.calls = calls

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import typing
+from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -33,7 +35,10 @@ BUILTIN: dict[str, dict[str, str]] = {
         "grpo": "gspo_env.learner.loss:GRPO",
         "dr_grpo": "gspo_env.learner.loss:DrGRPO",
     },
-    "recipe": {"tiny": "gspo_env.recipes.tiny:Tiny"},
+    "recipe": {
+        "none": "gspo_env.recipes.base:Recipe",
+        "tiny": "gspo_env.recipes.tiny:Tiny",
+    },
     "tracker": {
         "mlflow": "gspo_env.tracking.mlflow:MLflow",
         "none": "gspo_env.tracking.base:NoTracker",
@@ -63,8 +68,10 @@ def find(kind: str, name: str) -> type[Any]:
         ConfigError: Nothing has that name, or it is not a dataclass.
     """
     plugins = entry_points(group=_group(kind))
-    if name in BUILTIN[kind]:
-        found: Any = load_function(BUILTIN[kind][name], kind)
+    if kind == "tracker" and "," in name:
+        found: Any = load_function("gspo_env.tracking.several:combine", kind)(name)
+    elif name in BUILTIN[kind]:
+        found = load_function(BUILTIN[kind][name], kind)
     elif name in plugins.names:
         found = load_function(plugins[name].value, kind)
     elif ":" in name:
@@ -84,6 +91,8 @@ def find(kind: str, name: str) -> type[Any]:
 def name_of(kind: str, choice: object) -> str:
     """Gives the name by which `find` finds the class of a choice."""
     cls = type(choice)
+    if several := getattr(cls, "_names", None):  # of `gspo_env.tracking.several.combine`
+        return ",".join(several)
     for name, place in BUILTIN[kind].items():
         if place == f"{cls.__module__}:{cls.__qualname__}":
             return name
@@ -92,3 +101,24 @@ def name_of(kind: str, choice: object) -> str:
 
 def _group(kind: str) -> str:
     return f"gspo_env.{kind}{'es' if kind.endswith('s') else 's'}"
+
+
+def check_literals(config: object) -> None:
+    """Refuses a value that its field's `Literal` annotation does not list.
+
+    Raises:
+        ConfigError: The message names the field, its value and what is allowed.
+    """
+    for name, allowed in _literals(type(config)):  # type: ignore[arg-type]
+        if (value := getattr(config, name)) not in allowed:
+            raise ConfigError(f"{name} is {value!r}; expected one of {allowed}")
+
+
+@lru_cache
+def _literals(cls: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    hints = typing.get_type_hints(cls).items()
+    return tuple(
+        (name, typing.get_args(hint))
+        for name, hint in hints
+        if typing.get_origin(hint) is typing.Literal
+    )

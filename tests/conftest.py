@@ -14,18 +14,18 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
-import torch
 
 from gspo_env.batch.sample import Sample
 from gspo_env.env.registration import make_env
+from gspo_env.learner.log import UpdateStats
 from gspo_env.recipes.embedded import (
-    EmbeddedConfig,
     build,
     build_model,
     build_tokenizer,
     to_samples,
     warm_up,
 )
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.transcript import ChatTokenizer
 
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
@@ -55,7 +55,7 @@ def chat(tokenizer):
 @pytest.fixture
 def model(tokenizer):
     """A tiny Qwen3 with random weights, large enough to prefer some ids."""
-    tiny = build_model(EmbeddedConfig(hidden_size=32), len(tokenizer), tokenizer.eos_token_id, 0)
+    tiny = build_model(Tiny(hidden_size=32), len(tokenizer), tokenizer.eos_token_id, 0)
     for parameter in tiny.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4)
@@ -78,7 +78,7 @@ def player():
     """A real model after a short warm-up on the look-up environment."""
     env_id = "gspo/Lookup-v0"
     env = make_env(env_id)
-    config = EmbeddedConfig(
+    config = Tiny(
         hidden_size=32, demonstrations=200, imitation_steps=60, imitation_learning_rate=1e-2
     )
     tiny, words, demonstrations = build(env, env_id, config, seed=0)
@@ -116,23 +116,27 @@ def samples():
     return make_samples(np.random.default_rng(0), 12)
 
 
+def gradients_and_metrics(learner, samples):
+    """The gradient by parameter name and the metrics, without an optimiser step."""
+    (minibatch,) = learner.score(learner.prepare(samples))
+    stats = UpdateStats(
+        passes=tuple(learner.backward(minibatch)),
+        grad_norms=(0.0,),
+        learning_rate=0.0,
+        tokens=sum(len(s.token_ids) for s in samples),
+        seconds=1.0,
+        clip_range=learner.loss.clip_range,
+    )
+    parameters = learner.policy.named_parameters()
+    found = {n: p.grad.clone() for n, p in parameters if p.grad is not None}
+    learner.optimizer.zero_grad()
+    return found, stats.metrics()
+
+
 @pytest.fixture
 def gradients():
-    """The gradient and the metrics of one update, with the optimiser held back."""
-
-    def of(learner, samples):
-        found = {}
-
-        def keep():
-            found.update({n: p.grad.clone() for n, p in learner.policy.named_parameters()})
-            learner.optimizer.zero_grad()
-            return torch.tensor(0.0)
-
-        learner._step = keep
-        metrics = learner.update(samples)
-        return found, metrics
-
-    return of
+    """The gradient of a learner's one minibatch, and its metrics."""
+    return gradients_and_metrics
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def hang(seconds: float = 3600.0) -> str:
 
 @server.tool()
 async def slow(seconds: float) -> str:
-    """Answer late, but let others go first."""
+    """Answer late; other calls may finish first."""
     import anyio
 
     await anyio.sleep(seconds)
@@ -53,7 +53,7 @@ def die() -> str:
 
 @server.tool()
 def flood(count: int) -> str:
-    """Answer at length."""
+    """Give a long answer."""
     return "x" * count
 
 

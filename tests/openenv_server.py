@@ -19,7 +19,7 @@ class Heard(Observation):
 
 
 class Guess(Environment):
-    """Guess a digit; `crash`, `hang` and `die` do as they say."""
+    """Guess a digit; the actions `crash`, `hang` and `die` make the server fail."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -1,4 +1,4 @@
-"""One tree: Python, TOML and flags say the same, and what does not fit is named."""
+"""Settings: Python, TOML and flags agree, and errors name the wrong field."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import dataclasses
 
 import pytest
 
-from gspo_env.config import Config, flatten, from_dict, load_toml, to_toml
+from gspo_env.config import Config, from_dict, load_toml, resolve, to_dict, to_toml
+from gspo_env.credit import GroupGAE, ReturnsToGo
 from gspo_env.errors import ConfigError
+from gspo_env.tracking.base import flatten
 
 
 def test_toml_gives_back_the_same_tree(tmp_path):
@@ -16,17 +18,63 @@ def test_toml_gives_back_the_same_tree(tmp_path):
     )
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
-    loaded = load_toml(path)
-    assert flatten(loaded) == flatten(config)
+    assert load_toml(path) == config
+    chosen = from_dict({"advantage": {"name": "group_gae", "lam": 0.5}, "loss": "grpo"})
+    path.write_text(to_toml(chosen))
+    assert load_toml(path) == chosen
+    assert chosen.advantage == GroupGAE(lam=0.5)
 
 
-def test_what_a_file_leaves_out_has_the_default_of_its_model(tmp_path):
+def test_what_a_file_leaves_out_is_neutral_with_a_model_and_the_tiny_recipes_without():
     given = from_dict({"model": "some/model", "learner": {"minibatches": 2}})
-    assert given.objective.clip_low == 3e-4
+    assert given.loss.clip_low == 3e-4
     assert given.learner.minibatches == 2
-    assert given.learner.learning_rate == Config.for_model("x").learner.learning_rate < 1e-5
-    assert from_dict({}) == Config() == Config.for_model("")
-    assert Config().objective.clip_low == 0.03
+    assert given.learner.learning_rate == Config().learner.learning_rate < 1e-5
+    tiny = from_dict({})
+    assert tiny == Config.from_recipe("tiny")
+    assert tiny.loss.clip_low == 0.03
+    assert Config.from_recipe("tiny", loss={"clip_low": 0.1}).loss.clip_low == 0.1
+    assert from_dict({"recipe": {"layers": 3}}).recipe.layers == 3
+
+
+def test_another_choice_starts_from_its_own_defaults_and_the_same_one_keeps_its_settings():
+    grpo = from_dict({"loss": "grpo"}).loss
+    assert (grpo.ratio_level, grpo.clip_low) == ("token", 0.2)
+    assert from_dict({"loss": {"name": "gspo"}}).loss.clip_low == 0.03
+
+
+def test_a_users_class_is_a_choice_by_file(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class Own:\n"
+        "    weight: float = 1.0\n"
+        "@dataclass(frozen=True)\n"
+        "class Needy:\n"
+        "    weight: float\n"
+        "class Plain: ...\n"
+    )
+    config = from_dict({"advantage": {"name": f"{file}:Own", "weight": 2}})
+    assert config.advantage.weight == 2.0
+    assert to_dict(config)["advantage"] == {"name": f"{file}:Own", "weight": 2.0}
+    assert from_dict(to_dict(config)) == config
+    with pytest.raises(ConfigError, match=r"Needy' has a setting without a default"):
+        from_dict({"advantage": f"{file}:Needy"})
+    with pytest.raises(ConfigError, match="expected a dataclass"):
+        from_dict({"advantage": f"{file}:Plain"})
+    with pytest.raises(ConfigError, match=r"expected one of: returns_to_go"):
+        from_dict({"advantage": "return_to_go"})
+
+
+def test_a_setting_is_found_by_path_or_last_part_and_one_of_another_choice_is_explained():
+    assert resolve(Config(), "clip_low") == "loss.clip_low"
+    assert resolve(Config(), "advantage.gamma") == "advantage.gamma"
+    with pytest.raises(ConfigError, match=r"'lam': it is a setting of group_gae.*'returns_to_go'"):
+        resolve(Config(), "lam")
+    with pytest.raises(ConfigError, match=r"'stepz'; perhaps you mean steps"):
+        resolve(Config(), "stepz")
+    assert Config().advantage == ReturnsToGo()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +85,7 @@ def test_what_a_file_leaves_out_has_the_default_of_its_model(tmp_path):
         ("steps = -1", "steps is -1; expected at least 0"),
         ("steps = 1.5", "steps is 1.5; expected int"),
         ("steps = true", "steps is True; expected int"),
-        ("engine = 'magic'", "engine is 'magic'; expected one of 'transformers'"),
+        ("engine = 'magic'", "engine is 'magic'; expected one of: transformers, vllm"),
         ("learner = 3", "learner is 3; expected a table"),
         ("[rollout]\nmax_turn_tokens = 512", "max_turn_tokens is 512; expected less"),
         ("steps = ", "not valid TOML"),
@@ -57,11 +105,10 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_parameters_are_flat_and_complete():
-    flat = flatten(Config())
-    assert flat["learner.learning_rate"] == 1e-3
+    flat = flatten(Config(), mappings=False)
+    assert flat["learner.learning_rate"] == 1e-6
     leaves = sum(
         len(dataclasses.fields(v)) if dataclasses.is_dataclass(v) else 1
         for v in (getattr(Config(), f.name) for f in dataclasses.fields(Config))
-        if v != {}
     )
     assert len(flat) == leaves

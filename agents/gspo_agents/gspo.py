@@ -12,23 +12,23 @@ from typing import Any
 
 import torch
 
-from gspo_env.config import Config, flatten, from_dict, to_toml
-from gspo_env.credit.estimate import check_estimator
-from gspo_env.engines import Engine, Sampling, make_engine
+from gspo_env.config import Config, from_dict, to_dict, to_toml
+from gspo_env.engines import Engine, Sampling
 from gspo_env.env.info import try_out
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
-from gspo_env.recipes.embedded import build, to_samples, warm_up
+from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
-from gspo_env.tracking.mlflow import Tracker
+from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.progress import Progress
+from gspo_env.tracking.several import Several, start
 from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.types import Episode, Group, Prompt, Role, Task
 
@@ -51,8 +51,7 @@ class GSPOAgent:
         tokenizer: Any = None,
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
-        self.config = config or Config.for_model(name)
-        check_estimator(self.config.advantage)
+        self.config = config or (Config(model=name) if name else Config.from_recipe())
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
@@ -62,12 +61,16 @@ class GSPOAgent:
         elif model or self.config.model:
             self.model, self.tokenizer = load_model(model or self.config.model)
         else:
-            self.model, self.tokenizer, self._demonstrations = build(
-                self._env, self.env_id, self.config.embedded, self.config.seed
-            )
+            made = self.config.recipe.build(self._env, self.env_id, self.config.seed)
+            if made is None:
+                raise ConfigError(
+                    "model is '' and the recipe makes none; expected a model, or a recipe such as "
+                    "Config.from_recipe('tiny')"
+                )
+            self.model, self.tokenizer, self._demonstrations = made
         if torch.cuda.is_available():
             self.model.to("cuda")
-        self.chat = ChatTokenizer(self.tokenizer, history=self.config.history)
+        self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
         self._adapt()
         self.folder: Path | None = None
         self._engine: Engine | None = None
@@ -83,12 +86,13 @@ class GSPOAgent:
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder = folder
         (folder / "config.toml").write_text(to_toml(config))
-        with Progress() as progress, Tracker(config.tracking) as tracker:
-            tracker.start(flatten(config), {"env": self.env_id})
+        tags = {"env": self.env_id}
+        info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
+        with Progress() as progress, start(config.tracker, info) as tracker:
             self.warm_up(progress)
             learner = Learner(
                 self.model,
-                config.objective,
+                config.loss,
                 config.learner,
                 total_steps=config.steps * config.learner.minibatches,
                 temperature=config.rollout.temperature,
@@ -102,17 +106,25 @@ class GSPOAgent:
                 collector.pool.close()
                 self.close()
             self._finish(folder, history, tracker)
+            tracker.finish()
             progress.line(self._summary(folder, report.evaluations, tracker))
         return history
 
-    def evaluate(self, tasks: int | None = None, samples: int = 1) -> list[Group]:
-        """Plays held-out tasks, `samples` episodes each, at the training temperature."""
+    def evaluate(
+        self, tasks: int | None = None, samples: int = 1, seed: int | None = None
+    ) -> list[Group]:
+        """Plays held-out tasks, `samples` episodes each, at the training temperature.
+
+        Args:
+            tasks: The config's number by default.
+            samples: Episodes of each task.
+            seed: Decides what is sampled; the config's by default.
+        """
+        draw = self.config.seed if seed is None else seed
         collector = self._collector()
         held_out = held_out_tasks(self.env_id, tasks or self.config.eval_tasks)
         try:
-            return asyncio.run(
-                collector.collect(held_out, seed=self.config.seed, group_size=samples)
-            )
+            return asyncio.run(collector.collect(held_out, seed=draw, group_size=samples))
         finally:
             collector.pool.close()
             self.close()
@@ -194,11 +206,11 @@ class GSPOAgent:
 
     def _adapt(self) -> None:
         if self.config.learner.lora_rank:
-            self.model = add_adapter(self.model, self.config.learner.lora_rank)
+            self.model = add_adapter(self.model, self.config.learner.lora_rank, self.config.seed)
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Lets the embedded model imitate its demonstrations; a given model, or twice: nothing."""
-        settings = self.config.embedded
+        settings = self.config.recipe
         if not self._demonstrations or not settings.imitation_steps:
             return
         samples = to_samples(self._demonstrations, self.chat)
@@ -214,7 +226,10 @@ class GSPOAgent:
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
-            self._engine = make_engine(self.config, self.model)
+            limits = self.config.rollout
+            self._engine = self.config.engine.start(
+                self.model, max_slots=limits.concurrency, max_context=limits.max_context
+            )
         return self._engine
 
     def _collector(self) -> Collector:
@@ -224,30 +239,32 @@ class GSPOAgent:
         )
         return Collector(self._new_engine(), self.chat, pool, self.config.rollout)
 
-    def _finish(self, folder: Path, history: History, tracker: Tracker) -> None:
+    def _finish(self, folder: Path, history: History, tracker: Several) -> None:
         self.save(folder / "model")
         figure = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
         figure.savefig(folder / "learning_curve.png")
         for name in ("config.toml", "learning_curve.png"):
             tracker.artifact(folder / name)
-        if self.config.tracking.log_model:
-            tracker.artifact(folder / "model", "model")
+        tracker.artifact(folder / "model", MODEL)
 
-    def _summary(self, folder: Path, evaluations: Sequence[Evaluation], tracker: Tracker) -> str:
+    def _summary(self, folder: Path, evaluations: Sequence[Evaluation], tracker: Several) -> str:
         first, last = evaluations[0], evaluations[-1]
-        return (
+        lines = [
             f"Success on {self.config.eval_tasks} held-out tasks: "
             f"{first.sampled.success:.1%} before training, {last.sampled.success:.1%} after "
-            f"(greedy {first.greedy.success:.1%} and {last.greedy.success:.1%}).\n"
-            f"Model, config and learning curve: {folder}\n"
-            f"Tracked in MLflow: {tracker.how_to_look}"
-        )
+            f"(greedy {first.greedy.success:.1%} and {last.greedy.success:.1%}).",
+            f"Model, config and learning curve: {folder}",
+            *tracker.problems,
+        ]
+        if tracker.how_to_look:
+            lines.append(f"Tracked: {tracker.how_to_look}")
+        return "\n".join(lines)
 
 
 class _Reporter:
     """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
 
-    def __init__(self, total: int, progress: Progress, tracker: Tracker, folder: Path) -> None:
+    def __init__(self, total: int, progress: Progress, tracker: Several, folder: Path) -> None:
         self._total, self._progress, self._tracker = total, progress, tracker
         self._folder = folder
         self.evaluations: list[Evaluation] = []

@@ -1,4 +1,4 @@
-"""Episodes to samples to packed batches: no padding is computed, and no shared token twice."""
+"""Samples to packed rows, without padding and with each shared token once."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.batch.prefix import grow, order, sure
+from gspo_env.batch.prefix import build_tree, shared_lower_bound, sort_by_prefix
 from gspo_env.batch.sample import PackedBatch, Sample
 
 
 def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> PackedBatch:
-    """Lays samples end to end; the first token of a sequence is never a model token.
+    """Packs samples end to end; the first token of a sequence is never a model token.
 
-    A prefix that samples share is laid once if that saves enough.
+    A prefix that samples share is packed once if that saves enough.
     """
     sequences = [s.token_ids for s in samples]
     sizes = np.array([len(row) for row in sequences])
     turns = np.concatenate([s.turn_ids for s in samples])
     tokens = np.concatenate(sequences)
-    sorted_ = order(sequences)
-    tree = grow(sequences, sorted_) if sorted_.pays else None
+    order = sort_by_prefix(sequences)
+    tree = build_tree(sequences, order) if order.pays else None
     positions = np.concatenate([np.arange(n) for n in sizes])
     place = np.concatenate(tree.places) if tree else np.arange(len(tokens))
     model = np.flatnonzero(turns >= 0)
@@ -35,8 +35,10 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
     distinct = expand = None
     if tree:
         pairs = source * (int(tokens.max()) + 1) + target
-        _, first, back = np.unique(pairs, return_index=True, return_inverse=True)
-        distinct, expand = tensor(first), tensor(back)
+        _, first, inverse = np.unique(pairs, return_index=True, return_inverse=True)
+        distinct, expand = tensor(first), tensor(inverse)
+    engine = [s.engine_logprobs for s in samples if s.engine_logprobs is not None]
+    known = len(engine) == len(samples)
     return PackedBatch(
         input_ids_T=tensor(tokens if row is None else tokens[row[0]]),
         positions_T=tensor(positions if row is None else positions[row[0]]),
@@ -50,22 +52,24 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
         sequence_N=tensor(np.repeat(np.arange(len(samples)), sizes)[model]),
         turn_N=tensor(turns[model]),
         advantages_N=tensor(np.concatenate([s.advantages for s in samples])).float(),
-        engine_logprobs_N=tensor(np.concatenate([s.engine_logprobs for s in samples])).float(),
+        engine_logprobs_N=tensor(np.concatenate(engine)).float() if known else None,
     )
 
 
 def microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
     """Splits samples into rows of at most `max_tokens`, or of one sample.
 
-    Longest first, so that a row's lengths are alike; or, where that saves enough, those that share
-    a prefix together, whose tokens count once.
+    Samples that share a prefix go together, and its tokens count once, if that saves enough.
+    Otherwise the longest come first, so that the lengths of a row are alike.
     """
-    sorted_ = order([s.token_ids for s in samples])
+    order = sort_by_prefix([s.token_ids for s in samples])
     by_size = sorted(range(len(samples)), key=lambda n: -len(samples[n].token_ids))
-    new = sure(sorted_.shared) if sorted_.pays else np.zeros(len(samples), dtype=np.int64)
+    none = np.zeros(len(samples), dtype=np.int64)
+    shared_tokens = shared_lower_bound(order.shared) if order.pays else none
     rows: list[list[Sample]] = [[]]
     used = 0
-    for n, shared in zip(sorted_.ids if sorted_.pays else by_size, new.tolist(), strict=True):
+    ids = order.ids if order.pays else by_size
+    for n, shared in zip(ids, shared_tokens.tolist(), strict=True):
         length = len(samples[n].token_ids)
         if rows[-1] and used + length - shared > max_tokens:
             rows.append([])

@@ -1,4 +1,4 @@
-"""Bring your own rollouts: padded tensors, as other trainers keep them, become samples."""
+"""Samples from padded tensors, for rollouts that were made elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from gspo_env.batch.sample import Sample
-from gspo_env.credit.estimate import AdvantageConfig, estimate
+from gspo_env.credit.estimate import estimate
+from gspo_env.credit.estimators import Outcome
 from gspo_env.errors import BatchError
 from gspo_env.types import BoolArray, Episode, FloatArray, Group, IntArray, Task, bare_episode
 
@@ -24,27 +25,28 @@ def from_padded(
     token_advantages: Any = None,
     old_logprobs: Any = None,
     turn_ids: Any = None,
-    config: AdvantageConfig | None = None,
+    estimator: Any = None,
 ) -> list[Sample]:
-    """Samples for `Learner.update` from padded tensors, arrays or lists; padding on either side.
+    """Makes samples for `Learner.update` from padded tensors, arrays or lists.
 
-    Credit is given in one of three ways: `rewards` with `group_ids`, which go through the
-    estimator of `config`; `advantages` of sequences; or `token_advantages`, which reach the loss
-    unchanged. Sequences without a response token are left out.
+    Padding may be on either side. Credit is given in one of three ways: `rewards` with
+    `group_ids`, which go through the estimator; `advantages` of sequences; or
+    `token_advantages`, which reach the loss unchanged. Sequences without a response token are left
+    out.
 
     Args:
         input_ids: (B, T)
-        attention_mask: (B, T) true on tokens that are no padding.
+        attention_mask: (B, T) true on tokens that are not padding.
         response_mask: (B, T) true on tokens that the policy sampled.
-        rewards: (B,) of episodes, or (B, K) of turns; what follows a sequence's last turn is
+        rewards: (B,) of episodes, or (B, K) of turns; values after a sequence's last turn are
             ignored.
         group_ids: (B,) equal for episodes of the same task.
         advantages: (B,)
         token_advantages: (B, T), read where `response_mask` is true.
-        old_logprobs: (B, T) of the sampled tokens, each at its token's own place; pass
-            `old_logprobs="engine"` to `Learner.update` to take them as pi_old.
+        old_logprobs: (B, T) of the sampled tokens, each at the position of its token; a loss with
+            `old_logprobs="engine"` takes them as pi_old.
         turn_ids: (B, T) turn of each response token, from 0; one turn by default.
-        config: The estimator; `AdvantageConfig(estimator="outcome")` by default.
+        estimator: `gspo_env.credit.Outcome()` by default.
 
     Raises:
         BatchError: Shapes, masks, groups or turns do not fit together.
@@ -62,14 +64,14 @@ def from_padded(
     if turn_ids is not None:
         turns = np.where(model, _array("turn_ids", turn_ids, ids.shape, np.int64), -1)
     _check_rows(real, model, turns)
-    logprobs = np.full(ids.shape, np.nan)
+    logprobs: FloatArray | None = None
     if old_logprobs is not None:
         logprobs = _array("old_logprobs", old_logprobs, ids.shape, np.float64)
         _check_finite("old_logprobs", logprobs[model])
     if sum(given is not None for given in (rewards, advantages, token_advantages)) != 1:
         raise BatchError("expected exactly one of rewards, advantages and token_advantages")
     if rewards is not None:
-        credit = _from_rewards(rewards, group_ids, turns, config)
+        credit = _from_rewards(rewards, group_ids, turns, estimator)
     elif advantages is not None:
         values = _array("advantages", advantages, ids.shape[:1], np.float64)
         credit = np.repeat(values[:, None], ids.shape[1], axis=1)
@@ -81,17 +83,15 @@ def from_padded(
             token_ids=ids[b][real[b]],
             turn_ids=turns[b][real[b]],
             advantages=credit[b][model[b]],
-            engine_logprobs=logprobs[b][model[b]],
+            engine_logprobs=None if logprobs is None else logprobs[b][model[b]],
         )
         for b in range(len(ids))
         if model[b].any()
     ]
 
 
-def _from_rewards(
-    rewards: Any, group_ids: Any, turns: IntArray, config: AdvantageConfig | None
-) -> FloatArray:
-    """The estimator's advantages, (B, T)."""
+def _from_rewards(rewards: Any, group_ids: Any, turns: IntArray, estimator: Any) -> FloatArray:
+    """Computes the advantages by the estimator, (B, T)."""
     if group_ids is None:
         raise BatchError("rewards were given without group_ids; expected both")
     groups = _array("group_ids", group_ids, turns.shape[:1], np.int64)
@@ -106,18 +106,18 @@ def _from_rewards(
         Group(task=episodes[place[0]].task, episodes=tuple(episodes[b] for b in place))
         for place in members
     ]
-    rows, _ = estimate(batch, config or AdvantageConfig(estimator="outcome"))
+    rows = estimate(batch, estimator or Outcome()).advantages
     credit = np.zeros(turns.shape)
     for place, row in zip(members, rows, strict=True):
         for b, advantage in zip(place, row, strict=True):
-            here = turns[b] >= 0
+            is_model = turns[b] >= 0
             by_turn = len(advantage) == len(episodes[b].turns)
-            credit[b, here] = advantage[turns[b, here]] if by_turn else advantage
+            credit[b, is_model] = advantage[turns[b, is_model]] if by_turn else advantage
     return credit
 
 
 def _episode(place: int, turns: IntArray, rewards: FloatArray) -> Episode:
-    """The record that estimators read: lengths and rewards of turns."""
+    """Makes the record that estimators read, with the lengths and rewards of turns."""
     count = int(turns.max(initial=-1)) + 1
     sizes = [int((turns == k).sum()) for k in range(count)]
     if rewards.ndim == 0:
@@ -141,10 +141,10 @@ def _check_rows(real: BoolArray, model: BoolArray, turns: IntArray) -> None:
             raise BatchError(
                 f"the first token of sequence {b} is a response; expected a prompt before it"
             )
-        own = np.unique(turns[b][model[b]])
-        if own.tolist() != list(range(len(own))):
+        ids = np.unique(turns[b][model[b]]).tolist()
+        if ids != list(range(len(ids))):
             raise BatchError(
-                f"turn_ids of sequence {b} are {own.tolist()}; expected 0, 1, ... without a gap"
+                f"turn_ids of sequence {b} are {ids}; expected 0, 1, ... without a gap"
             )
 
 
@@ -172,5 +172,5 @@ def _check_finite(name: str, values: FloatArray) -> None:
 
 
 def _plain(values: Any) -> Any:
-    """NumPy's view of a tensor, whatever its device and gradient."""
+    """Converts a tensor to NumPy, whatever its device and gradient."""
     return values.detach().cpu().numpy() if hasattr(values, "detach") else values

@@ -1,7 +1,7 @@
-"""Shared prefixes: where samples begin with the same tokens, those tokens are computed once.
+"""Shared prefixes: tokens that several samples begin with are computed once.
 
-A token's hidden state depends on the tokens up to it and on nothing else, so samples may share it
-whatever they make of it: which of them sampled it, in which turn, with which advantage.
+The hidden state of a token depends only on the tokens up to it. So samples can share it, even if
+the token has another turn or advantage in each of them.
 
     a: 1 2 3 4 5        run 0: 1 2 3    run 1: 4 5    run 2: 9
     b: 1 2 3 9          row:   1 2 3 4 5 9     places of b: 0 1 2 5
@@ -18,32 +18,32 @@ import numpy as np
 from gspo_env.types import IntArray
 
 LEAST = 16
-"""Tokens of the shortest run that is shared: a run costs a call in every layer."""
+"""Fewest tokens of a shared run: a run costs a call in every layer."""
 _WORTH = 0.05
-"""The least share of tokens that has to be saved; below it, rows are packed as they are."""
+"""Least fraction of tokens that sharing has to save; otherwise rows are packed without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Consecutive tokens that belong to the same samples; what follows it stands behind it."""
+    """Consecutive tokens that belong to the same samples; the runs that continue it follow it."""
 
     start: int
     """Position in the row."""
     length: int
     depth: int
-    """Tokens before it, which is the position of its first token in its samples."""
+    """Position of its first token in its samples."""
     end: int
-    """Position in the row where the runs that continue it end."""
+    """Position in the row at which the runs that continue it end."""
 
     @property
     def stop(self) -> int:
-        """Position in the row behind its last token."""
+        """Position in the row after its last token."""
         return self.start + self.length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """Runs in depth-first order, and each sample's way through them."""
+    """Runs in depth-first order, and the path of each sample through them."""
 
     runs: tuple[Run, ...]
     places: tuple[IntArray, ...]
@@ -52,88 +52,88 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """Sequences sorted by their tokens, so that those that share a prefix stand together."""
+    """Sequences sorted by their tokens, so that those with a common prefix are neighbours."""
 
     ids: tuple[int, ...]
     shared: IntArray
-    """Tokens that each shares with the one before it; 0 for the first."""
+    """Tokens that each sequence shares with the one before it; 0 for the first."""
     saved: int
-    """Tokens that need not be computed if short runs are left alone; an understatement."""
+    """Lower bound of the tokens that a tree saves."""
     total: int
 
     @property
     def pays(self) -> bool:
-        """Whether enough is shared to be worth a tree."""
+        """Whether sharing saves enough to build a tree."""
         return self.saved >= _WORTH * self.total
 
 
-def order(sequences: Sequence[IntArray]) -> Order:
+def sort_by_prefix(sequences: Sequence[IntArray]) -> Order:
     """Sorts sequences by their tokens."""
-    keys = [row.astype(">i8").tobytes() for row in sequences]  # sorts as the numbers do
+    keys = [row.astype(">i8").tobytes() for row in sequences]  # bytes sort like the numbers
     ids = sorted(range(len(sequences)), key=keys.__getitem__)
     shared = np.zeros(len(ids), dtype=np.int64)
     for n in range(1, len(ids)):
-        shared[n] = _common(sequences[ids[n - 1]], sequences[ids[n]])
+        shared[n] = _common_prefix(sequences[ids[n - 1]], sequences[ids[n]])
     return Order(
         ids=tuple(ids),
         shared=shared,
-        saved=int(sure(shared).sum()),
+        saved=int(shared_lower_bound(shared).sum()),
         total=sum(map(len, sequences)),
     )
 
 
-def sure(shared: IntArray) -> IntArray:
-    """What neighbours certainly share in a tree that leaves runs below `LEAST` alone."""
+def shared_lower_bound(shared: IntArray) -> IntArray:
+    """Lower bound of the tokens that neighbours share in a tree without runs below `LEAST`."""
     whole: IntArray = np.maximum(shared - (LEAST - 1), 0)
     return whole
 
 
-def _common(a: IntArray, b: IntArray) -> int:
+def _common_prefix(a: IntArray, b: IntArray) -> int:
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     return int(differs.argmax()) if differs.any() else size
 
 
-def grow(sequences: Sequence[IntArray], sorted_: Order) -> Tree:
-    """The tree of a row."""
+def build_tree(sequences: Sequence[IntArray], order: Order) -> Tree:
+    """Builds the tree of a row."""
     places: list[IntArray] = [np.empty(len(row), dtype=np.int64) for row in sequences]
-    found: list[tuple[int, int, int]] = []
+    spans: list[tuple[int, int, int]] = []
     size = 0
     parts = [(0, len(sequences), 0)]
     while parts:
         low, high, depth = parts.pop()
-        until = _prefix(sequences, sorted_, low, high)
+        until = _prefix(sequences, order, low, high)
         if high - low == 1 or until - depth >= LEAST:
-            for n in sorted_.ids[low:high]:
+            for n in order.ids[low:high]:
                 places[n][depth:until] = np.arange(size, size + until - depth)
             if until > depth:
-                found.append((size, until - depth, depth))
+                spans.append((size, until - depth, depth))
             size += until - depth
             depth = until
         if high - low > 1:
-            parts += [(a, b, depth) for a, b in reversed(_split(sorted_, low, high))]
-    return Tree(runs=_close(found, size), places=tuple(places))
+            parts += [(a, b, depth) for a, b in reversed(_split(order, low, high))]
+    return Tree(runs=_with_ends(spans, size), places=tuple(places))
 
 
-def _prefix(sequences: Sequence[IntArray], sorted_: Order, low: int, high: int) -> int:
-    """Tokens that all of a part share; all that it has where it is one sequence."""
+def _prefix(sequences: Sequence[IntArray], order: Order, low: int, high: int) -> int:
+    """Tokens that all sequences of a part share: all tokens if it is one sequence."""
     if high - low == 1:
-        return len(sequences[sorted_.ids[low]])
-    return int(sorted_.shared[low + 1 : high].min())
+        return len(sequences[order.ids[low]])
+    return int(order.shared[low + 1 : high].min())
 
 
-def _split(sorted_: Order, low: int, high: int) -> list[tuple[int, int]]:
-    """The parts that go on differently behind what all share."""
-    inner = sorted_.shared[low + 1 : high]
+def _split(order: Order, low: int, high: int) -> list[tuple[int, int]]:
+    """Splits a part into those that continue the common prefix differently."""
+    inner = order.shared[low + 1 : high]
     cuts = [low, *(np.flatnonzero(inner == inner.min()) + low + 1).tolist(), high]
     return list(pairwise(cuts))
 
 
-def _close(found: list[tuple[int, int, int]], size: int) -> tuple[Run, ...]:
-    """Finds where the runs that continue each run end: at the next one that is no deeper."""
+def _with_ends(spans: list[tuple[int, int, int]], size: int) -> tuple[Run, ...]:
+    """Adds the end of each run's continuations: the start of the next run that is no deeper."""
     runs: list[Run] = []
     later: list[tuple[int, int]] = []
-    for start, length, depth in reversed(found):
+    for start, length, depth in reversed(spans):
         while later and later[-1][1] > depth:
             later.pop()
         end = later[-1][0] if later else size
@@ -142,38 +142,40 @@ def _close(found: list[tuple[int, int, int]], size: int) -> tuple[Run, ...]:
     return tuple(reversed(runs))
 
 
-def deal(
+def split_minibatches(
     sequences: Sequence[IntArray], count: int, generator: np.random.Generator
 ) -> list[list[int]]:
-    """Deals sequences at random into `count` hands; those that share a prefix stay together.
+    """Random partition into minibatches that keeps sequences with a common prefix together.
 
-    What is dealt is the largest parts of the tree that fit a hand. They are laid round a circle in
-    random order from a random place, and a part goes to the sector that its middle lies in: every
-    part, so every sequence, is equally likely to be in every hand, and no hand is empty.
+    The units are the largest parts of the tree that fit a minibatch. In random order and from a
+    random offset they fill a cycle of `len(sequences)` slots, which is cut into `count` equal
+    intervals; a unit goes to the interval of its midpoint. So every sequence is equally likely to
+    be in every minibatch, and no minibatch is empty.
     """
-    sorted_ = order(sequences)
-    hands: list[list[int]] = [[] for _ in range(count)]
+    order = sort_by_prefix(sequences)
+    minibatches: list[list[int]] = [[] for _ in range(count)]
     size = len(sequences)
-    units = _units(sorted_, size // count)
-    place = generator.random() * size
+    units = _units(order, size // count)
+    offset = generator.random() * size
     for n in generator.permutation(len(units)):
         low, high = units[n]
-        middle = (place + (high - low) / 2) % size
-        hands[min(int(middle * count / size), count - 1)] += sorted_.ids[low:high]
-        place += high - low
-    return hands
+        middle = (offset + (high - low) / 2) % size
+        minibatches[min(int(middle * count / size), count - 1)] += order.ids[low:high]
+        offset += high - low
+    return minibatches
 
 
-def _units(sorted_: Order, largest: int) -> list[tuple[int, int]]:
-    parts, units = [(0, len(sorted_.ids), 0)], []
+def _units(order: Order, largest: int) -> list[tuple[int, int]]:
+    """Ranges of the order that have a common prefix and at most `largest` sequences."""
+    parts, units = [(0, len(order.ids), 0)], []
     while parts:
         low, high, above = parts.pop()
         if high - low == 1:
             units.append((low, high))
             continue
-        depth = int(sorted_.shared[low + 1 : high].min())
-        if sorted_.pays and depth - above >= LEAST and high - low <= largest:
+        depth = int(order.shared[low + 1 : high].min())
+        if order.pays and depth - above >= LEAST and high - low <= largest:
             units.append((low, high))
         else:
-            parts += [(a, b, depth) for a, b in _split(sorted_, low, high)]
+            parts += [(a, b, depth) for a, b in _split(order, low, high)]
     return units

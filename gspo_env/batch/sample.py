@@ -21,8 +21,8 @@ class Sample:
     """(T,) turn of each model token, -1 elsewhere."""
     advantages: FloatArray
     """(N,) of each model token."""
-    engine_logprobs: FloatArray
-    """(N,); NaN where they are not known."""
+    engine_logprobs: FloatArray | None = None
+    """(N,) as the engine reported them; None if they are not known."""
 
     @property
     def mask(self) -> BoolArray:
@@ -52,15 +52,16 @@ class PackedBatch:
     uses_T: Tensor
     """The number of sequences that each token of the row belongs to."""
     distinct_M: Tensor | None
-    """Where in N the predictions stand that differ from each other; None where all do."""
+    """Index of each unique (position, target) pair; None if all are unique."""
     expand_N: Tensor | None
-    """Which of them each model token is."""
+    """Index into `distinct_M` of each model token."""
     source_N: Tensor
     target_N: Tensor
     sequence_N: Tensor
     turn_N: Tensor
     advantages_N: Tensor
-    engine_logprobs_N: Tensor
+    engine_logprobs_N: Tensor | None
+    """None if they are not known for every sample."""
 
 
 def to_sample(episode: Episode, advantages: FloatArray) -> Sample:

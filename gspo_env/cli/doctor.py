@@ -1,4 +1,4 @@
-"""What this machine and a model lack, each with its cause and its mend."""
+"""`gspo-env doctor`: what this machine and a model lack, each with its cause and its mend."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from dataclasses import dataclass
 
+import tyro
 from packaging.requirements import Requirement
 
 _LEAST_GIB = 3.0
@@ -21,6 +23,22 @@ class Finding:
     name: str
     ok: bool
     text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doctor:
+    """Check this machine and, where one is named, a model."""
+
+    model: tyro.conf.Positional[str] = ""
+    """Model folder or hub id."""
+
+    def run(self) -> None:
+        """Prints the findings; exits with 1 where something is missing."""
+        findings = diagnose(self.model)
+        for finding in findings:
+            print(f"{'ok ' if finding.ok else 'BAD'} {finding.name}: {finding.text}")
+        if not all(finding.ok for finding in findings):
+            sys.exit(1)
 
 
 def diagnose(model: str = "") -> list[Finding]:
@@ -121,9 +139,11 @@ def _other_torch(name: str) -> str:
 def _vllm_memory() -> str:
     import torch
 
+    from gspo_env.engines.vllm.settings import VLLM
+
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
-        share = 0.45  # VLLMConfig.gpu_memory_utilization
+        share = VLLM().gpu_memory_utilization
         if free < share * total:
             return (
                 f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of the GPU are free, its share is "

@@ -8,14 +8,15 @@ and objective of training, so that bias and variance are those of the product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from gspo_env.credit.estimate import Estimator
-from gspo_env.learner.objectives import RatioLevel, packed_policy_loss
+from gspo_env.credit.estimators import Estimator
+from gspo_env.learner.loss import RatioLevel
+from gspo_env.learner.objectives import packed_policy_loss
 from gspo_env.types import Episode, FloatArray, Group, IntArray, Task, bare_episode
 
 _TASK = Task(env_id="tabular", seed=0)
@@ -249,7 +250,7 @@ def _gradients(
     logits: FloatArray,
     sampler: FloatArray,
     batch: Sequence[tuple[Group, list[list[tuple[int, int]]]]],
-    estimator: Callable[..., Sequence[FloatArray]],
+    estimator: Estimator,
     ratio_level: RatioLevel,
 ) -> FloatArray:
     """Each group's gradient of minus the loss in the logits, (M, S * nodes * V)."""
@@ -258,7 +259,7 @@ def _gradients(
     tokens: list[tuple[int, int, int, int, int, int]] = []
     values: list[float] = []
     for m, (group, walks) in enumerate(batch):
-        for g, (row, walk) in enumerate(zip(estimator(group), walks, strict=True)):
+        for g, (row, walk) in enumerate(zip(estimator.advantages(group), walks, strict=True)):
             for k, (state, action) in enumerate(walk):
                 for node, token in problem.path(action):
                     tokens.append((m, m * len(walks) + g, k, state, node, token))

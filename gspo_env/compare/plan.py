@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_env.config import Config, override
+from gspo_env.config import Config, override, resolve
 from gspo_env.errors import ConfigError
-
-_ALIASES = {"advantage": "advantage.estimator"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +37,6 @@ class Comparison:
     """The metric that is compared; `rollout/...` has a value at every step."""
     target: float = 0.0
     """Count the episodes until the metric first reaches this; 0 does not."""
-    match_rms: bool = False
-    """Scale every arm's advantages to a root mean square of 1."""
     workers: int = 0
     """Processes; 0 is one for each core."""
 
@@ -63,10 +58,7 @@ class Comparison:
     def config(self, problem: str, arm: Arm, seed: int) -> Config:
         """The config of one run."""
         config = change(self.problems[problem], arm.changes)
-        if self.match_rms:
-            config = change(config, {"advantage.rms": 1.0})
-        quiet = dataclasses.replace(config.tracking, enabled=False)
-        return dataclasses.replace(config, seed=seed, tracking=quiet, output="")
+        return override(config, {"seed": seed, "tracker": "none", "output": ""})
 
     def budget(self, problem: str, arm: Arm) -> tuple[int, int]:
         """Training episodes and optimiser steps of a run."""
@@ -92,58 +84,54 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     )
 
 
+_OPTIONS: dict[str, Any] = {"seeds": int, "workers": int, "target": float, "metric": str}
+_TABLES = {"grid": (list, "lists"), "arms": (dict, "tables"), "problems": (dict, "tables")}
+
+
+def check_table(table: Any) -> dict[str, Any]:
+    """Checks the table [compare] of a file.
+
+    Raises:
+        ConfigError: A field is unknown or has a value of another type.
+    """
+    if not isinstance(table, dict):
+        raise ConfigError(f"compare is {table!r}; expected a table")
+    for name, value in table.items():
+        if name in _TABLES:
+            kind, plural = _TABLES[name]
+            if not isinstance(value, dict) or not all(isinstance(v, kind) for v in value.values()):
+                raise ConfigError(f"compare.{name} is {value!r}; expected {plural} by name")
+        elif name not in _OPTIONS:
+            allowed = ", ".join([*_OPTIONS, *_TABLES])
+            raise ConfigError(f"unknown field compare.{name!r}; expected one of: {allowed}")
+        elif isinstance(value, bool) or not isinstance(
+            value, (int, float) if _OPTIONS[name] is float else _OPTIONS[name]
+        ):
+            kind = _OPTIONS[name].__name__
+            raise ConfigError(f"compare.{name} is {value!r}; expected {kind}")
+    return dict(table)
+
+
 def parse(
-    table: Mapping[str, Any], axes: Sequence[str], own: Mapping[str, str], base: Config
+    tables: Mapping[str, Any], axes: Sequence[str], base: Config, **options: Any
 ) -> Comparison:
-    """A comparison from a file's `[compare]` table and the command line, which wins.
+    """Makes a comparison from a file's tables and the command line.
 
     Args:
-        table: `seeds`, `metric`, ..., `grid`, `arms` and `problems`.
+        tables: `grid`, `arms` and `problems`, as `check_table` gives them.
         axes: `name=value,value`, each an axis of the grid.
-        own: Text of the options that were given, empty where one was not.
         base: What the problems change.
+        options: `seeds`, `metric`, `target` and `workers`.
 
     Raises:
         ConfigError: Something is unknown or impossible.
     """
-    kinds: dict[str, Any] = {
-        "seeds": int,
-        "workers": int,
-        "target": float,
-        "metric": str,
-        "match_rms": bool,
-    }
-    unknown = sorted({*table} - {*kinds, "grid", "arms", "problems"})
-    if unknown:
-        allowed = ", ".join([*kinds, "grid", "arms", "problems"])
-        raise ConfigError(f"unknown field compare.{unknown[0]!r}; expected one of: {allowed}")
-    _check_table(table, kinds)
-    settings = {name: table[name] for name in kinds if name in table}
-    for name, kind in kinds.items():
-        if own.get(name):
-            settings[name] = _value(name, own[name], kind)
-    lists = {**table.get("grid", {}), **dict(map(_axis, axes))}
+    lists = {**tables.get("grid", {}), **dict(map(_axis, axes))}
     arms = list(grid(lists)) if lists else []
-    arms += [Arm(name=name, changes=said) for name, said in table.get("arms", {}).items()]
-    named = table.get("problems") or {base.env.rpartition(":")[2].rpartition("/")[2]: {}}
+    arms += [Arm(name=name, changes=said) for name, said in tables.get("arms", {}).items()]
+    named = tables.get("problems") or {base.env.rpartition(":")[2].rpartition("/")[2]: {}}
     problems = {name: override(base, tree) for name, tree in named.items()}
-    return Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **settings)
-
-
-def _check_table(table: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """Refuses values of another type than a comparison has."""
-    for name, kind in kinds.items():
-        value = table.get(name, kind())
-        fits = isinstance(value, (int, float) if kind is float else kind)
-        if not fits or (isinstance(value, bool) and kind is not bool):
-            raise ConfigError(f"compare.{name} is {value!r}; expected {kind.__name__}")
-    for name, inner, said in (("grid", list, "lists"), ("arms", dict, "tables")):
-        section = table.get(name, {})
-        if not isinstance(section, dict) or not all(isinstance(v, inner) for v in section.values()):
-            raise ConfigError(f"compare.{name} is {section!r}; expected {said} by name")
-    problems = table.get("problems", {})
-    if not isinstance(problems, dict) or not all(isinstance(v, dict) for v in problems.values()):
-        raise ConfigError(f"compare.problems is {problems!r}; expected tables by name")
+    return Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **options)
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
@@ -160,40 +148,15 @@ def _json(text: str) -> Any:
         return text
 
 
-def _value(name: str, text: str, kind: Any) -> Any:
-    try:
-        return text == "true" if kind is bool else kind(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}; expected {kind.__name__}") from error
-
-
 def change(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The config with fields replaced, each named by a dotted path or an unambiguous last part.
+    """Replaces fields of a config, each named as `gspo_env.config.resolve` reads it.
 
     Raises:
         ConfigError: No field or several have that name, or the value is impossible.
     """
     for name, value in changes.items():
-        path = _path(config, _ALIASES.get(name, name)).split(".")
         tree: Any = value
-        for part in reversed(path):
+        for part in reversed(resolve(config, name).split(".")):
             tree = {part: tree}
-        if path[:2] == ["advantage", "args"] and len(path) > 2:
-            tree = {"advantage": {"args": {**config.advantage.args, path[2]: value}}}
         config = override(config, tree)
     return config
-
-
-def _path(config: Config, name: str) -> str:
-    if "." in name or name in {f.name for f in dataclasses.fields(config)}:
-        return f"advantage.{name}" if name.startswith("args.") else name
-    found = [
-        f"{section.name}.{name}"
-        for section in dataclasses.fields(config)
-        if dataclasses.is_dataclass(getattr(config, section.name))
-        and name in {f.name for f in dataclasses.fields(getattr(config, section.name))}
-    ]
-    if len(found) != 1:
-        said = f"could be {' or '.join(found)}" if found else "is no field of the config"
-        raise ConfigError(f"arm {name!r} {said}; expected a path such as 'advantage.gamma'")
-    return found[0]

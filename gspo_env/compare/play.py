@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.compare.plan import Arm, Comparison
+from gspo_env.compare.record import Recorder
 from gspo_env.config import Config, to_toml
-from gspo_env.credit.estimate import check_estimator
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
-from gspo_env.tracking.mlflow import ParentRun, TrackingConfig
+from gspo_env.tracking.base import TrackerChoice
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Result:
 def compare(
     comparison: Comparison,
     output: Path,
-    tracking: TrackingConfig,
+    tracker: TrackerChoice,
     say: Callable[[str], None] = print,
     report: Callable[[list[Result]], Sequence[Path]] = lambda results: (),
 ) -> list[Result]:
@@ -78,7 +78,7 @@ def compare(
     Args:
         comparison: What to play.
         output: Folder of results; one that holds some already goes on from them.
-        tracking: Where the parent run and its children are recorded.
+        tracker: Records a parent run and a child for each run.
         say: Called with a line for each run.
         report: Called at the end; the files that it returns are kept with the parent run.
 
@@ -94,10 +94,9 @@ def compare(
     waiting = [run for run in runs if not (run.folder / "result.json").exists()]
     if played:
         say(f"{len(played)} of {len(runs)} runs have a result already")
-    with ParentRun(tracking, output) as parent:
-        parent.start(_describe(comparison))
+    with Recorder(tracker, output, _describe(comparison), say) as record:
         for run in played:
-            _keep(parent, read(run))
+            _keep(record, read(run))
         workers = comparison.workers or os.cpu_count() or 1
         jobs = _starts(waiting)
         for done, _ in enumerate(_parallel(_prepare, jobs, workers), 1):
@@ -105,13 +104,13 @@ def compare(
         begun = time.perf_counter()
         for done, run in enumerate(_parallel(_play, waiting, workers), 1):
             result = read(run)
-            _keep(parent, result)
+            _keep(record, result)
             left = (time.perf_counter() - begun) / done * (len(waiting) - done) / 60
             score = _score(result, comparison.metric)
             say(f"{done}/{len(waiting)}  {run.name}: {score}  ({left:.0f} min left)")
         results = [read(run) for run in runs]
         for path in report(results):
-            parent.artifact(path)
+            record.artifact(path)
     return results
 
 
@@ -120,11 +119,12 @@ def _check(comparison: Comparison) -> None:
     for problem, config in comparison.problems.items():
         resolve_env(config.env)
         for arm in comparison.arms:
-            check_estimator(comparison.config(problem, arm, 0).advantage)
+            comparison.config(problem, arm, 0)
 
 
-def _keep(parent: ParentRun, result: Result) -> None:
-    parent.child(result.run.name, result.run.config, result.history, result.error)
+def _keep(record: Recorder, result: Result) -> None:
+    run = result.run
+    record.child(run.name, run.folder, run.config, result.history, result.error)
 
 
 def _score(result: Result, metric: str) -> str:
@@ -156,7 +156,6 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
         "problems": list(comparison.problems),
         "seeds": comparison.seeds,
         "metric": comparison.metric,
-        "match_rms": comparison.match_rms,
     }
 
 
@@ -164,7 +163,7 @@ def _claim(comparison: Comparison, output: Path) -> None:
     """Makes the folder, or makes sure that it holds this very comparison."""
     tomls = {name: to_toml(config) for name, config in comparison.problems.items()}
     arms = [[arm.name, dict(arm.changes)] for arm in comparison.arms]
-    said = json.dumps({"problems": tomls, "arms": arms, "rms": comparison.match_rms}, indent=1)
+    said = json.dumps({"problems": tomls, "arms": arms}, indent=1)
     note = output / "comparison.json"
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Honest numbers: intervals over tasks and seeds, pass@k, paired tests with correction."""
+"""Statistics of evaluations and comparisons: intervals, pass@k, and corrected paired tests."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gspo_env.types import FloatArray
 def success_interval(
     successes_per_task: Sequence[Sequence[float]], *, confidence: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """The interval of the success rate over tasks.
+    """Confidence interval of the success rate over tasks.
 
-    Wilson's where each task was tried once. Else a percentile bootstrap that draws tasks and
-    keeps a task's samples together, because they are not independent. Where that has nothing to
-    draw from (one task) Wilson's over its samples; where every task has the same rate, Wilson's
-    with one try a task, since a bootstrap would claim a width of zero.
+    Uses Wilson's interval if each task has one sample. Otherwise a percentile bootstrap resamples
+    tasks and keeps the samples of a task together, because they are not independent. Two
+    cases leave a bootstrap nothing to resample: for a single task, Wilson's interval over its
+    samples is used; for equal rates in all tasks, Wilson's interval with one trial per task.
 
     Shapes:
-        successes_per_task: one row per task, its samples as 0 or 1.
+        successes_per_task: one row per task with its samples, 0 or 1.
 
     Raises:
-        ConfigError: There is no task, or a task without samples, or a value that is not 0 or 1.
+        ConfigError: There is no task, a task has no samples, or a value is not 0 or 1.
 
     Source:
         Wilson 1927; Efron 1979; clustering by task: arXiv 2411.00640, section 2.2.
@@ -34,11 +34,11 @@ def success_interval(
     rows = [np.asarray(row, dtype=np.float64).ravel() for row in successes_per_task]
     if not rows or not all(len(row) for row in rows):
         raise ConfigError(
-            "successes_per_task has an empty row or none; expected samples of each task"
+            "successes_per_task has no rows or an empty row; expected samples of each task"
         )
     values = np.concatenate(rows)
     if not np.isin(values, (0.0, 1.0)).all():
-        raise ConfigError("successes_per_task holds other values; expected 0 or 1 for each sample")
+        raise ConfigError("successes_per_task has other values; expected 0 or 1 for each sample")
     means = np.array([row.mean() for row in rows])
     if len(rows) == 1 or all(len(row) == 1 for row in rows):
         return _wilson(int(values.sum()), len(values), confidence)
@@ -57,10 +57,10 @@ def success_interval(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased chance that at least one of k samples succeeds, from c successes in n.
+    """Unbiased estimate that at least one of k samples succeeds, from c successes in n samples.
 
     Raises:
-        ConfigError: Not 0 <= c <= n, or not 1 <= k <= n.
+        ConfigError: `0 <= c <= n` or `1 <= k <= n` does not hold.
 
     Source:
         arXiv 2107.03374, eq. 1.
@@ -70,10 +70,10 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """The unbiased chance that all of k samples succeed, from c successes in n.
+    """Unbiased estimate that all of k samples succeed, from c successes in n samples.
 
     Raises:
-        ConfigError: Not 0 <= c <= n, or not 1 <= k <= n.
+        ConfigError: `0 <= c <= n` or `1 <= k <= n` does not hold.
 
     Source:
         arXiv 2406.12045, section 3 (pass^k).
@@ -83,7 +83,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 
 
 def interquartile_mean(values: Any, axis: int = -1) -> Any:
-    """The mean of the middle half; as robust as the median and less noisy.
+    """The mean of the middle half of the values: as robust as the median and less noisy.
 
     Source:
         rliable, arXiv 2108.13264, section 4.3.
@@ -96,13 +96,13 @@ def interquartile_mean(values: Any, axis: int = -1) -> Any:
 def interquartile_interval(
     strata: Sequence[FloatArray], *, confidence: float = 0.95, seed: int = 0, resamples: int = 2000
 ) -> tuple[FloatArray, FloatArray]:
-    """Stratified bootstrap interval of the interquartile mean over all strata's runs.
+    """Stratified bootstrap interval of the interquartile mean over the runs of all strata.
 
-    Runs are drawn within each stratum (a problem), so that each keeps its number of runs. Where
-    there is one run only, or all are alike, the interval is that value.
+    Runs are resampled within each stratum (a problem), so that each keeps its number of runs. If
+    each stratum has one run, or all runs are equal, both bounds are the interquartile mean.
 
     Shapes:
-        strata: one (..., runs) array per problem; results: (...).
+        strata: one (..., runs) array per problem; bounds: (...).
 
     Raises:
         ConfigError: There is no run.
@@ -113,7 +113,7 @@ def interquartile_interval(
     from scipy.stats import bootstrap
 
     if not strata or any(rows.shape[-1] == 0 for rows in strata):
-        raise ConfigError("there is no run to compute an interval of")
+        raise ConfigError("a problem has no runs; expected at least one run of each problem")
     if all(rows.shape[-1] == 1 for rows in strata):
         value = np.asarray(interquartile_mean(np.concatenate(strata, axis=-1)))
         return value, value
@@ -136,10 +136,10 @@ def interquartile_interval(
 
 
 def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The chance that a run of ours scores above a run of theirs; ties count one half.
+    """The probability that a run of `ours` scores above a run of `theirs`; ties count one half.
 
     Source:
-        Mann-Whitney U over the number of pairs; rliable, arXiv 2108.13264, section 4.3.
+        Mann-Whitney U divided by the number of pairs; rliable, arXiv 2108.13264, section 4.3.
     """
     from scipy.stats import mannwhitneyu
 
@@ -147,17 +147,19 @@ def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -
 
 
 def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Two-sided p-value of the mean difference of pairs (of a seed), by exchanging within pairs.
+    """Two-sided p-value of the mean paired difference, from exchanges within pairs (of one seed).
 
-    Exact up to 16 pairs; n pairs cannot give less than 2 / 2**n.
+    The test is exact up to 16 pairs. The smallest p-value of n pairs is 2 / 2**n.
 
     Raises:
-        ConfigError: The numbers of runs differ, or there is none.
+        ConfigError: The numbers of runs differ, or there are none.
     """
     from scipy.stats import permutation_test
 
     if len(ours) != len(theirs) or not len(ours):
-        raise ConfigError(f"pairs need equally many runs; got {len(ours)} and {len(theirs)}")
+        raise ConfigError(
+            f"the arms have {len(ours)} and {len(theirs)} runs; expected equal numbers above 0"
+        )
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
     if len(difference) == 1 or not difference.any():
         return 1.0
@@ -173,7 +175,7 @@ def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> f
 
 
 def holm(pvalues: Sequence[float]) -> list[float]:
-    """P-values adjusted so that one false alarm among all of them stays as rare as stated.
+    """P-values with Holm's correction, which controls the family-wise error rate.
 
     Source:
         Holm 1979.
@@ -183,9 +185,9 @@ def holm(pvalues: Sequence[float]) -> list[float]:
         [0.03, 0.06, 0.06]
     """
     adjusted, largest = [0.0] * len(pvalues), 0.0
-    for rank, place in enumerate(np.argsort(pvalues, kind="stable")):
-        largest = max(largest, min(1.0, (len(pvalues) - rank) * pvalues[place]))
-        adjusted[place] = largest
+    for rank, index in enumerate(np.argsort(pvalues, kind="stable")):
+        largest = max(largest, min(1.0, (len(pvalues) - rank) * pvalues[index]))
+        adjusted[index] = largest
     return adjusted
 
 

@@ -1,26 +1,27 @@
-"""The built-in estimators: pure functions from a group to one array of advantages an episode.
+"""The built-in estimators: settings and one method, from a group to one array an episode.
 
-G episodes, K turns; turns are counted from 1 in formulas. G_ik is the return-to-go of episode i at
-turn k, the sum over l >= k of gamma^(l-k) r_il. Episodes that ended in an error or have no turn
-enter no statistic and get zeros.
+Notation: G episodes, K turns, turns counted from 1. G_ik is the return-to-go of episode i at turn
+k, the sum over l >= k of gamma^(l-k) r_il. Episodes that ended in an error or have no turn enter
+no statistic and get zeros.
 
-A baseline "at turn k" is the mean over the other episodes j that have a turn k (K_j >= k): a
-finished episode is not counted as zero. Where fewer than 3 episodes, i included, have a turn k, it
-is the mean over every turn of every other episode. Where the policy decides when an episode ends, a
-statistic of turn k is one of survivors only, and that is a bias: docs/credit.md shows how large.
+A baseline "at turn k" is the mean over the other episodes j that have a turn k (K_j >= k); a
+finished episode does not count as zero. Where fewer than 3 episodes, i included, have a turn k, the
+baseline is the mean over every turn of every other episode. Where the policy decides when an
+episode ends, a statistic of turn k covers survivors only, which is a bias: see docs/credit.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
 import numpy as np
 
-from gspo_env.credit.registry import register_estimator
 from gspo_env.credit.statistics import (
     MIN_PEERS,
     MIN_SCALE,
     anchors,
-    check_choice,
-    check_settings,
     discounted,
     spread,
     std_of,
@@ -32,69 +33,88 @@ from gspo_env.credit.statistics import (
     zeros,
 )
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_literals
 from gspo_env.types import FloatArray, Group
 
 
-@register_estimator("outcome")
-def outcome(
-    group: Group,
-    *,
-    baseline: str = "mean",
-    scale: str = "std",
-    ddof: int = 0,
-    score: str = "return",
-) -> list[FloatArray]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimator:
+    """What every estimator has; one of your own may subclass it or be any frozen dataclass."""
+
+    scale: Literal["std", "none", "batch"] = "std"
+    """Divisor: the group's standard deviation, 1, or the whole batch's standard deviation. With
+    `batch`, `advantages` does not divide and `estimate` does."""
+    ddof: int = 0
+    """Delta degrees of freedom of the standard deviation, 0 or 1."""
+
+    compares_turns: ClassVar[bool] = False
+    """Whether an episode is compared with the others at the same turn, so that fallbacks count."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        check_literals(self)
+        if self.ddof not in (0, 1):
+            raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name, 0) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a number in [0, 1]")
+
+    def advantages(self, group: Group) -> Sequence[FloatArray]:
+        """Computes the advantages of a group.
+
+        Shapes:
+            result: for each episode (K_i,), one for each turn, or (N_i,), one for each sampled
+                token.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method `advantages`")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome(Estimator):
     """One advantage for a whole episode: (score - baseline) / scale.
 
     `score` is the sum of the per-turn rewards (`return`) or `Episode.outcome` (`outcome`).
-    Leave-one-out with scale `none` is RLOO; mean with scale `none` is Dr. GRPO.
-
-    Shapes:
-        result: one (K_i,) array per episode, constant over its turns.
-
-    Raises:
-        ConfigError: A setting is unknown.
+    Leave-one-out with scale `none` is RLOO; the mean with scale `none`, together with the loss
+    `dr_grpo`, is Dr. GRPO.
 
     Source:
         GRPO, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783.
     """
-    check_settings(1.0, ddof)
-    check_choice("baseline", baseline, ("mean", "leave_one_out"))
-    check_choice("scale", scale, ("std", "none"))
-    check_choice("score", score, ("return", "outcome"))
-    rows, used = zeros(group), usable(group)
-    if len(used) < 2:
+
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is subtracted from an episode's score."""
+    score: Literal["return", "outcome"] = "return"
+    """An episode's score: the sum of its per-turn rewards, or its outcome."""
+
+    def advantages(self, group: Group) -> list[FloatArray]:
+        """See `Estimator.advantages`."""
+        rows, used = zeros(group), usable(group)
+        if len(used) < 2:
+            return rows
+        episodes = [group.episodes[i] for i in used]
+        scores_G = np.array(
+            [e.outcome if self.score == "outcome" else e.rewards.sum() for e in episodes]
+        )
+        centred_G = scores_G - scores_G.mean()
+        std = std_of(centred_G, self.ddof)
+        if std < MIN_SCALE:
+            return rows
+        if self.baseline == "leave_one_out":
+            # r_i minus the mean of the others is the mean-centred score times n / (n - 1)
+            centred_G = centred_G * len(used) / (len(used) - 1)
+        for i, value in zip(used, centred_G / (std if self.scale == "std" else 1.0), strict=True):
+            rows[i] += value
         return rows
-    episodes = [group.episodes[i] for i in used]
-    scores_G = np.array([e.outcome if score == "outcome" else e.rewards.sum() for e in episodes])
-    centred_G = scores_G - scores_G.mean()
-    std = std_of(centred_G, ddof)
-    if std < MIN_SCALE:
-        return rows
-    if baseline == "leave_one_out":
-        # r_i minus the mean of the others is the mean-centred score times n / (n - 1)
-        centred_G = centred_G * len(used) / (len(used) - 1)
-    for i, value in zip(used, centred_G / (std if scale == "std" else 1.0), strict=True):
-        rows[i] += value
-    return rows
 
 
-@register_estimator("turn_plus_outcome")
-def turn_plus_outcome(
-    group: Group, *, turn_weight: float = 1.0, scale: str = "std", ddof: int = 0
-) -> list[FloatArray]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnPlusOutcome(Estimator):
     """The outcome's z-score, plus each turn's reward against the others' at the same turn.
 
     A_ik = z_g(O_i) + turn_weight * z_gk(r_ik), with O_i = `Episode.outcome`: where an environment
     gives its own `episodic_reward`, turn rewards are no part of it. z subtracts the mean
     and divides by the standard deviation (scale `none`: subtracts only); z_gk is over the episodes
     that have a turn k, over all turns of the group where fewer than 3 have.
-
-    Shapes:
-        result: one (K_i,) array per episode.
-
-    Raises:
-        ConfigError: A setting is unknown.
 
     Source:
         MT-GRPO, arXiv 2505.11821, section 3.
@@ -103,22 +123,25 @@ def turn_plus_outcome(
         Outcomes [1, 0, 0] and turn rewards [0, 1], [0, 0], [0, 0], unscaled: the first episode gets
         [2/3 + 0, 2/3 + 2/3].
     """
-    check_settings(1.0, ddof)
-    check_choice("scale", scale, ("std", "none"))
-    rows, used = zeros(group), usable(group)
-    if len(used) < 2:
+
+    turn_weight: float = 1.0
+    """Weight of the turn's own reward, lambda."""
+    compares_turns: ClassVar[bool] = True
+
+    def advantages(self, group: Group) -> list[FloatArray]:
+        """See `Estimator.advantages`."""
+        rows, used = zeros(group), usable(group)
+        if len(used) < 2:
+            return rows
+        whole = z_score(np.array([group.episodes[i].outcome for i in used]), self.scale, self.ddof)
+        by_turn = z_by_turn([group.episodes[i].rewards for i in used], self.scale, self.ddof)
+        for i, total, values in zip(used, whole, by_turn, strict=True):
+            rows[i] = total + self.turn_weight * values
         return rows
-    whole = z_score(np.array([group.episodes[i].outcome for i in used]), scale, ddof)
-    by_turn = z_by_turn([group.episodes[i].rewards for i in used], scale, ddof)
-    for i, total, values in zip(used, whole, by_turn, strict=True):
-        rows[i] = total + turn_weight * values
-    return rows
 
 
-@register_estimator("returns_to_go")
-def returns_to_go(
-    group: Group, *, gamma: float = 1.0, scale: str = "std", ddof: int = 0
-) -> list[FloatArray]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReturnsToGo(Estimator):
     """Each turn's discounted return-to-go against the other episodes at the same turn.
 
     A_ik = (G_ik - b_ik) / sigma with the leave-one-out baseline b_ik at turn k. sigma pools the
@@ -126,48 +149,34 @@ def returns_to_go(
     where the baseline falls back), so that a reward common to all episodes of equal length changes
     nothing.
 
-    Shapes:
-        result: one (K_i,) array per episode.
-
-    Raises:
-        ConfigError: A setting is unknown or out of range.
-
     Example:
         Three episodes with rewards [1, 0], [0, 1] and [0, 0] have returns-to-go [1, 0], [1, 1] and
         [0, 0]; unscaled, the first gets [1 - 1/2, 0 - 1/2].
     """
-    check_settings(gamma, ddof)
-    check_choice("scale", scale, ("std", "none"))
-    used = usable(group)
-    if len(used) < 2:
-        return zeros(group)
-    returns = [discounted(group.episodes[i].rewards, gamma) for i in used]
-    baselines, means = turn_baselines(returns)
-    deviations = np.concatenate([g - m for g, m in zip(returns, means, strict=True)])
-    values = [g - b for g, b in zip(returns, baselines, strict=True)]
-    return spread(group, used, values, deviations, scale, ddof)
+
+    gamma: float = 1.0
+    """Discount per turn, in [0, 1]."""
+    compares_turns: ClassVar[bool] = True
+
+    def advantages(self, group: Group) -> list[FloatArray]:
+        """See `Estimator.advantages`."""
+        used = usable(group)
+        if len(used) < 2:
+            return zeros(group)
+        returns = [discounted(group.episodes[i].rewards, self.gamma) for i in used]
+        baselines, means = turn_baselines(returns)
+        deviations = np.concatenate([g - m for g, m in zip(returns, means, strict=True)])
+        values = [g - b for g, b in zip(returns, baselines, strict=True)]
+        return spread(group, used, values, deviations, self.scale, self.ddof)
 
 
-@register_estimator("gigpo")
-def gigpo(
-    group: Group,
-    *,
-    gamma: float = 1.0,
-    step_weight: float = 1.0,
-    scale: str = "std",
-    ddof: int = 0,
-) -> list[FloatArray]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GiGPO(Estimator):
     """The return's z-score, plus each return-to-go against others from the same state.
 
     A_ik = z_g(R_i) + step_weight * z_s(G_ik), where z_s is over every turn of the group that was
     played in the state s of turn k: the same `Turn.state_key`. A state that was met once, or that
     has no key, adds nothing. Each episode counts once in z_g, however many turns it has.
-
-    Shapes:
-        result: one (K_i,) array per episode.
-
-    Raises:
-        ConfigError: A setting is unknown or out of range.
 
     Source:
         GiGPO, arXiv 2505.10978, eq. 3, 6, 7 and 8.
@@ -175,44 +184,37 @@ def gigpo(
     Example:
         Returns [1, 0] from one and the same first state, unscaled: [1/2 + 1/2] and [-1/2 - 1/2].
     """
-    check_settings(gamma, ddof)
-    check_choice("scale", scale, ("std", "none"))
-    rows, used = zeros(group), usable(group)
-    if len(used) < 2:
+
+    gamma: float = 1.0
+    """Discount per turn, in [0, 1]."""
+    step_weight: float = 1.0
+    """Weight of the comparison from equal states, omega."""
+
+    def advantages(self, group: Group) -> list[FloatArray]:
+        """See `Estimator.advantages`."""
+        rows, used = zeros(group), usable(group)
+        if len(used) < 2:
+            return rows
+        totals = np.array([group.episodes[i].rewards.sum() for i in used])
+        whole = z_score(totals, self.scale, self.ddof)
+        for i, total in zip(used, whole, strict=True):
+            rows[i] += total
+        returns = [discounted(group.episodes[i].rewards, self.gamma) for i in used]
+        for visits in anchors(group, used).values():
+            z = z_score(np.array([returns[n][k] for n, k in visits]), self.scale, self.ddof)
+            for (n, k), value in zip(visits, z, strict=True):
+                rows[used[n]][k] += self.step_weight * value
         return rows
-    whole = z_score(np.array([group.episodes[i].rewards.sum() for i in used]), scale, ddof)
-    for i, total in zip(used, whole, strict=True):
-        rows[i] += total
-    returns = [discounted(group.episodes[i].rewards, gamma) for i in used]
-    for visits in anchors(group, used).values():
-        z = z_score(np.array([returns[n][k] for n, k in visits]), scale, ddof)
-        for (n, k), value in zip(visits, z, strict=True):
-            rows[used[n]][k] += step_weight * value
-    return rows
 
 
-@register_estimator("normalize_then_accumulate")
-def normalize_then_accumulate(
-    group: Group,
-    *,
-    gamma: float = 1.0,
-    per: str = "group",
-    root: bool = False,
-    scale: str = "std",
-    ddof: int = 0,
-) -> list[FloatArray]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormalizeThenAccumulate(Estimator):
     """Rewards are made z-scores first, then summed from each turn on.
 
     A_ik = sum over l >= k of gamma^(l-k) z(r_il), with z over all turns of the group
     (`per="group"`) or over the episodes that have a turn l (`per="turn"`; all turns where fewer
     than 3 have). `root` divides by the square root of the number of terms, so that early turns are
     not the loudest.
-
-    Shapes:
-        result: one (K_i,) array per episode.
-
-    Raises:
-        ConfigError: A setting is unknown or out of range.
 
     Source:
         IGPO, arXiv 2510.14967; the square root: A2TGPO, arXiv 2605.06200.
@@ -221,28 +223,33 @@ def normalize_then_accumulate(
         Rewards [1, 0] and [0, 0], unscaled: z is [3/4, -1/4] and [-1/4, -1/4], so the first episode
         gets [1/2, -1/4] and the second [-1/2, -1/4].
     """
-    check_settings(gamma, ddof)
-    check_choice("scale", scale, ("std", "none"))
-    check_choice("per", per, ("group", "turn"))
-    rows, used = zeros(group), usable(group)
-    if len(used) < 2:
+
+    gamma: float = 1.0
+    """Discount per turn, in [0, 1]."""
+    per: Literal["group", "turn"] = "group"
+    """Whether rewards are normalised over all turns of the group or turn by turn."""
+    root: bool = False
+    """Divides each sum by the square root of its number of terms."""
+
+    def advantages(self, group: Group) -> list[FloatArray]:
+        """See `Estimator.advantages`."""
+        rows, used = zeros(group), usable(group)
+        if len(used) < 2:
+            return rows
+        rewards = [group.episodes[i].rewards for i in used]
+        if self.per == "turn":
+            z = z_by_turn(rewards, self.scale, self.ddof)
+        else:
+            lengths = np.cumsum([len(r) for r in rewards])[:-1]
+            z = np.split(z_score(np.concatenate(rewards), self.scale, self.ddof), lengths)
+        for i, values in zip(used, z, strict=True):
+            total = discounted(values, self.gamma)
+            rows[i] = total / np.sqrt(np.arange(len(values), 0, -1)) if self.root else total
         return rows
-    rewards = [group.episodes[i].rewards for i in used]
-    if per == "turn":
-        z = z_by_turn(rewards, scale, ddof)
-    else:
-        lengths = np.cumsum([len(r) for r in rewards])[:-1]
-        z = np.split(z_score(np.concatenate(rewards), scale, ddof), lengths)
-    for i, values in zip(used, z, strict=True):
-        total = discounted(values, gamma)
-        rows[i] = total / np.sqrt(np.arange(len(values), 0, -1)) if root else total
-    return rows
 
 
-@register_estimator("group_gae")
-def group_gae(
-    group: Group, *, gamma: float = 1.0, lam: float = 0.95, scale: str = "std", ddof: int = 0
-) -> list[FloatArray]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupGAE(Estimator):
     """Generalised advantage estimation with the group in the place of a critic.
 
     V_ik is the mean return-to-go of the other episodes from the same `Turn.state_key`, where at
@@ -253,12 +260,6 @@ def group_gae(
     those that had one turn more, else 0. With lam = 1, no state keys and no truncation these are
     `returns_to_go` before scaling.
 
-    Shapes:
-        result: one (K_i,) array per episode.
-
-    Raises:
-        ConfigError: A setting is unknown or out of range.
-
     Source:
         GAE, arXiv 1506.02438, eq. 16; leave-one-out values: VinePPO, arXiv 2410.01679.
 
@@ -266,24 +267,30 @@ def group_gae(
         lam = 0 and rewards [1, 0], [0, 1], [0, 0], unscaled: the first has V = [1/2, 1/2], so it
         gets [1 + 1/2 - 1/2, 0 - 1/2].
     """
-    check_settings(gamma, ddof)
-    check_choice("scale", scale, ("std", "none"))
-    if not 0 <= lam <= 1:
-        raise ConfigError(f"lam is {lam!r}; expected a number in [0, 1]")
-    used = usable(group)
-    if len(used) < 2:
-        return zeros(group)
-    returns = [discounted(group.episodes[i].rewards, gamma) for i in used]
-    values, _ = turn_baselines(returns)
-    for visits in anchors(group, used).values():
-        if len({n for n, _ in visits}) < MIN_PEERS:
-            continue
-        for n, k in visits:
-            values[n][k] = np.mean([returns[m][j] for m, j in visits if m != n])
-    rows = []
-    for n, (i, value_K) in enumerate(zip(used, values, strict=True)):
-        after = value_after(group, used, returns, n)
-        delta_K = group.episodes[i].rewards + gamma * np.append(value_K[1:], after) - value_K
-        rows.append(discounted(delta_K, gamma * lam))
-    everything = np.concatenate(rows)
-    return spread(group, used, rows, everything - everything.mean(), scale, ddof)
+
+    gamma: float = 1.0
+    """Discount per turn, in [0, 1]."""
+    lam: float = 0.95
+    """Lambda of the generalised advantage estimation, in [0, 1]."""
+    compares_turns: ClassVar[bool] = True
+
+    def advantages(self, group: Group) -> list[FloatArray]:
+        """See `Estimator.advantages`."""
+        used = usable(group)
+        if len(used) < 2:
+            return zeros(group)
+        returns = [discounted(group.episodes[i].rewards, self.gamma) for i in used]
+        values, _ = turn_baselines(returns)
+        for visits in anchors(group, used).values():
+            if len({n for n, _ in visits}) < MIN_PEERS:
+                continue
+            for n, k in visits:
+                values[n][k] = np.mean([returns[m][j] for m, j in visits if m != n])
+        rows = []
+        for n, (i, value_K) in enumerate(zip(used, values, strict=True)):
+            after = value_after(group, used, returns, n)
+            next_K = np.append(value_K[1:], after)
+            delta_K = group.episodes[i].rewards + self.gamma * next_K - value_K
+            rows.append(discounted(delta_K, self.gamma * self.lam))
+        everything = np.concatenate(rows)
+        return spread(group, used, rows, everything - everything.mean(), self.scale, self.ddof)

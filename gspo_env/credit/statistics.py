@@ -7,27 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gspo_env.errors import ConfigError
 from gspo_env.types import Episode, FloatArray, Group, StopReason
 
 MIN_SCALE = 1e-8
 """A group whose standard deviation is below this has nothing to compare: its advantages are 0."""
 MIN_PEERS = 3
 """The least number of episodes that must reach a turn for a baseline of that turn alone."""
-
-
-def check_settings(gamma: float, ddof: int) -> None:
-    """Refuses an impossible discount or degree of freedom."""
-    if not 0 <= gamma <= 1:
-        raise ConfigError(f"gamma is {gamma!r}; expected a number in [0, 1]")
-    if ddof not in (0, 1):
-        raise ConfigError(f"ddof is {ddof!r}; expected 0 or 1")
-
-
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Refuses a value that is none of the allowed ones."""
-    if value not in allowed:
-        raise ConfigError(f"{name} is {value!r}; expected one of {allowed}")
 
 
 def is_usable(episode: Episode) -> bool:

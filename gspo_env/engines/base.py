@@ -1,10 +1,12 @@
-"""What a rollout asks of an engine: token ids in, sampled ids and their log-probabilities out."""
+"""The interface between rollout and engine: token ids in, sampled ids and log-probabilities out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from gspo_env.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -60,3 +62,33 @@ class Engine(Protocol):
     def close(self) -> None:
         """Frees everything."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transformers:
+    """Continuous batching over the learner's own weights, in this process."""
+
+    def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
+        """Starts the engine with the weights of a model.
+
+        Args:
+            model: The learner's causal LM.
+            max_slots: The most sequences at once.
+            max_context: The most tokens of one sequence.
+        """
+        from gspo_env.engines.transformers import TransformersEngine
+
+        return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
+
+
+def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) -> None:
+    """Checks that a prompt and the longest action fit into the context.
+
+    Raises:
+        EngineError: They do not, or the prompt is empty.
+    """
+    if not prompt_ids or len(prompt_ids) + sampling.max_tokens > max_context:
+        raise EngineError(
+            f"a prompt of {len(prompt_ids)} tokens and an action of {sampling.max_tokens} "
+            f"do not fit a context of {max_context} tokens"
+        )

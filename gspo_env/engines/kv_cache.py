@@ -1,4 +1,7 @@
-"""Keys and values of many sequences, and attention of one ragged step over them."""
+"""The key-value cache of the `transformers` engine, and the attention of one ragged step over it.
+
+Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D head size.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from gspo_env.errors import EngineError
 from gspo_env.model.attention import sdpa
 
 _FIRST_CAPACITY = 128
-_IDLE = 2
-"""A span of slots is attended whole where at most this many times its rows decode."""
+_MAX_SPAN_RATIO = 2
+"""Attend over a contiguous range of slots if it has at most this many slots per decoding row."""
 
 
 class KVCache:
-    """Keys and values: for each layer (S slots, Hkv, capacity, D), grown as sequences grow."""
+    """Keys and values of each layer, (S, H, capacity, D); the capacity grows with the sequences."""
 
     def __init__(self, model: Any, slots: int, max_context: int) -> None:
-        self._shape = slots
+        self._slots = slots
         self._max_context = max_context
         self._capacity = min(_FIRST_CAPACITY, max_context)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -41,27 +44,27 @@ class KVCache:
     def forward(
         self, model: Any, slots: list[int], starts: list[int], feeds: list[list[int]]
     ) -> Tensor:
-        """Feeds each slot its new tokens; returns the logits after the last of each, (B, V)."""
+        """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V)."""
         sizes = [len(feed) for feed in feeds]
         self._reserve(max(a + n for a, n in zip(starts, sizes, strict=True)))
-        plan = _Plan(self, slots, starts, sizes)
+        step = _Step(self, slots, starts, sizes)
         ids = torch.tensor([[i for feed in feeds for i in feed]], device=self._device)
         if model.training:
             model.eval()
         output = model(
             input_ids=ids,
-            position_ids=plan.positions[None],
+            position_ids=step.positions_T[None],
             use_cache=False,
-            logits_to_keep=plan.last,
-            ragged=plan,
+            logits_to_keep=step.last_B,
+            ragged=step,
         )
         logits: Tensor = output.logits[0]
         return logits
 
     def layer(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, made at its first use."""
+        """A layer's keys and values, allocated at its first use."""
         if index not in self._layers:
-            shape = (self._shape, key.shape[1], self._capacity, key.shape[2])
+            shape = (self._slots, key.shape[1], self._capacity, key.shape[2])
             self._layers[index] = (key.new_zeros(shape), key.new_zeros(shape))
         return self._layers[index]
 
@@ -76,8 +79,8 @@ class KVCache:
                 self._layers[index] = (padded[0], padded[1])
 
 
-class _Plan:
-    """One step's `Ragged`: where each fed token is written and what it sees."""
+class _Step:
+    """`Ragged` attention of one step: where each token is written and which positions it sees."""
 
     def __init__(
         self, cache: KVCache, slots: list[int], starts: list[int], sizes: list[int]
@@ -88,10 +91,10 @@ class _Plan:
         first_B = np.cumsum(size_B) - size_B
         row_T = np.repeat(np.arange(len(slots)), size_B)
         offset_T = np.arange(len(row_T)) - first_B[row_T]
-        self.positions = torch.from_numpy(start_B[row_T] + offset_T).to(device)
-        self.last = torch.from_numpy(first_B + size_B - 1).to(device)
+        self.positions_T = torch.from_numpy(start_B[row_T] + offset_T).to(device)
+        self.last_B = torch.from_numpy(first_B + size_B - 1).to(device)
         self._slot_T = torch.from_numpy(slot_B[row_T]).to(device)
-        # Decoding rows and prompts are attended apart, so that a long prompt pads no decoding row.
+        # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
         members = [np.flatnonzero(size_B == 1), np.flatnonzero(size_B > 1)]
         self._groups = [
             _Rows(slot_B[m], start_B[m], size_B[m], first_B[m], device) for m in members if len(m)
@@ -114,38 +117,38 @@ class _Plan:
     ) -> Tensor:
         """See `Ragged.attend`."""
         keys, values = self._cache.layer(layer, key)
-        keys[self._slot_T, :, self.positions] = key
-        values[self._slot_T, :, self.positions] = value
+        keys[self._slot_T, :, self.positions_T] = key
+        values[self._slot_T, :, self.positions_T] = value
         outs = [group.attend(query, keys, values, scale, window) for group in self._groups]
         return outs[0] if self._restore is None else torch.cat(outs).index_select(0, self._restore)
 
 
 class _Rows:
-    """Rows of one step that are attended together.
+    """The rows of one step that share an attention call.
 
-    Decoding rows that fill most of a span of slots are attended over the whole span, idle slots
-    included: a view of the cache costs nothing, a copy of its rows more than the attention.
+    If decoding rows fill most of a contiguous range of slots, attention runs over the whole range,
+    idle slots included. A view of the cache is free, and copying rows costs more than attention.
     """
 
     def __init__(self, slot_B: Any, start_B: Any, size_B: Any, first_B: Any, device: Any) -> None:
         self._length = int((start_B + size_B).max())
         self._decode = bool(size_B.max() == 1)
         low, high = int(slot_B.min()), int(slot_B.max()) + 1
-        self._span = (low, high) if self._decode and high - low <= _IDLE * len(slot_B) else None
+        contiguous = self._decode and high - low <= _MAX_SPAN_RATIO * len(slot_B)
+        self._span = (low, high) if contiguous else None
         column = np.arange(int(size_B.max()))
         inside = column < size_B[:, None]
         self._index = torch.from_numpy(first_B[:, None] + np.where(inside, column, 0)).to(device)
-        everything = bool(inside.all())
-        self._inside = None if everything else torch.from_numpy(np.flatnonzero(inside)).to(device)
+        self._real = None if inside.all() else torch.from_numpy(np.flatnonzero(inside)).to(device)
         self._slots = torch.from_numpy(slot_B - low if self._span else slot_B).to(device)
-        place = start_B[:, None] + column
+        positions = start_B[:, None] + column
         if self._span:
-            every = np.zeros((high - low, 1), dtype=np.int64)
-            every[slot_B - low] = place
-            place = every
-        # (B, 1, q, length): a token sees the positions up to its own
-        position = torch.from_numpy(place).to(device)[:, None, :, None]
-        self._distance = position - torch.arange(self._length, device=device)
+            span = np.zeros((high - low, 1), dtype=np.int64)
+            span[slot_B - low] = positions
+            positions = span
+        # (B, 1, queries, length); a token sees the positions up to its own
+        query_positions = torch.from_numpy(positions).to(device)[:, None, :, None]
+        self._distance = query_positions - torch.arange(self._length, device=device)
         self._mask = self._distance >= 0
 
     def attend(
@@ -157,12 +160,12 @@ class _Rows:
         q = query[self._index].transpose(1, 2)
         k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
         out = sdpa(q, k, v, scale, mask, causal=False).transpose(1, 2).flatten(0, 1)
-        return out if self._inside is None else out.index_select(0, self._inside)
+        return out if self._real is None else out.index_select(0, self._real)
 
     def _attend_one(
         self, query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor
     ) -> Tensor:
-        """One query a row; those that share a key head become the queries of one head."""
+        """Attends with one query per row; the heads of a group become the queries of one head."""
         q = query.index_select(0, self._index[:, 0]).view(
             len(self._index), keys.shape[1], -1, query.shape[-1]
         )

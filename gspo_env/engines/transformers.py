@@ -1,9 +1,9 @@
-"""The embedded engine: continuous batching over the learner's own weights.
+"""The `transformers` engine: continuous batching with the learner's own weights.
 
-Every session (an episode) owns a slot of the key-value cache that lives across its turns, so a new
-turn feeds only what is new. One step feeds one ragged row: a single token for each sequence that
-decodes, the new prompt for each that starts a turn. Whoever finishes leaves at once. Prompts that a
-running sequence already holds are forked, not computed again.
+Each session (an episode) keeps its slot of the key-value cache from turn to turn, so a new turn
+computes only its new tokens. Each step feeds one ragged row: one token of each sequence that
+decodes and the new prompt tokens of each turn that starts. A finished sequence leaves the batch at
+once. A prompt that is already cached in another slot is copied from there, not computed again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling
+from gspo_env.engines.base import Completion, Sampling, check_room
 from gspo_env.engines.kv_cache import KVCache
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
@@ -30,7 +30,7 @@ class _Slot:
     index: int
     session: str | None = None
     tokens: list[int] = field(default_factory=list)
-    """The ids whose keys and values are cached."""
+    """The ids whose keys and values are in the cache."""
     busy: bool = False
 
 
@@ -41,7 +41,7 @@ class _Request:
     session: str | None
     future: asyncio.Future[Completion]
     draw: Callable[[], float]
-    """Uniform numbers in [0, 1), from a stream of the request's own."""
+    """Uniform numbers in [0, 1) from the request's own generator."""
     slot: _Slot | None = None
     pending: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -49,13 +49,13 @@ class _Request:
 
 
 class TransformersEngine:
-    """Samples from a `transformers` causal LM that it shares with the learner.
+    """Samples from a `transformers` causal LM whose weights it shares with the learner.
 
     Args:
-        model: The causal LM; its attention is switched to ragged rows.
+        model: The causal LM. Its attention is replaced by ragged attention.
         max_slots: The most sequences in the cache at once.
         max_context: The most tokens of one sequence.
-        max_step_tokens: The most tokens of one forward pass; longer prompts are fed in pieces.
+        max_step_tokens: The most tokens of one forward pass; a longer prompt takes several.
     """
 
     def __init__(
@@ -89,15 +89,12 @@ class TransformersEngine:
         """Samples one action; see `Engine.generate`.
 
         Raises:
-            EngineError: The prompt is empty or leaves no room for `max_tokens` within the context.
+            EngineError: The engine is closed, the prompt is empty, or it leaves no room for
+                `max_tokens` in the context.
         """
         if self._closed:
             raise EngineError("the engine is closed")
-        if not prompt_ids or len(prompt_ids) + sampling.max_tokens > self._max_context:
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens and an action of {sampling.max_tokens} "
-                f"do not fit a context of {self._max_context} tokens"
-            )
+        check_room(prompt_ids, sampling, self._max_context)
         loop = asyncio.get_running_loop()
         request = _Request(
             prompt=list(prompt_ids),
@@ -112,21 +109,20 @@ class TransformersEngine:
         return await request.future
 
     def release(self, session: str) -> None:
-        """Frees the slot of a session; what it holds may still be forked until it is reused."""
+        """Frees a session's slot. Its prompt can still be copied until the slot is reused."""
         slot = self._sessions.pop(session, None)
-        if slot is not None and not slot.busy:
+        if slot is not None:
             slot.session = None
-            heapq.heappush(self._free, slot.index)
-        elif slot is not None:
-            slot.session = None
+            if not slot.busy:
+                heapq.heappush(self._free, slot.index)
 
     async def sleep(self) -> None:
-        """Nothing to give: the weights are the learner's, and the cache is small."""
+        """Does nothing: the weights are the learner's, and the cache is small."""
 
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        """Forgets every cached key and value: the weights themselves are the learner's."""
+        """Forgets every cached key and value; the weights are already the learner's."""
         if self._running or self._waiting:
             raise EngineError("weights cannot change while requests are running")
         self._prefixes.clear()
@@ -144,7 +140,7 @@ class TransformersEngine:
             while self._waiting or self._running:
                 self._admit()
                 self._step()
-                # Whoever just finished may hand in its next turn before the next step.
+                # Lets a finished episode request its next turn before the next step.
                 await asyncio.sleep(0)
         except Exception as error:
             for request in [*self._running, *self._waiting]:
@@ -166,7 +162,7 @@ class TransformersEngine:
         if slot is None:
             key = tuple(request.prompt)
             if key in fresh:
-                return False  # a twin is being computed in this very step: fork it in the next
+                return False  # this step computes the same prompt; the next one copies it
             slot = self._take_slot()
             if slot is None:
                 return False
@@ -275,16 +271,16 @@ class TransformersEngine:
 def sample(
     logits: Tensor, temperatures: Sequence[float], draws: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """One id a row by inverse transform sampling, and its log-probability.
+    """Samples one id of each row by inverse transform sampling; returns ids and log-probabilities.
 
     Args:
         logits: (B, V).
-        temperatures: (B,); 0 takes the most likely id, with its log-probability at 1.
+        temperatures: (B,); 0 takes the most likely id and its log-probability at temperature 1.
         draws: (B,) uniform numbers in [0, 1).
     """
     scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
-    # float64: the rounding of a long float32 sum would starve the last ids of a large vocabulary
+    # float64, because rounding in a float32 sum would make the last ids of a large vocabulary rarer
     total = logprobs.double().exp().cumsum(-1)
     target = torch.tensor(draws, dtype=torch.float64, device=logits.device) * total[:, -1]
     ids = torch.searchsorted(total, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
@@ -296,7 +292,7 @@ def sample(
 
 
 def _common(held: list[int], prompt: list[int]) -> int:
-    """How many leading ids two sequences share."""
+    """The number of leading ids that two sequences share."""
     if prompt[: len(held)] == held:
         return len(held)
     pairs = enumerate(zip(held, prompt, strict=False))

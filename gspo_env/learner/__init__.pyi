@@ -1,7 +1,12 @@
 from .learner import Learner as Learner
-from .learner import LearnerConfig as LearnerConfig
-from .learner import ObjectiveConfig as ObjectiveConfig
+from .loss import GRPO as GRPO
+from .loss import GSPO as GSPO
+from .loss import ClippedLoss as ClippedLoss
+from .loss import DrGRPO as DrGRPO
+from .loss import Loss as Loss
+from .loss import LossInput as LossInput
 from .objectives import ObjectiveOutput as ObjectiveOutput
 from .objectives import importance_weights as importance_weights
 from .objectives import packed_policy_loss as packed_policy_loss
 from .objectives import policy_loss as policy_loss
+from .settings import LearnerConfig as LearnerConfig

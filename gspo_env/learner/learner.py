@@ -1,13 +1,14 @@
-"""The learner: packed samples in, one optimiser step for each minibatch out."""
+"""The learner: samples in, one optimiser step for each minibatch out."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,103 +17,53 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from gspo_env.batch.packing import microbatches, pack
-from gspo_env.batch.prefix import deal
+from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, MissingExtraError
-from gspo_env.learner.log import UpdateLog
-from gspo_env.learner.objectives import importance_weights, packed_policy_loss
+from gspo_env.learner.log import PassStats, UpdateStats
+from gspo_env.learner.loss import Loss, LossInput
+from gspo_env.learner.objectives import ObjectiveOutput
+from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.head import linear_head
 from gspo_env.model.scorer import Scorer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ObjectiveConfig:
-    """The objective; see `gspo_env.learner.objectives.policy_loss`."""
+class Microbatch:
+    """A packed row, and its log-probabilities from before the first step."""
 
-    ratio_level: Literal["sequence", "turn", "token"] = "sequence"
-    """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""
-    clip_low: float = 3e-4
-    """The ratio's lower bound is 1 - clip_low. The paper's setting for a large model; its GRPO
-    baseline has 0.2, and the embedded recipe 0.03, since a tiny model's ratios move further."""
-    clip_high: float = 4e-4
-    """The ratio's upper bound is 1 + clip_high. The paper's setting for a large model; its GRPO
-    baseline has 0.27, and the embedded recipe 0.05."""
-    old_logprobs: Literal["trainer", "engine"] = "trainer"
-    """Whose log-probabilities are pi_old. The engine's save a pass, but a mismatch counts as a
-    ratio."""
-    correction: Literal["none", "truncated", "mask"] = "none"
-    """Weight for the train/inference mismatch; only with the trainer's pi_old."""
-    correction_cap: float = 2.0
-    """The largest correction weight C."""
-    kl_coef: float = 0.0
-    """Weight of the k3 KL to the reference: the model as it was given, with its adapter
-    off or as a frozen copy. 0 computes none."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        if not 0 <= self.clip_low < 1:
-            raise ConfigError(f"clip_low is {self.clip_low!r}; expected a number in [0, 1)")
-        if not (self.clip_high >= 0 and math.isfinite(self.clip_high)):
-            raise ConfigError(f"clip_high is {self.clip_high!r}; expected a number of at least 0")
-        if not (self.kl_coef >= 0 and math.isfinite(self.kl_coef)):
-            raise ConfigError(f"kl_coef is {self.kl_coef!r}; expected a number of at least 0")
-        if not self.correction_cap >= 1:
-            raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
-        if self.correction != "none" and self.old_logprobs == "engine":
-            raise ConfigError(
-                f"correction is {self.correction!r} with old_logprobs 'engine'; expected 'none', "
-                "because the ratio already holds the mismatch"
-            )
+    row: PackedBatch
+    trainer_logprobs_N: Tensor | None = None
+    """By the policy before the first step; None in the first minibatch, whose own pass makes them,
+    or if nothing needs them."""
+    reference_logprobs_N: Tensor | None = None
+    """By the reference; None if it is still the policy itself, or if nothing needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LearnerConfig:
-    """The optimiser and how a rollout batch is cut."""
+class Minibatch:
+    """The samples of one optimiser step, in packed rows."""
 
-    learning_rate: float = 1e-6
-    """AdamW's. The embedded recipe has 1e-3; a LoRA adapter wants about ten times a model's."""
-    warmup_steps: int = 5
-    """Optimiser steps of linear learning-rate warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the learning rate does after it."""
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    minibatches: int = 4
-    """Optimiser steps for each rollout batch."""
-    microbatch_tokens: int = 16384
-    """The most tokens of one forward and backward pass."""
-    lora_rank: int = 0
-    """Rank of a LoRA adapter; 0 trains every weight."""
-    checkpointing: bool = False
-    """Keeps only each layer's input for the backward pass and computes the rest again."""
-    precision: Literal["model", "bfloat16"] = "model"
-    """What the update computes in: the dtype of the weights, or bfloat16 over float32 weights.
-    Log-probabilities are float32 at least."""
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """The 8-bit ones need bitsandbytes."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
-            raise ConfigError(f"learning_rate is {self.learning_rate!r}; expected a number above 0")
-        for name, least in (("minibatches", 1), ("microbatch_tokens", 1), ("warmup_steps", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
-        for name in ("weight_decay", "max_grad_norm", "lora_rank"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 0")
+    microbatches: tuple[Microbatch, ...]
+    first: bool
+    """Whether no step of this update comes before."""
+    episodes: int
+    tokens: int
+    """Model tokens."""
 
 
 class Learner:
-    """Trains a causal LM on packed samples.
+    """Trains a causal LM on samples: `prepare`, `score`, then `backward` and `step` in turn.
+
+    Dropout is off in every pass, so that all passes describe the same policy.
 
     Args:
         model: A `transformers` causal LM, or one wrapped by PEFT.
-        objective: The objective's settings.
+        loss: The loss and its settings, such as `GSPO()`.
         config: The optimiser's settings.
         total_steps: Optimiser steps of the whole run, for the schedule.
-        temperature: The sampling temperature that the logits are divided by.
+        temperature: The sampling temperature; logits are divided by it.
 
     Raises:
         ConfigError: More than one process was launched.
@@ -121,13 +72,13 @@ class Learner:
     def __init__(
         self,
         model: Any,
-        objective: ObjectiveConfig,
+        loss: Loss,
         config: LearnerConfig,
         *,
         total_steps: int,
         temperature: float = 1.0,
     ) -> None:
-        self.objective, self.config = objective, config
+        self.loss, self.config = loss, config
         use_ragged_attention(model)
         self.accelerator = Accelerator()
         if self.accelerator.num_processes > 1:
@@ -135,7 +86,7 @@ class Learner:
                 f"{self.accelerator.num_processes} processes were launched; expected 1, since "
                 "episodes are not yet shared out among processes"
             )
-        reference = copy.deepcopy(model) if objective.kl_coef and not _adapted(model) else None
+        reference = copy.deepcopy(model) if loss.needs_reference and not _adapted(model) else None
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         bf16 = config.precision == "bfloat16"
@@ -144,195 +95,248 @@ class Learner:
             parameter.data = parameter.data.float()
         optimizer = make_optimizer(config, weights)
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
-        scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
+        self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.scheduler = scheduler
         head = linear_head(self.policy)
         self.scorer = Scorer(self.model, self.policy, temperature, bf16, head)
-        self._at_reference = _adapter_is_zero(self.policy)
+        self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
-            reference.to(self.accelerator.device).requires_grad_(False).eval()
-            self._reference = Scorer(
-                reference, reference, temperature, bf16, linear_head(reference)
-            )
+            reference.to(self.accelerator.device).requires_grad_(False)
+            head = linear_head(reference)
+            self._reference = Scorer(reference, reference, temperature, bf16, head)
 
     @property
     def policy(self) -> Any:
         """The model without Accelerate's wrapping."""
         return self.accelerator.unwrap_model(self.model)
 
-    def update(
-        self,
-        samples: Sequence[Sample],
-        seed: int = 0,
-        old_logprobs: Literal["trainer", "engine"] | None = None,
-    ) -> dict[str, float]:
-        """Takes one optimiser step for each minibatch; returns the step's metrics.
+    def update(self, samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
+        """Takes one optimiser step for each minibatch; returns the metrics.
 
         Args:
-            samples: At least one.
-            seed: Decides how they are dealt into minibatches.
-            old_logprobs: Whose are pi_old; the objective's choice by default.
+            samples: At least one with a model token.
+            seed: Decides the minibatches.
 
         Raises:
-            BatchError: The engine's log-probabilities are needed and not known.
+            BatchError: No sample has a model token, the loss needs log-probabilities of the engine
+                that are not known, or the loss is not a finite scalar.
         """
         started = time.perf_counter()
-        log = UpdateLog()
-        engine_is_old = (old_logprobs or self.objective.old_logprobs) == "engine"
-        if engine_is_old or self.objective.correction != "none":
-            _need_engine_logprobs(samples)
-        chunks = self._minibatches(samples, seed)
-        batches = [[self._pack(row) for row in self._rows(chunk)] for chunk in chunks]
-        before = [[self._before(b, engine_is_old, n) for b in row] for n, row in enumerate(batches)]
-        low, high = 1 - self.objective.clip_low, 1 + self.objective.clip_high
-        for n, (chunk, rows, known) in enumerate(zip(chunks, batches, before, strict=True)):
-            for batch, (old_N, reference_N) in zip(rows, known, strict=True):
-                own_N = self._accumulate(batch, old_N, reference_N, len(chunk), log)
-                if n == 0 or old_N is None:
-                    log.mismatch(batch, own_N, low, high)
-                elif not engine_is_old:
-                    log.mismatch(batch, old_N, low, high)
-            log.add("train/grad_norm", float(self._step()), 1)
-        seconds = time.perf_counter() - started
-        tokens = sum(len(s.token_ids) for s in samples)
-        computed = sum(len(batch.input_ids_T) for row in batches for batch in row)
-        metrics = log.metrics()
-        return {
-            **metrics,
-            "train/loss": metrics["train/loss"] / len(chunks),
-            "train/learning_rate": float(self.scheduler.get_last_lr()[0]),
-            "train/shared_fraction": 1 - computed / tokens,
-            "train/tokens_per_second": tokens / seconds,
-            "time/update": seconds,
-        }
+        passes: list[PassStats] = []
+        grad_norms = []
+        for minibatch in self.score(self.prepare(samples, seed)):
+            passes += self.backward(minibatch)
+            grad_norms.append(self.step())
+        stats = UpdateStats(
+            passes=tuple(passes),
+            grad_norms=tuple(grad_norms),
+            learning_rate=float(self.scheduler.get_last_lr()[0]),
+            tokens=sum(len(s.token_ids) for s in samples if s.mask.any()),
+            seconds=time.perf_counter() - started,
+            clip_range=self.loss.clip_range,
+        )
+        return stats.metrics()
 
-    def logprobs(self, batch: PackedBatch) -> Tensor:
-        """Log-probabilities of the model tokens without gradient, (N,)."""
-        with torch.no_grad():
-            return self.scorer(batch)[0].logprobs_N
+    def prepare(self, samples: Sequence[Sample], seed: int = 0) -> list[Minibatch]:
+        """Splits samples into minibatches of packed rows; those without a model token are left out.
 
-    def imitate(self, samples: Sequence[Sample]) -> float:
-        """One step of maximum likelihood on the model tokens; returns the mean loss."""
-        total = sum(int(s.mask.sum()) for s in samples)
-        loss_sum = 0.0
-        self.model.train()
-        for row in self._rows(samples):
-            logprobs_N = self.scorer(self._pack(row))[0].logprobs_N
-            loss = -logprobs_N.sum() / total
-            self.accelerator.backward(loss)
-            loss_sum += float(loss.detach())
-        self._step()
-        return loss_sum
-
-    def _minibatches(self, samples: Sequence[Sample], seed: int) -> list[list[Sample]]:
+        Raises:
+            BatchError: No sample has a model token, or log-probabilities of the engine are needed
+                and not known.
+        """
+        samples = [s for s in samples if s.mask.any()]
+        if not samples:
+            raise BatchError("no sample has a model token; expected at least one")
+        if self.loss.needs_engine_logprobs and any(s.engine_logprobs is None for s in samples):
+            raise BatchError(
+                "the engine's log-probabilities of some samples are not known; expected them where "
+                "they are pi_old or a mismatch is corrected"
+            )
+        parts = [list(range(len(samples)))]
         count = min(self.config.minibatches, len(samples))
-        if count <= 1:
-            return [list(samples)]
-        hands = deal([s.token_ids for s in samples], count, np.random.default_rng(seed))
-        return [[samples[n] for n in hand] for hand in hands]
+        if count > 1:
+            generator = np.random.default_rng(seed)
+            parts = split_minibatches([s.token_ids for s in samples], count, generator)
+        return [
+            self._minibatch([samples[i] for i in part], first=n == 0)
+            for n, part in enumerate(parts)
+        ]
 
-    def _rows(self, samples: Sequence[Sample]) -> list[list[Sample]]:
-        return microbatches(samples, self.config.microbatch_tokens)
+    def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
+        rows = microbatches(samples, self.config.microbatch_tokens)
+        return Minibatch(
+            microbatches=tuple(Microbatch(row=self.pack(row)) for row in rows),
+            first=first,
+            episodes=len(samples),
+            tokens=sum(int(s.mask.sum()) for s in samples),
+        )
 
-    def _pack(self, samples: Sequence[Sample]) -> PackedBatch:
+    def pack(self, samples: Sequence[Sample]) -> PackedBatch:
+        """Packs samples into one row on the learner's device."""
         return pack(samples, self.accelerator.device)
 
-    def _before(
-        self, batch: PackedBatch, engine_is_old: bool, steps_taken: int
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """pi_old and the reference of the model tokens, (N,); None where it is the policy itself.
+    def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+        """Adds the log-probabilities of pi_old and of the reference; call it before the first step.
 
-        Before the first step pi_old is the policy, whose own detached log-probabilities serve; and
-        before the first step of a run so is the reference.
+        The first minibatch needs no pass for pi_old, nor the reference one before the first step
+        of a run: there the backward pass gives the same numbers.
         """
-        kl = bool(self.objective.kl_coef)
-        needed = not engine_is_old or (kl and self._at_reference)
-        start_N = self.logprobs(batch) if steps_taken and needed else None
-        old_N = batch.engine_logprobs_N if engine_is_old else start_N
-        return old_N, start_N if self._at_reference or not kl else self.reference_logprobs(batch)
+        return [
+            dataclasses.replace(
+                minibatch,
+                microbatches=tuple(self._scored(m, minibatch) for m in minibatch.microbatches),
+            )
+            for minibatch in minibatches
+        ]
 
-    def reference_logprobs(self, batch: PackedBatch) -> Tensor:
+    def _scored(self, microbatch: Microbatch, minibatch: Minibatch) -> Microbatch:
+        loss, trainer_N, reference_N = self.loss, None, None
+        policy_is_reference = loss.needs_reference and self._policy_is_reference
+        if not minibatch.first and (loss.old_logprobs == "trainer" or policy_is_reference):
+            trainer_N = self.logprobs(microbatch.row)
+        if policy_is_reference:
+            reference_N = trainer_N
+        elif loss.needs_reference:
+            reference_N = self.reference_logprobs(microbatch.row)
+        return dataclasses.replace(
+            microbatch, trainer_logprobs_N=trainer_N, reference_logprobs_N=reference_N
+        )
+
+    def logprobs(self, row: PackedBatch) -> Tensor:
+        """Log-probabilities of the model tokens without gradient, (N,)."""
+        with torch.no_grad():
+            return self.scorer(row)[0].logprobs_N
+
+    def reference_logprobs(self, row: PackedBatch) -> Tensor:
         """Log-probabilities of the model tokens by the model as it was given, (N,)."""
         if self._reference is None:
             with self.policy.disable_adapter():
-                return self.logprobs(batch)
+                return self.logprobs(row)
         with torch.no_grad():
-            return self._reference(batch)[0].logprobs_N
+            return self._reference(row)[0].logprobs_N
 
-    def _accumulate(
+    def backward(self, minibatch: Minibatch) -> list[PassStats]:
+        """Adds the gradient of a scored minibatch; returns the numbers of each pass.
+
+        Raises:
+            BatchError: The loss is not a finite scalar with a gradient.
+        """
+        return [self._backward(m, minibatch) for m in minibatch.microbatches]
+
+    def _backward(self, microbatch: Microbatch, minibatch: Minibatch) -> PassStats:
+        row, coefficient = microbatch.row, self.scorer.router_coefficient
+        predictions, router_balance = self.scorer(row, routers=coefficient > 0)
+        policy_N = predictions.logprobs_N.detach()
+        before_N = policy_N if minibatch.first else microbatch.trainer_logprobs_N
+        inputs = self._loss_input(microbatch, minibatch, predictions.logprobs_N, before_N)
+        output = _checked(self.loss.compute(inputs), self.loss, len(policy_N))
+        total, sequences = output.loss, len(row.lengths_B)
+        if router_balance is not None:
+            weight = coefficient * sequences / minibatch.episodes
+            total = total + weight * router_balance.loss
+            router_balance = dataclasses.replace(router_balance, loss=router_balance.loss.detach())
+        self.accelerator.backward(total)
+        mismatch_N = None
+        if before_N is not None and row.engine_logprobs_N is not None:
+            mismatch_N = before_N - row.engine_logprobs_N
+        return PassStats(
+            loss=float(output.loss.detach()),
+            output=dataclasses.replace(output, loss=output.loss.detach()),
+            entropy_N=predictions.entropy_N,
+            top1_N=predictions.top1_N,
+            router_balance=router_balance,
+            mismatch_N=mismatch_N,
+            sequence_N=row.sequence_N,
+            sequences=sequences,
+            tokens=len(row.input_ids_T),
+        )
+
+    def _loss_input(
         self,
-        batch: PackedBatch,
-        old_N: Tensor | None,
-        reference_N: Tensor | None,
-        sequences: int,
-        log: UpdateLog,
-    ) -> Tensor:
-        """Adds a microbatch's gradient; returns the policy's own log-probabilities, (N,)."""
-        router = self.scorer.router_coefficient
-        self.model.train()
-        predicted, balance = self.scorer(batch, routers=router > 0)
-        own_N = predicted.logprobs_N.detach()
-        old_N = own_N if old_N is None else old_N
-        kl = bool(self.objective.kl_coef)
-        output = packed_policy_loss(
-            predicted.logprobs_N,
-            old_N,
-            batch.advantages_N,
-            batch.sequence_N,
-            num_sequences=len(batch.lengths_B),
-            ratio_level=self.objective.ratio_level,
-            turn_ids_N=batch.turn_N,
-            clip_low=self.objective.clip_low,
-            clip_high=self.objective.clip_high,
-            reference_logprobs_N=(own_N if reference_N is None else reference_N) if kl else None,
-            kl_coef=self.objective.kl_coef,
-            importance_weights_N=self._correction(old_N, batch),
-            normaliser=sequences,
-        )
-        loss = output.loss
-        log.objective(output, predicted, kl)
-        if balance is not None:
-            loss = loss + router * balance.loss * len(batch.lengths_B) / sequences
-            log.experts(balance, len(batch.input_ids_T))
-        self.accelerator.backward(loss)
-        return own_N
-
-    def _correction(self, old_N: Tensor, batch: PackedBatch) -> Tensor | None:
-        if self.objective.correction == "none":
-            return None
-        return importance_weights(
-            old_N,
-            batch.engine_logprobs_N,
-            batch.sequence_N,
-            kind=self.objective.correction,
-            cap=self.objective.correction_cap,
+        microbatch: Microbatch,
+        minibatch: Minibatch,
+        logprobs_N: Tensor,
+        before_N: Tensor | None,
+    ) -> LossInput:
+        row, policy_N = microbatch.row, logprobs_N.detach()
+        old_N = row.engine_logprobs_N if self.loss.old_logprobs == "engine" else before_N
+        reference_N = microbatch.reference_logprobs_N
+        if reference_N is None and self.loss.needs_reference and self._policy_is_reference:
+            reference_N = policy_N
+        if old_N is None or (reference_N is None and self.loss.needs_reference):
+            raise BatchError(
+                "the log-probabilities of pi_old or of the reference are missing; expected a "
+                "minibatch that `score` returned"
+            )
+        return LossInput(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=old_N,
+            advantages_N=row.advantages_N,
+            sequence_N=row.sequence_N,
+            turn_N=row.turn_N,
+            reference_logprobs_N=reference_N,
+            engine_logprobs_N=row.engine_logprobs_N,
+            num_sequences=len(row.lengths_B),
+            episodes=minibatch.episodes,
+            tokens=minibatch.tokens,
         )
 
-    def _step(self) -> Tensor:
+    def step(self) -> float:
+        """Clips the gradient and takes one optimiser step; returns the norm before the clip."""
         limit = self.config.max_grad_norm or math.inf
-        norm: Tensor = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
-        self._at_reference = False
+        self._policy_is_reference = False
         return norm
 
+    def imitate(self, samples: Sequence[Sample]) -> float:
+        """Takes one step of maximum likelihood on the model tokens; returns the mean loss."""
+        minibatch = self._minibatch(samples, first=True)
+        loss_sum = 0.0
+        for microbatch in minibatch.microbatches:
+            loss = -self.scorer(microbatch.row)[0].logprobs_N.sum() / minibatch.tokens
+            self.accelerator.backward(loss)
+            loss_sum += float(loss.detach())
+        self.step()
+        return loss_sum
 
-def _need_engine_logprobs(samples: Sequence[Sample]) -> None:
-    if any(np.isnan(s.engine_logprobs).any() for s in samples):
+
+def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutput:
+    """The output of a loss, which a user may have written; only its scalar keeps a gradient."""
+    name = type(loss).__name__
+    if not isinstance(output, ObjectiveOutput):
         raise BatchError(
-            "the engine's log-probabilities of some samples are not known; expected them where "
-            "they are pi_old or a mismatch is corrected"
+            f"{name}.compute returned {type(output).__name__}; expected ObjectiveOutput"
         )
+    value: Any = output.loss
+    if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
+        got = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        )
+        raise BatchError(f"the loss of {name} is {got}; expected a scalar tensor with a gradient")
+    if not value.isfinite():
+        raise BatchError(f"the loss of {name} is {float(value)}; expected a finite number")
+    parts: dict[str, Tensor | None] = {}
+    for field in ("ratio", "clipped", "kl"):
+        part: Any = getattr(output, field)
+        if part is not None and not isinstance(part, Tensor):
+            raise BatchError(f"{field} of {name} is {part!r}; expected a tensor or None")
+        if part is not None and part.shape != (tokens,):
+            raise BatchError(
+                f"{field} of {name} has shape {tuple(part.shape)}; expected ({tokens},)"
+            )
+        parts[field] = None if part is None else part.detach()
+    return dataclasses.replace(output, **parts)  # type: ignore[arg-type]
 
 
 def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimiser that the config names.
+    """Makes the optimiser that the config names.
 
     Raises:
-        MissingExtraError: It is one of bitsandbytes, which is not installed.
+        MissingExtraError: The optimiser needs bitsandbytes, which is not installed.
     """
     settings: Any = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     if config.optimizer == "adamw":
@@ -354,6 +358,6 @@ def _adapted(model: Any) -> bool:
 
 
 def _adapter_is_zero(model: Any) -> bool:
-    """Whether a model is what it was given as: a whole one is, an adapter only while it is zero."""
+    """Whether a model equals its base: it has no adapter, or the adapter adds nothing yet."""
     up = [p for name, p in model.named_parameters() if "lora_B" in name]
     return not _adapted(model) or (bool(up) and not any(bool(p.any()) for p in up))

@@ -1,4 +1,4 @@
-"""GSPO, GSPO-token and GRPO: one clipped objective, three ratio levels, pure functions on tensors.
+"""The clipped objectives of GSPO, GSPO-token, GRPO and Dr. GRPO as pure functions on tensors.
 
 Axis letters: B sequences, T tokens, N model tokens (those that the policy sampled), S segments.
 """
@@ -6,15 +6,13 @@ Axis letters: B sequences, T tokens, N model tokens (those that the policy sampl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from gspo_env.errors import BatchError
-
-RatioLevel = Literal["sequence", "turn", "token"]
-Correction = Literal["none", "truncated", "mask"]
+from gspo_env.learner.loss import Aggregation, Correction, RatioLevel
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this size before `exp`, so that no ratio overflows."""
@@ -22,16 +20,19 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveOutput:
-    """The loss and its parts: (B, T) from `policy_loss`, (N,) from `packed_policy_loss`."""
+    """The loss and its parts: (B, T) from `policy_loss`, (N,) from `packed_policy_loss`.
+
+    A loss of your own may leave the parts out; the metrics of what is None are absent.
+    """
 
     loss: Tensor
     """Scalar; the only field with a gradient."""
-    ratio: Tensor
+    ratio: Tensor | None = None
     """The importance ratio of each token, 1 where the mask is false."""
-    clipped: Tensor
+    clipped: Tensor | None = None
     """True on the tokens whose policy gradient the clip blocks."""
-    kl: Tensor
-    """The k3 estimate of KL(policy, reference) of each token; zeros without a reference."""
+    kl: Tensor | None = None
+    """The k3 estimate of KL(policy, reference) of each token; None without a reference."""
 
 
 def policy_loss(
@@ -45,13 +46,21 @@ def policy_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
     dual_clip: float | None = None,
+    aggregation: Aggregation = "sequence_mean",
+    max_tokens: int | None = None,
+    ratio_mean: float = 0.0,
     reference_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
     importance_weights: Tensor | None = None,
 ) -> ObjectiveOutput:
-    """The clipped policy loss of padded sequences: mean over a sequence's tokens, then sequences.
+    """The clipped policy loss of padded sequences.
 
-    What a masked-out slot holds, NaN included, changes neither the loss nor its gradient.
+    `aggregation` is `sequence_mean` (mean over a sequence's tokens, then over sequences),
+    `token_mean` (mean over all tokens) or `token_sum` (sum over tokens divided by the constant
+    `max_tokens`, then mean over sequences). `ratio_mean` is the power p of the mean over token
+    ratios: 0 is the geometric mean of GSPO, 1 the arithmetic mean.
+
+    The content of a masked-out slot, NaN included, changes neither the loss nor its gradient.
     Sequences without a model token count in neither the sum nor the number of sequences.
 
     Shapes:
@@ -62,7 +71,8 @@ def policy_loss(
         BatchError: Shapes do not fit together, or a setting is impossible.
 
     Source:
-        arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729.
+        arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729; `token_mean`:
+        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058.
     """
     _check_padded(logprobs, advantages, mask)
     if advantages.ndim == 1:
@@ -87,16 +97,24 @@ def policy_loss(
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
+        aggregation=aggregation,
+        max_tokens=max_tokens,
+        ratio_mean=ratio_mean,
         reference_logprobs_N=None if reference_logprobs is None else reference_logprobs[mask],
         kl_coef=kl_coef,
         importance_weights_N=None if importance_weights is None else importance_weights[mask],
     )
+    ones, zeros = torch.ones_like(logprobs, dtype=output.loss.dtype), torch.zeros_like(mask)
     return ObjectiveOutput(
         loss=output.loss,
-        ratio=output.ratio.new_ones(mask.shape).masked_scatter(mask, output.ratio),
-        clipped=torch.zeros_like(mask).masked_scatter(mask, output.clipped),
-        kl=output.kl.new_zeros(mask.shape).masked_scatter(mask, output.kl),
+        ratio=_scattered(output.ratio, mask, ones),
+        clipped=_scattered(output.clipped, mask, zeros),
+        kl=_scattered(output.kl, mask, zeros.to(output.loss.dtype)),
     )
+
+
+def _scattered(values_N: Tensor | None, mask: Tensor, elsewhere: Tensor) -> Tensor | None:
+    return None if values_N is None else elsewhere.detach().masked_scatter(mask, values_N)
 
 
 def packed_policy_loss(
@@ -111,16 +129,20 @@ def packed_policy_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
     dual_clip: float | None = None,
+    aggregation: Aggregation = "sequence_mean",
+    max_tokens: int | None = None,
+    ratio_mean: float = 0.0,
     reference_logprobs_N: Tensor | None = None,
     kl_coef: float = 0.0,
     importance_weights_N: Tensor | None = None,
     normaliser: float | None = None,
 ) -> ObjectiveOutput:
-    """The clipped policy loss of the model tokens alone; what training runs.
+    """The clipped policy loss of the model tokens alone; training runs this one.
 
-    `normaliser` divides the sum over sequences; the number of non-empty sequences by default.
-    Microbatches that pass the whole minibatch's count have losses that add up to its loss.
-    A sequence must not be split between microbatches.
+    The arguments are those of `policy_loss`. `normaliser` is the denominator of the aggregation:
+    the number of non-empty sequences, or of model tokens for `token_mean`. Microbatches that pass
+    the count of the whole minibatch have losses that add up to its loss. All tokens of a sequence
+    have to be in one microbatch.
 
     Shapes:
         Every tensor: (N,). `sequence_ids_N` in [0, num_sequences), `turn_ids_N` at least 0.
@@ -129,9 +151,9 @@ def packed_policy_loss(
         BatchError: Shapes do not fit together, or a setting is impossible.
 
     Source:
-        arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729.
+        See `policy_loss`.
     """
-    _check_settings(ratio_level, clip_low, clip_high, dual_clip, kl_coef, normaliser)
+    _check_settings(ratio_level, clip_low, clip_high, dual_clip, kl_coef, ratio_mean)
     tensors = {
         "old_logprobs_N": old_logprobs_N,
         "advantages_N": advantages_N,
@@ -152,27 +174,27 @@ def packed_policy_loss(
     dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
     lp_N = logprobs_N.to(dtype)
     log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
-    level_N = _at_level(log_ratio_N, sequence_ids_N, num_sequences, ratio_level, turn_ids_N)
-    # The difference first: (level + lp) - lp would round level to the precision of lp.
-    log_s_N = (lp_N - lp_N.detach()) + level_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    segments_N, count = _segments(sequence_ids_N, num_sequences, ratio_level, turn_ids_N)
+    log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, ratio_mean)
+    # The difference first: (carrier + lp) - lp would round the carrier to the precision of lp.
+    carrier_N = ((lp_N - lp_N.detach()) + log_carrier_N).exp()
     adv_N = advantages_N.detach().to(dtype)
     objective_N, clipped_N = _clipped_objective(
-        log_s_N.exp(), adv_N, clip_low, clip_high, dual_clip
+        log_s_N.exp(), carrier_N, adv_N, clip_low, clip_high, dual_clip
     )
     if importance_weights_N is not None:
         objective_N = objective_N * importance_weights_N.detach().to(dtype)
-    kl_N = _k3(lp_N, reference_logprobs_N)
-    if kl_coef:
+    kl_N = None if reference_logprobs_N is None else _k3(lp_N, reference_logprobs_N)
+    if kl_coef and kl_N is not None:
         objective_N = objective_N - kl_coef * kl_N
-
-    lengths_B = torch.bincount(sequence_ids_N, minlength=num_sequences)
-    weight_N = lengths_B.clamp(min=1).to(dtype).reciprocal()[sequence_ids_N]
-    count = (lengths_B > 0).sum().clamp(min=1) if normaliser is None else normaliser
+    mean = _aggregate(
+        objective_N, sequence_ids_N, num_sequences, aggregation, max_tokens, normaliser
+    )
     return ObjectiveOutput(
-        loss=-(objective_N * weight_N).sum() / count,
-        ratio=log_s_N.detach().exp(),
+        loss=-mean,
+        ratio=log_s_N.exp(),
         clipped=clipped_N,
-        kl=kl_N.detach(),
+        kl=None if kl_N is None else kl_N.detach(),
     )
 
 
@@ -187,8 +209,8 @@ def importance_weights(
     """Weights for the mismatch rho between the trainer's and the engine's sampling policy.
 
     `truncated` gives each token min(rho, cap). `mask` gives 0 to every token of a sequence whose
-    geometric-mean rho leaves [1/cap, cap], 1 to the others. `none` gives 1. Never to be used where
-    the engine's log-probabilities serve as pi_old: the ratio then holds the mismatch already.
+    geometric-mean rho leaves [1/cap, cap], 1 to the others. `none` gives 1. Do not use them if the
+    engine's log-probabilities are pi_old: the ratio then holds the mismatch already.
 
     Shapes:
         Every tensor, and the result: (N,).
@@ -217,53 +239,104 @@ def importance_weights(
     return (mean_N.abs() <= limit).to(dtype)
 
 
-def _at_level(
-    log_ratio_N: Tensor,
+def _segments(
     sequence_ids_N: Tensor,
     num_sequences: int,
     ratio_level: RatioLevel,
     turn_ids_N: Tensor | None,
-) -> Tensor:
-    """Each token's log-ratio, averaged over the sequence or the turn that shares one ratio."""
+) -> tuple[Tensor | None, int]:
+    """The sequence or turn whose tokens share one ratio, and their number; None for tokens."""
     if ratio_level == "token":
-        return log_ratio_N
+        return None, 0
     if ratio_level == "sequence":
-        return _segment_mean(log_ratio_N, sequence_ids_N, num_sequences)
+        return sequence_ids_N, num_sequences
     if turn_ids_N is None:
         raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")
     _check_ids("turn_ids_N", turn_ids_N, None)
     turns = int(turn_ids_N.max()) + 1 if len(turn_ids_N) else 1
-    segments_N = sequence_ids_N.long() * turns + turn_ids_N.long()
-    return _segment_mean(log_ratio_N, segments_N, num_sequences * turns)
+    return sequence_ids_N.long() * turns + turn_ids_N.long(), num_sequences * turns
+
+
+def _log_ratios(
+    log_ratio_N: Tensor, segments_N: Tensor | None, count: int, power: float
+) -> tuple[Tensor, Tensor]:
+    """Logarithms of s, the power mean of a segment's token ratios w, and of each token's carrier.
+
+    s = mean(w^p)^(1/p), and the carrier is s^(1-p) w^p: s itself for the geometric mean, p = 0.
+    """
+    limit = LOG_RATIO_LIMIT
+    if segments_N is None:
+        log_s_N = log_ratio_N.clamp(-limit, limit)
+        return log_s_N, log_s_N
+    if not power:
+        log_s_N = _segment_mean(log_ratio_N, segments_N, count).clamp(-limit, limit)
+        return log_s_N, log_s_N
+    log_w_N = log_ratio_N.clamp(-limit, limit)
+    geometric_N = _segment_mean(log_w_N, segments_N, count)
+    # Around the geometric mean, log1p and expm1 keep their precision for small p: the mean of
+    # expm1 is small there, and never negative.
+    above_N = _segment_mean(torch.expm1(power * (log_w_N - geometric_N)), segments_N, count)
+    log_s_N = geometric_N + torch.log1p(above_N.clamp(min=0)) / power
+    return log_s_N, (1 - power) * log_s_N + power * log_w_N
 
 
 def _segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
-    """The mean of each segment, given back to each of its tokens."""
+    """The mean of each segment, for each of its tokens."""
     sums_S = values_N.new_zeros(count).index_add(0, segments_N, values_N)
     sizes_S = torch.bincount(segments_N, minlength=count).clamp(min=1)
     return (sums_S / sizes_S)[segments_N]
 
 
 def _clipped_objective(
-    ratio_N: Tensor, adv_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+    ratio_N: Tensor,
+    carrier_N: Tensor,
+    adv_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
 ) -> tuple[Tensor, Tensor]:
+    """min(s A, clip(s) A) with the gradient of the carrier, and where the clip blocks it."""
     low, high = 1 - clip_low, 1 + clip_high
-    objective_N = torch.minimum(ratio_N * adv_N, ratio_N.clamp(low, high) * adv_N)
-    s_N = ratio_N.detach()
-    clipped_N = ((adv_N > 0) & (s_N > high)) | ((adv_N < 0) & (s_N < low))
+    clipped_N = ((adv_N > 0) & (ratio_N > high)) | ((adv_N < 0) & (ratio_N < low))
+    objective_N = torch.where(clipped_N, ratio_N.clamp(low, high), carrier_N) * adv_N
     if dual_clip is not None:
-        over_N = (adv_N < 0) & (s_N > dual_clip)
-        objective_N = torch.where(over_N, dual_clip * adv_N, objective_N)
-        clipped_N = clipped_N | over_N
+        above_N = (adv_N < 0) & (ratio_N > dual_clip)
+        objective_N = torch.where(above_N, dual_clip * adv_N, objective_N)
+        clipped_N = clipped_N | above_N
     return objective_N, clipped_N
 
 
-def _k3(lp_N: Tensor, reference_N: Tensor | None) -> Tensor:
+def _k3(lp_N: Tensor, reference_N: Tensor) -> Tensor:
     """k3 = r - 1 - log r with r = pi_ref / pi; zero exactly where the two agree."""
-    if reference_N is None:
-        return torch.zeros_like(lp_N)
     log_r_N = (reference_N.detach().to(lp_N.dtype) - lp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_r_N) - log_r_N
+
+
+def _aggregate(
+    objective_N: Tensor,
+    sequence_ids_N: Tensor,
+    num_sequences: int,
+    aggregation: Aggregation,
+    max_tokens: int | None,
+    normaliser: float | None,
+) -> Tensor:
+    """One number from the objective of every token."""
+    if aggregation not in get_args(Aggregation):
+        raise BatchError(f"aggregation is {aggregation!r}; expected one of {get_args(Aggregation)}")
+    if normaliser is not None and not normaliser > 0:
+        raise BatchError(f"normaliser is {normaliser!r}; expected a number above 0")
+    if aggregation == "token_mean":
+        return objective_N.sum() / (max(len(objective_N), 1) if normaliser is None else normaliser)
+    lengths_B = torch.bincount(sequence_ids_N, minlength=num_sequences)
+    count = (lengths_B > 0).sum().clamp(min=1) if normaliser is None else normaliser
+    if aggregation == "token_sum":
+        if max_tokens is None or max_tokens < 1:
+            raise BatchError(
+                f"max_tokens is {max_tokens!r} with aggregation 'token_sum'; expected at least 1"
+            )
+        return objective_N.sum() / max_tokens / count
+    weight_N = lengths_B.clamp(min=1).to(objective_N.dtype).reciprocal()[sequence_ids_N]
+    return (objective_N * weight_N).sum() / count
 
 
 def _check_settings(
@@ -272,7 +345,7 @@ def _check_settings(
     clip_high: float,
     dual_clip: float | None,
     kl_coef: float,
-    normaliser: float | None,
+    ratio_mean: float,
 ) -> None:
     if ratio_level not in get_args(RatioLevel):
         raise BatchError(f"ratio_level is {ratio_level!r}; expected one of {get_args(RatioLevel)}")
@@ -286,8 +359,8 @@ def _check_settings(
         )
     if not 0 <= kl_coef < float("inf"):
         raise BatchError(f"kl_coef is {kl_coef!r}; expected a number of at least 0")
-    if normaliser is not None and not normaliser > 0:
-        raise BatchError(f"normaliser is {normaliser!r}; expected a number above 0")
+    if not 0 <= ratio_mean <= 1:
+        raise BatchError(f"ratio_mean is {ratio_mean!r}; expected a number in [0, 1]")
 
 
 def _check_padded(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> None:

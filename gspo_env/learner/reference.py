@@ -1,6 +1,6 @@
-"""The objectives in NumPy float64, written from the equations: what checks the tensor code.
+"""The objectives in NumPy float64, written from the equations; tests compare them.
 
-Loops and closed-form gradients on purpose; it shares nothing with `objectives.py`.
+It has loops and closed-form gradients on purpose, and shares no code with `objectives.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ReferenceOutput:
     ratio: FloatArray
     """The importance ratio, 1 where the mask is false."""
     clipped: BoolArray
-    """True where the clip blocks the policy gradient."""
+    """True if the clip blocks the policy gradient."""
     kl: FloatArray
     """The k3 estimate of each token, 0 without a reference."""
 
@@ -40,11 +40,14 @@ def policy_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
     dual_clip: float | None = None,
+    aggregation: str = "sequence_mean",
+    max_tokens: int = 1,
+    ratio_mean: float = 0.0,
     reference_logprobs: ArrayLike | None = None,
     kl_coef: float = 0.0,
     importance_weights: ArrayLike | None = None,
 ) -> ReferenceOutput:
-    """The clipped loss and its gradient, token by token.
+    """Computes the clipped loss and its gradient, token by token.
 
     Shapes:
         As `gspo_env.learner.objectives.policy_loss`.
@@ -53,7 +56,8 @@ def policy_loss(
         BatchError: The ratio level is unknown, or it is `turn` without turn ids.
 
     Source:
-        arXiv 2507.18071, eq. 5, 7, 13, 14 (value) and 17 (gradient); the derivative of
+        arXiv 2507.18071, eq. 5, 7, 13, 14 (value) and 17 (gradient); with a ratio mean of power
+        p, the factor s of token t in eq. 14 becomes s^(1-p) w_t^p. The derivative of
         k3 = r - 1 - log r with r = exp(ref - logprob) is 1 - r.
     """
     new, old = np.asarray(logprobs, np.float64), np.asarray(old_logprobs, np.float64)
@@ -61,20 +65,30 @@ def policy_loss(
     adv = np.asarray(advantages, np.float64)
     adv = np.broadcast_to(adv[:, None], new.shape) if adv.ndim == 1 else adv
     turns = None if turn_ids is None else np.asarray(turn_ids, np.int64)
-    ratio = _ratio(new, old, keep, ratio_level, turns)
+    ratio = _ratio(new, old, keep, ratio_level, turns, ratio_mean)
+    token_ratio = np.exp(np.clip(new - old, -20, 20), where=keep, out=np.ones(new.shape))
+    power = 0.0 if ratio_level == "token" else ratio_mean
     rho = _or(importance_weights, np.ones(new.shape))
     ref = _or(reference_logprobs, new)
     gradient, kl = np.zeros(new.shape), np.zeros(new.shape)
     clipped = np.zeros(new.shape, np.bool_)
     objective, sequences = 0.0, max(int(keep.any(axis=1).sum()), 1)
     for i, t in np.argwhere(keep):
-        s, a, weight = ratio[i, t], adv[i, t], 1 / (keep[i].sum() * sequences)
-        value, clipped[i, t] = _clip(s, a, clip_low, clip_high, dual_clip)
+        weight = {
+            "sequence_mean": 1 / (keep[i].sum() * sequences),
+            "token_mean": 1 / keep.sum(),
+            "token_sum": 1 / (max_tokens * sequences),
+        }[aggregation]
+        s, a = ratio[i, t], adv[i, t]
+        bound = _bound(s, a, clip_low, clip_high, dual_clip)
+        carrier = s ** (1 - power) * token_ratio[i, t] ** power
+        clipped[i, t] = bound is not None
+        value = carrier * a if bound is None else bound * a
         log_r = np.clip(ref[i, t] - new[i, t], -20, 20)
         r = np.exp(log_r)
         kl[i, t] = r - 1 - log_r
         objective += weight * (rho[i, t] * value - kl_coef * kl[i, t])
-        slope = 0.0 if clipped[i, t] else rho[i, t] * s * a
+        slope = 0.0 if clipped[i, t] else rho[i, t] * carrier * a
         gradient[i, t] = -weight * (slope - kl_coef * (1 - r))
     return ReferenceOutput(
         loss=-float(objective), gradient=gradient, ratio=ratio, clipped=clipped, kl=kl
@@ -101,32 +115,38 @@ def _or(values: ArrayLike | None, default: FloatArray) -> FloatArray:
     return default if values is None else np.asarray(values, np.float64)
 
 
-def _clip(
-    s: float, a: float, low: float, high: float, dual_clip: float | None
-) -> tuple[float, bool]:
-    """min(s a, clip(s) a), and whether its derivative by s is zero because of the clip."""
-    value = min(s * a, min(max(s, 1 - low), 1 + high) * a)
-    blocked = s > 1 + high if a > 0 else a < 0 and s < 1 - low
+def _bound(s: float, a: float, low: float, high: float, dual_clip: float | None) -> float | None:
+    """The bound that replaces s in min(s a, clip(s) a), or None if s itself stays."""
     if dual_clip is not None and a < 0 and s > dual_clip:
-        return dual_clip * a, True
-    return value, bool(blocked)
+        return dual_clip
+    bounded = min(max(s, 1 - low), 1 + high)
+    return bounded if bounded * a < s * a else None
 
 
 def _ratio(
-    new: FloatArray, old: FloatArray, keep: BoolArray, level: str, turns: IntArray | None
+    new: FloatArray,
+    old: FloatArray,
+    keep: BoolArray,
+    level: str,
+    turns: IntArray | None,
+    power: float,
 ) -> FloatArray:
-    """Eq. 7 over a sequence, over a turn, or the plain ratio of each token."""
+    """Power mean of the token ratios that a token belongs to; eq. 7 for power 0."""
     if level not in ("sequence", "turn", "token"):
         raise BatchError(f"ratio_level is {level!r}; expected 'sequence', 'turn' or 'token'")
     if level == "turn" and turns is None:
         raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")
     ratio = np.ones(new.shape)
     for i, t in np.argwhere(keep):
-        here = keep[i].copy()
+        reaching = keep[i].copy()
         if level == "token":
-            here = np.arange(len(here)) == t
+            reaching = np.arange(len(reaching)) == t
         elif level == "turn" and turns is not None:
-            here &= turns[i] == turns[i, t]
-        mean = (new[i, here] - old[i, here]).mean()
-        ratio[i, t] = np.exp(np.clip(mean, -20, 20))
+            reaching &= turns[i] == turns[i, t]
+        log_ratio = new[i, reaching] - old[i, reaching]
+        if power:
+            token_ratio = np.exp(np.clip(log_ratio, -20, 20))
+            ratio[i, t] = np.mean(token_ratio**power) ** (1 / power)
+        else:
+            ratio[i, t] = np.exp(np.clip(log_ratio.mean(), -20, 20))
     return ratio

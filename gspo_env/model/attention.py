@@ -1,9 +1,9 @@
 """Attention over ragged token rows: one attention function for the engine and the learner.
 
-Both feed a model one row of tokens (1, T) that belong to many sequences. Linear layers do not care;
-attention does, so it is handed a `Ragged` that knows which tokens see which. Registering it with
-`transformers` makes it work for every model that uses the library's attention interface, and no T x
-T mask is ever built.
+Both feed a model one row of tokens (1, T) that belong to many sequences. Only attention depends on
+which tokens belong together, so it gets a `Ragged` that knows. The function is registered with
+`transformers`, so it works for every model that uses the library's attention interface. No T x T
+mask is built.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from gspo_env.errors import ModelError
 
 RAGGED = "gspo_ragged"
 _WASTE = 1.25
-"""A bucket's longest sequence over its shortest: beyond it a new bucket costs less than its
-padding."""
+"""Largest ratio of a bucket's longest sequence to its shortest. Above it, another bucket costs
+less than the padding."""
 
 
 class Ragged(Protocol):
@@ -102,8 +102,8 @@ def sdpa(
 class PackedAttention:
     """Causal attention within each sequence of a packed row.
 
-    Sequences of like length form a bucket and are padded on the right for attention only: a causal
-    query never sees what stands to its right, so no mask is needed.
+    Sequences of similar length form a bucket and are padded on the right, for attention only. A
+    causal query does not see what is to its right, so no mask is needed.
 
         lengths [3, 2]:  row a0 a1 a2 b0 b1  ->  bucket [[a0 a1 a2], [b0 b1 --]]  ->  row
     """
@@ -121,8 +121,8 @@ class PackedAttention:
             inside = column < sizes[bucket][:, None]
             index = np.where(inside, starts[bucket][:, None] + column, 0)
             self._buckets.append(torch.from_numpy(index).to(device))
-            back = np.flatnonzero(inside) + offset
-            sources.append(np.stack([index[inside], back]))
+            padded = np.flatnonzero(inside) + offset
+            sources.append(np.stack([index[inside], padded]))
             offset += index.size
         pairs = np.concatenate(sources, axis=1)
         restore = np.empty(int(sizes.sum()), dtype=np.int64)
@@ -147,7 +147,7 @@ class PackedAttention:
         return self.unpadded(outputs)
 
     def padded(self, rows: Tensor) -> list[Tensor]:
-        """(T, H, D) to (B, H, L, D) for each bucket, zero where a sequence has ended."""
+        """Converts (T, H, D) to (B, H, L, D) for each bucket, with zeros as padding."""
         shapes = [index.shape for index in self._buckets]
         whole = rows.new_zeros(sum(math.prod(shape) for shape in shapes), *rows.shape[1:])
         whole.index_copy_(0, self._restore, rows)
@@ -158,13 +158,13 @@ class PackedAttention:
         ]
 
     def unpadded(self, parts: Sequence[Tensor]) -> Tensor:
-        """The way back."""
+        """Inverse of `padded`."""
         flat = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
         return flat.index_select(0, self._restore)
 
 
 def buckets(sizes: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Cuts an order of falling sizes where padding would cost more than another call."""
+    """Splits an order of falling sizes where padding would cost more than another call."""
     cuts = [0]
     for n, episode in enumerate(order):
         if sizes[order[cuts[-1]]] > _WASTE * sizes[episode]:
@@ -173,7 +173,7 @@ def buckets(sizes: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> list[np
 
 
 def _take(tensor: Tensor, index: Tensor) -> Tensor:
-    """(T, H, D) and (B, L) to (B, H, L, D)."""
+    """Converts (T, H, D) and (B, L) to (B, H, L, D)."""
     picked = tensor.index_select(0, index.flatten())
     return picked.unflatten(0, index.shape).transpose(1, 2)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: the router's auxiliary loss and how evenly it chooses."""
+"""Mixture-of-experts models: the auxiliary loss and the load of their routers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Balance:
-    """The router over a row."""
+class RouterBalance:
+    """How evenly the routers used the experts over a row."""
 
     loss: Tensor
-    """Scalar, with a gradient; 1 times the experts of a token where choice is even."""
+    """Scalar, with a gradient; the number of experts per token if the load is even."""
     load: Tensor
-    """(E,) share of the choices that fall on each expert, times E; 1 where they are even."""
+    """(E,) each expert's share of the choices, times E; 1 if the load is even."""
 
 
 def router_coefficient(model: Any) -> float:
@@ -27,11 +27,12 @@ def router_coefficient(model: Any) -> float:
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if experts else 0.0
 
 
-def balance(router_logits: Sequence[Tensor], chosen: int, uses_T: Tensor) -> Balance:
-    """The load-balancing loss of a packed row, each token as often as sequences use it.
+def balance_router(
+    router_logits: Sequence[Tensor], experts_per_token: int, uses_T: Tensor
+) -> RouterBalance:
+    """Computes the load-balancing loss of a packed row.
 
-    A packed row has no padding to leave out, and a token that sequences share is computed once:
-    weighed by its uses, it counts as if each sequence had computed it.
+    A token that several sequences share is computed once and counts once for each of them.
 
     Shapes:
         router_logits: (T, E) of each layer.
@@ -44,9 +45,9 @@ def balance(router_logits: Sequence[Tensor], chosen: int, uses_T: Tensor) -> Bal
     count_E = probability_E = torch.zeros(router_logits[0].shape[-1], device=weight_T.device)
     for logits in router_logits:
         probability_TE = torch.softmax(logits.float(), dim=-1)
-        picked = probability_TE.topk(chosen, dim=-1).indices.flatten()
-        count_E = count_E.index_add(0, picked, weight_T.repeat_interleave(chosen))
+        picked = probability_TE.topk(experts_per_token, dim=-1).indices.flatten()
+        count_E = count_E.index_add(0, picked, weight_T.repeat_interleave(experts_per_token))
         probability_E = probability_E + weight_T @ probability_TE
     total = weight_T.sum() * len(router_logits)
     loss = (count_E / total * probability_E / total).sum() * len(count_E)
-    return Balance(loss=loss, load=count_E * len(count_E) / (total * chosen))
+    return RouterBalance(loss=loss, load=count_E * len(count_E) / (total * experts_per_token))

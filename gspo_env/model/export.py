@@ -1,4 +1,4 @@
-"""Weights on their way from the learner to an engine."""
+"""Exports the learner's weights to an engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 @torch.no_grad()
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The weights under the names of the model's checkpoint; LoRA adapters are added in.
+    """Yields the weights under the names of the model's checkpoint, LoRA adapters added in.
 
-    What is added in is a new tensor: merging in place and back again would round the base away.
+    The sum is a new tensor: merging in place and unmerging would round the base weights.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     adapted = {
@@ -36,12 +36,12 @@ def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 class Exporter:
-    """Hands the weights of a model to an engine.
+    """Converts the weights of a model for an engine.
 
     Args:
         model: The learner's causal LM, for its architecture.
-        untie: Gives the output head a copy of tied embeddings. vLLM packs the head for a CPU when
-            it starts, and reloading tied embeddings would leave that packed head as it was.
+        untie: Gives the output head a copy of tied embeddings. On a CPU, vLLM packs the head when
+            it starts, and reloading tied embeddings would not update the packed head.
     """
 
     def __init__(self, model: Any, untie: bool) -> None:
@@ -55,19 +55,19 @@ class Exporter:
             self._tied = next(name for name, p in base.named_parameters() if p is weight)
 
     def weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The weights that the exported config asks for."""
+        """Yields the weights that the exported config expects."""
         for name, tensor in named:
             yield name, tensor
             if name == self._tied:
                 yield "lm_head.weight", tensor
 
     def write(self, named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-        """Writes config and weights, all or nothing, in place of the folder before."""
+        """Writes config and weights, all or nothing; replaces the folder if it exists."""
         write_checkpoint(self.config, self.weights(named), folder)
 
 
 def write_checkpoint(config: Any, weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Writes a folder that an engine loads: all or nothing, in place of the one before."""
+    """Writes a folder that an engine loads, all or nothing; replaces the folder if it exists."""
     from safetensors.torch import save_file
 
     part = folder.with_name(f".{folder.name}.part")

@@ -1,4 +1,4 @@
-"""The output head: log-probabilities of chosen tokens without the logits of all of them.
+"""The output head: log-probabilities of given tokens without all logits in memory.
 
 Axis letters: N model tokens, D hidden size, V vocabulary.
 """
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from gspo_env.model.attention import PackedAttention
 
 _CHUNK = {"cpu": 2**24, "cuda": 2**27}
-"""Logits that exist at a time. A tiny vocabulary fits whole, so that nothing is computed twice."""
+"""Most logits in memory at a time. All logits of a small vocabulary fit, and are computed once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predictions:
-    """What a model says of its N tokens, each (N,) and at least float32."""
+    """Predictions of the N model tokens, each (N,) and at least float32."""
 
     logprobs_N: Tensor
     """Has a gradient."""
     entropy_N: Tensor
     top1_N: Tensor
-    """True where the token is the most likely one."""
+    """True if the token is the most likely one."""
 
     def at(self, places: Tensor) -> Predictions:
-        """Those at the given places, which may repeat."""
+        """Selects the predictions at the given places, which may repeat."""
         return Predictions(
             logprobs_N=self.logprobs_N[places],
             entropy_N=self.entropy_N[places],
@@ -45,10 +45,10 @@ def predict(
     target_N: Tensor,
     temperature: float = 1.0,
 ) -> Predictions:
-    """Predictions from hidden states; logits exist for a chunk of tokens at a time.
+    """Computes predictions from hidden states, a chunk of tokens at a time.
 
-    The backward pass computes them again. Logits are divided by the temperature and normalised in
-    float32, or in float64 where the hidden states are.
+    The backward pass computes the logits again. Logits are divided by the temperature and
+    normalised in float32, or in float64 if the hidden states are.
     """
     apply: Any = _Head.apply
     logprobs_N, entropy_N, top1_N = apply(hidden_ND, weight_VD, bias_V, target_N, temperature)
@@ -56,7 +56,7 @@ def predict(
 
 
 def predict_from_logits(logits_NV: Tensor, target_N: Tensor, temperature: float) -> Predictions:
-    """The same from logits, for heads that are more than one linear layer."""
+    """Computes predictions from logits, for heads that are more than one linear layer."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32)) / temperature
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     with torch.no_grad():
@@ -103,7 +103,7 @@ class _Head(torch.autograd.Function):
         kept, ctx.probabilities = ctx.probabilities, None
         scaled_N = gradients[0] / ctx.temperature
         weight = weight_VD.to(hidden_ND.dtype)
-        d_hidden, d_weight, d_bias = _empty_gradients(ctx.needs_input_grad, hidden_ND, weight_VD)
+        d_hidden, d_weight, d_bias = _gradient_buffers(ctx.needs_input_grad, hidden_ND, weight_VD)
         for part in _parts(hidden_ND, weight_VD):
             d_logits = kept
             if kept is None:
@@ -133,7 +133,7 @@ def _parts(hidden_ND: Tensor, weight_VD: Tensor) -> list[slice]:
 def _logits(
     hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float
 ) -> Tensor:
-    """A tensor of its own, which may be written over."""
+    """Returns a new tensor, which the caller may overwrite."""
     logits_NV = hidden_ND @ weight_VD.T
     if bias_V is not None:
         logits_NV += bias_V
@@ -141,10 +141,10 @@ def _logits(
     return logits_NV if temperature == 1 else logits_NV.div_(temperature)
 
 
-def _empty_gradients(
+def _gradient_buffers(
     needed: tuple[bool, ...], hidden_ND: Tensor, weight_VD: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Where gradients are added up: float32 at least for weights, whose sum has many terms."""
+    """Buffers for the gradients; float32 at least for weights, whose sum has many terms."""
     wide = torch.promote_types(weight_VD.dtype, torch.float32)
     return (
         torch.empty_like(hidden_ND) if needed[0] else None,
@@ -154,10 +154,10 @@ def _empty_gradients(
 
 
 def linear_head(model: Any) -> nn.Linear | None:
-    """The head, where the model's logits are that linear layer and nothing else.
+    """Returns the output head if the model's logits are that linear layer and nothing else.
 
-    A model may cap or scale its logits, and an adapter may wrap the head. Asking the model once is
-    surer than a list of those that do; large logits make a cap show.
+    A model may cap or scale its logits, and an adapter may wrap the head. One forward pass with
+    large logits, which a cap would change, tells.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -170,14 +170,14 @@ def linear_head(model: Any) -> nn.Linear | None:
         return seen[0]
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
-    with torch.no_grad(), _head_does(head, logits_of_large_states):
+    with torch.no_grad(), _replaced_head(head, logits_of_large_states):
         ragged = PackedAttention([2], ids.device)
         logits = model(input_ids=ids, use_cache=False, ragged=ragged).logits
     return head if len(seen) == 1 and torch.equal(seen[0], logits) else None
 
 
 @contextmanager
-def _head_does(head: nn.Linear, forward: Any) -> Iterator[None]:
+def _replaced_head(head: nn.Linear, forward: Any) -> Iterator[None]:
     head.forward = forward  # type: ignore[method-assign]
     try:
         yield
@@ -186,5 +186,5 @@ def _head_does(head: nn.Linear, forward: Any) -> Iterator[None]:
 
 
 def without_head(head: nn.Linear) -> AbstractContextManager[None]:
-    """Within it the model gives the hidden states that its head would see as its logits."""
-    return _head_does(head, lambda hidden: hidden)
+    """Context in which the model returns the inputs of its head as its logits."""
+    return _replaced_head(head, lambda hidden: hidden)

@@ -1,4 +1,4 @@
-"""Models and folders on disk: nothing half-written, nothing overwritten by accident."""
+"""Loading and saving models; no folder is half-written or overwritten by accident."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def make_output(path: str, name: str) -> Path:
     """Makes the folder for a run's results.
 
     Raises:
-        OutputError: It cannot be made or written, or already holds something.
+        OutputError: The folder cannot be made or written, or is not empty.
     """
-    folder = Path(path) if path else _fresh(Path("runs"), name)
+    folder = Path(path) if path else _unused_folder(Path("runs"), name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -35,7 +35,7 @@ def make_output(path: str, name: str) -> Path:
     return folder
 
 
-def _fresh(parent: Path, name: str) -> Path:
+def _unused_folder(parent: Path, name: str) -> Path:
     for n in range(1, 10**6):
         folder = parent / f"{name}-{n}"
         if not folder.exists():
@@ -46,7 +46,7 @@ def _fresh(parent: Path, name: str) -> Path:
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Writes a model and its tokenizer in Hugging Face form, all or nothing.
 
-    A LoRA adapter is merged into a copy, so that what is written loads without its base.
+    A LoRA adapter is merged into a copy of the model, so that the folder loads without its base.
     """
     if hasattr(model, "merge_and_unload"):
         model = copy.deepcopy(model).merge_and_unload()
@@ -64,7 +64,7 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Loads a causal LM and its tokenizer from a folder or the hub.
 
     Raises:
-        ModelError: Either is missing or cannot be loaded.
+        ModelError: The model or the tokenizer is missing or cannot be loaded.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,22 +83,30 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
-        raise ModelError(f"cannot load the tokenizer of {name!r}: {_line(error)}") from error
+        raise ModelError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
     try:
         kind: Any = "auto" if torch.cuda.is_available() and dtype == "auto" else torch.float32
         model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
     except Exception as error:
-        raise ModelError(f"cannot load the model {name!r}: {_line(error)}") from error
+        raise ModelError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     return model, tokenizer
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def add_adapter(model: Any, rank: int) -> Any:
-    """The model with a fresh LoRA adapter on every linear layer, the only thing that trains."""
+def add_adapter(model: Any, rank: int, seed: int = 0) -> Any:
+    """Adds a LoRA adapter to every linear layer; only the adapter trains.
+
+    Args:
+        model: A `transformers` causal LM.
+        rank: Of the adapter.
+        seed: Decides the adapter's first weights.
+    """
     from peft import LoraConfig, get_peft_model
 
     adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
-    return get_peft_model(model, adapter)
+    with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU, whatever the model's device
+        torch.default_generator.manual_seed(seed)
+        return get_peft_model(model, adapter)

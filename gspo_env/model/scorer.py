@@ -1,4 +1,4 @@
-"""What a model says of a packed row: one forward pass, only model tokens reach the head."""
+"""One forward pass over a packed row; only model tokens reach the output head."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_env.batch.sample import PackedBatch
 from gspo_env.model.attention import PackedAttention
-from gspo_env.model.experts import Balance, balance, router_coefficient
+from gspo_env.model.experts import RouterBalance, balance_router, router_coefficient
 from gspo_env.model.head import Predictions, predict, predict_from_logits, without_head
 from gspo_env.model.tree_attention import TreeAttention
 
@@ -18,12 +19,14 @@ from gspo_env.model.tree_attention import TreeAttention
 class Scorer:
     """Runs a causal LM that has ragged attention on packed rows.
 
+    Dropout is off, with and without gradient.
+
     Args:
-        model: The model, or what wraps it for training.
+        model: The model, or the wrapper that trains it.
         policy: The model itself.
-        temperature: What logits are divided by.
+        temperature: Logits are divided by it.
         bf16: Computes in bfloat16, whatever the dtype of the weights.
-        head: The layer that makes the model's logits; None where they are more than that.
+        head: The layer that makes the model's logits; None if they are not that layer alone.
     """
 
     def __init__(
@@ -31,12 +34,16 @@ class Scorer:
     ) -> None:
         self.model, self.temperature, self.bf16, self.head = model, temperature, bf16, head
         self.router_coefficient = router_coefficient(policy)
-        self._chosen = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
+        self._experts_per_token = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
+        self._checkpointed = _checkpointed_layers(policy)
 
     def __call__(
         self, batch: PackedBatch, routers: bool = False
-    ) -> tuple[Predictions, Balance | None]:
-        """Predictions of the model tokens, and the routers' balance where it is asked for."""
+    ) -> tuple[Predictions, RouterBalance | None]:
+        """Returns the predictions of the model tokens and, if `routers`, the routers' balance."""
+        self.model.eval()
+        for layer in self._checkpointed:
+            layer.training = True
         source_M, target_M = batch.source_N, batch.target_N
         if batch.distinct_M is not None:
             source_M, target_M = source_M[batch.distinct_M], target_M[batch.distinct_M]
@@ -53,11 +60,41 @@ class Scorer:
             )
         states = output.logits[0].bfloat16() if self.bf16 else output.logits[0]
         if self.head is None:
-            said = predict_from_logits(states, target_M, self.temperature)
+            predictions = predict_from_logits(states, target_M, self.temperature)
         else:
-            said = predict(states, self.head.weight, self.head.bias, target_M, self.temperature)
-        even = balance(output.router_logits, self._chosen, batch.uses_T) if routers else None
-        return said if batch.expand_N is None else said.at(batch.expand_N), even
+            weight, bias = self.head.weight, self.head.bias
+            predictions = predict(states, weight, bias, target_M, self.temperature)
+        if batch.expand_N is not None:
+            predictions = predictions.at(batch.expand_N)
+        if not routers:
+            return predictions, None
+        logits = output.router_logits
+        return predictions, balance_router(logits, self._experts_per_token, batch.uses_T)
+
+
+def _checkpointed_layers(model: Any) -> list[nn.Module]:
+    """The layers that keep only their input for the backward pass.
+
+    `transformers` decides so by the layer's training mode, which is therefore on; inside the layer
+    it is off, so that dropout is. The hooks run in the forward pass and when it is repeated.
+    """
+    layers: list[nn.Module] = [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    for layer in layers:
+        layer.register_forward_pre_hook(_training_off)
+        layer.register_forward_hook(_training_on, always_call=True)
+    return layers
+
+
+def _training_off(layer: nn.Module, _: Any) -> None:
+    layer.training = False
+
+
+def _training_on(layer: nn.Module, *_: Any) -> None:
+    layer.training = True
 
 
 def _attention(batch: PackedBatch) -> PackedAttention:

@@ -1,8 +1,8 @@
 """Attention over a tree of runs: a token sees its own run up to itself and the runs before it.
 
-Softmax over several sets of keys can be put together from the softmax over each, given the
-logarithm of each normaliser. So no mask is built and no key is copied: every run attends to itself
-causally, and all that stands behind a run attends to all of it, one rectangle for each fork.
+The softmax over several sets of keys follows from the softmax over each set and the logarithms of
+the normalisers. So no mask is built and no key is copied: every run attends to itself causally, and
+the runs that continue it attend to all of it, in one call for each fork.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TreeAttention(PackedAttention):
         """See `Ragged.attend`."""
         if query.device.type == "cpu" and (window is None or window >= self._longest):
             apply: Any = _Tree.apply
-            # under autocast the norms of queries and keys leave them wider than the values
+            # under autocast the norms leave queries and keys in a wider dtype than the values
             query, key = query.to(value.dtype), key.to(value.dtype)
             return apply(query, key, value, scale, self)  # type: ignore[no-any-return]
         return self._masked(query, key, value, scale, window)
@@ -55,49 +55,52 @@ class TreeAttention(PackedAttention):
     def _masked(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Each run against its whole path, with a mask: for windows and other devices."""
+        """Attends from each run to its whole path, with a mask: for windows and other devices."""
         if self._paths is None:
-            self._paths, self._back = _path_buckets(self._runs, query.device)
+            self._paths, self._restore_paths = _path_buckets(self._runs, query.device)
         parts = []
-        for own, path, position in self._paths:
-            q = query[own].transpose(1, 2)
+        for index, path, position in self._paths:
+            q = query[index].transpose(1, 2)
             k, v = key[path].transpose(1, 2), value[path].transpose(1, 2)
             distance = position[:, :, None] - torch.arange(path.shape[1], device=path.device)
-            seen = (distance >= 0) & (distance < (window or self._longest + 1))
-            out = sdpa(q, k, v, scale, seen[:, None], causal=False)
+            visible = (distance >= 0) & (distance < (window or self._longest + 1))
+            out = sdpa(q, k, v, scale, visible[:, None], causal=False)
             parts.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(parts).index_select(0, self._back)
+        return torch.cat(parts).index_select(0, self._restore_paths)
 
 
 def _path_buckets(
     runs: Sequence[Run], device: torch.device
 ) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
-    """Row positions of runs and of their paths, positions in the sequence, and the way back.
+    """Sorts runs into buckets of similar size; returns indices into the row.
 
-    What fills up a short run or path stands behind what it belongs to, where no query sees it.
+    Each bucket has the row positions of its runs and of their paths, and positions in the sequence.
+    The last index restores the row from all buckets. Padding goes at the end, where the causal mask
+    hides it.
     """
     paths = _paths(runs)
     sizes = np.array([len(path) for path in paths])
-    found, back, offset = [], np.empty(sum(run.length for run in runs), dtype=np.int64), 0
+    found, offset = [], 0
+    restore = np.empty(sum(run.length for run in runs), dtype=np.int64)
     for bucket in buckets(sizes, np.argsort(-sizes, kind="stable")):
         widths = np.array([runs[n].length for n in bucket])
         for part in buckets(widths, np.argsort(-widths, kind="stable")):
             chosen, width = bucket[part], widths[part].max()
-            own = np.zeros((len(chosen), width), dtype=np.int64)
+            index = np.zeros((len(chosen), width), dtype=np.int64)
             path = np.zeros((len(chosen), sizes[chosen].max()), dtype=np.int64)
             for row, n in enumerate(chosen):
                 run = runs[n]
                 path[row, : sizes[n]] = paths[n]
-                own[row, : run.length] = paths[n][run.depth :]
-                back[run.start : run.stop] = offset + row * width + np.arange(run.length)
+                index[row, : run.length] = paths[n][run.depth :]
+                restore[run.start : run.stop] = offset + row * width + np.arange(run.length)
             depth = np.array([[runs[n].depth] for n in chosen]) + np.arange(width)
-            found.append(tuple(torch.from_numpy(a).to(device) for a in (own, path, depth)))
-            offset += own.size
-    return found, torch.from_numpy(back).to(device)  # type: ignore[return-value]
+            found.append(tuple(torch.from_numpy(a).to(device) for a in (index, path, depth)))
+            offset += index.size
+    return found, torch.from_numpy(restore).to(device)  # type: ignore[return-value]
 
 
 def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
-    """The row positions that each run's last token sees."""
+    """Row positions that the last token of each run sees."""
     paths: list[np.ndarray[Any, Any]] = []
     above: list[int] = []
     for n, run in enumerate(runs):
@@ -110,7 +113,7 @@ def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
 
 
 class _Tree(torch.autograd.Function):
-    """Partial softmaxes put together; backward, each part is given the whole one's normaliser."""
+    """Combines partial softmaxes; in the backward pass, each part gets the common normaliser."""
 
     @staticmethod
     def forward(
@@ -125,14 +128,15 @@ class _Tree(torch.autograd.Function):
         out = tree.unpadded([part[0] for part in parts])
         norm = tree.unpadded([part[1][..., None] for part in parts])
         out = out.to(norm.dtype)
-        for behind, run in tree.forks:
-            more, also = _flash(
-                _heads(query[behind]), _heads(k[run]), _heads(v[run]), 0.0, False, scale=scale
+        for later, run in tree.forks:
+            part_out, part_norm = _flash(
+                _heads(query[later]), _heads(k[run]), _heads(v[run]), 0.0, False, scale=scale
             )
-            more, also = _tokens(more), _tokens(also[..., None])
-            total = torch.logaddexp(norm[behind], also)
-            out[behind].mul_((norm[behind] - total).exp_()).add_(more * also.sub_(total).exp_())
-            norm[behind] = total
+            part_out, part_norm = _tokens(part_out), _tokens(part_norm[..., None])
+            total = torch.logaddexp(norm[later], part_norm)
+            weight = part_norm.sub_(total).exp_()
+            out[later].mul_((norm[later] - total).exp_()).add_(part_out * weight)
+            norm[later] = total
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, norm)
         ctx.scale, ctx.tree = scale, tree
@@ -149,14 +153,14 @@ class _Tree(torch.autograd.Function):
             for row in zip(*(tree.padded(t) for t in whole), strict=True)
         ]
         d_query, d_key, d_value = (tree.unpadded([p[n] for p in parts]) for n in range(3))
-        for behind, run in tree.forks:
-            g, q, o, n = (_heads(t[behind]) for t in (gradients[0], query, out, norm))
-            more = _flash_backward(
+        for later, run in tree.forks:
+            g, q, o, n = (_heads(t[later]) for t in (gradients[0], query, out, norm))
+            d_part = _flash_backward(
                 g, q, _heads(k[run]), _heads(v[run]), o, n[..., 0], 0.0, False, scale=ctx.scale
             )
-            d_query[behind] += _tokens(more[0])
-            d_key[run] += _tokens(more[1])
-            d_value[run] += _tokens(more[2])
+            d_query[later] += _tokens(d_part[0])
+            d_key[run] += _tokens(d_part[1])
+            d_value[run] += _tokens(d_part[2])
         return d_query, _sum(d_key, groups), _sum(d_value, groups), None, None
 
 

@@ -1,1 +1,2 @@
-from .embedded import EmbeddedConfig as EmbeddedConfig
+from .base import Recipe as Recipe
+from .tiny import Tiny as Tiny

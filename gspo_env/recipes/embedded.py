@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,10 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from gspo_env.batch.sample import Sample, to_sample
 from gspo_env.env.base import TextEnvironment
 from gspo_env.env.tools import tool_call_frames
-from gspo_env.errors import ConfigError
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner.learner import Learner
+from gspo_env.learner.loss import GSPO
+from gspo_env.learner.settings import LearnerConfig
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.play import (
     Move,
     Policy,
@@ -48,38 +50,6 @@ TEMPLATE = (
 _SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 # a message's header, a tag, a word, punctuation, white space: one token each
 _WORDS = r"(?:system|user|tool|assistant)\n| ?</?\w+>| ?\w+| ?[^\s\w]+|\s+"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddedConfig:
-    """The embedded model and its warm-up; without effect where a model is given."""
-
-    hidden_size: int = 128
-    layers: int = 2
-    heads: int = 4
-    demonstrations: int = 4000
-    """Scripted episodes to imitate."""
-    slips: float = 0.1
-    """Probability that a demonstrated action is wrong."""
-    imitation_steps: int = 450
-    """Steps of maximum likelihood; 0 skips the warm-up."""
-    imitation_batch: int = 64
-    imitation_learning_rate: float = 3e-3
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        for name in ("hidden_size", "layers", "heads", "demonstrations", "imitation_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 1")
-        if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
-            raise ConfigError(
-                f"hidden_size is {self.hidden_size} with {self.heads} heads; "
-                "expected an even size for each head"
-            )
-        if not 0 <= self.slips < 1:
-            raise ConfigError(f"slips is {self.slips!r}; expected a probability below 1")
-        if self.imitation_steps < 0 or not self.imitation_learning_rate > 0:
-            raise ConfigError("imitation_steps and imitation_learning_rate have to be positive")
 
 
 def build_tokenizer(texts: Iterable[str], frames: Sequence[str] = ()) -> PreTrainedTokenizerFast:
@@ -108,9 +78,7 @@ def build_tokenizer(texts: Iterable[str], frames: Sequence[str] = ()) -> PreTrai
     return tokenizer
 
 
-def build_model(
-    config: EmbeddedConfig, vocabulary: int, eos_id: int, seed: int
-) -> Qwen3ForCausalLM:
+def build_model(config: Tiny, vocabulary: int, eos_id: int, seed: int) -> Qwen3ForCausalLM:
     """A tiny Qwen3 with random weights that the seed decides."""
     shape = Qwen3Config(
         vocab_size=vocabulary,
@@ -132,7 +100,7 @@ def build_model(
 
 
 def build(
-    env: TextEnvironment, env_id: str, config: EmbeddedConfig, seed: int
+    env: TextEnvironment, env_id: str, config: Tiny, seed: int
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Episode]]:
     """The tiny model and tokenizer for an environment, and the demonstrations to imitate.
 
@@ -208,7 +176,7 @@ def to_samples(demonstrations: Sequence[Episode], chat: ChatTokenizer) -> list[S
 def warm_up(
     model: Any,
     samples: Sequence[Sample],
-    config: EmbeddedConfig,
+    config: Tiny,
     seed: int,
     on_step: Callable[[int, float], None],
 ) -> None:
@@ -218,7 +186,7 @@ def warm_up(
         warmup_steps=max(1, config.imitation_steps // 20),
         schedule="cosine",
     )
-    learner = Learner(model, ObjectiveConfig(), settings, total_steps=config.imitation_steps)
+    learner = Learner(model, GSPO(), settings, total_steps=config.imitation_steps)
     generator = torch.Generator().manual_seed(seed)
     size = min(config.imitation_batch, len(samples))
     epoch = math.ceil(len(samples) / size)

@@ -1,4 +1,4 @@
-"""What a comparison found: scores with intervals, tests, learning curves, and a page of it all."""
+"""The report of a comparison: scores with intervals, tests and learning curves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#1f5fa8", "#d9722e", "#2e8b57", "#8e44ad", "#b03060", "#5f6b76", "#c9a227", "#17a2b8")
 _TAIL = 0.1
-"""Share of a curve's points that its final score is the mean of."""
+"""The final score is the mean of the last points of a curve, this fraction of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,62 +56,54 @@ class Row:
     steps: tuple[int, ...]
     failed: int
     to_target: tuple[float, ...]
-    """Episodes until the target was first reached, by seed; infinite where it never was."""
+    """Episodes until each seed first reached the target; infinite if it never did. Empty without a
+    target."""
     improvement: float
-    """Probability that a run has a larger area than one of the first arm."""
+    """Probability that a run has a larger area than a run of the first arm."""
     p_value: float
-    """Of the paired difference in area from the first arm, after Holm's correction."""
+    """Of the paired difference in area to the first arm, after Holm's correction."""
 
 
 def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, list[Row]]:
-    """Every arm of every problem, in order."""
-    return {name: _problem(comparison, name, results) for name in comparison.problems}
+    """The rows of each problem, one per arm."""
+    return {name: _rows(comparison, name, results) for name in comparison.problems}
 
 
-def _problem(comparison: Comparison, name: str, results: Sequence[Result]) -> list[Row]:
-    mine = [r for r in results if r.run.problem == name]
-    steps = max((tuple(r.curve(comparison.metric)[0]) for r in mine), key=len) or (0,)
-    config = comparison.problems[name]
+def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> list[Row]:
+    runs = [r for r in results if r.run.problem == problem]
+    steps = max((tuple(r.curve(comparison.metric)[0]) for r in runs), key=len) or (0,)
+    config = comparison.problems[problem]
     episodes = config.tasks_per_step * config.rollout.group_size
-    curves = {
-        arm.name: np.array(
-            [_curve(r, comparison.metric, steps) for r in mine if r.run.arm.name == arm.name]
-        )
-        for arm in comparison.arms
-    }
-    areas = {arm: rows.mean(axis=1) for arm, rows in curves.items()}
-    base = areas[comparison.arms[0].name]
-    raw = [
-        stats.paired_permutation_test(areas[arm.name].tolist(), base.tolist())
-        for arm in comparison.arms[1:]
-    ]
-    adjusted = [1.0, *stats.holm(raw)]
+    by_arm = [[r for r in runs if r.run.arm.name == arm.name] for arm in comparison.arms]
+    curves = [np.array([_curve(r, comparison.metric, steps) for r in arm]) for arm in by_arm]
+    areas = [rows.mean(axis=1) for rows in curves]
+    p_values = stats.holm([stats.paired_permutation_test(a, areas[0]) for a in areas[1:]])
     tail = max(1, round(_TAIL * len(steps)))
-    finals = {arm: rows[:, -tail:].mean(axis=1) for arm, rows in curves.items()}
+    finals = [rows[:, -tail:].mean(axis=1) for rows in curves]
     return [
         Row(
             arm=arm,
-            final=_score(finals[arm.name]),
-            area=_score(areas[arm.name]),
-            finals=finals[arm.name],
-            areas=areas[arm.name],
-            curves=curves[arm.name],
+            final=_score(finals[n]),
+            area=_score(areas[n]),
+            finals=finals[n],
+            areas=areas[n],
+            curves=curves[n],
             steps=steps,
-            failed=sum(bool(r.error) for r in mine if r.run.arm.name == arm.name),
-            to_target=_to_target(curves[arm.name], steps, episodes, comparison.target),
-            improvement=stats.probability_of_improvement(areas[arm.name].tolist(), base.tolist()),
-            p_value=adjusted[n],
+            failed=sum(bool(r.error) for r in by_arm[n]),
+            to_target=_to_target(curves[n], steps, episodes, comparison.target),
+            improvement=stats.probability_of_improvement(areas[n], areas[0]),
+            p_value=[1.0, *p_values][n],
         )
         for n, arm in enumerate(comparison.arms)
     ]
 
 
 def _curve(result: Result, metric: str, steps: Sequence[int]) -> FloatArray:
-    """The values at these steps; a run that failed has none: it solved nothing."""
+    """The run's values at these steps; zeros if the run failed."""
     if result.error:
         return np.zeros(len(steps))
-    own, values = result.curve(metric)
-    return np.interp(steps, own, values)
+    run_steps, values = result.curve(metric)
+    return np.interp(steps, run_steps, values)
 
 
 def _to_target(
@@ -130,7 +122,7 @@ def _score(values: FloatArray) -> Score:
 
 
 def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
-    """A head and a line for each arm."""
+    """The header and a line for each arm."""
     head = ["arm", "final", "area under the curve", "P(better than first)", "p (Holm)", "failed"]
     if comparison.target:
         head.append(f"median episodes to {comparison.target:g}")
@@ -147,32 +139,29 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
 
 
 def markdown(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
-    """The tables as Markdown."""
-    parts = [_facts(comparison), ""]
+    """The tables of all problems in Markdown."""
+    parts = [_method(comparison), ""]
     for name, rows in summary.items():
         episodes, updates = comparison.budget(name, comparison.arms[0])
         env = comparison.problems[name].env
-        parts += [
-            f"### {name}",
-            "",
-            f"`{env}`, {episodes:,} episodes and {updates:,} updates a run",
-        ]
-        lines = table(comparison, rows)
-        parts += ["", _line(lines[0]), _line(["---"] * len(lines[0]))]
-        parts += [*map(_line, lines[1:]), ""]
+        budget = f"`{env}`, {episodes:,} episodes and {updates:,} updates a run"
+        head, *lines = table(comparison, rows)
+        parts += [f"### {name}", "", budget, "", _line(head), _line(["---"] * len(head))]
+        parts += [*map(_line, lines), ""]
     return "\n".join(parts)
 
 
-def _facts(comparison: Comparison) -> str:
-    least = 2 / 2**comparison.seeds
-    rms = ", advantages at the same root mean square" if comparison.match_rms else ""
+def _method(comparison: Comparison) -> str:
+    smallest = 2 / 2**comparison.seeds
+    matched = all(config.credit.rms for config in comparison.problems.values())
+    rms = ", advantages at the same root mean square" if matched else ""
     return (
         f"`{comparison.metric}`, interquartile mean over {comparison.seeds} seeds with its 95 % "
         f"bootstrap interval; the final score is the mean of the last {_TAIL:.0%} of the curve. "
-        f"Arms are paired by seed: the same start, the same tasks{rms}. p is of a two-sided paired "
-        "permutation test of the area against the first arm, after Holm's correction; "
-        f"{comparison.seeds} pairs cannot give less than {least:.3f} before it. A failed run "
-        "scores 0."
+        f"Arms are paired by seed: the same initial weights and tasks{rms}. p is from a two-sided "
+        "paired permutation test of the area against the first arm, after Holm's correction; the "
+        f"smallest p of {comparison.seeds} pairs is {smallest:.3f} before the correction. A failed "
+        "run scores 0."
     )
 
 
@@ -181,16 +170,16 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Figure:
-    """Learning curves: a panel for each value of the last axis, a colour for each other setting."""
+    """Learning curves, with a panel per value of the last axis and a colour per other setting."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     panels: dict[str, list[tuple[str, Row]]] = {}
     for row in rows:
         cell = row.arm.cell
-        place = cell[-1] if len(cell) > 1 else ""
+        value = cell[-1] if len(cell) > 1 else ""
         label = " · ".join(cell[:-1]) if len(cell) > 1 else row.arm.name
-        panels.setdefault(place, []).append((label, row))
+        panels.setdefault(value, []).append((label, row))
     labels = list(dict.fromkeys(label for panel in panels.values() for label, _ in panel))
     colours = {label: _COLOURS[n % len(_COLOURS)] for n, label in enumerate(labels)}
     figure = Figure(
@@ -199,11 +188,11 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     handles: dict[str, Any] = {}
-    for axis, (place, panel) in zip(axes, panels.items(), strict=True):
+    for axis, (value, panel) in zip(axes, panels.items(), strict=True):
         for label, row in panel:
-            handles[label] = _band(axis, row, colours[label])
-        others = "further arms" if len(panels) > 1 else ""
-        _dress(axis, f"{comparison.axes[-1]}: {place}" if place else others)
+            handles[label] = _draw(axis, row, colours[label])
+        others = "other arms" if len(panels) > 1 else ""
+        _style(axis, f"{comparison.axes[-1]}: {value}" if value else others)
     axes[0].set_ylabel(comparison.metric, color=INK, fontsize=11)
     figure.suptitle(name, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     figure.legend(
@@ -218,14 +207,14 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
     return figure
 
 
-def _band(axes: Axes, row: Row, colour: str) -> Any:
+def _draw(axes: Axes, row: Row, colour: str) -> Any:
     low, high = stats.interquartile_interval([row.curves.T], resamples=1000)
     axes.fill_between(row.steps, low, high, color=colour, alpha=0.15, linewidth=0)
     middle = stats.interquartile_mean(row.curves.T)
     return axes.plot(row.steps, middle, color=colour, linewidth=2)[0]
 
 
-def _dress(axes: Axes, title: str) -> None:
+def _style(axes: Axes, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title, loc="left", fontsize=12, color=INK)
@@ -247,14 +236,12 @@ tr.first td { font-weight: 600; }
 
 
 def write_report(comparison: Comparison, results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes `report.html`, `tables.md` and a picture for each problem; returns their paths."""
+    """Writes `report.html`, `tables.md` and a picture of each problem; returns their paths."""
     summary = summarise(comparison, results)
-    tables = folder / "tables.md"
-    tables.write_text(markdown(comparison, summary))
-    paths, body = (
-        [tables],
-        [f"<h1>Comparison</h1><p>{html.escape(_facts(comparison).replace('`', ''))}</p>"],
-    )
+    paths = [folder / "tables.md"]
+    paths[0].write_text(markdown(comparison, summary))
+    method = html.escape(_method(comparison).replace("`", ""))
+    body = [f"<h1>Comparison</h1><p>{method}</p>"]
     for name, rows in summary.items():
         picture = folder / f"curves-{name.replace('/', '-')}.png"
         memory = io.BytesIO()

@@ -1,4 +1,4 @@
-"""The learning curve: success over steps, as a Matplotlib figure."""
+"""The learning curve of a run: success rates over training steps, as a Matplotlib figure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 History = Sequence[tuple[int, dict[str, float]]]
-"""(step, metrics) pairs, as the training loop collects them."""
+"""(step, metrics) pairs that the training loop collects."""
 
 INK = "#333333"
 _GRID = "#e3e6ea"
@@ -45,9 +45,9 @@ _SERIES = (
 
 
 def learning_curve(history: History, title: str) -> Figure:
-    """Draw the success rate over training steps, 1200 by 675 pixels.
+    """Draw the success rates over training steps, 1200 by 675 pixels.
 
-    The figure is made without pyplot: no display, no global state, safe in any thread.
+    It does not use pyplot, so it needs no display, has no global state and works in any thread.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -56,7 +56,7 @@ def learning_curve(history: History, title: str) -> Figure:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     drawn = [_draw(axes, history, series) for series in _SERIES]
-    _dress(axes, title)
+    _style(axes, title)
     if any(drawn):
         axes.legend(frameon=False, loc="best", fontsize=13, labelcolor=INK)
     else:
@@ -65,7 +65,7 @@ def learning_curve(history: History, title: str) -> Figure:
 
 
 def _draw(axes: Axes, history: History, series: _Series) -> bool:
-    """Draw one series, leaving out steps without a finite value; False where none is left."""
+    """Draw the finite values of a series; False if there are none."""
     points = [
         (step, metrics[series.metric])
         for step, metrics in sorted(history, key=lambda entry: entry[0])
@@ -80,8 +80,8 @@ def _draw(axes: Axes, history: History, series: _Series) -> bool:
     return True
 
 
-def _dress(axes: Axes, title: str) -> None:
-    """Set the title, scales and a quiet frame."""
+def _style(axes: Axes, title: str) -> None:
+    """Set the title, labels and scales."""
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     axes.set_title(title, loc="left", fontsize=18, color=INK, pad=16, fontweight="bold")
@@ -95,7 +95,7 @@ def _dress(axes: Axes, title: str) -> None:
 
 
 def quiet_frame(axes: Axes, labelsize: int) -> None:
-    """Leave a grid for the eye and no box."""
+    """Draw horizontal grid lines and remove the box around the axes."""
     axes.grid(axis="y", color=_GRID)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=labelsize, length=0)

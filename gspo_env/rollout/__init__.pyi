@@ -1,5 +1,4 @@
 from .collector import Collector as Collector
-from .collector import RolloutConfig as RolloutConfig
 from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
@@ -10,6 +9,7 @@ from .play import conclude as conclude
 from .play import demonstrator as demonstrator
 from .play import play_now as play_now
 from .pool import EnvPool as EnvPool
+from .settings import RolloutConfig as RolloutConfig
 from .transcript import ChatTokenizer as ChatTokenizer
 from .transcript import Transcript as Transcript
 from .transcript import tokenize as tokenize

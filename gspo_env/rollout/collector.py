@@ -9,50 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gspo_env.engines.base import Engine, Sampling
-from gspo_env.errors import ConfigError
 from gspo_env.rollout.play import ENDED, Move, Situation, conclude, play, refuse_failures
 from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutConfig:
-    """How episodes are collected."""
-
-    group_size: int = 8
-    """Episodes of each task, G."""
-    temperature: float = 1.0
-    """Sampling temperature in training; the trainer divides its logits by the same."""
-    max_turns: int = 16
-    """Turns after which an episode is cut."""
-    max_turn_tokens: int = 32
-    """The most tokens of one action."""
-    max_context: int = 512
-    """The most tokens of one episode."""
-    timeout: float = 600.0
-    """The most seconds of one episode, waiting for the engine included."""
-    concurrency: int = 256
-    """Episodes in flight."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
-        for name in ("temperature", "timeout"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(f"{name} is {value!r}; expected a number above 0")
-        if self.max_turn_tokens >= self.max_context:
-            raise ConfigError(
-                f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "
-                f"({self.max_context})"
-            )
 
 
 @dataclass(slots=True)
@@ -116,7 +80,7 @@ class Collector:
                 task,
                 policy,
                 max_turns=self.config.max_turns,
-                timeout=self.config.timeout,
+                timeout=self.config.episode_timeout,
                 call=self.pool.call,
                 gives_outcome=self.pool.gives_outcome,
             )

@@ -1,4 +1,4 @@
-"""Run Python code that nobody trusts, shut in by the operating system; see docs/sandbox.md."""
+"""Run untrusted Python code, isolated by the operating system; see docs/sandbox.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gspo_env.errors import ConfigError, SandboxUnavailableError
 logger = logging.getLogger(__name__)
 
 _FOLDER = str(Path(__file__).parent)
-_INNER_ID = 1000  # as in jail.py, which only the launcher imports: it looks for Linux
+_INNER_ID = 1000  # as in jail.py, which only the launcher imports because it needs Linux
 _START = f"import sys; sys.path.insert(0, {_FOLDER!r}); import jail; del sys.path[0]; jail.main()"
 _SETUP_SECONDS = 30.0
 _GRACE_SECONDS = 5.0
@@ -36,36 +36,36 @@ class Stop(StrEnum):
     """Which limit ended a run."""
 
     TIME = "time"
-    """The wall clock."""
+    """Wall-clock time."""
     CPU = "cpu"
-    """Seconds of the processor."""
+    """CPU time."""
     OUTPUT = "output"
-    """More was printed than may be."""
+    """The size of one output stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxResult:
-    """What a run left."""
+    """The result of a run."""
 
     stdout: str
     stderr: str
     exit_code: int | None
-    """As in `subprocess`: the negative signal where one ended it. None when a limit did."""
+    """As in `subprocess`: negative for a signal. None if a limit ended the run."""
     stopped: Stop | None
     seconds: float
-    """Wall-clock seconds of the code, without the set-up."""
+    """Wall-clock time of the code, without the set-up."""
     isolated: bool
-    """False for a run that only `allow_unsafe` made possible."""
+    """False if the code ran without isolation, which `allow_unsafe` permits."""
 
     @property
     def ok(self) -> bool:
-        """Whether the code ended by itself and without an error."""
+        """Whether the code ended without an error and within its limits."""
         return self.exit_code == 0 and self.stopped is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sandbox:
-    r"""Limits of a run; each run is a new process in new namespaces with an empty folder.
+    r"""Runs code with these limits, each run in a new process, new namespaces and an empty folder.
 
     Example:
         >>> Sandbox().run("print(6 * 7)").stdout
@@ -75,22 +75,22 @@ class Sandbox:
     seconds: float = 5.0
     """Wall-clock limit."""
     cpu_seconds: int = 5
-    """Processor seconds of each process."""
+    """CPU seconds of each process."""
     memory_mib: int = 256
     """Address space of each process."""
     processes: int = 1
-    """Processes and threads at a time; the memory in use is at most this times `memory_mib`."""
+    """Simultaneous processes and threads. They use at most this times `memory_mib` of memory."""
     file_mib: int = 16
-    """Largest file."""
+    """Size of the largest file."""
     disk_mib: int = 32
-    """All files of the private folder, which lives in memory."""
+    """Size of all files in the private folder, which is kept in memory."""
     output_kib: int = 64
-    """Standard output, and standard error; when one has more, the run ends and the other, of which
-    only chance would say how much had come, is left out."""
+    """Size of standard output and of standard error. A run that exceeds one ends, and the result
+    omits the other, because its length at that moment is random."""
     readable: tuple[str, ...] = ()
-    """Further folders that the code may read and import from."""
+    """Additional folders that the code may read and import from."""
     allow_unsafe: bool = False
-    """Run without isolation where there is none: limits, a process group, and no protection."""
+    """Run without isolation if this machine has none: with limits, but without protection."""
 
     def __post_init__(self) -> None:
         """Validate.
@@ -108,7 +108,7 @@ class Sandbox:
                 raise ConfigError(f"Sandbox: readable folder {folder!r} does not exist.")
 
     def check(self) -> bool:
-        """Find out, once a process, whether code can be shut in here; True where it can.
+        """Whether this machine can isolate code; tested once per process.
 
         Raises:
             SandboxUnavailableError: It cannot, and `allow_unsafe` is not set.
@@ -119,22 +119,22 @@ class Sandbox:
         return missing is None
 
     def run(self, code: str, *, stdin: str = "", echo: bool = False) -> SandboxResult:
-        """Run Python code as a program of its own.
+        """Run Python code in a new process.
 
         Args:
             code: The source.
-            stdin: What it reads on standard input.
-            echo: Print the value of a last line that is an expression, as a console does.
+            stdin: Its standard input.
+            echo: Print the value of the last line if it is an expression, as a console does.
 
         Raises:
-            SandboxUnavailableError: It cannot be shut in, and `allow_unsafe` is not set.
+            SandboxUnavailableError: It cannot be isolated, and `allow_unsafe` is not set.
         """
         return _run(self, code, stdin, echo, self.check())
 
 
 @functools.cache
 def find_missing() -> str | None:
-    """Give what this machine lacks to isolate code; None when a trial run was truly shut in."""
+    """Name what this machine lacks to isolate code; None if a trial run was isolated."""
     if sys.platform != "linux":
         return f"Linux namespaces (this is {sys.platform})"
     probe = Sandbox(seconds=20.0, cpu_seconds=20)
@@ -144,13 +144,13 @@ def find_missing() -> str | None:
         return str(error)
     if result.stdout == "isolated\n":
         return None
-    said = (result.stdout or result.stderr).strip()
-    return f"a trial run was not shut in: {said or f'it ended with {result.exit_code}'}"
+    output = (result.stdout or result.stderr).strip()
+    return f"a trial run was not isolated: {output or f'it ended with {result.exit_code}'}"
 
 
 def _refusal(missing: str) -> str:
     return (
-        f"code cannot be isolated on this machine, it lacks: {missing}. Allow unprivileged user "
+        f"code cannot be isolated on this machine, which lacks: {missing}. Allow unprivileged user "
         "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
         "kernel.apparmor_restrict_unprivileged_userns; in Docker --security-opt "
         "seccomp=unconfined --security-opt apparmor=unconfined), or pass allow_unsafe=True to "
@@ -170,13 +170,13 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
     }
     with contextlib.ExitStack() as stack:
         if not isolated:
-            logger.warning("running code without isolation, as allow_unsafe says")
+            logger.warning("running code without isolation, because allow_unsafe is set")
             request["folder"] = stack.enter_context(tempfile.TemporaryDirectory())
         process, status = stack.enter_context(_launch(isolated, request["folder"]))
         _expect(status, "unshared")
         request["groups"] = isolated and _map_ids(process.pid)
-        request["limits"] = _limits(box, isolated, own_user=bool(request["groups"]))
-        with contextlib.suppress(BrokenPipeError):  # the status says why it ended
+        request["limits"] = _limits(box, isolated, unused_id=bool(request["groups"]))
+        with contextlib.suppress(BrokenPipeError):  # the status pipe carries the cause
             process.stdin.write(marshal.dumps(request))
             process.stdin.close()
         _expect(status, "running")
@@ -186,42 +186,42 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
 @contextlib.contextmanager
 def _launch(isolated: bool, folder: str | None) -> Iterator[tuple[Any, int]]:
     home = folder or "/sandbox"
-    # With one seed for hashes a program prints its sets in the same order each time.
+    # With a fixed hash seed a program prints its sets in the same order each time.
     environment = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    # A thread counts as a process, and libraries start one for each core.
+    # A thread counts as a process, and libraries start one per core.
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    status, theirs = os.pipe()
-    # The last word tells whoever looks at the list of processes whose this is.
-    words = (str(theirs), "isolated" if isolated else "unsafe", str(os.getpid()))
+    status, child_end = os.pipe()
+    # The process id is not read; it shows in a process list which process started this one.
+    arguments = (str(child_end), "isolated" if isolated else "unsafe", str(os.getpid()))
     try:
         process = subprocess.Popen(
-            [python, "-P", "-s", "-S", "-X", "utf8", "-c", _START, *words],
+            [python, "-P", "-s", "-S", "-X", "utf8", "-c", _START, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd="/",
             env=environment,
-            pass_fds=(theirs,),
+            pass_fds=(child_end,),
             start_new_session=True,
         )
     except BaseException:
         os.close(status)
         raise
     finally:
-        os.close(theirs)
+        os.close(child_end)
     try:
         with process:
             try:
                 yield process, status
             finally:
-                _end(process, isolated)
+                _stop(process, isolated)
     finally:
         os.close(status)
 
 
-def _end(process: Any, isolated: bool) -> None:
-    """Take down what is left; the launcher of an isolated run ends after all within."""
+def _stop(process: Any, isolated: bool) -> None:
+    """Stop the run; the launcher of an isolated run ends after all processes inside."""
     if isolated:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -231,31 +231,34 @@ def _end(process: Any, isolated: bool) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _expect(status: int, wanted: str) -> None:
+def _expect(status: int, expected: str) -> None:
+    """Wait for a line on the status pipe."""
     line, deadline = b"", time.monotonic() + _SETUP_SECONDS
     with selectors.DefaultSelector() as selector:
         selector.register(status, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
             if not selector.select(deadline - time.monotonic()):
-                raise SandboxUnavailableError(f"no set-up within {_SETUP_SECONDS:.0f} seconds")
+                raise SandboxUnavailableError(
+                    f"the set-up did not finish within {_SETUP_SECONDS:.0f} seconds"
+                )
             if not (byte := os.read(status, 1)):
                 break
             line += byte
-    said = line.decode("utf-8", "replace").strip()
-    if said != wanted:
-        raise SandboxUnavailableError(said.removeprefix("error ") or "the set-up died")
+    text = line.decode("utf-8", "replace").strip()
+    if text != expected:
+        raise SandboxUnavailableError(text.removeprefix("error ") or "the set-up process died")
 
 
 def _map_ids(pid: int) -> bool:
-    """Say who the code is outside; True where that is a user of its own.
+    """Map the user and group inside to ids outside; True if those belong to no other user.
 
-    Root becomes a user that nobody is: the kernel counts no processes of the real root.
+    Root is mapped to an unused id, because the kernel does not limit the processes of root.
     """
     user, group = os.geteuid(), os.getegid()
     known = Path("/proc/self/uid_map").read_text().splitlines()
     last = max(int(first) + int(count) - 1 for first, _, count in map(str.split, known))
-    own = user == 0 and last >= 65534
-    if own:
+    unused = user == 0 and last >= 65534
+    if unused:
         nobody = 65534 if last < 1 << 31 else (1 << 30) + secrets.randbelow(1 << 20)
         maps = dict.fromkeys(("uid_map", "gid_map"), f"0 0 1\n{_INNER_ID} {nobody} 1\n")
     else:
@@ -266,10 +269,10 @@ def _map_ids(pid: int) -> bool:
             Path(f"/proc/{pid}/{name}").write_text(text)
         except OSError as error:
             raise SandboxUnavailableError(f"{name} cannot be written: {error}") from error
-    return own
+    return unused
 
 
-def _limits(box: Sandbox, isolated: bool, *, own_user: bool) -> dict[str, Any]:
+def _limits(box: Sandbox, isolated: bool, *, unused_id: bool) -> dict[str, Any]:
     limits: dict[str, Any] = {
         "CPU": (box.cpu_seconds, box.cpu_seconds + 1),
         "FSIZE": box.file_mib * _MIB,
@@ -278,41 +281,41 @@ def _limits(box: Sandbox, isolated: bool, *, own_user: bool) -> dict[str, Any]:
     }
     if sys.platform == "linux":
         limits |= {"AS": box.memory_mib * _MIB, "MEMLOCK": 0, "MSGQUEUE": 0}
-    if isolated:  # the launcher and process 1 count where they are the same user
-        limits["NPROC"] = box.processes + (0 if own_user else 2)
+    if isolated:  # the launcher and process 1 count if they run as the same user
+        limits["NPROC"] = box.processes + (0 if unused_id else 2)
     return limits
 
 
 def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> SandboxResult:
-    """Read what the code says until it has ended or meets a limit."""
-    begun, most = time.monotonic(), box.output_kib << 10
-    said = {process.stdout: bytearray(), process.stderr: bytearray(), status: bytearray()}
+    """Read the output until the code has ended or exceeds a limit."""
+    started, limit = time.monotonic(), box.output_kib << 10
+    received = {process.stdout: bytearray(), process.stderr: bytearray(), status: bytearray()}
     stopped: Stop | None = None
     with selectors.DefaultSelector() as selector:
-        for source in said:
+        for source in received:
             selector.register(source, selectors.EVENT_READ)
         while selector.get_map() and stopped is None:
-            left = begun + box.seconds - time.monotonic()
+            left = started + box.seconds - time.monotonic()
             ready = selector.select(max(0.0, min(left, 0.1)))
             for key, _ in ready:
                 data = os.read(key.fd, 1 << 16)
-                said[key.fileobj] += data
+                received[key.fileobj] += data
                 if not data:
                     selector.unregister(key.fileobj)
-            if any(len(said[s]) > most for s in (process.stdout, process.stderr)):
+            if any(len(received[s]) > limit for s in (process.stdout, process.stderr)):
                 stopped = Stop.OUTPUT
             elif left <= 0.0:
                 stopped = Stop.TIME
             elif not ready and process.poll() is not None:
-                break  # without isolation a process may have left the group with the pipe
-    seconds = time.monotonic() - begun
-    code = None if stopped else _exit_code(bytes(said[status]), process, isolated)
+                break  # without isolation a process outside the group may hold the pipe open
+    seconds = time.monotonic() - started
+    code = None if stopped else _exit_code(bytes(received[status]), process, isolated)
     if code == -signal.SIGXCPU:
         stopped, code = Stop.CPU, None
-    texts = [bytes(said[s]) for s in (process.stdout, process.stderr)]
+    texts = [bytes(received[s]) for s in (process.stdout, process.stderr)]
     if stopped is Stop.OUTPUT:
-        flooded = len(texts[0]) > most
-        texts = [texts[0][:most] if flooded else b"", b"" if flooded else texts[1][:most]]
+        first = len(texts[0]) > limit
+        texts = [texts[0][:limit] if first else b"", b"" if first else texts[1][:limit]]
     return SandboxResult(
         stdout=texts[0].decode("utf-8", "replace"),
         stderr=texts[1].decode("utf-8", "replace"),
@@ -323,9 +326,9 @@ def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> Sandbox
     )
 
 
-def _exit_code(said: bytes, process: Any, isolated: bool) -> int:
+def _exit_code(status: bytes, process: Any, isolated: bool) -> int:
     if not isolated:
         return int(process.wait(_GRACE_SECONDS))
-    word, _, number = said.decode("ascii", "replace").partition(" ")
-    # Without a word from process 1 the kernel has killed it, for want of memory.
+    word, _, number = status.decode("ascii", "replace").partition(" ")
+    # If process 1 reports nothing, the kernel has killed it because memory ran out.
     return int(number) if word == "exit" else -signal.SIGKILL

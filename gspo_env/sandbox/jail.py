@@ -1,10 +1,10 @@
-"""The program that shuts itself in and then runs untrusted Python; imports the library alone.
+"""The program that isolates itself and then runs untrusted Python; uses the standard library only.
 
-Three processes. The launcher leaves the host's namespaces and waits, `init` is process 1 of the
-new PID namespace (when it ends, the kernel kills whatever is left in there), and its child gives up
-every privilege and runs the code. Each step that fails stops the run before the code begins.
+It has three processes. The launcher enters new namespaces and waits. `init` is process 1 of the new
+PID namespace; when it ends, the kernel kills every other process in there. Its child drops all
+privileges and runs the code. If a step fails, the run stops before the code begins.
 
-The launcher says on the status pipe: `unshared`, then `running`, then `exit N` or `error WHY`.
+The status pipe carries `unshared`, then `running`, then `exit N` or `error WHY`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import types
 from typing import Any, NoReturn
 
 HOME = "/sandbox"
-"""The private folder; the only place that can be written."""
+"""The private folder, the only one that the code can write to."""
 INNER_ID = 1000
-"""User and group of the code inside; outside it is nobody, or the user who started us."""
+"""User and group id inside. Outside they map to an unused id, or to the user who runs this."""
 
 _NAMESPACES = {
     "mnt": 0x20000,
@@ -35,14 +35,16 @@ _NAMESPACES = {
     "pid": 0x20000000,
     "net": 0x40000000,
 }
+_ALL_NAMESPACES = sum(_NAMESPACES.values())
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY_NOSUID = 2, -100, 0x8000, 3
 _SYS_MOUNT_SETATTR = 442
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 
-# Refused: what opens a way out (sockets, other processes, mounts, programs) or holds memory that no
-# limit counts, and large parts of the kernel that code for sums never needs. (x86-64, arm64)
+# The refused system calls with their numbers on (x86-64, arm64): those that could reach outside
+# (sockets, other processes, mounts, programs), those that allocate memory outside the limits, and
+# large parts of the kernel that calculations do not need.
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _PIVOT_ROOT = (56, 220), (435, 435), (155, 41)
 _DENIED = {
@@ -97,11 +99,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def deny(denied: dict[str, tuple[int, int]]) -> None:
-    """Refuse system calls to this process and its descendants for good, with EPERM."""
+    """Make system calls fail with EPERM in this process and its descendants, irrevocably."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
         known = " and ".join(_ARCHITECTURES)
-        raise OSError(errno.ENOSYS, f"seccomp: the processor is {machine}, known are {known}")
+        raise OSError(errno.ENOSYS, f"seccomp: the processor is {machine}; expected {known}")
     column, audit = _ARCHITECTURES[machine]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x00050000
@@ -110,10 +112,10 @@ def deny(denied: dict[str, tuple[int, int]]) -> None:
         program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, kill)]
     for numbers in denied.values():
         program += [(equal, 0, 1, numbers[column]), (give, 0, 0, refuse | errno.EPERM)]
-    # ENOSYS makes the C library use clone, whose flags can be looked at.
+    # ENOSYS makes the C library fall back to clone, whose flags a filter can read.
     program += [(equal, 0, 1, _CLONE3[column]), (give, 0, 0, refuse | errno.ENOSYS)]
     program += [(equal, 0, 3, _CLONE[column]), (load, 0, 0, 16)]
-    program += [(any_bit, 0, 1, sum(_NAMESPACES.values())), (give, 0, 0, refuse | errno.EPERM)]
+    program += [(any_bit, 0, 1, _ALL_NAMESPACES), (give, 0, 0, refuse | errno.EPERM)]
     program += [(give, 0, 0, allow)]
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *i) for i in program))
     head = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
@@ -123,37 +125,33 @@ def deny(denied: dict[str, tuple[int, int]]) -> None:
 
 
 def main() -> NoReturn:
-    """Set up as the request on standard input says, and exit when the code has ended."""
+    """Set up the run that standard input describes, and exit when the code has ended."""
     status = int(sys.argv[1])
-    try:
-        if sys.argv[2] == "isolated":
-            _leave_namespaces()
-        os.write(status, b"unshared\n")
-        request = marshal.loads(sys.stdin.buffer.read())
-        if request["folder"] is None:
-            _supervise(request, status)
-        os.chdir(request["folder"])
-        _feed(request["stdin"])
-        _limit(request)
-        os.write(status, b"running\n")
-        _run(request)
-    except OSError as error:
-        os.write(status, f"error {error.strerror or error}\n".encode())
-    os._exit(1)
+    _guarded(status, lambda: _launch(status))
 
 
-def _leave_namespaces() -> None:
+def _launch(status: int) -> None:
+    if sys.argv[2] == "isolated":
+        _enter_namespaces()
+    os.write(status, b"unshared\n")
+    request = marshal.loads(sys.stdin.buffer.read())
+    if request["folder"] is None:
+        _supervise(request, status)
+    os.chdir(request["folder"])
+    _set_stdin(request["stdin"])
+    _set_limits(request)
+    os.write(status, b"running\n")
+    _run(request)
+
+
+def _enter_namespaces() -> None:
     names = {name: f"/proc/self/ns/{name}" for name in _NAMESPACES}
     names["pid"] += "_for_children"
     before = {name: os.stat(path).st_ino for name, path in names.items() if name != "pid"}
-    _check("unshare of user, mount, PID and network namespaces", _libc.unshare(_flags()))
-    for name, inode in before.items():  # some kernels in user space agree and do nothing
+    _check("unshare of user, mount, PID and network namespaces", _libc.unshare(_ALL_NAMESPACES))
+    for name, inode in before.items():  # some user-space kernels report success and do nothing
         if os.stat(names[name]).st_ino == inode:
             raise OSError(errno.ENOSYS, f"unshare did not make a new {name} namespace")
-
-
-def _flags() -> int:
-    return sum(_NAMESPACES.values())
 
 
 def _supervise(request: dict[str, Any], status: int) -> NoReturn:
@@ -166,12 +164,13 @@ def _supervise(request: dict[str, Any], status: int) -> NoReturn:
         os.close(held)
         _guarded(status, lambda: _init(request, status, alive))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
-    # It ends when all processes of its namespace are gone: after this nothing is left.
+    # Process 1 ends after every other process of its namespace, so nothing is left after this.
     os.waitpid(child, 0)
     os._exit(0)
 
 
 def _guarded(status: int, work: Any) -> NoReturn:
+    """Run a process's work, report an OSError on the status pipe, and exit."""
     try:
         work()
     except OSError as error:
@@ -181,9 +180,9 @@ def _guarded(status: int, work: Any) -> NoReturn:
 
 
 def _init(request: dict[str, Any], status: int, alive: int) -> None:
-    """Process 1: make the file system, start the code, wait for it and take all else down."""
+    """Process 1: build the file system, start the code and wait for it; the rest dies with it."""
     _die_with_parent()
-    if select.select([alive], [], [], 0)[0]:  # the launcher died before it could be watched
+    if select.select([alive], [], [], 0)[0]:  # the launcher died before the line above
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _build_root(request)
@@ -198,7 +197,7 @@ def _init(request: dict[str, Any], status: int, alive: int) -> None:
 
 
 def _build_root(request: dict[str, Any]) -> None:
-    """A new file system: the interpreter's libraries to read, and nothing else of the host's."""
+    """Make a root file system that holds, of the host's files, only read-only libraries."""
     folders = _readable(request["readable"])
     links = {name: os.readlink(name) for name in ("/lib", "/lib64") if os.path.islink(name)}
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -230,7 +229,7 @@ def _build_root(request: dict[str, Any]) -> None:
 
 
 def _readable(extra: list[str]) -> list[str]:
-    """Real folders to show, none inside another."""
+    """Resolved paths of the readable folders, none inside another."""
     base = os.path.realpath(sys.base_prefix)
     wanted = [f"{base}/lib", f"{base}/{sys.platlibdir}", "/usr/lib", "/usr/lib64", "/lib", "/lib64"]
     found = {os.path.realpath(path) for path in (*wanted, *extra) if os.path.isdir(path)}
@@ -240,8 +239,8 @@ def _readable(extra: list[str]) -> list[str]:
 def _enter(request: dict[str, Any], status: int) -> None:
     os.setsid()
     os.chdir(HOME)
-    _feed(request["stdin"])
-    _limit(request)
+    _set_stdin(request["stdin"])
+    _set_limits(request)
     _drop_privileges(request["groups"])
     deny(_DENIED)
     os.write(status, b"running\n")
@@ -249,7 +248,7 @@ def _enter(request: dict[str, Any], status: int) -> None:
     _run(request)
 
 
-def _feed(data: bytes) -> None:
+def _set_stdin(data: bytes) -> None:
     if hasattr(os, "memfd_create"):
         source = os.memfd_create("stdin")
     else:
@@ -260,13 +259,13 @@ def _feed(data: bytes) -> None:
     os.dup2(source, 0)
 
 
-def _limit(request: dict[str, Any]) -> None:
+def _set_limits(request: dict[str, Any]) -> None:
     for name, value in request["limits"].items():
         soft, hard = value if isinstance(value, tuple) else (value, value)
         limit = getattr(resource, f"RLIMIT_{name}")
-        most = resource.getrlimit(limit)[1]
-        if most != resource.RLIM_INFINITY:
-            soft, hard = min(soft, most), min(hard, most)
+        highest = resource.getrlimit(limit)[1]
+        if highest != resource.RLIM_INFINITY:
+            soft, hard = min(soft, highest), min(hard, highest)
         try:
             resource.setrlimit(limit, (soft, hard))
         except ValueError as error:
@@ -291,7 +290,7 @@ def _run(request: dict[str, Any]) -> NoReturn:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     import builtins
 
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # without site they are missing
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # the module `site` would define them
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -314,7 +313,8 @@ def _run(request: dict[str, Any]) -> NoReturn:
 
 
 def _execute(source: str, echo: bool, scope: dict[str, Any]) -> None:
-    tree: Any = compile(source, "<code>", "exec", flags=0x400, dont_inherit=True)  # as a tree
+    only_ast = 0x400  # ast.PyCF_ONLY_AST, without the import of ast
+    tree: Any = compile(source, "<code>", "exec", flags=only_ast, dont_inherit=True)
     body = tree.body
     if not (echo and body and type(body[-1]).__name__ == "Expr"):
         exec(compile(source, "<code>", "exec", dont_inherit=True), scope)
@@ -337,7 +337,7 @@ def _show(error: BaseException, source: str) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
-    except BaseException:  # no memory is left, or the code replaced a module
+    except BaseException:  # out of memory, or the code replaced a module
         os.write(2, f"{type(error).__name__}\n".encode())
 
 

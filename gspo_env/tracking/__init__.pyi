@@ -1,4 +1,12 @@
-from .mlflow import ParentRun as ParentRun
-from .mlflow import Tracker as Tracker
-from .mlflow import TrackingConfig as TrackingConfig
+from .base import NoTracker as NoTracker
+from .base import RunInfo as RunInfo
+from .base import Tracker as Tracker
+from .base import TrackerChoice as TrackerChoice
+from .mlflow import MLflow as MLflow
 from .progress import Progress as Progress
+from .several import Several as Several
+from .several import combine as combine
+from .several import start as start
+from .tensorboard import TensorBoard as TensorBoard
+from .trackio import Trackio as Trackio
+from .wandb import WandB as WandB

@@ -1,37 +1,31 @@
 """Tracking with MLflow: the only file that imports it.
 
-Everything is written by one worker thread behind a queue: importing MLflow and creating its
-store takes seconds, a batch of metrics milliseconds, and training waits for neither.
+One worker thread writes everything from a queue: importing MLflow and creating its store takes
+seconds, a batch of metrics milliseconds, and training waits for neither.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import queue
 import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from dataclasses import fields as fields_of
-from enum import Enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, TrackingError
+from gspo_env.tracking.base import MODEL, RunInfo, Status
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from mlflow.tracking import MlflowClient
 
 _log = logging.getLogger(__name__)
-
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 # MLflow's limits (mlflow.utils.validation).
 _MAX_PARAM_VALUE = 6000
@@ -41,31 +35,42 @@ _PARAMS_PER_BATCH = 100
 _METRICS_PER_BATCH = 1000
 _KEY_REFUSED = re.compile(r"[^\w\-. /]")
 
-NON_FINITE = "tracking/non_finite"
-"""The metric that counts the NaN and infinite values that were dropped at a step."""
+_PATIENCE = 60.0
+"""Seconds that `finish` waits for a store that does not open, or spends on calls that fail."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrackingConfig:
-    """Where and what to record."""
+class MLflow:
+    """Records in MLflow."""
 
     experiment: str = "gspo_env"
-    """The MLflow experiment that the run belongs to; made where it does not exist."""
+    """The experiment that the run belongs to; made where it does not exist."""
     run_name: str = ""
-    """The name of the run; empty lets MLflow make one up."""
+    """Name of the run; empty is the name of its folder."""
     tracking_uri: str = ""
     """The store; empty is MLflow's default: `MLFLOW_TRACKING_URI`, else ./mlflow.db."""
     log_model: bool = True
     """Whether the trained model's files become artifacts of the run."""
-    enabled: bool = True
-    """False records nothing."""
 
     def __post_init__(self) -> None:
-        """Refuse an experiment without a name."""
+        """Refuses an experiment without a name."""
         if not self.experiment.strip():
             raise ConfigError(
-                f"tracking.experiment is {self.experiment!r}; expected a name, such as 'gspo_env'"
+                f"tracker.experiment is {self.experiment!r}; expected a name, such as 'gspo_env'"
             )
+
+    def start(self, run: RunInfo) -> MLflowTracker:
+        """Begins the run and opens the store in the background.
+
+        A run that resumes is open when this returns, so that its children find its id.
+
+        Raises:
+            TrackingError: The store of a run that resumes does not open.
+        """
+        tracker = MLflowTracker(self, run)
+        if run.resume:
+            tracker.wait()
+        return tracker
 
 
 @dataclass(slots=True)
@@ -75,277 +80,167 @@ class _Run:
     client: MlflowClient
     run_id: str
     experiment_id: str
+    resumed: bool = False
 
 
 _Job = Callable[[_Run], None]
 
 
-class Tracker:
-    """One MLflow run, as a context manager that ends it as FINISHED, FAILED or KILLED.
+class MLflowTracker:
+    """One MLflow run. Calls queue their work and return.
 
-    Calls queue their work and return; what goes wrong in the worker is logged at once and raised
-    by `finish`, so that a run never looks recorded when it is not.
-
-    Example:
-        with Tracker(TrackingConfig(run_name="first")) as tracker:
-            tracker.start({"learner": {"learning_rate": 1e-5}})
-            tracker.log({"train/loss": 0.1}, step=1)
+    The first error in the worker is logged at once, and `finish` raises all of them.
     """
 
-    def __init__(self, config: TrackingConfig | None = None) -> None:
-        """Open nothing yet: `start` does."""
-        self.config = TrackingConfig() if config is None else config
+    def __init__(self, settings: MLflow, info: RunInfo) -> None:
+        """Starts the worker, which opens the store."""
+        self._settings, self._info = settings, info
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._ready = threading.Event()
-        self._worker: threading.Thread | None = None
+        self._finishing = threading.Event()
         self._run: _Run | None = None
-        self._error: Exception | None = None
-
-    def __enter__(self) -> Tracker:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """End the run; an exception of the caller's is never hidden by one of tracking."""
-        if exc_type is None:
-            self.finish()
-            return
-        try:
-            self.finish("KILLED" if issubclass(exc_type, KeyboardInterrupt) else "FAILED")
-        except Exception:
-            _log.exception("tracking failed too")
-
-    def start(
-        self, params: Mapping[str, Any] | object = None, tags: Mapping[str, str] | None = None
-    ) -> None:
-        """Begin the run; returns at once and opens the store in the background.
-
-        Args:
-            params: Nested mappings or dataclasses; logged flat, as `learner.learning_rate`.
-            tags: Tags of the run, beside MLflow's own (user, source, git commit).
-        """
-        if not self.config.enabled:
-            return
-        if self._worker is not None:
-            raise RuntimeError("Tracker.start was called twice; make a new Tracker for a new run")
-        # Flattened here, since the caller may change its mappings before the worker gets to them.
-        flat = dict(_flatten({} if params is None else params))
-        wanted = {_key(name): str(value)[:_MAX_TAG_VALUE] for name, value in (tags or {}).items()}
+        self._errors: list[str] = []
         # A daemon, so that a store that hangs cannot keep a dying process alive.
-        self._worker = threading.Thread(
-            target=self._work, args=(flat, wanted), name="gspo-tracking", daemon=True
-        )
+        self._worker = threading.Thread(target=self._work, name="gspo-tracking", daemon=True)
         self._worker.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record metrics of a step; non-finite values are dropped, counted and reported."""
-        if self._worker is None:
-            return
-        values = {name: float(value) for name, value in metrics.items()}
-        dropped = [name for name, value in values.items() if not math.isfinite(value)]
-        for name in dropped:
-            _log.warning("step %d: metric %s is %s; not recorded", step, name, values.pop(name))
-        if dropped:
-            values[NON_FINITE] = float(len(dropped))
+        """Records metrics of a step."""
         now = int(time.time() * 1000)
-        self._jobs.put(lambda run: _log_metrics(run, values, step, now))
+        self._jobs.put(lambda run: _log_metrics(run, metrics, step, now))
 
     def text(self, name: str, text: str) -> None:
-        """Store `text` as the artifact `name`, such as "episodes/step-10.txt"."""
-        self._put(lambda run: run.client.log_text(run.run_id, text, name))
+        """Stores `text` as the artifact `name`, such as "episodes/step-10.txt"."""
+        self._jobs.put(lambda run: run.client.log_text(run.run_id, text, name))
 
-    def figure(self, name: str, figure: Figure) -> None:
-        """Store a Matplotlib figure as the artifact `name`; do not change it afterwards."""
-        self._put(lambda run: run.client.log_figure(run.run_id, figure, name))
-
-    def artifact(self, path: str | Path, folder: str = "") -> None:
-        """Store a file or a folder under the artifact folder `folder`; keep it until `finish`."""
-        path = Path(path).absolute()
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Stores a file or the files of a folder under the artifact folder `folder`."""
+        if folder == MODEL and not self._settings.log_model:
+            return
+        path = path.absolute()
 
         def job(run: _Run) -> None:
             log = run.client.log_artifacts if path.is_dir() else run.client.log_artifact
             log(run.run_id, str(path), folder or None)
 
-        self._put(job)
+        self._jobs.put(job)
 
     def finish(self, status: Status = "FINISHED") -> None:
-        """Write what is queued and end the run; the first call counts.
+        """Writes what is queued and ends the run.
 
         Raises:
-            Exception: What went wrong first in the worker, if anything did.
+            TrackingError: Something was not recorded.
         """
-        if self._worker is None:
-            return
-        self._put(lambda run: run.client.set_terminated(run.run_id, status))
+        self._jobs.put(lambda run: run.client.set_terminated(run.run_id, status))
         self._jobs.put(None)
-        self._worker.join()
-        self._worker = None
-        if self._error is not None:
-            raise self._error
+        self._finishing.set()
+        if self._answers():
+            self._worker.join()
+        if self._errors:
+            raise TrackingError(self._errors)
 
-    @property
-    def run_id(self) -> str:
-        """The id of the run, waiting for the store where it must; empty without tracking."""
-        if self._worker is not None:
-            self._ready.wait()
-        if self._run is None and self._error is not None:
-            raise self._error
-        return "" if self._run is None else self._run.run_id
+    def wait(self) -> str:
+        """Waits until the store is open; returns the id of the run.
 
-    @property
-    def run_url(self) -> str:
-        """The page of the run on a tracking server; empty for a local store."""
-        uri = self._uri
-        if not self.run_id or self._run is None or not uri.startswith(("http://", "https://")):
-            return ""
-        return f"{uri.rstrip('/')}/#/experiments/{self._run.experiment_id}/runs/{self.run_id}"
+        Raises:
+            TrackingError: It does not open.
+        """
+        if not self._answers() or self._run is None:
+            raise TrackingError(self._errors)
+        return self._run.run_id
 
     @property
     def how_to_look(self) -> str:
-        """The command, or the address, that shows the runs."""
+        """The run's page on a tracking server, or the command that shows a local store."""
         uri = self._uri
-        if not self.config.enabled:
-            return ""
         if not uri:
             return "mlflow ui"
-        if uri.startswith(("http://", "https://")):
+        if not uri.startswith(("http://", "https://")):
+            return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        if self._run is None:
             return uri
-        return f"mlflow ui --backend-store-uri {shlex.quote(uri)}"
+        place = f"experiments/{self._run.experiment_id}/runs/{self._run.run_id}"
+        return f"{uri.rstrip('/')}/#/{place}"
 
     @property
     def _uri(self) -> str:
-        return self.config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        return self._settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
 
-    def _put(self, job: _Job) -> None:
-        if self._worker is not None:
-            self._jobs.put(job)
+    def _answers(self) -> bool:
+        """Waits for the store until it is open or an error is known; False if neither comes."""
+        known = self._ready.wait(_PATIENCE)
+        if not known:
+            self._fail(f"start: the store {self._uri!r} does not answer")
+        return known
 
-    def _work(self, params: dict[str, str], tags: dict[str, str]) -> None:
-        """Open the store, then do the jobs until None comes; runs in the worker thread."""
+    def _work(self) -> None:
+        """Opens the store, then does the jobs until None comes; runs in the worker thread."""
         try:
-            self._run = _open_run(self.config, tags)
+            self._run = _open_run(self._settings, self._info)
+            if not self._run.resumed:  # a run's parameters cannot change
+                _describe(self._run, self._info)
         except Exception as error:
-            self._fail(error, "MLflow's store cannot be opened; nothing is recorded")
+            self._fail(f"start: {_line(error)}")
         finally:
             self._ready.set()
-        if self._run is not None:
-            self._do(lambda run: _log_params(run, params))
+        wasted = 0.0
         while (job := self._jobs.get()) is not None:
-            self._do(job)
+            began = time.monotonic()
+            if self._run is None or wasted > _PATIENCE:
+                self._errors.append("the store is not reachable")
+                continue
+            try:
+                job(self._run)
+            except Exception as error:
+                self._fail(_line(error))
+                if self._finishing.is_set():
+                    wasted += time.monotonic() - began
 
-    def _do(self, job: _Job) -> None:
-        if self._run is None:
-            return
-        try:
-            job(self._run)
-        except Exception as error:
-            self._fail(error, "MLflow could not record something")
-
-    def _fail(self, error: Exception, message: str) -> None:
-        _log.error("%s: %s: %s", message, type(error).__name__, error)
-        if self._error is None:
-            self._error = error
-
-
-class ParentRun:
-    """One MLflow run with a nested child for each run of a comparison, as a context manager.
-
-    What was recorded is noted in `mlflow.json` in the folder, so that a comparison that is resumed
-    goes on in the same runs.
-    """
-
-    def __init__(self, config: TrackingConfig, folder: Path) -> None:
-        """Open nothing yet: `start` does."""
-        self.config = config
-        self._note = folder / "mlflow.json"
-        self._run: _Run | None = None
-        self._children: dict[str, str] = {}
-
-    def __enter__(self) -> ParentRun:
-        """Return itself."""
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        """End the parent as FINISHED, FAILED or KILLED."""
-        if self._run is not None:
-            killed = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
-            status = "FINISHED" if exc_type is None else "KILLED" if killed else "FAILED"
-            self._run.client.set_terminated(self._run.run_id, status)
-
-    def start(self, params: Mapping[str, Any]) -> None:
-        """Begin the parent, or go on in the one that the folder's note names."""
-        if not self.config.enabled:
-            return
-        known = self._known()
-        self._run = _open_run(self.config, {"gspo_env.kind": "comparison"}, known)
-        if self._run.run_id != known:  # a run's parameters cannot change
-            _log_params(self._run, dict(_flatten(params)))
-        self._save()
-
-    def child(
-        self,
-        name: str,
-        params: Mapping[str, Any] | object,
-        history: Sequence[tuple[int, dict[str, float]]],
-        error: str = "",
-    ) -> None:
-        """Record a run under the parent, once."""
-        if self._run is None or name in self._children:
-            return
-        tags = {"mlflow.parentRunId": self._run.run_id, **({"error": error} if error else {})}
-        named = replace(self.config, run_name=name)
-        child = _open_run(named, {k: v[:_MAX_TAG_VALUE] for k, v in tags.items()})
-        _log_params(child, dict(_flatten(params)))
-        for step, metrics in history:
-            finite = {k: v for k, v in metrics.items() if math.isfinite(v)}
-            _log_metrics(child, finite, step, int(time.time() * 1000))
-        child.client.set_terminated(child.run_id, "FAILED" if error else "FINISHED")
-        self._children[name] = child.run_id
-        self._save()
-
-    def artifact(self, path: Path) -> None:
-        """Store a file with the parent."""
-        if self._run is not None:
-            self._run.client.log_artifact(self._run.run_id, str(path))
-
-    def _known(self) -> str:
-        if not self._note.exists():
-            return ""
-        kept = json.loads(self._note.read_text())
-        self._children = kept["children"]
-        return str(kept["parent"])
-
-    def _save(self) -> None:
-        if self._run is not None:
-            kept = {"parent": self._run.run_id, "children": self._children}
-            self._note.write_text(json.dumps(kept, indent=1))
+    def _fail(self, message: str) -> None:
+        if not self._errors:
+            _log.error("MLflow cannot record everything, the run continues: %s", message)
+        self._errors.append(message)
 
 
-def _open_run(config: TrackingConfig, tags: dict[str, str], known: str = "") -> _Run:
-    """Import MLflow, open the store and make the run, or go on in a known one."""
+def _open_run(settings: MLflow, info: RunInfo) -> _Run:
+    """Imports MLflow, opens the store and makes the run, or resumes the one noted in the folder."""
     from mlflow.tracking import MlflowClient
     from mlflow.tracking.context.registry import resolve_tags
 
     # Creating the store reports each of its tables' migrations.
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    client = MlflowClient(tracking_uri=config.tracking_uri or None)
-    experiment_id = _experiment_id(client, config.experiment)
+    client = MlflowClient(tracking_uri=settings.tracking_uri or None)
+    experiment_id = _experiment_id(client, settings.experiment)
+    known = _noted(info.folder) if info.resume else ""
     if known and _resume(client, known):
-        return _Run(client=client, run_id=known, experiment_id=experiment_id)
-    run = client.create_run(
-        experiment_id, run_name=config.run_name or None, tags=resolve_tags(tags)
-    )
-    return _Run(client=client, run_id=run.info.run_id, experiment_id=experiment_id)
+        return _Run(client=client, run_id=known, experiment_id=experiment_id, resumed=True)
+    tags = dict(info.tags)
+    if info.parent is not None and (parent := _noted(info.parent)):
+        tags["mlflow.parentRunId"] = parent
+    tags = {_key(name): str(value)[:_MAX_TAG_VALUE] for name, value in tags.items()}
+    named = info.name if info.parent else settings.run_name or info.name
+    made = client.create_run(experiment_id, run_name=named or None, tags=resolve_tags(tags))
+    return _Run(client=client, run_id=made.info.run_id, experiment_id=experiment_id)
+
+
+def _describe(run: _Run, info: RunInfo) -> None:
+    """Notes the run's id in its folder and logs its parameters."""
+    _note(info.folder).write_text(json.dumps({"run_id": run.run_id}))
+    _log_params(run, {_key(name): _cut(str(value)) for name, value in info.params.items()})
+
+
+def _note(folder: Path) -> Path:
+    return folder / "mlflow.json"
+
+
+def _noted(folder: Path) -> str:
+    """The id of the run that was recorded for a folder, empty if there is none."""
+    return str(json.loads(_note(folder).read_text())["run_id"]) if _note(folder).exists() else ""
 
 
 def _resume(client: MlflowClient, run_id: str) -> bool:
-    """Whether the store has that run; it is running again then."""
+    """Sets a run to running again; False where the store does not have it."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -356,7 +251,7 @@ def _resume(client: MlflowClient, run_id: str) -> bool:
 
 
 def _experiment_id(client: MlflowClient, name: str) -> str:
-    """Find the experiment or make it."""
+    """Finds the experiment or makes it."""
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
@@ -371,7 +266,7 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     return str(experiment.experiment_id)
 
 
-def _log_metrics(run: _Run, values: dict[str, float], step: int, timestamp_ms: int) -> None:
+def _log_metrics(run: _Run, values: Mapping[str, float], step: int, timestamp_ms: int) -> None:
     from mlflow.entities import Metric
 
     metrics = [Metric(_key(name), value, timestamp_ms, step) for name, value in values.items()]
@@ -387,22 +282,15 @@ def _log_params(run: _Run, values: dict[str, str]) -> None:
         run.client.log_batch(run.run_id, params=params[start : start + _PARAMS_PER_BATCH])
 
 
-def _flatten(value: object, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) for each leaf of nested mappings and dataclasses."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in fields_of(value)}
-    if isinstance(value, Mapping) and (value or not prefix):
-        for name, child in value.items():
-            yield from _flatten(child, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield _key(prefix), _cut(str(value.value if isinstance(value, Enum) else value))
-
-
 def _cut(text: str) -> str:
-    """Cut a parameter's value to MLflow's limit, visibly."""
+    """Cuts a parameter's value to MLflow's limit, visibly."""
     return text if len(text) <= _MAX_PARAM_VALUE else text[: _MAX_PARAM_VALUE - 1] + "…"
 
 
 def _key(name: str) -> str:
-    """Make `name` a key that MLflow takes."""
+    """Makes `name` a key that MLflow takes."""
     return _KEY_REFUSED.sub("_", name)[:_MAX_KEY]
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

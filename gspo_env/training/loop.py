@@ -55,12 +55,12 @@ class Loop:
             )
             stats = RolloutStats.of(groups, time.perf_counter() - started)
             metrics = stats.metrics()
-            advantages, credit = estimate(groups, config.advantage)
-            samples = self._samples(groups, advantages)
+            credit = estimate(groups, config.advantage, config.credit)
+            samples = self._samples(groups, credit.advantages)
             await self.collector.engine.sleep()
             if samples:
                 metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
-            metrics |= credit | {"time/sync": await self._sync(step)}
+            metrics |= credit.metrics() | {"time/sync": await self._sync(step)}
             self.history.append((step, metrics))
             self.report.trained(step, stats, metrics)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
@@ -84,7 +84,7 @@ class Loop:
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
     ) -> list[Sample]:
         """Every episode that may be trained on, with its credit."""
-        keep_cut = self.config.advantage.train_on_truncated
+        keep_cut = self.config.credit.train_on_truncated
         return [
             to_sample(episode, values)
             for group, rows in zip(groups, advantages, strict=True)

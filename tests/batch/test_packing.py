@@ -1,4 +1,4 @@
-"""Packing: no padding, every token once, each model token beside what predicts it."""
+"""Packing: no padding, each token once, and the correct predictor for each sampled token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's rollouts: the same samples, the same update, clear refusals."""
+"""Padded batches: the same samples, the same update, and clear errors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gspo_env.batch.padded import from_padded
-from gspo_env.credit.estimate import AdvantageConfig
+from gspo_env.credit import ReturnsToGo
 from gspo_env.errors import BatchError
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 0], [0, 5, 6, 7, 0, 0], [5, 9, 9, 6, 0, 0], [5, 6, 6, 6, 6, 6]])
 REAL = torch.tensor(
@@ -30,9 +30,9 @@ def build(**credit):
     return from_padded(IDS, REAL, MODEL, **credit)
 
 
-def learner_of(model, **objective):
+def learner_of(model, **loss):
     config = LearnerConfig(learning_rate=1e-2, warmup_steps=0, minibatches=1)
-    return Learner(copy.deepcopy(model), ObjectiveConfig(**objective), config, total_steps=10)
+    return Learner(copy.deepcopy(model), GSPO(**loss), config, total_steps=10)
 
 
 def test_padding_on_either_side_is_dropped_and_turns_are_kept():
@@ -57,9 +57,10 @@ def test_rewards_of_episodes_become_the_groups_outcome_advantages():
 
 
 def test_rewards_of_turns_go_through_any_estimator():
-    config = AdvantageConfig(estimator="returns_to_go", scale="none")
     rewards = [[1.0, 2.0], [0.5, np.nan], [0.0, 1.0], [1.0, 1.0]]
-    samples = build(rewards=rewards, group_ids=GROUPS, turn_ids=TURNS, config=config)
+    samples = build(
+        rewards=rewards, group_ids=GROUPS, turn_ids=TURNS, estimator=ReturnsToGo(scale="none")
+    )
     # returns-to-go [3, 2] and [0.5]: each against the mean of the other episode's turns
     np.testing.assert_allclose(samples[0].advantages, [3 - 0.5, 2 - 0.5, 2 - 0.5])
     np.testing.assert_allclose(samples[1].advantages, [0.5 - 2.5] * 2)
@@ -76,21 +77,19 @@ def test_the_update_is_that_of_the_same_samples_and_old_logprobs_are_used(model)
     for a, b in zip(plain.policy.parameters(), by_token.policy.parameters(), strict=True):
         assert torch.equal(a, b)
     old = torch.full((4, 6), -3.0)
-    given = learner_of(model)
-    metrics = given.update(
-        build(advantages=[1.0, -1.0, 0.5, 0.0], old_logprobs=old), old_logprobs="engine"
-    )
+    given = learner_of(model, old_logprobs="engine")
+    metrics = given.update(build(advantages=[1.0, -1.0, 0.5, 0.0], old_logprobs=old))
     assert abs(metrics["train/ratio"] - 1) > 1e-3
-    assert "rollout/logprob_diff_max" in metrics
+    assert "train/logprob_diff_max" in metrics
 
 
 def test_unknown_logprobs_are_neither_measured_nor_used(model):
     samples = build(advantages=[1.0, -1.0, 0.5, 0.0])
     metrics = learner_of(model).update(samples)
-    assert "rollout/logprob_diff_max" not in metrics
+    assert "train/logprob_diff_max" not in metrics
     assert all(np.isfinite(value) for value in metrics.values())
     with pytest.raises(BatchError, match="not known"):
-        learner_of(model).update(samples, old_logprobs="engine")
+        learner_of(model, old_logprobs="engine").update(samples)
     with pytest.raises(BatchError, match="not known"):
         learner_of(model, correction="truncated").update(samples)
 
@@ -103,7 +102,7 @@ def test_a_sequence_without_a_response_is_left_out():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"advantages": [1.0]}, r"advantages has shape \(1,\); expected \(4,\)"),
         ({}, "exactly one of rewards, advantages and token_advantages"),
@@ -115,8 +114,8 @@ def test_a_sequence_without_a_response_is_left_out():
         ({"token_advantages": [[1.0] * 4] * 4}, r"token_advantages has shape \(4, 4\)"),
     ],
 )
-def test_bad_batches_are_refused_in_one_sentence(changes, said):
-    with pytest.raises(BatchError, match=said):
+def test_bad_batches_are_refused_in_one_sentence(changes, message):
+    with pytest.raises(BatchError, match=message):
         build(**changes)
 
 

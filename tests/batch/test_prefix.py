@@ -1,4 +1,4 @@
-"""Shared prefixes: every shared token once, and the numbers of computing it for each sequence."""
+"""Shared prefixes: each shared token once, with the same numbers as separate sequences."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from gspo_env.batch import prefix
 from gspo_env.batch.packing import microbatches, pack
-from gspo_env.batch.prefix import LEAST, deal, grow, order
+from gspo_env.batch.prefix import LEAST, build_tree, sort_by_prefix, split_minibatches
 from gspo_env.batch.sample import Sample
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.tree_attention import TreeAttention
 
@@ -33,7 +33,7 @@ def sample_of(rng, tokens, turns):
 
 
 def group(rng, count=8, vocabulary=200):
-    """Episodes of one task: a prompt, a first turn that most share, then each its own."""
+    """Episodes of one task: a common prompt, a first turn that most share, then separate turns."""
     prompt = rng.integers(1, vocabulary, 30)
     opening = rng.integers(1, vocabulary, 20)
     samples = []
@@ -47,7 +47,7 @@ def group(rng, count=8, vocabulary=200):
 
 @pytest.fixture
 def grouped():
-    """Two groups, a copy of an episode, an episode that another begins with, and a stranger."""
+    """Two groups, a copy of an episode, a prefix of another one, and an unrelated episode."""
     rng = np.random.default_rng(3)
     first, second = group(rng), group(rng)
     copied = sample_of(rng, first[0].token_ids, first[0].turn_ids)
@@ -59,7 +59,7 @@ def grouped():
 
 @pytest.fixture
 def unshared(monkeypatch):
-    """Runs something with sharing switched off."""
+    """Calls a function with sharing switched off."""
 
     def run(work):
         with monkeypatch.context() as patch:
@@ -70,7 +70,7 @@ def unshared(monkeypatch):
 
 
 def exact(model):
-    """A copy in float64, its norms too: the library's own compute in float32."""
+    """A copy in float64, with float64 norms; the norms of the library compute in float32."""
     model = copy.deepcopy(model).double()
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
@@ -82,9 +82,9 @@ def norm(module, x):
     return module.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def learner_of(model, **objective):
+def learner_of(model, **loss):
     settings = LearnerConfig(minibatches=1, warmup_steps=0, max_grad_norm=0)
-    return Learner(model, ObjectiveConfig(**objective), settings, total_steps=8)
+    return Learner(model, GSPO(**loss), settings, total_steps=8)
 
 
 alphabet = st.lists(st.integers(0, 1), min_size=1, max_size=60).map(np.array)
@@ -92,7 +92,7 @@ alphabet = st.lists(st.integers(0, 1), min_size=1, max_size=60).map(np.array)
 
 @given(st.lists(alphabet, min_size=1, max_size=12))
 def test_a_tree_holds_every_sequence_and_no_shared_run_twice(sequences):
-    tree = grow(sequences, order(sequences))
+    tree = build_tree(sequences, sort_by_prefix(sequences))
     size = sum(run.length for run in tree.runs)
     row, depth = np.full(size, -1), np.full(size, -1)
     for tokens, place in zip(sequences, tree.places, strict=True):
@@ -103,7 +103,7 @@ def test_a_tree_holds_every_sequence_and_no_shared_run_twice(sequences):
     assert [run.start for run in tree.runs] == np.cumsum([0, *(r.length for r in tree.runs)])[
         :-1
     ].tolist()
-    assert size <= sum(map(len, sequences)) - order(sequences).saved
+    assert size <= sum(map(len, sequences)) - sort_by_prefix(sequences).saved
     for run in tree.runs:
         assert depth[run.start : run.stop].tolist() == list(
             range(run.depth, run.depth + run.length)
@@ -115,7 +115,7 @@ def test_a_tree_holds_every_sequence_and_no_shared_run_twice(sequences):
 def test_a_worked_example(monkeypatch):
     monkeypatch.setattr(prefix, "LEAST", 1)
     a, b = np.array([1, 2, 3, 4, 5]), np.array([1, 2, 3, 9])
-    tree = grow([a, b], order([a, b]))
+    tree = build_tree([a, b], sort_by_prefix([a, b]))
     assert [(r.start, r.length, r.depth, r.end) for r in tree.runs] == [
         (0, 3, 0, 6),
         (3, 2, 3, 5),
@@ -129,7 +129,7 @@ def test_a_worked_example(monkeypatch):
 def test_attention_over_a_tree_is_that_of_each_sequence_alone(grouped, window, masked):
     batch = pack(grouped)
     sequences = [s.token_ids for s in grouped]
-    tree = grow(sequences, order(sequences))
+    tree = build_tree(sequences, sort_by_prefix(sequences))
     generator = torch.Generator().manual_seed(0)
     size = len(batch.input_ids_T)
     given = [
@@ -147,7 +147,7 @@ def test_attention_over_a_tree_is_that_of_each_sequence_alone(grouped, window, m
     plain = [g.detach().clone().requires_grad_() for g in given]
     flat = PackedAttention(batch.lengths_B).attend(0, *(p[places] for p in plain), 0.3, window)
     torch.testing.assert_close(out[places], flat, rtol=0, atol=1e-12)
-    # each token's weight once, however many sequences it belongs to
+    # the weight of a token counts once, even if several sequences share it
     (flat * (weight / batch.uses_T[:, None, None])[places]).sum().backward()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b.grad, rtol=0, atol=1e-11)
@@ -165,7 +165,7 @@ def test_the_gradient_is_that_of_computing_every_sequence(
     for name, value in wanted.items():
         assert value.abs().max() > 0
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10)
-    for name in ("train/loss", "train/ratio_max", "train/entropy", "rollout/logprob_diff_max"):
+    for name in ("train/loss", "train/ratio_max", "train/entropy", "train/logprob_diff_max"):
         assert metrics[name] == pytest.approx(plain_metrics[name], abs=1e-6)
 
 
@@ -229,10 +229,7 @@ def test_other_models_and_adapters_share_too(grouped, gradients, unshared, windo
     base = get_peft_model(MistralForCausalLM(shape), adapter)
 
     def found():
-        learner = learner_of(exact(base))
-        learner._step = lambda: torch.tensor(0.0)
-        learner.update(grouped)
-        return {n: p.grad for n, p in learner.policy.named_parameters() if p.grad is not None}
+        return gradients(learner_of(exact(base)), grouped)[0]
 
     ours, wanted = found(), unshared(found)
     assert set(ours) == set(wanted)
@@ -273,27 +270,27 @@ def groups_of(sizes, rng):
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 6), st.integers(0, 99))
-def test_every_sequence_is_dealt_once_and_no_hand_is_empty(sizes, count, seed):
+def test_every_sequence_is_in_one_minibatch_and_no_minibatch_is_empty(sizes, count, seed):
     rng = np.random.default_rng(seed)
     sequences = groups_of(sizes, rng)
     count = min(count, len(sequences))
-    hands = deal(sequences, count, rng)
-    assert sorted(n for hand in hands for n in hand) == list(range(len(sequences)))
-    assert all(hands)
+    minibatches = split_minibatches(sequences, count, rng)
+    assert sorted(n for minibatch in minibatches for n in minibatch) == list(range(len(sequences)))
+    assert all(minibatches)
 
 
-def test_a_group_is_dealt_whole_and_to_every_hand_alike():
+def test_a_group_stays_together_and_is_equally_likely_in_every_minibatch():
     rng = np.random.default_rng(0)
     sequences = groups_of([8, 4, 4, 2, 8, 1, 1, 4], rng)
     counts = np.zeros((len(sequences), 4))
     for seed in range(2000):
-        for n, hand in enumerate(deal(sequences, 4, np.random.default_rng(seed))):
-            counts[hand, n] += 1
-            assert not 0 < len({*range(8)} & {*hand}) < 8
+        for n, minibatch in enumerate(split_minibatches(sequences, 4, np.random.default_rng(seed))):
+            counts[minibatch, n] += 1
+            assert not 0 < len({*range(8)} & {*minibatch}) < 8
     assert np.abs(counts / 2000 - 0.25).max() < 0.05
 
 
-def test_a_group_larger_than_a_hand_is_dealt_by_its_parts():
+def test_a_group_larger_than_a_minibatch_is_split():
     rng = np.random.default_rng(0)
-    hands = deal(groups_of([8], rng), 4, rng)
-    assert sorted(map(len, hands)) == [2, 2, 2, 2]
+    minibatches = split_minibatches(groups_of([8], rng), 4, rng)
+    assert sorted(map(len, minibatches)) == [2, 2, 2, 2]

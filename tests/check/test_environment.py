@@ -1,4 +1,4 @@
-"""check_env accepts what is sound and names what is not."""
+"""check_env accepts correct environments and names the fault of others."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Infinite(Echo):
 
 
 class Unsound(Echo):
-    """Its episodes depend on the process."""
+    """An environment whose episodes depend on the process."""
 
     def say(self, text: str) -> str:
         return f"{super().say(text)} {random.random()}"
@@ -175,7 +175,7 @@ class BadRole(Echo):
 
 
 class Injects(ToolEnv):
-    """A tool whose description holds a control token, as a foreign server's might."""
+    """A tool whose description contains a control token, as that of an untrusted server may."""
 
     @tool
     def look(self, where: str) -> str:

@@ -1,4 +1,4 @@
-"""The doctor names the cause and the mend."""
+"""The doctor names the cause and the fix."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import pytest
 
 from gspo_env import sandbox
 from gspo_env.cli import doctor
-from gspo_env.cli.memory import HEAP, plan
-from gspo_env.cli.memory import _Allocations as allocations
-from gspo_env.cli.memory import _longest as longest_batch
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
 from gspo_env.model.load import save_model
 
 
@@ -21,7 +17,7 @@ def finding(name, model=""):
 
 @pytest.fixture
 def versions(monkeypatch):
-    """Pretends that other versions are installed; everything else is this machine's own."""
+    """Pretends that other versions are installed; the rest of the machine is real."""
     real = importlib.metadata.version
 
     def pretend(**changes):
@@ -61,8 +57,9 @@ def test_a_vllm_built_for_another_torch_is_named_with_both_versions(versions, mo
     assert "needs torch==2.13.0, here is 2.12.1+cpu: pip install 'torch==2.13.0'" in said.text
 
 
-def test_cuda_vision_beside_a_cpu_torch_is_named(versions):
+def test_cuda_vision_beside_a_cpu_torch_is_named(versions, monkeypatch):
     versions(torchvision="0.28.0")
+    monkeypatch.setattr("torch.version.cuda", None)  # some registries serve only CUDA builds
     said = finding("torch companions")
     assert not said.ok
     assert "pip uninstall -y torchvision" in said.text
@@ -95,52 +92,3 @@ def test_a_model_without_a_chat_template_is_named(tmp_path, model, tokenizer):
     save_model(model, tokenizer, tmp_path / "fine")
     assert "chat template" in finding("model", str(tmp_path / "silent")).text
     assert finding("model", str(tmp_path / "fine")).ok
-
-
-def planned(folder, **learner):
-    from gspo_env.config import Config
-    from gspo_env.rollout.collector import RolloutConfig
-
-    limits = RolloutConfig(max_context=128, max_turn_tokens=16)
-    config = Config(
-        model=str(folder),
-        rollout=limits,
-        learner=LearnerConfig(**{"microbatch_tokens": 1024, **learner}),
-    )
-    return plan(config)
-
-
-def test_a_plan_knows_weights_and_what_each_option_saves(tmp_path, model):
-    model.config.save_pretrained(tmp_path)
-    whole = planned(tmp_path)
-    size = 4 * sum(p.numel() for p in model.parameters())
-    assert (whole.weights, whole.gradients, whole.optimizer) == (size, size, 2 * size)
-    assert whole.tokens == 1024
-    assert planned(tmp_path, microbatch_tokens=4096).activations > 3 * whole.activations
-    assert planned(tmp_path, checkpointing=True).activations < 0.8 * whole.activations
-    adapter = planned(tmp_path, lora_rank=2)
-    assert size < adapter.weights < 1.5 * size
-    assert adapter.gradients < 0.5 * size
-    assert planned(tmp_path, optimizer="adamw_8bit").optimizer == size // 2
-
-
-def test_a_plan_is_what_the_update_then_allocates(tmp_path, model):
-    model.config.save_pretrained(tmp_path)
-    said = planned(tmp_path, minibatches=1)
-    learner = Learner(model, ObjectiveConfig(), LearnerConfig(minibatches=1), total_steps=4)
-    batch = longest_batch(8, 128, model.config.vocab_size)
-    with allocations() as real:
-        for _ in range(2):
-            learner.model.train()
-            learner.scorer(batch)[0].logprobs_N.sum().backward()
-    assert said.activations / HEAP["cpu"] + said.gradients == pytest.approx(real.peak, rel=0.05)
-
-
-def test_the_command_prints_a_plan(tmp_path, model, capsys):
-    from gspo_env.cli.main import main
-
-    model.config.save_pretrained(tmp_path)
-    main(["doctor", "--plan", "--model", str(tmp_path), "--max-context", "600"])
-    said = capsys.readouterr().out
-    assert "activations" in said
-    assert "microbatches of 16,200 tokens" in said

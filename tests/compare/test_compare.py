@@ -1,4 +1,4 @@
-"""Comparisons: what is compared is equal but for the arm, resumes, and nothing is dropped."""
+"""Comparisons: runs differ only in the arm, a stopped comparison continues, no run is dropped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
+from gspo_env.compare.plan import check_table
 from gspo_env.compare.stats import (
     holm,
     interquartile_interval,
@@ -17,10 +18,12 @@ from gspo_env.compare.stats import (
     paired_permutation_test,
     probability_of_improvement,
 )
-from gspo_env.config import Config, override
+from gspo_env.config import Config, from_dict
+from gspo_env.credit import GiGPO, GroupGAE
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import summarise, table
-from gspo_env.tracking.mlflow import TrackingConfig
+from gspo_env.tracking.base import NoTracker
+from gspo_env.tracking.mlflow import MLflow
 
 SMALL = """
 env = "gspo/Additive-v0"
@@ -33,7 +36,7 @@ turns = 1
 [rollout]
 group_size = 4
 max_turn_tokens = 4
-[embedded]
+[recipe]
 hidden_size = 16
 layers = 1
 heads = 2
@@ -59,7 +62,7 @@ def small(**changes):
         "eval_every": 0,
         "eval_tasks": 4,
         "rollout": {"group_size": 4, "max_turn_tokens": 4},
-        "embedded": {
+        "recipe": {
             "hidden_size": 16,
             "layers": 1,
             "heads": 2,
@@ -70,17 +73,17 @@ def small(**changes):
         },
         "learner": {"learning_rate": 3e-3, "warmup_steps": 0},
     }
-    return override(Config(), tree | changes)
+    return from_dict(tree | changes)
 
 
 def run(comparison, folder, tracking=None):
     said: list[str] = []
-    quiet = tracking or TrackingConfig(enabled=False)
+    quiet = tracking or NoTracker()
     return compare(comparison, folder, quiet, said.append), said
 
 
 def histories(results):
-    """What happened, without what the clock says."""
+    """The metrics without times and rates."""
     timed = ("time/", "_per_second")
     return {
         (r.run.arm.name, r.run.seed): [
@@ -110,7 +113,7 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     comparison = Comparison(
         problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="rollout/return"
     )
-    tracking = TrackingConfig(tracking_uri=uri)
+    tracking = MLflow(tracking_uri=uri)
     first, _ = run(comparison, tmp_path / "out", tracking)
     marked = first[0].run.folder / "result.json"
     kept = json.loads(marked.read_text())
@@ -140,20 +143,25 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
 def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
         "import numpy as np\n"
-        "def half(group):\n"
-        "    r = np.array([e.rewards.sum() for e in group.episodes])\n"
-        "    v = (r - r.mean()) / 2\n"
-        "    return [np.full(len(e.turns), x) for e, x in zip(group.episodes, v)]\n"
-        "def broken(group):\n"
-        "    return []\n"
+        "@dataclass(frozen=True)\n"
+        "class Half:\n"
+        "    def advantages(self, group):\n"
+        "        r = np.array([e.rewards.sum() for e in group.episodes])\n"
+        "        v = (r - r.mean()) / 2\n"
+        "        return [np.full(len(e.turns), x) for e, x in zip(group.episodes, v)]\n"
+        "@dataclass(frozen=True)\n"
+        "class Broken:\n"
+        "    def advantages(self, group):\n"
+        "        return []\n"
     )
     (tmp_path / "c.toml").write_text(SMALL.replace("seeds = 2", "seeds = 1"))
-    flags = ["--config", "c.toml", "--arm", "advantage=outcome,mine.py:half,mine.py:broken"]
-    main(["compare", *flags, "--output", "out", "--enabled", "False", "--workers", "1"])
+    flags = ["--config", "c.toml", "--arm", "advantage=outcome,mine.py:Half,mine.py:Broken"]
+    main(["compare", *flags, "--output", "out", "--tracker", "none", "--workers", "1"])
     shown = capsys.readouterr().out
-    assert "mine.py:half" in shown
-    broken = next(line for line in shown.splitlines() if line.startswith("| mine.py:broken"))
+    assert "mine.py:Half" in shown
+    broken = next(line for line in shown.splitlines() if line.startswith("| mine.py:Broken"))
     assert "1/1" in broken
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Failed runs" in page
@@ -162,11 +170,13 @@ def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, mon
 
 
 def test_fields_are_found_by_name_or_path_and_ambiguity_is_named():
-    assert change(Config(), {"advantage": "gigpo"}).advantage.estimator == "gigpo"
+    assert change(Config(), {"advantage": "gigpo"}).advantage == GiGPO()
     assert change(Config(), {"gamma": 0.5}).advantage.gamma == 0.5
-    both = change(Config(), {"args.lam": 0.5, "advantage.args.x": 1})
-    assert both.advantage.args == {"lam": 0.5, "x": 1}
-    with pytest.raises(ConfigError, match="'speed' is no field"):
+    both = change(Config(), {"advantage": "group_gae", "lam": 0.5, "advantage.scale": "none"})
+    assert both.advantage == GroupGAE(lam=0.5, scale="none")
+    with pytest.raises(ConfigError, match=r"'lam': it is a setting of group_gae, and advantage is"):
+        change(Config(), {"advantage": "outcome", "lam": 0.5})
+    with pytest.raises(ConfigError, match="no setting 'speed'"):
         change(Config(), {"speed": 1})
     with pytest.raises(ConfigError, match="expected one of"):
         change(Config(), {"ratio_level": "word"})
@@ -177,8 +187,8 @@ def test_an_unknown_environment_or_estimator_is_refused_before_anything_is_writt
     lost = Comparison(problems={"one": small(env="gspo/Nope-v0")}, arms=known)
     with pytest.raises(UnknownEnvironmentError, match="gspo/Nope-v0"):
         run(lost, tmp_path / "out")
-    for wrong in ({"advantage": ["outcome", "nope"]}, {"args.lam": [0.5, 1.0]}):
-        with pytest.raises(ConfigError, match="expected"):
+    for wrong in ({"advantage": ["outcome", "nope"]}, {"lam": [0.5, 1.0]}):
+        with pytest.raises(ConfigError, match=r"expected|no setting"):
             run(Comparison(problems={"one": small()}, arms=grid(wrong)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -203,21 +213,21 @@ def test_arms_with_other_budgets_are_refused():
 
 
 def test_the_table_of_a_file_and_the_command_line_meet():
-    table_ = {"seeds": 3, "grid": {"gamma": [0.0, 1.0]}, "arms": {"plain": {"gamma": 0.5}}}
-    made = parse(table_, ["ratio_level=turn,token"], {"seeds": "4", "match_rms": "true"}, small())
+    table_ = {"grid": {"gamma": [0.0, 1.0]}, "arms": {"plain": {"gamma": 0.5}}}
+    base = small(credit={"rms": 1.0})
+    made = parse(check_table(table_), ["ratio_level=turn,token"], base, seeds=4)
     assert made.seeds == 4
-    assert made.match_rms
     assert [arm.name for arm in made.arms] == [
         "0.0 · turn", "0.0 · token", "1.0 · turn", "1.0 · token", "plain"
     ]  # fmt: skip
-    assert made.config("Additive-v0", made.arms[0], 1).advantage.rms == 1.0
+    assert made.config("Additive-v0", made.arms[0], 1).credit.rms == 1.0
     with pytest.raises(ConfigError, match=r"unknown field compare.'sedes'"):
-        parse({"sedes": 1}, [], {}, small())
-    for wrong in ({"seeds": "5"}, {"match_rms": 1}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
+        check_table({"sedes": 1})
+    for wrong in ({"seeds": "5"}, {"target": True}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
         with pytest.raises(ConfigError, match=f"compare.{next(iter(wrong))} is .*expected"):
-            parse(wrong, [], {}, small())
+            check_table(wrong)
     with pytest.raises(ConfigError, match="expected name=value"):
-        parse({}, ["gamma"], {}, small())
+        parse({}, ["gamma"], small())
 
 
 def test_the_interquartile_mean_and_its_stratified_interval():
@@ -229,7 +239,7 @@ def test_the_interquartile_mean_and_its_stratified_interval():
 
 
 def test_worked_examples_of_the_tests_between_arms():
-    # ten boys' shoes: Box, Hunter and Hunter, Statistics for Experimenters, table 4.2; 14 in 1024
+    # boys' shoes data: Box, Hunter and Hunter, Statistics for Experimenters, table 4.2; 14 in 1024
     a = [13.2, 8.2, 10.9, 14.3, 10.7, 6.6, 9.5, 10.8, 8.8, 13.3]
     b = [14.0, 8.8, 11.2, 14.2, 11.8, 6.4, 9.8, 11.3, 9.3, 13.6]
     assert paired_permutation_test(a, b) == pytest.approx(14 / 1024)

@@ -1,4 +1,4 @@
-"""Intervals and pass rates against numbers worked out by hand."""
+"""Intervals and pass rates against numbers computed by hand."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.credit.estimate import (
-    ESTIMATORS,
-    AdvantageConfig,
-    estimate,
-    load_estimator,
-    outcome,
-    register_estimator,
-    returns_to_go,
-)
+from gspo_env.credit import CreditConfig, Outcome, ReturnsToGo, estimate
 from gspo_env.errors import ConfigError
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
@@ -46,12 +37,6 @@ def group(*episodes: Episode) -> Group:
     return Group(task=TASK, episodes=episodes)
 
 
-@pytest.fixture
-def own_name() -> Iterator[str]:
-    yield "own"
-    ESTIMATORS.pop("own", None)
-
-
 def check(rows: Any, *expected: list[float]) -> None:
     assert len(rows) == len(expected)
     for row, values in zip(rows, expected, strict=True):
@@ -66,37 +51,43 @@ UNEQUAL = group(
 def test_outcome_by_hand() -> None:
     # returns 3, 3, 0, 6: mean 3, population variance 18 / 4
     std = np.sqrt(4.5)
-    check(outcome(UNEQUAL), [0, 0], [0], [-3 / std] * 3, [3 / std] * 2)
-    check(outcome(UNEQUAL, scale="none", baseline="leave_one_out"), [0, 0], [0], [-4] * 3, [4] * 2)
-    check(outcome(UNEQUAL, ddof=1), [0, 0], [0], [-3 / 6**0.5] * 3, [3 / 6**0.5] * 2)
+    check(Outcome().advantages(UNEQUAL), [0, 0], [0], [-3 / std] * 3, [3 / std] * 2)
+    check(
+        Outcome(scale="none", baseline="leave_one_out").advantages(UNEQUAL),
+        [0, 0],
+        [0],
+        [-4] * 3,
+        [4] * 2,
+    )
+    check(Outcome(ddof=1).advantages(UNEQUAL), [0, 0], [0], [-3 / 6**0.5] * 3, [3 / 6**0.5] * 2)
 
 
 def test_outcome_may_use_the_episodic_reward() -> None:
     pair = group(episode(5, 5, score=1.0), episode(0, score=0.0))
-    check(outcome(pair, score="outcome"), [1, 1], [-1])
+    check(Outcome(score="outcome").advantages(pair), [1, 1], [-1])
 
 
 def test_returns_to_go_by_hand() -> None:
     # returns-to-go: [3, 2], [3], [0, 0, 0], [6, 0]; everything sums to 14 over 8 turns
-    rows = returns_to_go(UNEQUAL, scale="none")
+    rows = ReturnsToGo(scale="none").advantages(UNEQUAL)
     # turn 3 is reached by one episode alone: its baseline is 14 / 5, over the others' five turns
     check(rows, [0, 2], [0], [-4, -1, -14 / 5], [4, -1])
     squares = (0 + 0 + 9 + 9) + (16 + 4 + 4) / 9 + (14 / 8) ** 2
-    scaled = returns_to_go(UNEQUAL)
+    scaled = ReturnsToGo().advantages(UNEQUAL)
     np.testing.assert_allclose(scaled[0], np.array([0, 2]) / np.sqrt(squares / 8))
 
 
 def test_discount_by_hand() -> None:
     three = group(episode(0, 4), episode(0, 0), episode(0, 0))
-    check(returns_to_go(three, gamma=0.5, scale="none"), [2, 4], [-1, -2], [-1, -2])
+    check(ReturnsToGo(gamma=0.5, scale="none").advantages(three), [2, 4], [-1, -2], [-1, -2])
 
 
 def test_group_of_two_uses_the_pooled_mean() -> None:
-    rows = returns_to_go(group(episode(0, 1), episode(0, 0)), scale="none")
+    rows = ReturnsToGo(scale="none").advantages(group(episode(0, 1), episode(0, 0)))
     check(rows, [1, 1], [-1, -1])
 
 
-@pytest.mark.parametrize("function", [outcome, returns_to_go])
+@pytest.mark.parametrize("function", [Outcome().advantages, ReturnsToGo().advantages])
 def test_errors_and_nothing_to_compare_get_zeros(function: Any) -> None:
     check(function(group(episode(1, 2))), [0, 0])
     check(function(group(episode(1, 1), episode(1, 1), episode(1, 1))), [0, 0], [0, 0], [0, 0])
@@ -117,10 +108,14 @@ def test_shift_of_all_rewards_changes_nothing(
     before = group(*(episode(*row) for row in rewards))
     after = group(*(episode(*(r + shift for r in row)) for row in rewards))
     for scale in ("std", "none"):
-        for a, b in zip(outcome(before, scale=scale), outcome(after, scale=scale), strict=True):
+        for a, b in zip(
+            Outcome(scale=scale).advantages(before),
+            Outcome(scale=scale).advantages(after),
+            strict=True,
+        ):
             np.testing.assert_allclose(a, b, atol=1e-8)
-        left = returns_to_go(before, scale=scale, gamma=gamma)
-        right = returns_to_go(after, scale=scale, gamma=gamma)
+        left = ReturnsToGo(scale=scale, gamma=gamma).advantages(before)
+        right = ReturnsToGo(scale=scale, gamma=gamma).advantages(after)
         for a, b in zip(left, right, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-8)
 
@@ -131,40 +126,33 @@ def test_std_scaling_makes_the_unit_of_reward_irrelevant(
 ) -> None:
     before = group(*(episode(*row) for row in rewards))
     after = group(*(episode(*(r * factor for r in row)) for row in rewards))
-    for function in (outcome, returns_to_go):
+    for function in (Outcome().advantages, ReturnsToGo().advantages):
         for a, b in zip(function(before), function(after), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_estimate_scales_over_the_batch_and_counts() -> None:
     groups = [group(episode(2), episode(0)), group(episode(1), episode(1)), UNEQUAL]
-    config = AdvantageConfig(estimator="outcome", scale="batch")
-    rows, metrics = estimate(groups, config)
-    values = np.concatenate([v for row in rows for v in row])
+    credit = estimate(groups, Outcome(scale="batch"))
+    values = np.concatenate([v for row in credit.advantages for v in row])
     centred = np.array([1, -1, 0, 0, 0, 0, 0, -3, -3, -3, 3, 3])
     np.testing.assert_allclose(values, centred / centred.std())
-    assert metrics["rollout/zero_variance_groups"] == pytest.approx(1 / 3)
-    assert metrics["advantages/rms"] == pytest.approx(np.sqrt(np.mean(values**2)))
-    assert metrics["advantages/baseline_fallbacks"] == 0
-    _, metrics = estimate([UNEQUAL], AdvantageConfig())
-    assert metrics["advantages/baseline_fallbacks"] == 1
+    assert credit.metrics() == {
+        "rollout/zero_variance_groups": pytest.approx(1 / 3),
+        "train/advantage_rms": pytest.approx(np.sqrt(np.mean(values**2))),
+        "train/baseline_fallbacks": 0,
+    }
+    assert estimate([UNEQUAL], ReturnsToGo()).baseline_fallbacks == 1
 
 
-def test_own_estimator_by_name_and_by_file(own_name: str, tmp_path: Path) -> None:
-    @register_estimator(own_name)
-    def own(group: Group, gamma: float) -> list[Any]:
-        return [np.full(len(e.turns), gamma) for e in group.episodes]
+@dataclass(frozen=True)
+class Own:
+    """An estimator that is no subclass of ours."""
 
-    rows, _ = estimate([group(episode(1, 1))], AdvantageConfig(estimator=own_name, gamma=0.5))
-    check(rows[0], [0.5, 0.5])
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "def zeros(group):\n    return [[0.0] * len(e.turns) for e in group.episodes]\n"
-    )
-    check(load_estimator(f"{path}:zeros")(group(episode(1))), [0.0])
-    with pytest.raises(ConfigError, match="such as: zeros"):
-        load_estimator(f"{path}:zero")
-    assert load_estimator("gspo_env.credit.estimate:outcome") is outcome
+    result: Any
+
+    def advantages(self, group: Group) -> Any:
+        return self.result
 
 
 @pytest.mark.parametrize(
@@ -177,22 +165,14 @@ def test_own_estimator_by_name_and_by_file(own_name: str, tmp_path: Path) -> Non
         ([["a", "b"]], "expected numbers"),
     ],
 )
-def test_wrong_result_names_the_estimator(own_name: str, result: Any, message: str) -> None:
-    register_estimator(own_name)(lambda group: result)
-    with pytest.raises(ConfigError, match=f"'own'.*{message}"):
-        estimate([group(episode(1, 1))], AdvantageConfig(estimator=own_name))
+def test_wrong_result_names_the_estimator(result: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"Own'.*{message}"):
+        estimate([group(episode(1, 1))], Own(result))
 
 
-def test_unknown_name_lists_near_matches() -> None:
-    with pytest.raises(ConfigError, match="returns_to_go"):
-        load_estimator("return_to_go")
-    with pytest.raises(ConfigError, match="no_such_module"):
-        load_estimator("no_such_module:f")
-
-
-@pytest.mark.parametrize(
-    "change", [{"gamma": 1.5}, {"scale": "x"}, {"baseline": "x"}, {"ddof": 2}, {"estimator": ""}]
-)
+@pytest.mark.parametrize("change", [{"gamma": 1.5}, {"scale": "x"}, {"ddof": 2}])
 def test_impossible_setting_is_named(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(change))} is "):
-        AdvantageConfig(**change)
+        ReturnsToGo(**change)
+    with pytest.raises(ConfigError, match=r"^rms is -1"):
+        CreditConfig(rms=-1)

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.credit.estimate import (
-    ESTIMATORS,
-    AdvantageConfig,
+from gspo_env.credit import (
+    CreditConfig,
+    GiGPO,
+    GroupGAE,
+    NormalizeThenAccumulate,
+    Outcome,
+    ReturnsToGo,
+    TurnPlusOutcome,
     estimate,
-    gigpo,
-    group_gae,
-    normalize_then_accumulate,
-    returns_to_go,
-    turn_plus_outcome,
 )
-from gspo_env.errors import ConfigError
+from gspo_env.registry import BUILTIN, find
 from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Turn
 
 TASK = Task(env_id="test", seed=0)
@@ -64,30 +64,29 @@ def check(rows, *expected):
 
 
 def test_turn_plus_outcome_adds_the_outcome_to_each_turns_own_reward():
-    rows = turn_plus_outcome(
-        group(episode(0, 1, outcome=1), episode(0, 0, outcome=0), episode(0, 0, outcome=0)),
-        scale="none",
+    rows = TurnPlusOutcome(scale="none").advantages(
+        group(episode(0, 1, outcome=1), episode(0, 0, outcome=0), episode(0, 0, outcome=0))
     )
     check(rows, [2 / 3, 4 / 3], [-1 / 3, -2 / 3], [-1 / 3, -2 / 3])
 
 
 def test_turn_plus_outcome_scales_both_parts_and_weighs_the_turns():
-    rows = turn_plus_outcome(
-        group(episode(1, outcome=2), episode(0, outcome=0), episode(0, outcome=1)), turn_weight=0.5
+    rows = TurnPlusOutcome(turn_weight=0.5).advantages(
+        group(episode(1, outcome=2), episode(0, outcome=0), episode(0, outcome=1))
     )
     whole, turn = np.sqrt(3 / 2), np.sqrt(2)
     check(rows, [whole + 0.5 * turn], [-whole - 0.25 * turn], [-0.25 * turn])
 
 
 def test_turn_plus_outcome_falls_back_to_the_group_where_few_reach_a_turn():
-    rows = turn_plus_outcome(
-        group(episode(0, 3, outcome=0), episode(0, outcome=0), episode(0, outcome=0)), scale="none"
+    rows = TurnPlusOutcome(scale="none").advantages(
+        group(episode(0, 3, outcome=0), episode(0, outcome=0), episode(0, outcome=0))
     )
     check(rows, [0, 3], [0], [0])  # the others' mean over all their turns is 0
 
 
 def test_gigpo_compares_returns_to_go_from_the_same_state():
-    rows = gigpo(group(episode(1, keys=["s"]), episode(0, keys=["s"])), scale="none")
+    rows = GiGPO(scale="none").advantages(group(episode(1, keys=["s"]), episode(0, keys=["s"])))
     check(rows, [1.0], [-1.0])
 
 
@@ -95,27 +94,33 @@ def test_gigpo_meets_a_state_again_at_other_turns_and_ignores_lonely_ones():
     first = episode(0, 1, keys=["a", "b"])
     second = episode(0, 0, keys=["b", "c"])
     # returns 1 and 0; state b: returns-to-go 1 (turn 2) and 0 (turn 1); a and c are lonely
-    check(gigpo(group(first, second), scale="none"), [0.5, 1.0], [-1.0, -0.5])
-    check(gigpo(group(first, second), scale="none", step_weight=0), [0.5, 0.5], [-0.5, -0.5])
+    check(GiGPO(scale="none").advantages(group(first, second)), [0.5, 1.0], [-1.0, -0.5])
+    check(
+        GiGPO(scale="none", step_weight=0).advantages(group(first, second)),
+        [0.5, 0.5],
+        [-0.5, -0.5],
+    )
 
 
 def test_gigpo_counts_each_episode_once_whatever_its_length():
-    rows = gigpo(group(episode(1, 0, 0, 0), episode(0), episode(0)), scale="none")
+    rows = GiGPO(scale="none").advantages(group(episode(1, 0, 0, 0), episode(0), episode(0)))
     check(rows, [2 / 3] * 4, [-1 / 3], [-1 / 3])
 
 
 def test_normalize_then_accumulate_by_group():
-    rows = normalize_then_accumulate(group(episode(1, 0), episode(0, 0)), scale="none")
+    rows = NormalizeThenAccumulate(scale="none").advantages(group(episode(1, 0), episode(0, 0)))
     check(rows, [0.5, -0.25], [-0.5, -0.25])
-    half = normalize_then_accumulate(group(episode(1, 0), episode(0, 0)), scale="none", gamma=0.5)
+    half = NormalizeThenAccumulate(scale="none", gamma=0.5).advantages(
+        group(episode(1, 0), episode(0, 0))
+    )
     check(half, [0.75 - 0.125, -0.25], [-0.25 - 0.125, -0.25])
 
 
 def test_normalize_then_accumulate_by_turn_with_the_root_of_the_terms():
     three = group(episode(3, 0), episode(0, 3), episode(0, 0))
-    plain = normalize_then_accumulate(three, per="turn", scale="none")
+    plain = NormalizeThenAccumulate(per="turn", scale="none").advantages(three)
     check(plain, [1, -1], [1, 2], [-2, -1])
-    rooted = normalize_then_accumulate(three, per="turn", scale="none", root=True)
+    rooted = NormalizeThenAccumulate(per="turn", scale="none", root=True).advantages(three)
     check(rooted, [1 / np.sqrt(2), -1], [1 / np.sqrt(2), 2], [-2 / np.sqrt(2), -1])
 
 
@@ -123,7 +128,7 @@ def test_group_gae_with_lambda_zero_is_the_difference_of_values():
     three = group(episode(1, 0), episode(0, 1), episode(0, 0))
     # returns-to-go [1, 0], [1, 1], [0, 0]; leave-one-out values [1/2, 1/2], [1/2, 0], [1, 1/2]
     check(
-        group_gae(three, lam=0.0, scale="none"),
+        GroupGAE(lam=0.0, scale="none").advantages(three),
         [1 + 1 / 2 - 1 / 2, 0 - 1 / 2],
         [0 + 0 - 1 / 2, 1 - 0],
         [0 + 1 / 2 - 1, 0 - 1 / 2],
@@ -131,15 +136,13 @@ def test_group_gae_with_lambda_zero_is_the_difference_of_values():
 
 
 def test_group_gae_takes_values_from_equal_states():
-    rows = group_gae(
+    rows = GroupGAE(lam=1.0, scale="none").advantages(
         group(
             episode(0, 1, keys=["s", "x"]),
             episode(0, 0, keys=["s", "y"]),
             episode(0, 1, keys=["s", "x"]),
             episode(0, 4, keys=["s", "x"]),
-        ),
-        lam=1.0,
-        scale="none",
+        )
     )
     # x was met by three: values are the other two's mean; y was not: the others at turn 2
     check(rows, [1 - 5 / 3, 1 - 2.5], [0 - 2, 0 - 2], [1 - 5 / 3, 1 - 2.5], [4 - 2 / 3, 4 - 1])
@@ -147,7 +150,7 @@ def test_group_gae_takes_values_from_equal_states():
 
 def test_group_gae_goes_on_after_truncation_with_what_the_others_got():
     done = (episode(0, 1), episode(0, 3), episode(0, 2))
-    rows = group_gae(group(*done, episode(0, cut=True)), lam=1.0, scale="none")
+    rows = GroupGAE(lam=1.0, scale="none").advantages(group(*done, episode(0, cut=True)))
     # the cut episode lacks a second turn, which gave the others 2 on average
     np.testing.assert_allclose(rows[3], [0 + 2 - 2])
     known = group(
@@ -155,14 +158,14 @@ def test_group_gae_goes_on_after_truncation_with_what_the_others_got():
         episode(0, 3, keys=["s", "y"]),
         episode(0, keys=["s"], cut=True, last_key="y"),
     )
-    np.testing.assert_allclose(group_gae(known, lam=1.0, scale="none")[2], [0 + 3 - 2])
+    np.testing.assert_allclose(GroupGAE(lam=1.0, scale="none").advantages(known)[2], [0 + 3 - 2])
 
 
 @given(ROWS, st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 def test_group_gae_with_lambda_one_is_returns_to_go(rows, gamma):
     here = group(*(episode(*row) for row in rows))
-    ours = group_gae(here, gamma=gamma, lam=1.0, scale="none")
-    theirs = returns_to_go(here, gamma=gamma, scale="none")
+    ours = GroupGAE(gamma=gamma, lam=1.0, scale="none").advantages(here)
+    theirs = ReturnsToGo(gamma=gamma, scale="none").advantages(here)
     if all(np.abs(row).max() > 0 for row in theirs):
         for mine, wanted in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(mine, wanted, atol=1e-9)
@@ -176,53 +179,49 @@ def test_group_gae_with_lambda_one_is_returns_to_go(rows, gamma):
     shift=FINITE,
 )
 def test_a_reward_common_to_all_turns_changes_nothing(name, rows, shift):
-    function = ESTIMATORS[name]
-    plain = function(group(*(episode(*row) for row in rows)), scale="none")
-    moved = function(group(*(episode(*(r + shift for r in row)) for row in rows)), scale="none")
+    estimator = find("advantage", name)(scale="none")
+    plain = estimator.advantages(group(*(episode(*row) for row in rows)))
+    moved = estimator.advantages(group(*(episode(*(r + shift for r in row)) for row in rows)))
     for mine, wanted in zip(moved, plain, strict=True):
         np.testing.assert_allclose(mine, wanted, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@pytest.mark.parametrize("name", sorted(BUILTIN["advantage"]))
 def test_one_episode_or_equal_rewards_get_zeros_never_nan(name):
-    function = ESTIMATORS[name]
-    check(function(group(episode(1, 2))), [0, 0])
-    for row in function(group(*(episode(1, 1, keys=["a", "b"]) for _ in range(4)))):
+    advantages = find("advantage", name)().advantages
+    check(advantages(group(episode(1, 2))), [0, 0])
+    for row in advantages(group(*(episode(1, 1, keys=["a", "b"]) for _ in range(4)))):
         np.testing.assert_array_equal(row, 0)
 
 
-@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@pytest.mark.parametrize("name", sorted(BUILTIN["advantage"]))
 def test_errors_and_empty_episodes_enter_no_statistic(name):
     good = (episode(1, 0), episode(0, 1), episode(0, 0))
     failed = dataclasses.replace(episode(9, 9, 9), stop_reason=StopReason.ERROR)
-    rows = ESTIMATORS[name](group(*good, failed, episode()))
-    for mine, wanted in zip(rows, ESTIMATORS[name](group(*good)), strict=False):
+    advantages = find("advantage", name)().advantages
+    rows = advantages(group(*good, failed, episode()))
+    for mine, wanted in zip(rows, advantages(group(*good)), strict=False):
         np.testing.assert_array_equal(mine, wanted)
     check(rows[3:], [0, 0, 0], [])
 
 
-def test_the_users_arguments_reach_the_estimator_and_unknown_ones_are_named():
-    here = [group(episode(1, 0), episode(0, 1), episode(0, 0))]
-    config = AdvantageConfig(estimator="group_gae", scale="none", args={"lam": 0.0})
-    check(estimate(here, config)[0][0], *group_gae(here[0], lam=0.0, scale="none"))
-    with pytest.raises(ConfigError, match="takes no argument 'lamb'; expected one of: lam"):
-        estimate(here, AdvantageConfig(estimator="group_gae", args={"lamb": 0.0}))
-
-
 def test_advantages_are_scaled_to_the_wanted_root_mean_square():
     here = [group(episode(1, 0), episode(0, 5), episode(0, 0)), group(episode(7), episode(1))]
-    rows, metrics = estimate(here, AdvantageConfig(estimator="outcome", scale="none", rms=0.5))
-    flat = np.concatenate([row for part in rows for row in part])
+    credit = estimate(here, Outcome(scale="none"), CreditConfig(rms=0.5))
+    flat = np.concatenate([row for part in credit.advantages for row in part])
     assert np.sqrt((flat**2).mean()) == pytest.approx(0.5)
-    assert metrics["advantages/rms"] == pytest.approx(0.5)
+    assert credit.rms == pytest.approx(0.5)
 
 
-def test_an_estimator_may_speak_of_tokens(tmp_path: Path):
+def test_an_estimator_may_give_one_advantage_for_each_token(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
         "import numpy as np\n"
-        "def by_token(group):\n"
-        "    return [np.arange(e.model_tokens) / 10 for e in group.episodes]\n"
+        "@dataclass(frozen=True)\n"
+        "class ByToken:\n"
+        "    def advantages(self, group):\n"
+        "        return [np.arange(e.model_tokens) / 10 for e in group.episodes]\n"
     )
-    config = AdvantageConfig(estimator=f"{tmp_path / 'mine.py'}:by_token")
-    rows, _ = estimate([group(episode(1, 0), episode(0))], config)
+    estimator = find("advantage", f"{tmp_path / 'mine.py'}:ByToken")()
+    rows = estimate([group(episode(1, 0), episode(0))], estimator).advantages
     check(rows[0], [0.0, 0.1, 0.2, 0.3], [0.0, 0.1])

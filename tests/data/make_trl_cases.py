@@ -1,9 +1,9 @@
-"""Makes `trl_cases.json`: losses and gradients of TRL's own GRPO trainer on random numbers.
+"""Writes `trl_cases.json`: losses and gradients of TRL's GRPO trainer on random numbers.
 
     pip install "trl==1.16.0" && python tests/data/make_trl_cases.py
 
-`GRPOTrainer._compute_loss` is called as it is; only the model pass before it is replaced, by the
-log-probabilities of the case.
+`GRPOTrainer._compute_loss` is called unchanged. The log-probabilities of the case replace the
+forward pass of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROWS, TOKENS = 6, 7
 
 
 def trl_loss(logprobs, case, level):
-    """The loss that TRL computes from these log-probabilities."""
+    """The loss that TRL computes from the log-probabilities."""
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (
             logprobs,
@@ -58,7 +58,7 @@ def trl_loss(logprobs, case, level):
 
 
 def main() -> None:
-    """Random cases: clipping active and not, both levels, ragged lengths."""
+    """Random cases: with and without clipping, both ratio levels, different lengths."""
     generator = torch.Generator().manual_seed(0)
     cases = []
     for clip_low, clip_high, drift in ((3e-4, 4e-4, 3e-3), (0.2, 0.27, 0.8), (0.03, 0.05, 0.5)):

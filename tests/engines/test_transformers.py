@@ -1,4 +1,4 @@
-"""The embedded engine: exact, whatever else is in the batch."""
+"""The `transformers` engine: exact, independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gspo_env.errors import EngineError
 
 
 def plain_logprobs(model, ids, count, temperature=1.0):
-    """Log-probabilities of the last `count` ids by an ordinary forward pass."""
+    """Log-probabilities of the last `count` ids by a plain forward pass."""
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("sdpa")
     with torch.no_grad():

@@ -17,26 +17,26 @@ import pytest
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_sample
 from gspo_env.config import Config
-from gspo_env.credit.estimate import AdvantageConfig, estimate
+from gspo_env.credit import ReturnsToGo, estimate
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.vllm.local import VLLMConfig, VLLMEngine
-from gspo_env.engines.vllm.server import VLLMServerConfig, VLLMServerEngine
+from gspo_env.engines.vllm.local import VLLM, VLLMEngine
+from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.export import named_weights
-from gspo_env.recipes.embedded import EmbeddedConfig, build, to_samples, warm_up
+from gspo_env.recipes.embedded import build, to_samples, warm_up
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_env.types import Task
 
 pytestmark = pytest.mark.vllm
 
 ENV = "gspo/Lookup-v0"
-EAGER = VLLMConfig(enforce_eager=True)
-LIMITS = RolloutConfig(concurrency=64)
+EAGER = VLLM(enforce_eager=True)
+LIMITS = RolloutConfig(concurrency=64, max_turn_tokens=32, max_context=512)
 SIZES = {"max_slots": 64, "max_context": LIMITS.max_context}
 
 
@@ -44,7 +44,7 @@ SIZES = {"max_slots": 64, "max_context": LIMITS.max_context}
 def parts():
     """A model that plays, and its transcript maker."""
     env = make_env(ENV)
-    config = EmbeddedConfig(demonstrations=300, imitation_steps=60)
+    config = Tiny(demonstrations=300, imitation_steps=60)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
     chat = ChatTokenizer(tokenizer)
     warm_up(model, to_samples(demonstrations, chat), config, 0, lambda step, loss: None)
@@ -82,7 +82,7 @@ def collect(engine, chat, tasks=16, seed=0, size=4):
 
 def update(learner, groups):
     """One training step; its metrics hold the mismatch before it."""
-    advantages, _ = estimate(groups, AdvantageConfig())
+    advantages = estimate(groups, ReturnsToGo()).advantages
     return learner.update(
         [
             to_sample(episode, values)
@@ -94,7 +94,7 @@ def update(learner, groups):
 
 def learner_of(parts):
     settings = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=2)
-    return Learner(copy.deepcopy(parts[0]), ObjectiveConfig(), settings, total_steps=100)
+    return Learner(copy.deepcopy(parts[0]), GSPO(), settings, total_steps=100)
 
 
 def sync(engine, learner, version):
@@ -108,8 +108,8 @@ def test_engine_and_trainer_agree_after_every_weight_update(parts, engine):
         groups = collect(engine, parts[1])  # the same prompts each time: a stale cache would show
         assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
         metrics = update(learner, groups)
-        assert metrics["rollout/logprob_diff_max"] < 1e-4
-        assert metrics["rollout/ratio_outside_clip"] == 0.0
+        assert metrics["train/logprob_diff_max"] < 1e-4
+        assert metrics["train/ratio_outside_clip"] == 0.0
 
 
 @pytest.mark.parametrize("fault", ["weights not loaded", "prefix cache not reset"])
@@ -122,7 +122,7 @@ def test_the_agreement_would_notice(parts, engine, monkeypatch, fault):
     else:
         monkeypatch.setattr(engine._engine, "reset_prefix_cache", lambda: True)
     sync(engine, learner, 2)
-    assert update(learner, collect(engine, parts[1]))["rollout/logprob_diff_max"] > 1e-3
+    assert update(learner, collect(engine, parts[1]))["train/logprob_diff_max"] > 1e-3
     monkeypatch.undo()
     sync(engine, learner_of(parts), 3)
 
@@ -171,34 +171,32 @@ def test_a_lora_adapter_reaches_the_engine(parts, engine):
 
     adapted = get_peft_model(copy.deepcopy(parts[0]), LoraConfig(r=4, target_modules="all-linear"))
     settings = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=1)
-    learner = Learner(adapted, ObjectiveConfig(), settings, total_steps=10)
+    learner = Learner(adapted, GSPO(), settings, total_steps=10)
     sync(engine, learner, 1)
     update(learner, collect(engine, parts[1]))
     sync(engine, learner, 2)
-    assert update(learner, collect(engine, parts[1]))["rollout/logprob_diff_max"] < 1e-4
+    assert update(learner, collect(engine, parts[1]))["train/logprob_diff_max"] < 1e-4
 
 
 def short_run(**changes):
-    return Config(
-        steps=10, eval_tasks=128, vllm=EAGER, tracking=TrackingConfig(enabled=False), **changes
-    )
+    return Config.from_recipe(steps=10, eval_tasks=128, tracker="none", **changes)
 
 
 def check_learned(history):
     scores = [m["eval/success"] for _, m in history if "eval/success" in m]
     assert scores[-1] >= scores[0] + 0.2
-    assert max(m.get("rollout/logprob_diff_max", 0.0) for _, m in history) < 1e-4
+    assert max(m.get("train/logprob_diff_max", 0.0) for _, m in history) < 1e-4
 
 
 def test_a_training_run_with_vllm_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    check_learned(GSPOAgent(config=short_run(engine="vllm")).train())
+    check_learned(GSPOAgent(config=short_run(engine=EAGER)).train())
 
 
 def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    fleet = VLLMServerConfig(replicas=2)
-    agent = GSPOAgent(config=short_run(engine="vllm-server", server=fleet))
+    fleet = VLLMServer(replicas=2, enforce_eager=True)
+    agent = GSPOAgent(config=short_run(engine=fleet))
     servers = agent._new_engine()  # from the weights before the warm-up: the run has to renew them
     pids, generate = servers.pids, servers.generate
     requests = 0
@@ -222,8 +220,8 @@ def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_pa
 
 def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_nothing(parts):
     learner = learner_of(parts)
-    fleet = VLLMServerConfig(replicas=2, transfer="gloo")
-    servers = VLLMServerEngine(build_other(parts[0]), EAGER, fleet, **SIZES)
+    fleet = VLLMServer(replicas=2, transfer="gloo", enforce_eager=True)
+    servers = VLLMServerEngine(build_other(parts[0]), fleet, **SIZES)
     try:
         written = os.stat(servers._folder / "model.safetensors").st_mtime_ns
         for version in range(1, 5):
@@ -232,7 +230,7 @@ def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_noth
             sync(servers, learner, version)
             groups = collect(servers, parts[1])
             assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
-            assert update(learner, groups)["rollout/logprob_diff_max"] < 1e-4
+            assert update(learner, groups)["train/logprob_diff_max"] < 1e-4
         assert servers.servers_lost == 1
         assert os.stat(servers._folder / "model.safetensors").st_mtime_ns == written
     finally:
@@ -254,9 +252,9 @@ def test_a_server_without_the_transfer_backend_is_named_with_its_reason(parts, m
             assert name == "weight_transfer_config"
 
     monkeypatch.setattr(vllm_server, "engine_arguments", without_backend)
-    fleet = VLLMServerConfig(transfer="gloo")
+    fleet = VLLMServer(transfer="gloo", enforce_eager=True)
     with pytest.raises(EngineError, match=r"none of the 1 vLLM .*backend is None; expected 'gloo'"):
-        VLLMServerEngine(parts[0], EAGER, fleet, **SIZES)
+        VLLMServerEngine(parts[0], fleet, **SIZES)
 
 
 def build_other(model):

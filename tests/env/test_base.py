@@ -1,4 +1,4 @@
-"""The contract of an environment."""
+"""The environment contract."""
 
 from __future__ import annotations
 

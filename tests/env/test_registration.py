@@ -1,4 +1,4 @@
-"""From names to environments."""
+"""Finding environments by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools: the decorator, the parser and the environment that answers calls."""
+"""Tools: the decorator, the parser, and `ToolEnv`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def play(env: Any, seed: int, *actions: str) -> list[tuple[Any, ...]]:
 
 
 class Dice(ForeignEnv):
-    """As careless as a package may be: it draws from both global generators and may raise."""
+    """A careless environment: it draws from both global generators and may raise."""
 
     def begin(self, seed: int, options: dict[str, Any]) -> Any:
         random.seed(seed)

@@ -1,4 +1,4 @@
-"""SkyRL-Gym and verifiers, the real packages: their data and their rewards reach the policy."""
+"""SkyRL-Gym and verifiers, the real packages: their data and rewards reach the policy."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class TestVerifiers:
 
     @pytest.fixture
     def game(self, tmp_path, monkeypatch):
-        """An installed taskset with an environment of its own."""
+        """An installed taskset that exports an environment."""
         pytest.importorskip("verifiers.v1")
         name = f"guess_game_{tmp_path.name}"
         (tmp_path / f"{name}.py").write_text(GAME)

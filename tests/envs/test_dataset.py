@@ -1,4 +1,4 @@
-"""Tasks from datasets: the seed picks the row, rewards judge the conversation by name."""
+"""Datasets: the seed selects the row, and named rewards score the conversation."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ from gspo_env.env.base import Action
 from gspo_env.env.info import parse_reset, read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.recipes.embedded import EmbeddedConfig, build_tokenizer
-from gspo_env.rollout.collector import RolloutConfig
+from gspo_env.recipes.embedded import build_tokenizer
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.seeding import HELD_OUT
-from gspo_env.tracking.mlflow import TrackingConfig
 from gspo_envs.rewards import Attempt, RewardModel, judge, load_reward
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
@@ -293,7 +292,7 @@ def test_it_keeps_the_contract(tmp_path):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A tiny classifier with random weights, saved as users have them."""
+    """A tiny classifier with random weights, saved in Hugging Face format."""
     folder = tmp_path_factory.mktemp("models") / "tiny-judge"
     tokenizer = build_tokenizer([row["prompt"] for row in SUMS])
     shape = Qwen3Config(
@@ -377,16 +376,16 @@ def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatc
     data = tmp_path / "sums.jsonl"
     rows = [{**row, "completion": row["answer"]} for row in SUMS]
     data.write_text("\n".join(map(json.dumps, rows)))
-    config = Config(
+    config = Config.from_recipe(
+        Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
         env="gspo/Dataset-v0",
         env_kwargs={"data": str(data), "rewards": [f"{mine}:exact_match", f"{mine}:short"]},
         steps=2,
         tasks_per_step=4,
         eval_every=0,
         eval_tasks=4,
-        rollout=RolloutConfig(group_size=4),
-        embedded=EmbeddedConfig(hidden_size=32, demonstrations=64, imitation_steps=40),
-        tracking=TrackingConfig(enabled=False),
+        rollout={"group_size": 4},
+        tracker="none",
     )
     history = GSPOAgent(config=config).train()
     for prefix, known in (("rollout", "rollout/outcome"), ("eval", "eval/return")):

@@ -1,4 +1,4 @@
-"""Each diagnostic environment has the property that it is named for."""
+"""Each diagnostic environment has the property of its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation's code blocks run as they stand, in order."""
+"""The code blocks of docs/bridges.md run unchanged, in order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sections():
 
 
 def run(section, **names):
-    """Run the blocks of a section in the working folder; one that begins with a file is written."""
+    """Run the blocks of a section in the working folder; write those with a file name."""
     for language, code in sections()[section]:
         if named := re.match(r"# (\w+\.(?:py|toml))", code):
             Path(named[1]).write_text(code)

@@ -1,4 +1,4 @@
-"""Any text at all, through every built-in environment and the tool-call parsers.
+"""Random text as input of every built-in environment and of the tool-call parsers.
 
 `python benchmarks/fuzz.py` does the same with 100,000 strings each.
 """
@@ -38,7 +38,7 @@ FUZZ = load()
 
 
 def make(env_id: str) -> Any:
-    """The environment, or a skip where it needs arguments or a package that is not here."""
+    """The environment; skips if it needs arguments or a package that is not installed."""
     if "Python" in env_id and find_missing() and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
         pytest.skip("the Python tool is NOT tested, GSPO_ENV_NO_SANDBOX is set")
     try:
@@ -106,7 +106,7 @@ def test_the_program_plays_every_environment_and_stops_at_a_difference(
 
 
 class Forgetful:
-    """An environment that is not what its seed says."""
+    """An environment whose episodes do not depend on the seed alone."""
 
     def __init__(self) -> None:
         self.unwrapped, self.tools = self, ()

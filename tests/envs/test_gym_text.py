@@ -1,4 +1,4 @@
-"""Gymnasium's environments as text."""
+"""Gymnasium environments as text."""
 
 from __future__ import annotations
 

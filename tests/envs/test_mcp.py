@@ -1,4 +1,4 @@
-"""Tools of real MCP servers: what goes wrong in a server is an observation, never an exception."""
+"""Tools of real MCP servers: a fault of a server is an observation, never an exception."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def http():
 
 @pytest.fixture(params=["stdio", "http"])
 def server(request):
-    """One server over each transport; the tests that kill it take one of their own."""
+    """One server for each transport; tests that kill a server start another one."""
     return STDIO if request.param == "stdio" else request.getfixturevalue("http")
 
 
@@ -174,7 +174,7 @@ def test_an_http_server_that_is_gone_is_an_observation_until_it_is_back():
             observation, _, terminated, _, _ = call(env, "add", a=1, b=1)
             assert observation.startswith("Error: add failed: ToolServerError: ")
             assert not terminated
-        again = make(url, timeout=5.0)  # its tools are known
+        again = make(url, timeout=5.0)  # the tools have been listed
         again.reset(seed=0)
         assert call(again, "add", a=1, b=1)[0].startswith("Error: add failed")
         revived = subprocess.Popen(
@@ -268,7 +268,7 @@ def test_many_environments_call_at_once_and_each_gets_its_own_answer(http):
 
 
 class WorkbenchEnv(MCPTools):
-    """An environment with a tool of its own and those of a server."""
+    """An environment with one tool, plus the tools of a server."""
 
     mcp_servers = {"workshop": STDIO}  # noqa: RUF012
     mcp_only = ("add",)
@@ -310,7 +310,7 @@ def test_it_keeps_the_contract(http):
 
 
 class DoomedEnv(MCPTools):
-    """Whatever the policy says, its server dies of it."""
+    """An environment whose server dies at every action."""
 
     mcp_servers = {"workshop": STDIO}  # noqa: RUF012
     mcp_only = ("die",)

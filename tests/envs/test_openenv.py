@@ -1,6 +1,6 @@
-"""OpenEnv's client against a real server: sessions are freed, and no failure ends a run.
+"""The OpenEnv client against a real server: sessions are freed, and no failure ends a run.
 
-OpenEnv has an environment of its own: `pip install -e '.[test,openenv]'`, `pytest -m openenv`.
+Needs a separate Python environment: `pip install -e '.[test,openenv]'`, `pytest -m openenv`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def make(url, **kwargs):
 
 
 def guess(env, seed):
-    """Play all digits; give the right one and the turns."""
+    """Play all digits; return the correct one and the turns."""
     observation, _ = env.reset(seed=seed)
     assert observation == "Guess from 0 to 9."
     for digit in range(10):
@@ -44,7 +44,7 @@ def guess(env, seed):
 
 
 def until_free(env):
-    """Reset as soon as the server has a session; it may take a moment to notice an end."""
+    """Reset as soon as the server has a free session; it may notice a closed one late."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -147,5 +147,5 @@ def test_a_server_that_dies_and_comes_back_costs_the_episode_alone(serve):
 
 
 def test_it_keeps_the_contract(serve):
-    with serve(4) as url:  # the checker plays two copies at once
+    with serve(4) as url:  # check_env plays two copies at the same time
         check_env(make(url, max_turns=5))

@@ -1,4 +1,4 @@
-"""SQL, Wordle and the Python tool: what is right, what is paid, and what cannot be gamed."""
+"""SQL, Wordle, MiniGrid and the Python tool: correct answers, rewards, and attempts to cheat."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_the_word_list_can_be_made_the_rule() -> None:
 
 
 def view(rows: str, direction: int = 0) -> dict[str, Any]:
-    """What is seen, drawn with the walker in the middle of the last row."""
+    """The visible part of the room, with the agent in the middle of the last row."""
     square = {
         "?": (0, 0, 0), ".": (1, 0, 0), "#": (2, 5, 0), "D": (4, 0, 1), "O": (4, 4, 0),
         "L": (4, 2, 2), "k": (5, 4, 0), "G": (8, 1, 0), "~": (9, 0, 0), "^": (1, 0, 0),
@@ -310,7 +310,7 @@ def test_the_package_agrees_with_the_words_of_a_view() -> None:
         for _ in range(free):
             env.step("forward")
         assert sum(abs(a - b) for a, b in zip(before, game.agent_pos, strict=True)) == free
-    assert hidden > 10  # what is seen is a part of what is there
+    assert hidden > 10  # the visible objects are a subset of all objects
 
 
 def test_the_bot_of_the_package_reaches_every_goal() -> None:

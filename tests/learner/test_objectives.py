@@ -1,4 +1,4 @@
-"""The objectives against numbers made elsewhere, the equations, and their invariances."""
+"""The losses against numbers of TRL, the equations, and their invariances."""
 
 from __future__ import annotations
 

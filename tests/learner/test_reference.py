@@ -1,4 +1,4 @@
-"""The NumPy reference against numbers made elsewhere and against its own finite differences."""
+"""The NumPy reference against independent numbers and against finite differences."""
 
 from __future__ import annotations
 

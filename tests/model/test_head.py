@@ -1,4 +1,4 @@
-"""The chunked head: the numbers and gradients of full logits, whatever the chunk."""
+"""The chunked head: values and gradients of full logits, for every chunk size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gspo_env.batch.packing import pack
-from gspo_env.learner.learner import Learner, LearnerConfig, ObjectiveConfig
+from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model import head
 from gspo_env.model.attention import use_ragged_attention
 
@@ -26,7 +26,7 @@ def chunk(monkeypatch):
 
 
 def both(count, vocabulary, temperature, bias, seed=0, dtype=torch.float64):
-    """Values and gradients by the chunked head and by full logits."""
+    """Values and gradients of the chunked head and of full logits."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -40,12 +40,12 @@ def both(count, vocabulary, temperature, bias, seed=0, dtype=torch.float64):
         given = [p.clone().requires_grad_() for p in parts]
         b = given[2] if bias else None
         if chunked:
-            said = head.predict(given[0], given[1], b, target, temperature)
+            output = head.predict(given[0], given[1], b, target, temperature)
         else:
             logits = nn.functional.linear(given[0], given[1], b)
-            said = head.predict_from_logits(logits, target, temperature)
-        (said.logprobs_N * weights).sum().backward()
-        answers.append((said, [g.grad for g in given]))
+            output = head.predict_from_logits(logits, target, temperature)
+        (output.logprobs_N * weights).sum().backward()
+        answers.append((output, [g.grad for g in given]))
     return answers
 
 
@@ -87,7 +87,7 @@ def test_a_second_backward_pass_gives_the_same_gradient():
 
 def learner_of(model):
     config = LearnerConfig(minibatches=1, warmup_steps=0, max_grad_norm=0)
-    return Learner(model.double(), ObjectiveConfig(), config, total_steps=2, temperature=0.8)
+    return Learner(model.double(), GSPO(), config, total_steps=2, temperature=0.8)
 
 
 @pytest.mark.parametrize("tied", [True, False])

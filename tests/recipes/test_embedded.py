@@ -1,4 +1,4 @@
-"""The tiny default: its words are tokens, its demonstrations slip, its warm-up learns."""
+"""The tiny model: one token a word, imperfect demonstrations, a warm-up that learns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from gspo_env.engines.base import Completion
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, RolloutError
-from gspo_env.recipes.embedded import EmbeddedConfig, build, demonstrate, to_samples
-from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.recipes.embedded import build, demonstrate, to_samples
+from gspo_env.recipes.tiny import Tiny
+from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Task
 
 
@@ -124,7 +126,7 @@ def test_a_demonstration_has_the_ids_that_a_rollout_of_its_actions_has(name, cha
 
 
 def test_the_tokenizer_knows_the_prompt_of_every_task():
-    config = EmbeddedConfig(hidden_size=32, demonstrations=30)
+    config = Tiny(hidden_size=32, demonstrations=30)
     env = Patient()
     _, tokenizer, demonstrations = build(env, "test", config, 0)
     numbers = {episode.prompt.system.split()[-1].strip(".") for episode in demonstrations}
@@ -138,7 +140,7 @@ def test_the_words_of_prompts_are_known_without_a_demonstrator_too():
         def expert_action(self, noise=0.0):
             raise NotImplementedError
 
-    config = EmbeddedConfig(hidden_size=32, demonstrations=30)
+    config = Tiny(hidden_size=32, demonstrations=30)
     _, tokenizer, demonstrations = build(Silent(), "test", config, 0)
     assert demonstrations == []
     assert len(tokenizer.encode("stone", add_special_tokens=False)) == 1
@@ -174,7 +176,7 @@ def test_demonstrations_that_fail_are_left_out_and_too_many_are_an_error(caplog)
 
 def test_a_tool_without_parameters_has_a_model_too():
     env = make_env("gspo/SQL-v0")
-    config = EmbeddedConfig(hidden_size=32, demonstrations=5)
+    config = Tiny(hidden_size=32, demonstrations=5)
     _, tokenizer, demonstrations = build(env, "gspo/SQL-v0", config, 0)
     assert len(demonstrations) == 5
     call = '<tool_call>{"name": "tables", "arguments": {}}</tool_call>'
@@ -183,7 +185,7 @@ def test_a_tool_without_parameters_has_a_model_too():
 
 def test_the_same_seed_builds_the_same_model(player):
     env = make_env(player.env_id)
-    config = EmbeddedConfig(hidden_size=32, demonstrations=20)
+    config = Tiny(hidden_size=32, demonstrations=20)
     first, again, other = (build(env, player.env_id, config, seed)[0] for seed in (0, 0, 1))
     one, two, three = (next(m.parameters()) for m in (first, again, other))
     assert one.equal(two)
@@ -201,4 +203,4 @@ def test_the_same_seed_builds_the_same_model(player):
 )
 def test_an_impossible_value_is_named(values, words):
     with pytest.raises(ConfigError, match=words):
-        EmbeddedConfig(**values)
+        Tiny(**values)

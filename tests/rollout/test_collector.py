@@ -50,7 +50,7 @@ class Recording(TransformersEngine):
 
 
 def collector(player, make, engine=TransformersEngine, **config):
-    settings = RolloutConfig(**config)
+    settings = RolloutConfig(**{"max_turn_tokens": 32, "max_context": 512, **config})
     running = engine(player.model, max_slots=settings.concurrency, max_context=settings.max_context)
     return Collector(running, player.chat, EnvPool(make), settings)
 
@@ -141,7 +141,7 @@ def test_an_episode_that_outlasts_the_clock_ends_as_timeout_and_the_others_go_on
             self.slow = seed == 0
             return super().reset(seed=seed)
 
-    groups = play(collector(player, Hanging, timeout=1.0), tasks=4, size=1)
+    groups = play(collector(player, Hanging, episode_timeout=1.0), tasks=4, size=1)
     # A turn may also be cut short by its token limit: then there is nothing to wait for.
     assert groups[0].episodes[0].stop_reason in (StopReason.TIMEOUT, StopReason.MAX_TURN_TOKENS)
     assert any(e.stop_reason is StopReason.TERMINATED for e in episodes(groups[1:]))

@@ -1,5 +1,5 @@
-"""Token-exact transcripts: the same ids as the template for harmless text, and never a control
-token for any text."""
+"""Token-exact transcripts: plain text gives the ids of the template, and no text gives a control
+token."""
 
 from __future__ import annotations
 

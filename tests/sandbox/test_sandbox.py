@@ -1,6 +1,6 @@
-"""The sandbox under attack: each attack works outside, so that it is real, and fails inside.
+"""Attacks on the sandbox: each succeeds outside, which shows that it is real, and fails inside.
 
-On a machine that cannot isolate, these tests fail and say why; `GSPO_ENV_NO_SANDBOX=1` skips them.
+Without isolation these tests fail and give the reason; `GSPO_ENV_NO_SANDBOX=1` skips them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BOX = Sandbox(seconds=20.0)
 
 @pytest.fixture(scope="module", autouse=True)
 def isolation() -> None:
-    """Nothing here means anything where code cannot be shut in."""
+    """Fails or skips all tests on a machine that cannot isolate code."""
     missing = find_missing()
     if missing is not None and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
         pytest.skip(f"the sandbox is NOT tested, GSPO_ENV_NO_SANDBOX is set: {missing}")
@@ -39,12 +39,12 @@ def isolation() -> None:
 
 
 def program(code: str, **names: Any) -> str:
-    """Put values before a program."""
+    """Insert values at the start of a program."""
     return "".join(f"{k} = {v!r}\n" for k, v in names.items()) + textwrap.dedent(code)
 
 
 def outside(code: str, **options: Any) -> str:
-    """What a program prints without a sandbox."""
+    """The output of a program without a sandbox."""
     options = {"timeout": 60, "text": True, "capture_output": True} | options
     return subprocess.run([sys.executable, "-I", "-c", code], **options).stdout
 
@@ -56,7 +56,7 @@ def inside(code: str, box: Sandbox = BOX, **options: Any) -> SandboxResult:
 
 
 def imprisoned(parent: int = 0) -> list[str]:
-    """Processes in a PID namespace below ours that were started as a sandbox by us, or by one."""
+    """Sandbox processes in a child PID namespace that a given process started; ours by default."""
     owner = str(parent or os.getpid()).encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -179,7 +179,7 @@ for kind, address in addresses:
 
 @pytest.fixture
 def listeners() -> Iterator[list[tuple[str, Any, socket.socket]]]:
-    """Listeners on loopback and on an abstract name, which no file system hides."""
+    """Listeners on loopback and on an abstract Unix name, which no file system hides."""
     tcp, unix = socket.socket(), socket.socket(socket.AF_UNIX)
     tcp.bind(("127.0.0.1", 0))
     name = f"\0gspo-{os.getpid()}"
@@ -391,9 +391,9 @@ def test_a_double_fork_does_not_outlive_the_run(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         beats = path.stat().st_size
-        assert eventually(lambda: path.stat().st_size > beats)  # it lives on outside
+        assert eventually(lambda: path.stat().st_size > beats)  # outside, it survives
 
-    for wait, stopped in ((0, None), (60, Stop.TIME)):  # ended by itself, and by the clock
+    for wait, stopped in ((0, None), (60, Stop.TIME)):  # ended by itself, and by the time limit
         code = program(DOUBLE_FORK, path="heartbeat", wait=wait)
         result = inside(code, Sandbox(processes=8, seconds=5.0))
         assert (result.stdout, result.stopped) == ("escaped\n", stopped)
@@ -401,7 +401,7 @@ def test_a_double_fork_does_not_outlive_the_run(tmp_path: Path) -> None:
 
 
 def eventually(condition: Any) -> bool:
-    """Whether a condition comes true within half a minute."""
+    """Whether a condition becomes true within 30 seconds."""
     for _ in range(300):
         if condition():
             return True

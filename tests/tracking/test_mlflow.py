@@ -22,7 +22,7 @@ class Learner:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A working folder with MLflow's default store; shared, since making one takes seconds."""
+    """A working folder with the default store of MLflow; shared, because creating one is slow."""
     path = tmp_path_factory.mktemp("mlflow")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)

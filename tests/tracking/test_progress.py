@@ -28,7 +28,7 @@ def test_time_left_follows_the_pace_and_a_phase_can_begin_anew(
     monkeypatch.setattr("gspo_env.tracking.progress.time.monotonic", lambda: float(next(ticks)))
     stream = io.StringIO()
     progress = Progress(stream)
-    progress.update("train", 5, 9)  # a resumed run: steps 1 to 5 say nothing about the pace
+    progress.update("train", 5, 9)  # a resumed run: steps 1 to 5 do not count for the speed
     progress.update("train", 6, 9)
     progress.update("evaluate", 1, 2)
     progress.update("evaluate", 2, 2)

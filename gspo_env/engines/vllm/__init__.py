@@ -1,1 +1,5 @@
-"""vLLM, in this process and served."""
+"""Engines that sample with vLLM, in this process or on servers."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

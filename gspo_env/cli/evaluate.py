@@ -1,0 +1,62 @@
+"""`gspo-env evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gspo_env.errors import ConfigError
+from gspo_env.types import Group
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluate:
+    """Play held-out tasks with a trained folder, a hub model or a scripted agent."""
+
+    model: str = ""
+    """A trained folder, a hub id, or `scripted`."""
+    env: str = ""
+    """Environment; a trained folder's own by default."""
+    tasks: int = 256
+    """Held-out tasks."""
+    samples: int = 1
+    """Episodes of each task, for pass@k and pass^k."""
+    seed: int = 0
+    """Decides what is sampled."""
+
+    def run(self) -> None:
+        """Prints success with a 95 % interval."""
+        from gspo_env.env.registration import load_agent
+
+        if self.tasks < 1 or self.samples < 1:
+            raise ConfigError(
+                f"tasks is {self.tasks} and samples {self.samples}; expected at least 1"
+            )
+        if not self.model:
+            raise ConfigError("model is ''; expected a folder, a hub id or 'scripted'")
+        if self.model == "scripted":
+            agent = load_agent("scripted")(self.env or "gspo/Lookup-v0")
+            print_scores(agent.evaluate(self.tasks, self.samples))
+        else:
+            agent = load_agent("gspo").load(self.model, self.env)
+            print_scores(agent.evaluate(self.tasks, self.samples, self.seed))
+
+
+def print_scores(groups: Sequence[Group]) -> None:
+    """Prints success, return, turns, pass@k and pass^k."""
+    from gspo_env.compare.stats import pass_at_k, pass_hat_k, success_interval
+
+    wins = [[bool(e.success) for e in group.episodes] for group in groups]
+    episodes = [e for group in groups for e in group.episodes]
+    low, high = success_interval(wins)
+    size = len(wins[0])
+    rate = sum(map(sum, wins)) / len(episodes)
+    print(
+        f"success  {rate:.1%}  (95 % interval {low:.1%} to {high:.1%}; {len(wins)} tasks x {size})"
+    )
+    print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):.3f}")
+    print(f"turns    {sum(len(e.turns) for e in episodes) / len(episodes):.2f}")
+    for k in sorted({1, size} | {2**n for n in range(1, 10) if 2**n <= size}):
+        at = sum(pass_at_k(size, sum(w), k) for w in wins) / len(wins)
+        hat = sum(pass_hat_k(size, sum(w), k) for w in wins) / len(wins)
+        print(f"pass@{k:<3} {at:.1%}   pass^{k:<3} {hat:.1%}")

@@ -1,0 +1,185 @@
+"""From arguments to a config: the file first, then the choices, then all other flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NoReturn
+
+import tyro
+
+from gspo_env.config import Config, from_dict, override, read_toml, resolve
+from gspo_env.errors import ConfigError
+from gspo_env.registry import BUILTIN, name_of, names
+
+_TRL = {
+    "beta": "loss.kl-coef",
+    "epsilon": "loss.clip-low",
+    "epsilon_high": "loss.clip-high",
+    "gradient_checkpointing": "learner.checkpointing",
+    "importance_sampling_level": "loss.ratio-level",
+    "max_completion_length": "rollout.max-turn-tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model",
+    "num_generations": "rollout.group-size",
+    "num_iterations": "learner.minibatches",
+    "output_dir": "output",
+    "report_to": "tracker",
+    "scale_rewards": "advantage.scale",
+    "use_vllm": "engine vllm",
+    "vllm_mode": "engine",
+}
+"""Our names of TRL's options."""
+
+PRIMITIVES = tyro.constructors.ConstructorRegistry()
+"""How tyro reads dictionaries: pairs of a name and a JSON value."""
+
+
+@PRIMITIVES.primitive_rule
+def _pairs(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+    if info.type != dict[str, Any]:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="[KEY=VALUE ...]",
+        instance_from_str=lambda texts: dict(map(_pair, texts)),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [f"{k}={json.dumps(v)}" for k, v in value.items()],
+    )
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not KEY=VALUE, such as hops=4")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _names(kind: str) -> Any:
+    return tyro.conf.arg(metavar=f"{{{','.join(names(kind))}}}|FILE.py:CLASS")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """A file, and classes by name; the settings of each class are options too."""
+
+    config: str = ""
+    """TOML file with any of the settings below; flags win."""
+    recipe: Annotated[str, _names("recipe")] = ""
+    """Starting point; `tiny` where no model is named."""
+    advantage: Annotated[str, _names("advantage")] = ""
+    """Estimator of advantages."""
+    loss: Annotated[str, _names("loss")] = ""
+    """Policy loss."""
+    engine: Annotated[str, _names("engine")] = ""
+    """What samples the actions."""
+    tracker: Annotated[str, _names("tracker")] = ""
+    """Where metrics are recorded; join several with commas."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start(Choices):
+    """What decides which other options there are."""
+
+    model: str = ""
+    env_kwargs: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The options of a command that takes the config of a run."""
+
+    choices: Annotated[tyro.conf.OmitArgPrefixes[Choices], tyro.conf.arg(name="choices")] = field(
+        default_factory=Choices
+    )
+    settings: Annotated[tyro.conf.FlagConversionOff[Config], tyro.conf.arg(name="")] = field(
+        default_factory=Config
+    )
+
+    @property
+    def resolved(self) -> Config:
+        """The config of the run.
+
+        Raises:
+            ConfigError: A value is impossible.
+        """
+        return _sections(self.settings, _checked)
+
+    @classmethod
+    def take(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """Takes the command's own table out of a file's tree; returns its options."""
+        return {}
+
+
+def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str]]:
+    """Reads the file and the choices.
+
+    Returns:
+        The command with its defaults, and the other arguments with every flag by its whole path.
+
+    Raises:
+        ConfigError: The file, a choice or a flag is unknown or impossible.
+    """
+    start, rest = tyro.cli(_Start, args=arguments, return_unknown_args=True, add_help=False)
+    tree = read_toml(start.config) if start.config else {}
+    own = command.take(tree)
+    tree |= {key: value for key in ("model", "recipe") if (value := getattr(start, key))}
+    config = from_dict(tree)
+    given = dict(_pair(text) for texts in start.env_kwargs for text in texts)
+    config = override(config, {"env_kwargs": config.env_kwargs | given})
+    for kind in BUILTIN:
+        if chosen := getattr(start, kind):
+            config = override(config, {kind: chosen})
+    chosen = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
+    choices = Choices(config=start.config, **chosen)
+    known = {"help", *(f.name for f in dataclasses.fields(command))}
+    group = arguments[-1]
+    if arguments[-2:-1] == ["--help"] and dataclasses.is_dataclass(getattr(config, group, None)):
+        _print_page(getattr(config, group), group)
+    made = command(choices=choices, settings=_sections(config, _unchecked), **own)
+    return made, [_spell_out(argument, config, known) for argument in rest]
+
+
+def _unchecked(section: Any) -> Any:
+    """Gives a section of a class that accepts any values: tyro would frame what they refuse."""
+    kind = type(section)
+    free = type(kind.__name__, (kind,), {"__doc__": kind.__doc__, "__post_init__": lambda _: None})
+    return free(**{f.name: getattr(section, f.name) for f in dataclasses.fields(section)})
+
+
+def _checked(section: Any) -> Any:
+    """Gives an unchecked section its own class again, which refuses impossible values."""
+    kind = type(section).__bases__[0]
+    return kind(**{f.name: getattr(section, f.name) for f in dataclasses.fields(section)})
+
+
+def _sections(config: Config, change: Callable[[Any], Any]) -> Config:
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    changed = {k: change(v) for k, v in sections.items() if dataclasses.is_dataclass(v)}
+    return dataclasses.replace(config, **changed)
+
+
+def _print_page(section: Any, group: str) -> NoReturn:
+    """Prints the options of one section and exits."""
+    page = dataclasses.make_dataclass("Page", [(group, type(section), field(default=section))])
+    config = (tyro.conf.FlagConversionOff,)
+    tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=config)
+    raise SystemExit(0)
+
+
+def _spell_out(argument: str, config: Config, known: set[str]) -> str:
+    """Gives a flag its whole path, `--lam` as `--advantage.lam`; other arguments stay."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument[2:].partition("=")
+    name = flag.replace("-", "_")
+    if name in known:
+        return argument
+    if name in _TRL:
+        raise ConfigError(f"--{flag} is an option of TRL; here it is --{_TRL[name]}")
+    return f"--{resolve(config, name).replace('_', '-')}{equals}{value}"

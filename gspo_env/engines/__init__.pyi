@@ -1,0 +1,5 @@
+from .base import Completion as Completion
+from .base import Engine as Engine
+from .base import Sampling as Sampling
+from .base import Transformers as Transformers
+from .transformers import TransformersEngine as TransformersEngine

@@ -1,0 +1,221 @@
+"""The losses that a run can choose: GSPO, GRPO, Dr. GRPO, or a class of your own.
+
+Nothing here imports torch until a loss is computed, so that configs and `--help` stay fast.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from gspo_env.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gspo_env.learner.objectives import ObjectiveOutput
+
+RatioLevel = Literal["sequence", "turn", "token"]
+Aggregation = Literal["sequence_mean", "token_mean", "token_sum"]
+Correction = Literal["none", "truncated", "mask"]
+OldLogprobs = Literal["trainer", "engine"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInput:
+    """The N model tokens of a microbatch, and the counts of the minibatch that it is part of.
+
+    The losses of a minibatch's microbatches are added up: divide sums by `episodes` or `tokens`.
+    """
+
+    logprobs_N: Tensor
+    """Log-probabilities by the policy; the only tensor with a gradient."""
+    old_logprobs_N: Tensor
+    """Log-probabilities by the policy that sampled the tokens, pi_old."""
+    advantages_N: Tensor
+    sequence_N: Tensor
+    """The sequence of each token, from 0."""
+    turn_N: Tensor
+    """The turn of each token, from 0."""
+    reference_logprobs_N: Tensor | None
+    """Log-probabilities by the reference; None unless the loss needs them."""
+    engine_logprobs_N: Tensor | None
+    """Log-probabilities as the engine reported them; None if they are not known."""
+    num_sequences: int
+    """Sequences of this microbatch."""
+    episodes: int
+    """Episodes of the whole minibatch."""
+    tokens: int
+    """Model tokens of the whole minibatch."""
+
+
+class Loss(ABC):
+    """A loss that `Learner` can train with: a frozen dataclass with one method.
+
+    The attributes tell the learner what to compute; override those that differ.
+    """
+
+    __slots__ = ()
+
+    @property
+    def old_logprobs(self) -> OldLogprobs:
+        """Whose log-probabilities are pi_old."""
+        return "trainer"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads `reference_logprobs_N`."""
+        return False
+
+    @property
+    def needs_engine_logprobs(self) -> bool:
+        """Whether samples without the engine's log-probabilities are refused."""
+        return self.old_logprobs == "engine"
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """The bounds of the ratio, for the metric `train/ratio_outside_clip`; None: no metric."""
+        return None
+
+    @abstractmethod
+    def compute(self, inputs: LossInput) -> ObjectiveOutput:
+        """Computes the loss of a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedLoss(Loss):
+    """The clipped policy loss; see `gspo_env.learner.objectives.policy_loss`."""
+
+    ratio_level: RatioLevel = "sequence"
+    """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""
+    ratio_mean: float = 0.0
+    """Power p of the mean over token ratios: 0 is the geometric mean of GSPO, 1 the arithmetic
+    mean; arXiv 2605.12058."""
+    clip_low: float = 3e-4
+    """The ratio's lower bound is 1 - clip_low. A tiny model's ratios move further than those of
+    the paper's large model, for which the defaults are."""
+    clip_high: float = 4e-4
+    """The ratio's upper bound is 1 + clip_high."""
+    dual_clip: float = 0.0
+    """The ratio's upper bound for negative advantages, above 1 + clip_high; 0 sets none."""
+    aggregation: Aggregation = "sequence_mean"
+    """Mean over an episode's tokens, then over episodes; mean over all tokens of a minibatch
+    (DAPO, arXiv 2503.14476); or sum over tokens divided by `max_tokens`, then mean over episodes
+    (Dr. GRPO, arXiv 2503.20783)."""
+    max_tokens: int = 1024
+    """The constant that `token_sum` divides by, such as the most tokens of an episode. The other
+    aggregations ignore it."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL to the reference: the model as it was given, with its adapter
+    off or as a frozen copy. 0 computes none."""
+    old_logprobs: OldLogprobs = "trainer"
+    """Whose log-probabilities are pi_old. The engine's save a pass, but a mismatch counts as a
+    ratio."""
+    correction: Correction = "none"
+    """Weight for the train/inference mismatch; only with the trainer's pi_old."""
+    correction_cap: float = 2.0
+    """The largest correction weight C."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        if not 0 <= self.clip_low < 1:
+            raise ConfigError(f"clip_low is {self.clip_low!r}; expected a number in [0, 1)")
+        if not (self.clip_high >= 0 and math.isfinite(self.clip_high)):
+            raise ConfigError(f"clip_high is {self.clip_high!r}; expected a number of at least 0")
+        if self.dual_clip != 0 and not 1 + self.clip_high < self.dual_clip < math.inf:
+            raise ConfigError(
+                f"dual_clip is {self.dual_clip!r}; expected 0 or a number above 1 + clip_high, "
+                f"{1 + self.clip_high!r}"
+            )
+        if not 0 <= self.ratio_mean <= 1:
+            raise ConfigError(f"ratio_mean is {self.ratio_mean!r}; expected a number in [0, 1]")
+        if self.ratio_mean and self.ratio_level == "token":
+            raise ConfigError(
+                f"ratio_mean is {self.ratio_mean!r} with ratio_level 'token'; expected 0, because "
+                "the ratio of a token is no mean"
+            )
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens!r}; expected at least 1")
+        if not (self.kl_coef >= 0 and math.isfinite(self.kl_coef)):
+            raise ConfigError(f"kl_coef is {self.kl_coef!r}; expected a number of at least 0")
+        if not self.correction_cap >= 1:
+            raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
+        if self.correction != "none" and self.old_logprobs == "engine":
+            raise ConfigError(
+                f"correction is {self.correction!r} with old_logprobs 'engine'; expected 'none', "
+                "because the ratio already holds the mismatch"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL term."""
+        return self.kl_coef > 0
+
+    @property
+    def needs_engine_logprobs(self) -> bool:
+        """Whether they are pi_old, or a mismatch with them is corrected."""
+        return self.old_logprobs == "engine" or self.correction != "none"
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The bounds of the ratio."""
+        return 1 - self.clip_low, 1 + self.clip_high
+
+    def compute(self, inputs: LossInput) -> ObjectiveOutput:
+        """Computes the loss of a microbatch."""
+        from gspo_env.learner.objectives import importance_weights, packed_policy_loss
+
+        weights_N = None
+        if self.correction != "none" and inputs.engine_logprobs_N is not None:
+            weights_N = importance_weights(
+                inputs.old_logprobs_N,
+                inputs.engine_logprobs_N,
+                inputs.sequence_N,
+                kind=self.correction,
+                cap=self.correction_cap,
+            )
+        return packed_policy_loss(
+            inputs.logprobs_N,
+            inputs.old_logprobs_N,
+            inputs.advantages_N,
+            inputs.sequence_N,
+            num_sequences=inputs.num_sequences,
+            ratio_level=self.ratio_level,
+            turn_ids_N=inputs.turn_N,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip or None,
+            aggregation=self.aggregation,
+            max_tokens=self.max_tokens,
+            ratio_mean=self.ratio_mean,
+            reference_logprobs_N=inputs.reference_logprobs_N,
+            kl_coef=self.kl_coef,
+            importance_weights_N=weights_N,
+            normaliser=inputs.tokens if self.aggregation == "token_mean" else inputs.episodes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GSPO(ClippedLoss):
+    """Group sequence policy optimisation: one ratio an episode; arXiv 2507.18071."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GRPO(ClippedLoss):
+    """Group relative policy optimisation: one ratio a token; arXiv 2402.03300."""
+
+    ratio_level: RatioLevel = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.27
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrGRPO(ClippedLoss):
+    """GRPO whose loss is not divided by an episode's own length; arXiv 2503.20783."""
+
+    ratio_level: RatioLevel = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.27
+    aggregation: Aggregation = "token_sum"

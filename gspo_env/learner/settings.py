@@ -1,0 +1,47 @@
+"""The settings of the learner; light, so that configs and `--help` stay fast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from gspo_env.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerConfig:
+    """The optimiser, and how a rollout batch is split."""
+
+    learning_rate: float = 1e-6
+    """Learning rate of AdamW. A LoRA adapter needs about ten times that of a whole model."""
+    warmup_steps: int = 5
+    """Optimiser steps of linear learning-rate warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up."""
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    minibatches: int = 4
+    """Optimiser steps for each rollout batch."""
+    microbatch_tokens: int = 16384
+    """Most tokens of one forward and backward pass."""
+    lora_rank: int = 0
+    """Rank of a LoRA adapter; 0 trains every weight."""
+    checkpointing: bool = False
+    """Keeps only each layer's input for the backward pass and computes the rest again."""
+    precision: Literal["model", "bfloat16"] = "model"
+    """The update computes in the dtype of the weights, or in bfloat16 over float32 weights.
+    Log-probabilities are float32 at least."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """The 8-bit ones need bitsandbytes."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
+            raise ConfigError(f"learning_rate is {self.learning_rate!r}; expected a number above 0")
+        for name, least in (("minibatches", 1), ("microbatch_tokens", 1), ("warmup_steps", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
+        for name in ("weight_decay", "max_grad_norm", "lora_rank"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 0")

@@ -1,0 +1,59 @@
+"""The recipe `tiny`: a model of 0.3 M parameters that learns a tool in minutes on a laptop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from gspo_env.errors import ConfigError
+from gspo_env.recipes.base import Recipe
+
+if TYPE_CHECKING:
+    from gspo_env.env.base import TextEnvironment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiny(Recipe):
+    """A tiny Qwen3, made on the spot and warmed up on imperfect demonstrations."""
+
+    changes: ClassVar[Mapping[str, Any]] = {
+        "steps": 70,
+        "tasks_per_step": 32,
+        "rollout": {"max_turn_tokens": 32, "max_context": 512},
+        "loss": {"clip_low": 0.03, "clip_high": 0.05},
+        "learner": {"learning_rate": 1e-3, "warmup_steps": 60, "schedule": "cosine"},
+    }
+
+    hidden_size: int = 128
+    layers: int = 2
+    heads: int = 4
+    demonstrations: int = 4000
+    """Scripted episodes to imitate."""
+    slips: float = 0.1
+    """Probability that a demonstrated action is wrong."""
+    imitation_steps: int = 450
+    """Steps of maximum likelihood; 0 skips the warm-up."""
+    imitation_batch: int = 64
+    imitation_learning_rate: float = 3e-3
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        for name in ("hidden_size", "layers", "heads", "demonstrations", "imitation_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 1")
+        if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
+            raise ConfigError(
+                f"hidden_size is {self.hidden_size} with {self.heads} heads; "
+                "expected an even size for each head"
+            )
+        if not 0 <= self.slips < 1:
+            raise ConfigError(f"slips is {self.slips!r}; expected a probability below 1")
+        if self.imitation_steps < 0 or not self.imitation_learning_rate > 0:
+            raise ConfigError("imitation_steps and imitation_learning_rate have to be positive")
+
+    def build(self, env: TextEnvironment, env_id: str, seed: int) -> Any:
+        """Makes the model, its tokenizer and the demonstrations to imitate."""
+        from gspo_env.recipes.embedded import build
+
+        return build(env, env_id, self, seed)

@@ -1,0 +1,43 @@
+"""The rollout's settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspo_env.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """How episodes are collected."""
+
+    group_size: int = 8
+    """Episodes of each task, G."""
+    temperature: float = 1.0
+    """Sampling temperature in training; the trainer divides its logits by the same."""
+    max_turns: int = 16
+    """Turns after which an episode is cut."""
+    max_turn_tokens: int = 512
+    """The most tokens of one action."""
+    max_context: int = 4096
+    """The most tokens of one episode."""
+    episode_timeout: float = 600.0
+    """The most seconds of one episode, waiting for the engine included."""
+    concurrency: int = 256
+    """Episodes in flight."""
+
+    def __post_init__(self) -> None:
+        """Refuses impossible values."""
+        for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
+        for name in ("temperature", "episode_timeout"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(f"{name} is {value!r}; expected a number above 0")
+        if self.max_turn_tokens >= self.max_context:
+            raise ConfigError(
+                f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "
+                f"({self.max_context})"
+            )

@@ -1,0 +1,136 @@
+"""The contract of trackers: what they are told of a run and what they record. Imports no library.
+
+A tracker is chosen by its settings, a frozen dataclass with a method `start` (`TrackerChoice`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from gspo_env.errors import MissingExtraError
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+MODEL = "model"
+"""The artifact folder of the trained model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunInfo:
+    """What a tracker is told when a run starts."""
+
+    name: str
+    folder: Path
+    """Where the run writes its files; it exists."""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    """The settings, flat, such as `learner.learning_rate`."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    parent: Path | None = None
+    """Folder of the comparison that the run belongs to."""
+    resume: bool = False
+    """Continues the run that a tracker noted in `folder`, if there is one."""
+
+    @property
+    def group(self) -> str | None:
+        """Name of the comparison that the run belongs to."""
+        return None if self.parent is None else self.parent.name
+
+
+class Tracker(Protocol):
+    """Records one run. Its methods may raise: `Several` catches, logs and counts the errors."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Records metrics of a step; values are finite floats, and steps never decrease."""
+
+    def text(self, name: str, text: str) -> None:
+        """Stores a text under a name such as `episodes/step-0010.txt`."""
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Stores a file, or the files of a folder; the caller keeps them until `finish`."""
+
+    def finish(self, status: Status) -> None:
+        """Writes what is left and ends the run; called once."""
+
+    @property
+    def how_to_look(self) -> str:
+        """The command or the address that shows the run."""
+
+
+class TrackerChoice(Protocol):
+    """The settings of a tracker: a frozen dataclass, found by its name."""
+
+    def start(self, run: RunInfo) -> Tracker:
+        """Begins to record a run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoTracker:
+    """Records nothing."""
+
+    def start(self, run: RunInfo) -> NoTracker:
+        """Returns itself."""
+        return self
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Does nothing."""
+
+    def text(self, name: str, text: str) -> None:
+        """Does nothing."""
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Does nothing."""
+
+    def finish(self, status: Status) -> None:
+        """Does nothing."""
+
+    @property
+    def how_to_look(self) -> str:
+        """Empty."""
+        return ""
+
+
+def flatten(tree: object, *, mappings: bool = True) -> dict[str, Any]:
+    """Gives the leaves of nested mappings and dataclasses by dotted name.
+
+    Args:
+        tree: A mapping or a dataclass.
+        mappings: Whether the entries of mappings are leaves of their own.
+
+    Example:
+        >>> flatten({"learner": {"learning_rate": 1e-5}, "env_kwargs": {}})
+        {'learner.learning_rate': 1e-05, 'env_kwargs': {}}
+    """
+    return dict(_leaves(tree, "", mappings))
+
+
+def _leaves(value: Any, name: str, mappings: bool) -> Iterator[tuple[str, Any]]:
+    record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if record:
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if (record or mappings) and isinstance(value, Mapping) and (value or not name):
+        for key, child in value.items():
+            yield from _leaves(child, f"{name}.{key}" if name else str(key), mappings)
+    else:
+        yield name, value.value if isinstance(value, Enum) else value
+
+
+@contextmanager
+def needs(extra: str) -> Iterator[None]:
+    """Turns an import that fails into an error with the install command.
+
+    Raises:
+        MissingExtraError: The package of the extra cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the tracker {extra} needs a package that cannot be imported ({error}): "
+            f"pip install 'gspo-env[{extra}]'"
+        ) from error

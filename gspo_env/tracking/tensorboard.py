@@ -1,0 +1,59 @@
+"""Tracking with TensorBoard: event files in the run's folder. The only file that imports it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_env.tracking.base import RunInfo, Status, needs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorBoard:
+    """Writes event files for TensorBoard (extra `tensorboard`)."""
+
+    log_dir: str = ""
+    """Folder of the event files, one folder a run; empty writes them beside the run's results."""
+
+    def start(self, run: RunInfo) -> TensorBoardTracker:
+        """Opens the event file and writes the settings into it."""
+        folder = Path(self.log_dir, run.name) if self.log_dir else run.folder
+        tracker = TensorBoardTracker(folder)
+        pairs = {"name": "value", "---": "---", **run.tags, **run.params}
+        table = "\n".join(f"| {name} | {value} |" for name, value in pairs.items())
+        tracker.writer.add_text("params", table)
+        return tracker
+
+
+class TensorBoardTracker:
+    """One event file. Pictures and texts are shown; other files stay where the run wrote them."""
+
+    def __init__(self, folder: Path) -> None:
+        with needs("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
+        self.writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self.how_to_look = f"tensorboard --logdir {shlex.quote(str(folder))}"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Adds a point to each metric's curve."""
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def text(self, name: str, text: str) -> None:
+        """Adds a text as a block of Markdown that keeps its lines."""
+        self.writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()))
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Adds a picture (.png)."""
+        from matplotlib.image import imread
+
+        if path.suffix == ".png":
+            self.writer.add_image(path.stem, imread(path), dataformats="HWC")
+
+    def finish(self, status: Status) -> None:
+        """Adds the status and closes the file."""
+        self.writer.add_text("status", status)
+        self.writer.close()

@@ -1,0 +1,60 @@
+"""Tracking with Weights & Biases: the only file that imports it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gspo_env.tracking.base import RunInfo, Status, needs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WandB:
+    """Records in Weights & Biases (extra `wandb`)."""
+
+    project: str = "gspo_env"
+    """The project that the run belongs to."""
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes to the run's folder only; `wandb sync` uploads it later."""
+
+    def start(self, run: RunInfo) -> WandBTracker:
+        """Begins the run; a comparison's runs form a group."""
+        with needs("wandb"):
+            import wandb
+        who = {"name": run.name, "group": run.group, "config": {**run.tags, **run.params}}
+        where = {"project": self.project, "mode": self.mode, "dir": run.folder}
+        off = {"console": "off"}  # else it takes over stdout
+        return WandBTracker(wandb.init(**who, **where, reinit="create_new", settings=off))
+
+
+class WandBTracker:
+    """One run. Texts and files lie under its Files, folders under its Artifacts."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self.how_to_look = run.url or f"wandb sync {shlex.quote(str(Path(run.dir).parent))}"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Adds a row to the history."""
+        self._run.log(dict(metrics), step=step)
+
+    def text(self, name: str, text: str) -> None:
+        """Writes a file into the run's files."""
+        path = Path(self._run.dir, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        self._run.save(path, self._run.dir, "now", glob=False)
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Adds a file to the run's files; logs a folder as an artifact."""
+        if path.is_dir():
+            self._run.log_artifact(str(path), type=folder or "files")
+        else:
+            self._run.save(path.resolve(strict=True), path.resolve().parent, "now", glob=False)
+
+    def finish(self, status: Status) -> None:
+        """Writes what is left and ends the run with an exit code."""
+        self._run.finish({"FINISHED": 0, "FAILED": 1, "KILLED": 255}[status])

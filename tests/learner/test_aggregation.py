@@ -1,0 +1,265 @@
+"""Aggregations and ratio means: hand-computed cases, the reference, and their invariances."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gspo_env.errors import BatchError
+from gspo_env.learner import reference
+from gspo_env.learner.objectives import packed_policy_loss, policy_loss
+
+AGGREGATIONS = ["sequence_mean", "token_mean", "token_sum"]
+LEVELS = ["sequence", "turn", "token"]
+# two sequences of 1 and 3 tokens, ratios 2, 1, 1 and 8, advantages 1 and -1
+RATIOS = [[2.0, 1.0, 1.0], [1.0, 1.0, 8.0]]
+MASK = [[True, False, False], [True, True, True]]
+
+
+def case(advantages: Any = (1.0, -1.0)) -> dict[str, Tensor]:
+    return {
+        "logprobs": torch.tensor(RATIOS, dtype=torch.float64).log() - 3,
+        "old_logprobs": torch.full((2, 3), -3.0, dtype=torch.float64),
+        "advantages": torch.tensor(advantages, dtype=torch.float64),
+        "mask": torch.tensor(MASK),
+    }
+
+
+def evaluate(inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:
+    logprobs = inputs["logprobs"].clone().requires_grad_()
+    arguments: dict[str, Any] = {**inputs, "logprobs": logprobs, **options}
+    output = policy_loss(**arguments)
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    return output, gradient
+
+
+def batch(seed: int, rows: int = 4, length: int = 9, spread: float = 0.4) -> dict[str, Tensor]:
+    rng = np.random.default_rng(seed)
+    mask = rng.random((rows, length)) < 0.6
+    mask[:, 0] = True
+    turns = np.sort(rng.integers(0, 3, (rows, length)), axis=1)
+    old = -rng.exponential(1.0, (rows, length))
+    return {
+        "logprobs": torch.tensor(old + spread * rng.standard_normal((rows, length))),
+        "old_logprobs": torch.tensor(old),
+        "advantages": torch.tensor(rng.standard_normal((rows, length))),
+        "mask": torch.tensor(mask),
+        "turn_ids": torch.tensor(np.where(mask, turns, -1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "loss", "gradient"),
+    [
+        # (2 / 1 - (1 + 1 + 8) / 3) / 2
+        ({}, 2 / 3, [[-1, 0, 0], [1 / 6, 1 / 6, 8 / 6]]),
+        # (2 - 10) / 4
+        ({"aggregation": "token_mean"}, 2.0, [[-0.5, 0, 0], [0.25, 0.25, 2.0]]),
+        # (2 - 10) / 5 / 2
+        (
+            {"aggregation": "token_sum", "max_tokens": 5},
+            0.8,
+            [[-0.2, 0, 0], [0.1, 0.1, 0.8]],
+        ),
+        # dual clip: the ratio 8 counts as 3 and has no gradient: (2 - (1 + 1 + 3) / 3) / 2
+        ({"dual_clip": 3.0}, -1 / 6, [[-1, 0, 0], [1 / 6, 1 / 6, 0]]),
+    ],
+)
+def test_token_ratios_by_hand(options: dict[str, Any], loss: float, gradient: Any) -> None:
+    options = {"ratio_level": "token", "clip_low": 0.5, "clip_high": 1.5, **options}
+    output, found = evaluate(case(), **options)
+    assert output.loss.item() == pytest.approx(loss, abs=1e-12)
+    np.testing.assert_allclose(found, gradient, atol=1e-12)
+    expected = reference.policy_loss(**{k: v.numpy() for k, v in case().items()}, **options)
+    assert expected.loss == pytest.approx(loss, abs=1e-12)
+    np.testing.assert_allclose(expected.gradient, gradient, atol=1e-12)
+
+
+def test_arithmetic_mean_by_hand() -> None:
+    # s = (1 + 1 + 8) / 3, and the carrier of a token is its own ratio
+    options: dict[str, Any] = {"ratio_mean": 1.0, "clip_low": 0.5, "clip_high": 9.0}
+    output, gradient = evaluate(case(), **options)
+    np.testing.assert_allclose(output.ratio, [[2, 1, 1], [10 / 3, 10 / 3, 10 / 3]])
+    assert output.loss.item() == pytest.approx(-(2 - 10 / 3) / 2)
+    np.testing.assert_allclose(gradient, [[-1, 0, 0], [1 / 6, 1 / 6, 8 / 6]], atol=1e-12)
+
+
+def test_the_mean_of_power_one_half_by_hand() -> None:
+    # ratios 1 and 4: s = ((1 + 2) / 2)^2 = 9 / 4, carriers s^(1/2) w^(1/2) = 3/2 and 3
+    inputs = {
+        "logprobs": torch.tensor([[0.0, np.log(4.0)]], dtype=torch.float64),
+        "old_logprobs": torch.zeros(1, 2, dtype=torch.float64),
+        "advantages": torch.tensor([[1.0, -1.0]], dtype=torch.float64),
+        "mask": torch.ones(1, 2, dtype=torch.bool),
+    }
+    output, gradient = evaluate(inputs, ratio_mean=0.5, clip_low=0.5, clip_high=9.0)
+    np.testing.assert_allclose(output.ratio, [[2.25, 2.25]])
+    assert output.loss.item() == pytest.approx(-(1.5 - 3.0) / 2)
+    np.testing.assert_allclose(gradient, [[-0.75, 1.5]])
+
+
+def test_the_clip_acts_on_the_mean_and_not_on_the_carrier() -> None:
+    options = {"ratio_mean": 1.0, "clip_low": 0.2, "clip_high": 0.2}
+    output, gradient = evaluate(case((1.0, 1.0)), **options)
+    assert output.clipped.tolist() == MASK
+    assert output.loss.item() == pytest.approx(-1.2)
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_small_power_is_the_geometric_mean(dtype: torch.dtype) -> None:
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch(3).items()}
+    geometric, gradient = evaluate(inputs, clip_low=0.5, clip_high=9.0)
+    near, near_gradient = evaluate(inputs, ratio_mean=1e-7, clip_low=0.5, clip_high=9.0)
+    torch.testing.assert_close(near.ratio, geometric.ratio, rtol=1e-6, atol=0)
+    torch.testing.assert_close(near_gradient, gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("power", [0.3, 1.0])
+def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> None:
+    far = {k: v.float() if v.is_floating_point() else v for k, v in batch(8, spread=500.0).items()}
+    output, gradient = evaluate(far, ratio_mean=power)
+    assert output.loss.isfinite()
+    assert gradient.isfinite().all()
+    low = torch.full((1, 4), -18.0)
+    inputs = {
+        "logprobs": low + torch.tensor([[0.0, 0.1, 0.2, 0.3]]),
+        "old_logprobs": torch.zeros(1, 4),
+        "advantages": torch.ones(1),
+        "mask": torch.ones(1, 4, dtype=torch.bool),
+    }
+    wanted = reference.policy_loss(**{k: v.numpy() for k, v in inputs.items()}, ratio_mean=power)
+    np.testing.assert_allclose(evaluate(inputs, ratio_mean=power)[0].ratio, wanted.ratio, rtol=1e-5)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=15)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    power=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    dual=st.sampled_from([None, 1.5]),
+)
+def test_loss_and_gradient_are_those_of_the_reference(
+    aggregation: str, level: str, seed: int, power: float, dual: float | None
+) -> None:
+    inputs = batch(seed)
+    inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
+    options: dict[str, Any] = {
+        "ratio_level": level,
+        "aggregation": aggregation,
+        "max_tokens": 7,
+        "ratio_mean": power,
+        "dual_clip": dual,
+        "clip_low": 0.1,
+        "clip_high": 0.2,
+        "kl_coef": 0.3,
+    }
+    output, gradient = evaluate(inputs, **options)
+    expected = reference.policy_loss(**{k: v.numpy() for k, v in inputs.items()}, **options)
+    np.testing.assert_allclose(output.loss.item(), expected.loss, atol=1e-11)
+    np.testing.assert_allclose(gradient, expected.gradient, atol=1e-11)
+    np.testing.assert_allclose(output.ratio, expected.ratio, rtol=1e-11)
+    np.testing.assert_array_equal(output.clipped, expected.clipped)
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_finite_differences_match_the_carriers(level: str, aggregation: str) -> None:
+    inputs = batch(2, rows=2, length=6)
+    power, base, mask = 0.7, inputs["logprobs"], inputs["mask"]
+    options = {
+        "ratio_level": level,
+        "ratio_mean": power,
+        "aggregation": aggregation,
+        "max_tokens": 4,
+        "clip_low": 0.9,
+        "clip_high": 9.0,
+    }
+    output, gradient = evaluate(inputs, **options)
+    ratio_T = (base - inputs["old_logprobs"]).exp()
+
+    def literal(logprobs: Tensor) -> Tensor:
+        # the carrier s^(1-p) w^p pi / sg[pi] with the stop-gradient parts frozen at the base
+        frozen = output.ratio ** (1 - power) * ratio_T**power
+        values = torch.where(mask, frozen * (logprobs - base).exp() * inputs["advantages"], 0.0)
+        if aggregation == "token_mean":
+            return -values.sum() / mask.sum()
+        if aggregation == "token_sum":
+            return -values.sum() / 4 / 2
+        return -(values.sum(1) / mask.sum(1)).mean()
+
+    torch.testing.assert_close(output.loss, literal(base))
+    for index in np.ndindex(*base.shape):
+        step = torch.zeros_like(base)
+        step[index] = 1e-5
+        slope = (literal(base + step) - literal(base - step)) / 2e-5
+        assert gradient[index].item() == pytest.approx(slope.item(), abs=1e-8)
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0])
+def test_uniform_advantages_make_the_value_that_of_the_ratio(power: float) -> None:
+    inputs = batch(5)
+    inputs["advantages"] = torch.tensor([1.0, -0.5, 2.0, -2.0], dtype=torch.float64)
+    output, _ = evaluate(inputs, ratio_mean=power, clip_low=0.9, clip_high=9.0)
+    s_B = output.ratio[:, 0]
+    assert output.loss.item() == pytest.approx(-(s_B * inputs["advantages"]).mean().item())
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**32 - 1), cut=st.integers(1, 3), power=st.sampled_from([0.0, 0.5]))
+def test_microbatches_change_nothing(aggregation: Any, seed: int, cut: int, power: float) -> None:
+    inputs = batch(seed)
+    options = {"aggregation": aggregation, "max_tokens": 7, "ratio_mean": power}
+    whole, gradient = evaluate(inputs, **options)
+    count = int(inputs["mask"].sum()) if aggregation == "token_mean" else 4
+    total, parts = 0.0, []
+    for rows in (slice(0, cut), slice(cut, 4)):
+        part = {k: v[rows] for k, v in inputs.items()}
+        mask, logprobs = part["mask"], part["logprobs"].clone().requires_grad_()
+        loss = packed_policy_loss(
+            logprobs[mask],
+            part["old_logprobs"][mask],
+            part["advantages"][mask],
+            mask.nonzero()[:, 0],
+            num_sequences=len(mask),
+            normaliser=count,
+            **options,
+        ).loss
+        total += loss.item()
+        parts += torch.autograd.grad(loss, logprobs)
+    assert total == pytest.approx(whole.loss.item(), abs=1e-12)
+    torch.testing.assert_close(torch.cat(parts), gradient, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_empty_sequences_change_nothing(aggregation: str) -> None:
+    inputs = batch(6)
+    options = {"aggregation": aggregation, "max_tokens": 3}
+    whole, _ = evaluate({k: v[:3] for k, v in inputs.items()}, **options)
+    inputs["mask"][3] = False
+    output, gradient = evaluate(inputs, **options)
+    torch.testing.assert_close(output.loss, whole.loss)
+    assert not gradient[3].any()
+    inputs["mask"][:] = False
+    assert evaluate(inputs, **options)[0].loss == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"aggregation": "mean"}, "aggregation is 'mean'"),
+        ({"aggregation": "token_sum"}, "max_tokens is None with aggregation 'token_sum'"),
+        ({"ratio_mean": 1.5}, r"ratio_mean is 1.5; expected a number in \[0, 1\]"),
+    ],
+)
+def test_impossible_settings_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        policy_loss(**{**batch(9), **options})

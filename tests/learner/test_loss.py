@@ -1,0 +1,262 @@
+"""Losses as choices: their settings, how the learner uses them, and a loss of one's own."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_env import registry
+from gspo_env.batch import pack
+from gspo_env.errors import BatchError, ConfigError
+from gspo_env.learner import (
+    GRPO,
+    GSPO,
+    DrGRPO,
+    Learner,
+    LearnerConfig,
+    Loss,
+    LossInput,
+    ObjectiveOutput,
+    packed_policy_loss,
+    reference,
+)
+
+OWN = f"{Path(__file__).parents[2] / 'examples' / 'own_loss.py'}:SquashedRatio"
+
+
+def learner_of(model, loss, **config):
+    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
+    return Learner(copy.deepcopy(model), loss, settings, total_steps=8)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gspo", GSPO), ("grpo", GRPO), ("dr_grpo", DrGRPO)])
+def test_a_loss_is_found_by_name(name, kind):
+    assert registry.find("loss", name) is kind
+    assert registry.name_of("loss", kind()) == name
+
+
+def test_losses_and_settings_are_imported_without_torch():
+    code = (
+        "import sys; from gspo_env.learner import GSPO, LearnerConfig, Loss; GSPO(); "
+        "assert not {'torch', 'transformers'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"clip_low": 1.0}, "clip_low is 1.0"),
+        ({"clip_high": float("inf")}, "clip_high is inf"),
+        ({"dual_clip": 1.0}, "dual_clip is 1.0; expected 0 or a number above"),
+        ({"dual_clip": float("nan")}, "dual_clip is nan"),
+        ({"ratio_mean": -0.1}, "ratio_mean is -0.1"),
+        ({"ratio_mean": 0.5, "ratio_level": "token"}, "with ratio_level 'token'; expected 0"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"kl_coef": -0.1}, "kl_coef is -0.1"),
+        ({"correction_cap": 0.5}, "correction_cap is 0.5"),
+        ({"correction": "mask", "old_logprobs": "engine"}, "already holds"),
+    ],
+)
+def test_an_impossible_value_is_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        GSPO(**values)
+
+
+def test_the_defaults_are_those_of_the_papers():
+    assert (GSPO().ratio_level, GSPO().clip_range) == ("sequence", (1 - 3e-4, 1 + 4e-4))
+    assert (GRPO().ratio_level, GRPO().clip_range) == ("token", (0.8, 1.27))
+    assert GRPO().aggregation == "sequence_mean"
+    assert (DrGRPO().ratio_level, DrGRPO().aggregation) == ("token", "token_sum")
+
+
+def inputs_of(seed=0):
+    """Two sequences of a minibatch of five with 40 tokens."""
+    rng = np.random.default_rng(seed)
+    old = torch.tensor(-rng.exponential(1.0, 7))
+    return LossInput(
+        logprobs_N=(old + torch.tensor(0.3 * rng.standard_normal(7))).requires_grad_(),
+        old_logprobs_N=old,
+        advantages_N=torch.tensor(rng.standard_normal(7)),
+        sequence_N=torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+        turn_N=torch.tensor([0, 0, 1, 1, 0, 1, 1]),
+        reference_logprobs_N=old - 0.1,
+        engine_logprobs_N=old + 0.2,
+        num_sequences=2,
+        episodes=5,
+        tokens=40,
+    )
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        GSPO(clip_low=0.1, clip_high=0.2, dual_clip=1.5, kl_coef=0.1),
+        GSPO(ratio_level="turn", ratio_mean=1.0, correction="truncated", correction_cap=1.1),
+        GRPO(aggregation="token_mean"),
+        DrGRPO(max_tokens=11),
+    ],
+)
+def test_every_setting_reaches_the_loss_and_sums_are_divided_by_the_minibatch(loss):
+    inputs = inputs_of()
+    output = loss.compute(inputs)
+    settings = dataclasses.asdict(loss)
+    names = ("ratio_level", "clip_low", "clip_high", "aggregation", "max_tokens", "ratio_mean")
+    options: dict[str, Any] = {name: settings[name] for name in names}
+    rho = reference.truncated_importance_weights(
+        inputs.old_logprobs_N, inputs.engine_logprobs_N, cap=loss.correction_cap
+    )
+    rows = {
+        "old_logprobs": inputs.old_logprobs_N,
+        "advantages": inputs.advantages_N,
+        "turn_ids": inputs.turn_N,
+        "reference_logprobs": inputs.reference_logprobs_N,
+        "importance_weights": rho if loss.correction == "truncated" else np.ones(7),
+    }
+
+    def padded(values):
+        values = np.asarray(values)
+        return np.stack([values[:4], np.append(values[4:], 0)])
+
+    expected = reference.policy_loss(
+        padded(inputs.logprobs_N.detach()),
+        **{name: padded(values) for name, values in rows.items()},
+        mask=[[True] * 4, [True, True, True, False]],
+        dual_clip=loss.dual_clip or None,
+        kl_coef=loss.kl_coef,
+        **options,
+    )
+    share = 7 / 40 if loss.aggregation == "token_mean" else 2 / 5
+    assert output.loss.item() == pytest.approx(share * expected.loss, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        GSPO(clip_low=0.5, clip_high=9.0, old_logprobs="engine"),
+        GSPO(clip_low=0.5, clip_high=9.0, old_logprobs="engine", ratio_mean=1.0),
+        GRPO(aggregation="token_mean", old_logprobs="engine"),
+        DrGRPO(max_tokens=20, old_logprobs="engine"),
+    ],
+)
+def test_the_gradient_does_not_depend_on_how_a_minibatch_is_cut(model, samples, gradients, loss):
+    whole, metrics = gradients(learner_of(model.double(), loss), samples)
+    cut, cut_metrics = gradients(learner_of(model, loss, microbatch_tokens=40), samples)
+    assert cut_metrics["train/loss"] == pytest.approx(metrics["train/loss"], abs=1e-7)
+    for name, value in whole.items():
+        torch.testing.assert_close(cut[name], value, rtol=1e-5, atol=1e-8)
+
+
+def test_dr_grpo_weighs_every_token_alike(model, samples, gradients):
+    """Its gradient is the plain sum over tokens, which GRPO divides by each length."""
+    loss = DrGRPO(max_tokens=10, clip_low=0.9, clip_high=9.0)
+    found, _ = gradients(learner_of(model.double(), loss), samples)
+    plain = learner_of(model, GSPO())
+    batch = pack(samples)
+    logprobs_N = plain.scorer(batch)[0].logprobs_N
+    (-(logprobs_N * batch.advantages_N).sum() / 10 / len(samples)).backward()
+    for name, parameter in plain.policy.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_a_loss_of_ones_own_trains(model, samples):
+    squashed = registry.find("loss", OWN)
+    learner = learner_of(model, squashed(bound=0.2), minibatches=3, learning_rate=1e-3)
+    before = learner.logprobs(pack(samples))
+    metrics = [learner.update(samples, seed) for seed in range(4)][-1]
+    moved = learner.logprobs(pack(samples)) - before
+    assert float((moved * pack(samples).advantages_N).mean()) > 0.0
+    assert np.exp(-0.2) < metrics["train/ratio_min"] < 1 < metrics["train/ratio_max"] < np.exp(0.2)
+    assert metrics["train/logprob_diff_max"] > 0
+    # it reports no clip and no KL
+    assert not {"train/clipped_fraction", "train/ratio_outside_clip", "train/kl"} & {*metrics}
+    with pytest.raises(ConfigError, match=r"bound is 0\.0"):
+        squashed(bound=0.0)
+
+
+def test_the_example_is_at_most_40_lines():
+    assert len(Path(OWN.partition(":")[0]).read_text().splitlines()) <= 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imitation(Loss):
+    """Reads the reference and the engine's log-probabilities."""
+
+    needs_reference = True
+    old_logprobs = "engine"
+
+    def compute(self, inputs: LossInput) -> ObjectiveOutput:
+        """Pulls the policy towards its reference."""
+        assert inputs.reference_logprobs_N is not None
+        assert torch.equal(inputs.old_logprobs_N, inputs.engine_logprobs_N)
+        distance_N = inputs.logprobs_N - inputs.reference_logprobs_N
+        return ObjectiveOutput(loss=distance_N.square().sum() / inputs.tokens, kl=distance_N)
+
+
+def test_a_loss_says_what_it_needs(model, samples):
+    learner = learner_of(model, Imitation(), minibatches=2, learning_rate=1e-3)
+    metrics = learner.update(samples)
+    assert "train/kl" in metrics
+    assert "train/ratio" not in metrics
+    unknown = [dataclasses.replace(s, engine_logprobs=None) for s in samples]
+    with pytest.raises(BatchError, match="not known"):
+        learner.update(unknown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faulty(Loss):
+    """Returns whatever a test gives it."""
+
+    result: Any
+
+    def compute(self, inputs: LossInput) -> Any:
+        """Calls it."""
+        return self.result(inputs.logprobs_N)
+
+
+def output_of(**parts):
+    return lambda logprobs_N: ObjectiveOutput(loss=logprobs_N.sum(), **parts)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda lp: ObjectiveOutput(loss=lp.sum() * float("nan")), "loss of Faulty is nan"),
+        (lambda lp: ObjectiveOutput(loss=lp.sum() / 0), "loss of Faulty is -inf"),
+        (lambda lp: ObjectiveOutput(loss=lp[:3]), r"loss of Faulty is a tensor of shape \(3,\)"),
+        (lambda lp: ObjectiveOutput(loss=lp.detach().sum()), "a scalar tensor with a gradient"),
+        (lambda lp: ObjectiveOutput(loss=0.5), "loss of Faulty is 0.5; expected a scalar tensor"),
+        (lambda lp: lp.sum(), "Faulty.compute returned Tensor; expected ObjectiveOutput"),
+        (lambda lp: None, "Faulty.compute returned NoneType; expected ObjectiveOutput"),
+        (output_of(ratio=torch.ones(2)), r"ratio of Faulty has shape \(2,\); expected \(\d+,\)"),
+        (output_of(kl=0.5), "kl of Faulty is 0.5; expected a tensor"),
+    ],
+)
+def test_a_faulty_loss_is_named_before_it_changes_a_weight(model, samples, result, message):
+    learner = learner_of(model, Faulty(result=result))
+    before = [p.clone() for p in learner.policy.parameters()]
+    with pytest.raises(BatchError, match=message):
+        learner.update(samples)
+    assert all(map(torch.equal, before, learner.policy.parameters()))
+    assert all(p.grad is None for p in learner.policy.parameters())
+
+
+def test_the_packed_loss_has_no_kl_without_a_reference():
+    inputs = inputs_of()
+    output = packed_policy_loss(
+        inputs.logprobs_N,
+        inputs.old_logprobs_N,
+        inputs.advantages_N,
+        inputs.sequence_N,
+        num_sequences=2,
+    )
+    assert output.kl is None

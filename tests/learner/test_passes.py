@@ -1,0 +1,153 @@
+"""The learner's parts: prepare, score, backward, step; and dropout, which is off in all of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import OPTConfig, OPTForCausalLM
+
+from gspo_env.batch import Sample, pack
+from gspo_env.errors import BatchError
+from gspo_env.learner import GSPO, Learner, LearnerConfig
+
+
+def learner_of(model, loss=None, **config):
+    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
+    return Learner(copy.deepcopy(model), loss or GSPO(), settings, total_steps=8)
+
+
+def with_dropout(kind, model):
+    """A model whose dropout is in its adapter's modules, or in its layers' own code."""
+    if kind == "adapter":
+        adapter = LoraConfig(
+            r=2, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False
+        )
+        return get_peft_model(copy.deepcopy(model), adapter)
+    shape = OPTConfig(
+        vocab_size=200,
+        hidden_size=32,
+        ffn_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        dropout=0.5,
+        pad_token_id=0,
+    )
+    return OPTForCausalLM(shape)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["adapter", "layers"])
+def test_dropout_is_off_in_every_pass(model, samples, gradients, kind, checkpointing):
+    given = with_dropout(kind, model)
+    learner = learner_of(given, checkpointing=checkpointing)
+    learner.policy.train()  # as the user, or another library, left it
+    batch = pack(samples)
+    before = learner.logprobs(batch)
+    torch.testing.assert_close(learner.scorer(batch)[0].logprobs_N, before, rtol=0, atol=1e-6)
+    found, metrics = gradients(learner, samples)
+    again, _ = gradients(learner, samples)
+    assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
+    plain, _ = gradients(learner_of(given), samples)
+    for name, value in found.items():
+        torch.testing.assert_close(again[name], value, rtol=0, atol=0)
+        torch.testing.assert_close(plain[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adapter", "layers"])
+def test_checkpointing_repeats_every_layer(model, samples, kind):
+    learner = learner_of(with_dropout(kind, model), checkpointing=True)
+    calls = []
+    for module in learner.policy.modules():
+        if type(module).__name__ in ("Qwen3MLP", "OPTAttention"):
+            module.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    for minibatch in learner.score(learner.prepare(samples)):
+        learner.backward(minibatch)
+    assert len(calls) == 2 * learner.policy.config.num_hidden_layers
+    learner.step()
+    calls.clear()
+    learner.logprobs(pack(samples))
+    assert len(calls) == learner.policy.config.num_hidden_layers
+
+
+def test_the_parts_make_the_update(model, samples):
+    whole, parts = (learner_of(model, minibatches=3, learning_rate=1e-3) for _ in range(2))
+    whole.update(samples, 5)
+    minibatches = parts.prepare(samples, 5)
+    assert [m.first for m in minibatches] == [True, False, False]
+    assert sum(m.episodes for m in minibatches) == len(samples)
+    assert sum(m.tokens for m in minibatches) == sum(len(s.advantages) for s in samples)
+    scored = parts.score(minibatches)
+    assert minibatches[1].microbatches[0].trainer_logprobs_N is None  # nothing was written to
+    assert scored[0].microbatches[0].trainer_logprobs_N is None
+    assert scored[1].microbatches[0].trainer_logprobs_N is not None
+    for minibatch in scored:
+        parts.backward(minibatch)
+        assert parts.step() > 0
+    for a, b in zip(whole.policy.parameters(), parts.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("loss", [GSPO(), GSPO(kl_coef=0.1)])
+def test_a_minibatch_that_was_not_scored_is_refused(model, samples, loss):
+    learner = learner_of(model, loss, minibatches=2)
+    first, second = learner.prepare(samples)
+    learner.backward(first)
+    learner.step()
+    with pytest.raises(BatchError, match="expected a minibatch that `score` returned"):
+        learner.backward(second)
+    if loss.kl_coef:
+        with pytest.raises(BatchError, match="expected a minibatch that `score` returned"):
+            learner.backward(first)
+
+
+def empty_sample():
+    return Sample(token_ids=np.arange(1, 9), turn_ids=np.full(8, -1), advantages=np.empty(0))
+
+
+def test_samples_without_a_model_token_change_nothing(model, samples, gradients):
+    found, metrics = gradients(learner_of(model), [empty_sample(), *samples])
+    wanted, wanted_metrics = gradients(learner_of(model), samples)
+    assert metrics["train/loss"] == wanted_metrics["train/loss"]
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+    assert np.isfinite([*learner_of(model).update([empty_sample(), *samples]).values()]).all()
+    with pytest.raises(BatchError, match="no sample has a model token"):
+        learner_of(model).update([empty_sample()])
+    with pytest.raises(BatchError, match="no sample has a model token"):
+        learner_of(model).update([])
+
+
+def test_one_sample_and_more_minibatches_than_samples(model, samples):
+    metrics = learner_of(model, minibatches=8).update(samples[:1])
+    assert np.isfinite([*metrics.values()]).all()
+    learner = learner_of(model, minibatches=8)
+    assert [m.episodes for m in learner.prepare(samples[:3])] == [1, 1, 1]
+    assert np.isfinite([*learner.update(samples[:3]).values()]).all()
+
+
+def test_unknown_engine_logprobs_of_some_samples_leave_the_others_measured(model, samples):
+    mixed = [
+        dataclasses.replace(s, engine_logprobs=None) if n == 0 else s for n, s in enumerate(samples)
+    ]
+    metrics = learner_of(model, microbatch_tokens=1).update(mixed)  # a row for each sample
+    assert metrics["train/logprob_diff_max"] > 0
+    metrics = learner_of(model).update(mixed)  # one row
+    assert not any("logprob_diff" in name or "outside" in name for name in metrics)
+
+
+def test_log_ratios_of_any_size_give_finite_gradients(model, samples, gradients):
+    far = [
+        dataclasses.replace(s, engine_logprobs=s.engine_logprobs + sign * 1e4)
+        for s, sign in zip(samples, [1, -1] * 6, strict=True)
+    ]
+    for power in (0.0, 1.0):
+        loss = GSPO(old_logprobs="engine", ratio_mean=power)
+        found, metrics = gradients(learner_of(model, loss), far)
+        assert np.isfinite(metrics["train/loss"])
+        assert all(value.isfinite().all() for value in found.values())

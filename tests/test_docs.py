@@ -1,0 +1,111 @@
+"""The documentation is valid: code blocks, links, and the names of our modules and files."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from gspo_env.env.registration import ENTRY_POINT_GROUP
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAME = re.compile(r"\bgspo_(?:env|envs|agents)(?:\.[A-Za-z_]\w*)+")
+FILE = re.compile(r"(?<![\w/.])(?:gspo_env|envs|agents|tests|benchmarks|examples)/[\w/.-]+\.\w+")
+
+
+def page(path):
+    return pytest.param(path, id=path.name)
+
+
+pages = pytest.mark.parametrize("path", list(map(page, PAGES)))
+
+
+def blocks(path, language):
+    """The code of a page's blocks, each at its own line, so that errors name the line."""
+    text = path.read_text()
+    for block in BLOCK.finditer(text):
+        if block[1] == language:
+            yield "\n" * text.count("\n", 0, block.start(2)) + block[2]
+
+
+def anchors(path):
+    """The anchors that GitHub gives to the headings of a page."""
+    text = BLOCK.sub("", path.read_text())
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+def is_missing(name):
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ImportError):
+        return True
+    return False
+
+
+def imported_names(code):
+    """The dotted names that a block imports from our packages."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gspo_"):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pages
+def test_python_blocks_compile(path):
+    for code in blocks(path, "python"):
+        compile(code, str(path), "exec")
+
+
+@pages
+def test_python_blocks_import_what_exists(path):
+    names = {name for code in blocks(path, "python") for name in imported_names(code)}
+    assert sorted(filter(is_missing, names)) == []
+
+
+@pages
+def test_toml_blocks_parse(path):
+    for code in blocks(path, "toml"):
+        tomllib.loads(code)
+
+
+@pages
+def test_links_and_images_exist(path):
+    broken = []
+    for link in LINK.findall(BLOCK.sub("", path.read_text())):
+        target, _, anchor = link.partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        file = path.parent / target if target else path
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(link)
+    assert broken == []
+
+
+@pages
+def test_named_modules_and_objects_exist(path):
+    names = set(NAME.findall(path.read_text())) - {ENTRY_POINT_GROUP}
+    assert sorted(filter(is_missing, names)) == []
+
+
+@pages
+def test_named_files_exist(path):
+    files = set(FILE.findall(path.read_text()))
+    assert sorted(name for name in files if not (ROOT / name).exists()) == []
+
+
+def test_the_architecture_table_lists_the_import_layers_in_order():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(c["layers"] for c in contracts["contracts"] if c["type"] == "layers")
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## Packages")[2]
+    rows = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
+    names = [re.findall(r"`(\w+)(?:\.py|/)`", row) for row in rows]
+    order = [layer for layer in reversed(layers) if layer != "__main__"]
+    assert [name for row in names for name in row] == order

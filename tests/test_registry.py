@@ -1,0 +1,56 @@
+"""Choices are found by name: ours, a plugin's, a user's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gspo_env.errors import ConfigError
+from gspo_env.registry import BUILTIN, find, name_of, names
+
+PLUGIN = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Flat:
+    level: float = 1.0
+    def advantages(self, group):
+        return [[self.level] * len(e.turns) for e in group.episodes]
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """An installed package that announces an estimator."""
+    (tmp_path / "flat_credit.py").write_text(PLUGIN)
+    info = tmp_path / "flat_credit-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flat-credit\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[gspo_env.advantages]\nflat = flat_credit:Flat\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_plugins_class_is_found_by_its_entry_point_and_keeps_its_name(plugin):
+    flat = find("advantage", "flat")
+    assert "flat" in names("advantage")
+    assert name_of("advantage", flat(level=2.0)) == "flat"
+    with pytest.raises(ConfigError, match="expected one of: flat"):
+        find("advantage", "flats")
+
+
+@pytest.mark.parametrize("kind", sorted(BUILTIN))
+def test_every_built_in_choice_has_defaults_and_the_name_that_finds_it(kind):
+    for name in BUILTIN[kind]:
+        assert name_of(kind, find(kind, name)()) == name
+
+
+def test_no_choice_needs_a_heavy_library_to_be_described():
+    code = (
+        "import sys; from gspo_env.registry import BUILTIN, find; import gspo_env.config\n"
+        "[find(kind, name)() for kind in BUILTIN for name in BUILTIN[kind]]\n"
+        "print({'torch', 'transformers', 'mlflow', 'vllm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "set()", done.stderr
