@@ -4,12 +4,12 @@
         httpx httpcore jinja2
     python benchmarks/against_trl.py DIR
 
-Groups of eight episodes with 512 tokens in common, three turns, ragged lengths; the same token ids,
-masks, advantages and old log-probabilities, GSPO's sequence ratio. TRL's own loss, log-probability
-head and padding run as its trainer calls them (left-padded prompts, right-padded completions, one
-group a microbatch), with the same gradient clip and optimiser. Losses and gradients are compared
-before anything is timed. TRL is timed as shipped and with the compact head that it uses on a GPU.
-Process CPU time, one thread.
+Groups of eight episodes with a common prefix of 512 tokens, three turns and ragged lengths. Both
+get the same token ids, masks, advantages and old log-probabilities, and use GSPO's sequence ratio.
+TRL's loss, log-probability head and padding run as its trainer calls them (left-padded prompts,
+right-padded completions, one group per microbatch), with the same gradient clip and optimiser.
+Losses and gradients are compared first. TRL is timed as shipped, and with the compact head that it
+uses on a GPU. Process CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -109,40 +109,40 @@ def _padded(group: list[Sample], prompt: int) -> dict[str, torch.Tensor]:
 
 
 def with_real_logprobs(learner: Learner, groups: list[list[Sample]]) -> list[list[Sample]]:
-    """The policy's own log-probabilities, a little off, as pi_old."""
+    """Sets pi_old to the policy's log-probabilities plus noise."""
     rng = np.random.default_rng(1)
 
-    def near(sample):
-        own = learner.logprobs(learner.pack([sample])).numpy().astype(np.float64)
-        old = own + rng.normal(0.05 * rng.normal(), 0.1, len(own))
+    def noisy(sample):
+        policy = learner.logprobs(learner.pack([sample])).numpy().astype(np.float64)
+        old = policy + rng.normal(0.05 * rng.normal(), 0.1, len(policy))
         return dataclasses.replace(sample, engine_logprobs=old)
 
-    return [[near(s) for s in group] for group in groups]
+    return [[noisy(s) for s in group] for group in groups]
 
 
 def compare(learner: Learner, peer: Peer, samples: list[Sample]) -> None:
-    """Prints how far losses and gradients are apart, and stops where they are not the same."""
+    """Prints the difference of losses and gradients; stops if it is too large."""
     (minibatch,) = learner.score(learner.prepare(samples))
     passes = learner.backward(minibatch)
-    loss = sum(p.loss for p in passes)
+    loss = sum(float(p.output.loss) for p in passes)
     clipped = torch.cat([p.output.clipped for p in passes]).float().mean()
     theirs = peer.backward()
     ours = dict(learner.policy.named_parameters())
-    wanted = {n: p.grad for n, p in peer.model.named_parameters()}
-    total = sum(float(g.square().sum()) for g in wanted.values()) ** 0.5
-    apart = sum(float((ours[n].grad - g).square().sum()) for n, g in wanted.items()) ** 0.5
+    expected = {n: p.grad for n, p in peer.model.named_parameters()}
+    total = sum(float(g.square().sum()) for g in expected.values()) ** 0.5
+    difference = sum(float((ours[n].grad - g).square().sum()) for n, g in expected.items()) ** 0.5
     print(
-        f"loss {loss:.7f} and {theirs:.7f}; gradients apart by {apart / total:.0e}"
+        f"loss {loss:.7f} and {theirs:.7f}; gradients differ by {difference / total:.0e}"
         f" of their norm; {clipped:.0%} of tokens clipped"
     )
-    if apart > 1e-4 * total or abs(loss - theirs) > 1e-5:
-        raise SystemExit("not the same work")
+    if difference > 1e-4 * total or abs(loss - theirs) > 1e-5:
+        raise SystemExit("the updates are not the same")
     learner.optimizer.zero_grad()
     peer.optimizer.zero_grad()
 
 
 def main() -> None:
-    """Prints the seconds of all and how many times faster ours is."""
+    """Prints the seconds of each and how many times as fast ours is."""
     parser = argparse.ArgumentParser()
     parser.add_argument("trl", help="the folder that TRL was installed into")
     parser.add_argument("--model", choices=("small", "large"), default="small")
@@ -187,7 +187,7 @@ def main() -> None:
     ours = show("ours", times[0], "s")
     for name, row in (("TRL as shipped", times[1]), ("TRL with its compact head", times[2])):
         theirs = show(name, row, "s")
-        print(f"  ours is {theirs / ours:.2f} times as fast (at least 4 wanted)")
+        print(f"  ours is {theirs / ours:.2f} times as fast (at least 4 expected)")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Shared prefixes: an update with and without them, alternately, in one process.
+"""The time of an update with and without shared prefixes, alternately, in one process.
 
     python benchmarks/prefix.py            # hidden 128, 4 layers
     python benchmarks/prefix.py --large    # 100 M parameters
 
-Groups of eight episodes with 512 tokens in common and 64 to 128 of their own; and episodes that
-share nothing, where the search for shared tokens must cost nothing. Process CPU time, one thread.
+First, groups of eight episodes with a common prefix of 512 tokens and 64 to 128 tokens after it.
+Then episodes that share nothing, for which the search for shared tokens must cost nothing. Process
+CPU time, one thread.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def gradients(learner, samples) -> dict[str, torch.Tensor]:
 
 
 def unshared(work) -> None:
-    """Runs something with sharing switched off."""
+    """Runs `work` with sharing switched off."""
     kept, prefix._WORTH = prefix._WORTH, 2.0
     try:
         return work()
@@ -39,24 +40,27 @@ def unshared(work) -> None:
         prefix._WORTH = kept
 
 
-def compare(model, samples, rounds: int, wanted: str) -> None:
+def compare(model, samples, rounds: int, expected: str) -> None:
     """Prints the time of both and their ratio."""
     config = LearnerConfig(minibatches=1, learning_rate=1e-9, warmup_steps=0)
     learner = Learner(copy.deepcopy(model), GSPO(), config, total_steps=10**6)
     ours = gradients(learner, samples)
     plain = unshared(lambda: gradients(learner, samples))
-    apart = max(float((ours[n] - g).norm() / g.norm().clamp(min=1e-20)) for n, g in plain.items())
+    errors = [(ours[n] - g).norm() / g.norm().clamp(min=1e-20) for n, g in plain.items()]
+    error = float(max(errors))
     times = alternate(
         rounds,
         lambda: cpu_seconds(lambda: learner.update(samples)),
         lambda: cpu_seconds(lambda: unshared(lambda: learner.update(samples))),
     )
     shared, whole = show("shared", times[0], "s"), show("each episode alone", times[1], "s")
-    print(f"  {whole / shared:.2f} times as fast ({wanted}); float32 gradients within {apart:.0e}")
+    print(
+        f"  {whole / shared:.2f} times as fast ({expected}); float32 gradients within {error:.0e}"
+    )
 
 
 def main() -> None:
-    """Prints what sharing gains, and what it costs where there is nothing to share."""
+    """Prints the gain of sharing, and its cost if there is nothing to share."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--large", action="store_true", help="100 M parameters")
     parser.add_argument(
@@ -73,13 +77,13 @@ def main() -> None:
     count, rounds = arguments.groups or (1 if large else 4), arguments.rounds or (3 if large else 7)
     samples = [s for _ in range(count) for s in group(shared=512, own=(64, 128))]
     total = sum(len(s.token_ids) for s in samples)
-    print(f"\n{count} groups of 8, 512 tokens shared, 64 to 128 own: {total} tokens")
-    compare(model, samples, rounds, f"at least {3.3 if large else 3} wanted")
+    print(f"\n{count} groups of 8, 512 tokens shared, 64 to 128 not: {total} tokens")
+    compare(model, samples, rounds, f"at least {3.3 if large else 3} expected")
     count = 4 if large else 32
     samples = [s for _ in range(count) for s in group(shared=0, own=(256, 512), size=1)]
     total = sum(len(s.token_ids) for s in samples)
     print(f"\n{count} episodes that share nothing: {total} tokens")
-    compare(model, samples, max(rounds, 7), "at least 0.98 wanted")  # two alike need more rounds
+    compare(model, samples, max(rounds, 7), "at least 0.98 expected")  # two alike need more rounds
 
 
 if __name__ == "__main__":

@@ -14,17 +14,17 @@ class JsonLines:
 
     def start(self, run):
         (run.folder / "params.json").write_text(json.dumps(run.params, default=str))
-        return Writer(run.folder, self.file)
+        return Writer(run.folder, run.folder / self.file)
 
 
 class Writer:
     def __init__(self, folder, file):
-        self.folder = folder
-        self.lines = open(folder / file, "a")
-        self.how_to_look = f"cat {folder / file}"
+        self.folder, self.file = folder, file
+        self.how_to_look = f"cat {file}"
 
     def log(self, metrics, step):
-        print(json.dumps({"step": step, **metrics}), file=self.lines, flush=True)
+        with self.file.open("a") as lines:
+            lines.write(json.dumps({"step": step, **metrics}) + "\n")
 
     def text(self, name, text):
         self.log({"text": text}, name)
@@ -35,4 +35,3 @@ class Writer:
 
     def finish(self, status):
         self.log({}, status)
-        self.lines.close()

@@ -1,4 +1,8 @@
 from .learner import Learner as Learner
+from .learner import Microbatch as Microbatch
+from .learner import Minibatch as Minibatch
+from .log import PassStats as PassStats
+from .log import UpdateStats as UpdateStats
 from .loss import GRPO as GRPO
 from .loss import GSPO as GSPO
 from .loss import ClippedLoss as ClippedLoss

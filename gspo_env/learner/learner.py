@@ -35,10 +35,10 @@ class Microbatch:
 
     row: PackedBatch
     trainer_logprobs_N: Tensor | None = None
-    """By the policy before the first step; None in the first minibatch, whose own pass makes them,
-    or if nothing needs them."""
+    """By the policy before the first step; None if nothing needs them, and in the first minibatch,
+    because its backward pass gives the same numbers."""
     reference_logprobs_N: Tensor | None = None
-    """By the reference; None if it is still the policy itself, or if nothing needs them."""
+    """By the reference; None if the policy still equals it, or if nothing needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Learner:
         temperature: The sampling temperature; logits are divided by it.
 
     Raises:
-        ConfigError: More than one process was launched.
+        ConfigError: `loss` is not a loss, or more than one process was launched.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class Learner:
         total_steps: int,
         temperature: float = 1.0,
     ) -> None:
+        if not isinstance(loss, Loss):
+            raise ConfigError(f"loss is {loss!r}; expected a loss such as GSPO()")
         self.loss, self.config = loss, config
         use_ragged_attention(model)
         self.accelerator = Accelerator()
@@ -132,7 +134,6 @@ class Learner:
             passes=tuple(passes),
             grad_norms=tuple(grad_norms),
             learning_rate=float(self.scheduler.get_last_lr()[0]),
-            tokens=sum(len(s.token_ids) for s in samples if s.mask.any()),
             seconds=time.perf_counter() - started,
             clip_range=self.loss.clip_range,
         )
@@ -231,25 +232,19 @@ class Learner:
         before_N = policy_N if minibatch.first else microbatch.trainer_logprobs_N
         inputs = self._loss_input(microbatch, minibatch, predictions.logprobs_N, before_N)
         output = _checked(self.loss.compute(inputs), self.loss, len(policy_N))
-        total, sequences = output.loss, len(row.lengths_B)
+        total = output.loss
         if router_balance is not None:
-            weight = coefficient * sequences / minibatch.episodes
-            total = total + weight * router_balance.loss
+            row_loss = coefficient * router_balance.loss * len(row.lengths_B)
+            total = total + row_loss / minibatch.episodes
             router_balance = dataclasses.replace(router_balance, loss=router_balance.loss.detach())
         self.accelerator.backward(total)
-        mismatch_N = None
-        if before_N is not None and row.engine_logprobs_N is not None:
-            mismatch_N = before_N - row.engine_logprobs_N
         return PassStats(
-            loss=float(output.loss.detach()),
+            row=row,
             output=dataclasses.replace(output, loss=output.loss.detach()),
             entropy_N=predictions.entropy_N,
             top1_N=predictions.top1_N,
             router_balance=router_balance,
-            mismatch_N=mismatch_N,
-            sequence_N=row.sequence_N,
-            sequences=sequences,
-            tokens=len(row.input_ids_T),
+            before_N=before_N,
         )
 
     def _loss_input(
@@ -305,31 +300,27 @@ class Learner:
 
 
 def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutput:
-    """The output of a loss, which a user may have written; only its scalar keeps a gradient."""
+    """Checks the output of a loss, which a user may have written; only its loss keeps a gradient.
+
+    Raises:
+        BatchError: The loss is not a finite scalar with a gradient, or a part has another shape.
+    """
     name = type(loss).__name__
     if not isinstance(output, ObjectiveOutput):
+        got = type(output).__name__
+        raise BatchError(f"compute of {name} returned {got}; expected ObjectiveOutput")
+    parts = {part: getattr(output, part) for part in ("ratio", "clipped", "kl")}
+    known = {part: values for part, values in parts.items() if values is not None}
+    for part, values in {"loss": output.loss, **known}.items():
+        shape = () if part == "loss" else (tokens,)
+        if not isinstance(values, Tensor) or values.shape != shape:
+            got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+            raise BatchError(f"the {part} of {name} is {got}; expected a tensor of shape {shape}")
+    if not (output.loss.isfinite() and output.loss.requires_grad):
         raise BatchError(
-            f"{name}.compute returned {type(output).__name__}; expected ObjectiveOutput"
+            f"the loss of {name} is {output.loss}; expected a finite number with a gradient"
         )
-    value: Any = output.loss
-    if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
-        got = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        )
-        raise BatchError(f"the loss of {name} is {got}; expected a scalar tensor with a gradient")
-    if not value.isfinite():
-        raise BatchError(f"the loss of {name} is {float(value)}; expected a finite number")
-    parts: dict[str, Tensor | None] = {}
-    for field in ("ratio", "clipped", "kl"):
-        part: Any = getattr(output, field)
-        if part is not None and not isinstance(part, Tensor):
-            raise BatchError(f"{field} of {name} is {part!r}; expected a tensor or None")
-        if part is not None and part.shape != (tokens,):
-            raise BatchError(
-                f"{field} of {name} has shape {tuple(part.shape)}; expected ({tokens},)"
-            )
-        parts[field] = None if part is None else part.detach()
-    return dataclasses.replace(output, **parts)  # type: ignore[arg-type]
+    return dataclasses.replace(output, **{part: values.detach() for part, values in known.items()})
 
 
 def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, GspoEnvError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,44 @@ RatioLevel = Literal["sequence", "turn", "token"]
 Aggregation = Literal["sequence_mean", "token_mean", "token_sum"]
 Correction = Literal["none", "truncated", "mask"]
 OldLogprobs = Literal["trainer", "engine"]
+
+
+def check_settings(
+    error: type[GspoEnvError],
+    *,
+    ratio_level: str,
+    ratio_mean: float,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
+    aggregation: str,
+    max_tokens: int,
+    kl_coef: float,
+) -> None:
+    """Raises `error` if a setting of the clipped policy loss is impossible."""
+    levels, ways, high = get_args(RatioLevel), get_args(Aggregation), 1 + clip_high
+    for name, value, allowed, possible in (
+        ("ratio_level", ratio_level, f"one of {levels}", ratio_level in levels),
+        ("aggregation", aggregation, f"one of {ways}", aggregation in ways),
+        ("clip_low", clip_low, "a number in [0, 1)", 0 <= clip_low < 1),
+        ("clip_high", clip_high, "a number of at least 0", 0 <= clip_high < math.inf),
+        (
+            "dual_clip",
+            dual_clip,
+            f"0 or above {high}",
+            not dual_clip or high < dual_clip < math.inf,
+        ),
+        ("ratio_mean", ratio_mean, "a number in [0, 1]", 0 <= ratio_mean <= 1),
+        ("max_tokens", max_tokens, "at least 1", max_tokens >= 1),
+        ("kl_coef", kl_coef, "a number of at least 0", 0 <= kl_coef < math.inf),
+    ):
+        if not possible:
+            raise error(f"{name} is {value!r}; expected {allowed}")
+    if ratio_mean and ratio_level == "token":
+        raise error(
+            f"ratio_mean is {ratio_mean!r} with ratio_level 'token'; expected 0, because the ratio "
+            "of a token is no mean"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,26 +158,7 @@ class ClippedLoss(Loss):
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
-        if not 0 <= self.clip_low < 1:
-            raise ConfigError(f"clip_low is {self.clip_low!r}; expected a number in [0, 1)")
-        if not (self.clip_high >= 0 and math.isfinite(self.clip_high)):
-            raise ConfigError(f"clip_high is {self.clip_high!r}; expected a number of at least 0")
-        if self.dual_clip != 0 and not 1 + self.clip_high < self.dual_clip < math.inf:
-            raise ConfigError(
-                f"dual_clip is {self.dual_clip!r}; expected 0 or a number above 1 + clip_high, "
-                f"{1 + self.clip_high!r}"
-            )
-        if not 0 <= self.ratio_mean <= 1:
-            raise ConfigError(f"ratio_mean is {self.ratio_mean!r}; expected a number in [0, 1]")
-        if self.ratio_mean and self.ratio_level == "token":
-            raise ConfigError(
-                f"ratio_mean is {self.ratio_mean!r} with ratio_level 'token'; expected 0, because "
-                "the ratio of a token is no mean"
-            )
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens is {self.max_tokens!r}; expected at least 1")
-        if not (self.kl_coef >= 0 and math.isfinite(self.kl_coef)):
-            raise ConfigError(f"kl_coef is {self.kl_coef!r}; expected a number of at least 0")
+        check_settings(ConfigError, **self._settings())
         if not self.correction_cap >= 1:
             raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
         if self.correction != "none" and self.old_logprobs == "engine":
@@ -182,19 +201,18 @@ class ClippedLoss(Loss):
             inputs.advantages_N,
             inputs.sequence_N,
             num_sequences=inputs.num_sequences,
-            ratio_level=self.ratio_level,
             turn_ids_N=inputs.turn_N,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip or None,
-            aggregation=self.aggregation,
-            max_tokens=self.max_tokens,
-            ratio_mean=self.ratio_mean,
             reference_logprobs_N=inputs.reference_logprobs_N,
-            kl_coef=self.kl_coef,
             importance_weights_N=weights_N,
             normaliser=inputs.tokens if self.aggregation == "token_mean" else inputs.episodes,
+            **self._settings(),
         )
+
+    def _settings(self) -> dict[str, Any]:
+        """The settings of `packed_policy_loss`."""
+        others = ("old_logprobs", "correction", "correction_cap")
+        names = (f.name for f in fields(ClippedLoss) if f.name not in others)
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

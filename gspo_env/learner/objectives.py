@@ -6,13 +6,13 @@ Axis letters: B sequences, T tokens, N model tokens (those that the policy sampl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from gspo_env.errors import BatchError
-from gspo_env.learner.loss import Aggregation, Correction, RatioLevel
+from gspo_env.learner.loss import Aggregation, Correction, RatioLevel, check_settings
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this size before `exp`, so that no ratio overflows."""
@@ -22,13 +22,13 @@ LOG_RATIO_LIMIT = 20.0
 class ObjectiveOutput:
     """The loss and its parts: (B, T) from `policy_loss`, (N,) from `packed_policy_loss`.
 
-    A loss of your own may leave the parts out; the metrics of what is None are absent.
+    A loss of your own may leave out the parts; the metrics of parts that are None are absent.
     """
 
     loss: Tensor
     """Scalar; the only field with a gradient."""
     ratio: Tensor | None = None
-    """The importance ratio of each token, 1 where the mask is false."""
+    """The importance ratio of each token, 1 if the mask is false."""
     clipped: Tensor | None = None
     """True on the tokens whose policy gradient the clip blocks."""
     kl: Tensor | None = None
@@ -45,9 +45,9 @@ def policy_loss(
     turn_ids: Tensor | None = None,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    dual_clip: float | None = None,
+    dual_clip: float = 0.0,
     aggregation: Aggregation = "sequence_mean",
-    max_tokens: int | None = None,
+    max_tokens: int = 1024,
     ratio_mean: float = 0.0,
     reference_logprobs: Tensor | None = None,
     kl_coef: float = 0.0,
@@ -58,14 +58,15 @@ def policy_loss(
     `aggregation` is `sequence_mean` (mean over a sequence's tokens, then over sequences),
     `token_mean` (mean over all tokens) or `token_sum` (sum over tokens divided by the constant
     `max_tokens`, then mean over sequences). `ratio_mean` is the power p of the mean over token
-    ratios: 0 is the geometric mean of GSPO, 1 the arithmetic mean.
+    ratios: 0 is the geometric mean of GSPO, 1 the arithmetic mean. `dual_clip` bounds the ratio of
+    negative advantages from above; 0 sets no bound.
 
     The content of a masked-out slot, NaN included, changes neither the loss nor its gradient.
     Sequences without a model token count in neither the sum nor the number of sequences.
 
     Shapes:
         logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
-        reference_logprobs, importance_weights: (B, T) where given.
+        reference_logprobs, importance_weights: (B, T) if given.
 
     Raises:
         BatchError: Shapes do not fit together, or a setting is impossible.
@@ -77,32 +78,28 @@ def policy_loss(
     _check_padded(logprobs, advantages, mask)
     if advantages.ndim == 1:
         advantages = advantages[:, None].expand(logprobs.shape)
-    optional = {
-        "old_logprobs": old_logprobs,
-        "turn_ids": turn_ids,
-        "reference_logprobs": reference_logprobs,
-        "importance_weights": importance_weights,
-    }
-    for name, tensor in optional.items():
-        _check_shape(name, tensor, logprobs.shape)
-    rows_N = mask.nonzero()[:, 0]
+
+    def packed(name: str, values: Tensor | None) -> Any:
+        _check_shape(name, values, logprobs.shape)
+        return None if values is None else values[mask]
+
     output = packed_policy_loss(
         logprobs[mask],
-        old_logprobs[mask],
+        packed("old_logprobs", old_logprobs),
         advantages[mask],
-        rows_N,
+        mask.nonzero()[:, 0],
         num_sequences=len(mask),
         ratio_level=ratio_level,
-        turn_ids_N=None if turn_ids is None else turn_ids[mask],
+        turn_ids_N=packed("turn_ids", turn_ids),
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
         aggregation=aggregation,
         max_tokens=max_tokens,
         ratio_mean=ratio_mean,
-        reference_logprobs_N=None if reference_logprobs is None else reference_logprobs[mask],
+        reference_logprobs_N=packed("reference_logprobs", reference_logprobs),
         kl_coef=kl_coef,
-        importance_weights_N=None if importance_weights is None else importance_weights[mask],
+        importance_weights_N=packed("importance_weights", importance_weights),
     )
     ones, zeros = torch.ones_like(logprobs, dtype=output.loss.dtype), torch.zeros_like(mask)
     return ObjectiveOutput(
@@ -128,9 +125,9 @@ def packed_policy_loss(
     turn_ids_N: Tensor | None = None,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    dual_clip: float | None = None,
+    dual_clip: float = 0.0,
     aggregation: Aggregation = "sequence_mean",
-    max_tokens: int | None = None,
+    max_tokens: int = 1024,
     ratio_mean: float = 0.0,
     reference_logprobs_N: Tensor | None = None,
     kl_coef: float = 0.0,
@@ -153,7 +150,17 @@ def packed_policy_loss(
     Source:
         See `policy_loss`.
     """
-    _check_settings(ratio_level, clip_low, clip_high, dual_clip, kl_coef, ratio_mean)
+    check_settings(
+        BatchError,
+        ratio_level=ratio_level,
+        ratio_mean=ratio_mean,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        aggregation=aggregation,
+        max_tokens=max_tokens,
+        kl_coef=kl_coef,
+    )
     tensors = {
         "old_logprobs_N": old_logprobs_N,
         "advantages_N": advantages_N,
@@ -293,13 +300,13 @@ def _clipped_objective(
     adv_N: Tensor,
     clip_low: float,
     clip_high: float,
-    dual_clip: float | None,
+    dual_clip: float,
 ) -> tuple[Tensor, Tensor]:
-    """min(s A, clip(s) A) with the gradient of the carrier, and where the clip blocks it."""
+    """min(s A, clip(s) A) with the gradient of the carrier, and whether the clip blocks it."""
     low, high = 1 - clip_low, 1 + clip_high
     clipped_N = ((adv_N > 0) & (ratio_N > high)) | ((adv_N < 0) & (ratio_N < low))
     objective_N = torch.where(clipped_N, ratio_N.clamp(low, high), carrier_N) * adv_N
-    if dual_clip is not None:
+    if dual_clip:
         above_N = (adv_N < 0) & (ratio_N > dual_clip)
         objective_N = torch.where(above_N, dual_clip * adv_N, objective_N)
         clipped_N = clipped_N | above_N
@@ -307,7 +314,7 @@ def _clipped_objective(
 
 
 def _k3(lp_N: Tensor, reference_N: Tensor) -> Tensor:
-    """k3 = r - 1 - log r with r = pi_ref / pi; zero exactly where the two agree."""
+    """k3 = r - 1 - log r with r = pi_ref / pi; exactly zero if the two agree."""
     log_r_N = (reference_N.detach().to(lp_N.dtype) - lp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_r_N) - log_r_N
 
@@ -317,12 +324,10 @@ def _aggregate(
     sequence_ids_N: Tensor,
     num_sequences: int,
     aggregation: Aggregation,
-    max_tokens: int | None,
+    max_tokens: int,
     normaliser: float | None,
 ) -> Tensor:
     """One number from the objective of every token."""
-    if aggregation not in get_args(Aggregation):
-        raise BatchError(f"aggregation is {aggregation!r}; expected one of {get_args(Aggregation)}")
     if normaliser is not None and not normaliser > 0:
         raise BatchError(f"normaliser is {normaliser!r}; expected a number above 0")
     if aggregation == "token_mean":
@@ -330,37 +335,9 @@ def _aggregate(
     lengths_B = torch.bincount(sequence_ids_N, minlength=num_sequences)
     count = (lengths_B > 0).sum().clamp(min=1) if normaliser is None else normaliser
     if aggregation == "token_sum":
-        if max_tokens is None or max_tokens < 1:
-            raise BatchError(
-                f"max_tokens is {max_tokens!r} with aggregation 'token_sum'; expected at least 1"
-            )
         return objective_N.sum() / max_tokens / count
     weight_N = lengths_B.clamp(min=1).to(objective_N.dtype).reciprocal()[sequence_ids_N]
     return (objective_N * weight_N).sum() / count
-
-
-def _check_settings(
-    ratio_level: str,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    kl_coef: float,
-    ratio_mean: float,
-) -> None:
-    if ratio_level not in get_args(RatioLevel):
-        raise BatchError(f"ratio_level is {ratio_level!r}; expected one of {get_args(RatioLevel)}")
-    if not 0 <= clip_low < 1:
-        raise BatchError(f"clip_low is {clip_low!r}; expected a number in [0, 1)")
-    if not 0 <= clip_high < float("inf"):
-        raise BatchError(f"clip_high is {clip_high!r}; expected a number of at least 0")
-    if dual_clip is not None and not dual_clip > 1 + clip_high:
-        raise BatchError(
-            f"dual_clip is {dual_clip!r}; expected a number above 1 + clip_high, or None"
-        )
-    if not 0 <= kl_coef < float("inf"):
-        raise BatchError(f"kl_coef is {kl_coef!r}; expected a number of at least 0")
-    if not 0 <= ratio_mean <= 1:
-        raise BatchError(f"ratio_mean is {ratio_mean!r}; expected a number in [0, 1]")
 
 
 def _check_padded(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> None:

@@ -22,7 +22,7 @@ class ReferenceOutput:
     gradient: FloatArray
     """The loss's derivative with respect to each log-probability."""
     ratio: FloatArray
-    """The importance ratio, 1 where the mask is false."""
+    """The importance ratio, 1 if the mask is false."""
     clipped: BoolArray
     """True if the clip blocks the policy gradient."""
     kl: FloatArray
@@ -39,9 +39,9 @@ def policy_loss(
     turn_ids: ArrayLike | None = None,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
-    dual_clip: float | None = None,
+    dual_clip: float = 0.0,
     aggregation: str = "sequence_mean",
-    max_tokens: int = 1,
+    max_tokens: int = 1024,
     ratio_mean: float = 0.0,
     reference_logprobs: ArrayLike | None = None,
     kl_coef: float = 0.0,
@@ -117,7 +117,7 @@ def _or(values: ArrayLike | None, default: FloatArray) -> FloatArray:
 
 def _bound(s: float, a: float, low: float, high: float, dual_clip: float | None) -> float | None:
     """The bound that replaces s in min(s a, clip(s) a), or None if s itself stays."""
-    if dual_clip is not None and a < 0 and s > dual_clip:
+    if dual_clip and a < 0 and s > dual_clip:
         return dual_clip
     bounded = min(max(s, 1 - low), 1 + high)
     return bounded if bounded * a < s * a else None

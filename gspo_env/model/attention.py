@@ -164,7 +164,7 @@ class PackedAttention:
 
 
 def buckets(sizes: np.ndarray[Any, Any], order: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Splits an order of falling sizes where padding would cost more than another call."""
+    """Splits an order of falling sizes into buckets, each cheaper to pad than to split again."""
     cuts = [0]
     for n, episode in enumerate(order):
         if sizes[order[cuts[-1]]] > _WASTE * sizes[episode]:

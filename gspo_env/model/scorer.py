@@ -84,17 +84,9 @@ def _checkpointed_layers(model: Any) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]
     for layer in layers:
-        layer.register_forward_pre_hook(_training_off)
-        layer.register_forward_hook(_training_on, always_call=True)
+        layer.register_forward_pre_hook(lambda m, _: setattr(m, "training", False))
+        layer.register_forward_hook(lambda m, *_: setattr(m, "training", True), always_call=True)
     return layers
-
-
-def _training_off(layer: nn.Module, _: Any) -> None:
-    layer.training = False
-
-
-def _training_on(layer: nn.Module, *_: Any) -> None:
-    layer.training = True
 
 
 def _attention(batch: PackedBatch) -> PackedAttention:

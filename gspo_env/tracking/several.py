@@ -19,7 +19,7 @@ from gspo_env.tracking.base import RunInfo, Status, Tracker, TrackerChoice, flat
 _log = logging.getLogger(__name__)
 
 NON_FINITE = "tracking/non_finite"
-"""The metric that counts the NaN and infinite values that were dropped at a step."""
+"""The metric that counts the values of a step that are no finite numbers and were dropped."""
 
 
 class Several:
@@ -70,11 +70,12 @@ class Several:
             _log.error("%s", problem)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records metrics of a step; non-finite values are dropped, counted and logged."""
-        values = {name: float(value) for name, value in metrics.items()}
+        """Records finite metrics of a step; other values are dropped, counted and logged."""
+        values = {name: _number(value) for name, value in metrics.items()}
         dropped = [name for name, value in values.items() if not math.isfinite(value)]
         for name in dropped:
-            _log.warning("step %d: metric %s is %s; not recorded", step, name, values.pop(name))
+            _log.warning("step %d: metric %s is %s; not recorded", step, name, metrics[name])
+            del values[name]
         if dropped:
             values[NON_FINITE] = float(len(dropped))
         self._each("log", lambda tracker: tracker.log(values, step))
@@ -133,6 +134,13 @@ class Several:
         elif name not in self._errors:
             _log.error("tracker %s failed, the run continues: %s", name, found[0])
         self._errors.setdefault(name, []).extend(found)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def start(choice: TrackerChoice, run: RunInfo) -> Several:

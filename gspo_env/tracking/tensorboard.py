@@ -34,7 +34,7 @@ class TensorBoardTracker:
     def __init__(self, folder: Path) -> None:
         with needs("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        self.writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+        self.writer: Any = SummaryWriter(str(folder))
         self.how_to_look = f"tensorboard --logdir {shlex.quote(str(folder))}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

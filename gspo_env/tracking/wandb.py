@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,18 +24,17 @@ class WandB:
         """Begins the run; a comparison's runs form a group."""
         with needs("wandb"):
             import wandb
-        who = {"name": run.name, "group": run.group, "config": {**run.tags, **run.params}}
-        where = {"project": self.project, "mode": self.mode, "dir": run.folder}
-        off = {"console": "off"}  # else it takes over stdout
-        return WandBTracker(wandb.init(**who, **where, reinit="create_new", settings=off))
+        who = {**asdict(self), "name": run.name, "group": run.group, "dir": run.folder}
+        how = {"config": {**run.tags, **run.params}, "reinit": "create_new"}
+        return WandBTracker(wandb.init(**who, **how, settings={"console": "off"}))
 
 
 class WandBTracker:
     """One run. Texts and files lie under its Files, folders under its Artifacts."""
 
     def __init__(self, run: Any) -> None:
-        self._run = run
-        self.how_to_look = run.url or f"wandb sync {shlex.quote(str(Path(run.dir).parent))}"
+        self._run, folder = run, shlex.quote(str(Path(run.dir).parent))
+        self.how_to_look = f"wandb sync {folder}" if run.offline else str(run.url)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Adds a row to the history."""

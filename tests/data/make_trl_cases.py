@@ -1,9 +1,9 @@
-"""Writes `trl_cases.json`: losses and gradients of TRL's GRPO trainer on random numbers.
+"""Makes `trl_cases.json`: losses and gradients of TRL's own GRPO trainer on random numbers.
 
     pip install "trl==1.16.0" && python tests/data/make_trl_cases.py
 
-`GRPOTrainer._compute_loss` is called unchanged. The log-probabilities of the case replace the
-forward pass of the model.
+`GRPOTrainer._compute_loss` is called as it is; only the model pass before it is replaced, by the
+log-probabilities of the case.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from accelerate import Accelerator
 from trl import GRPOTrainer
 
 ROWS, TOKENS = 6, 7
+VARIANTS = {
+    "grpo": {},
+    "dr_grpo": {"aggregation": "token_sum", "max_tokens": 11},
+    "bnpo": {"aggregation": "token_mean"},
+    "delta": {"dual_clip": 1.5},
+}
+"""Our settings for TRL's loss types, and for its upper bound `delta`."""
 
 
-def trl_loss(logprobs, case, level):
-    """The loss that TRL computes from the log-probabilities."""
+def trl_loss(logprobs, case, level, variant):
+    """The loss that TRL computes from these log-probabilities."""
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (
             logprobs,
@@ -34,10 +41,11 @@ def trl_loss(logprobs, case, level):
         off_policy_mask_threshold=None,
         importance_sampling_level=level,
         beta=0.0,
-        loss_type="grpo",
+        loss_type="grpo" if variant == "delta" else variant,
+        max_completion_length=11,
         epsilon_low=case["clip_low"],
         epsilon_high=case["clip_high"],
-        args=SimpleNamespace(delta=None),
+        args=SimpleNamespace(delta=1.5 if variant == "delta" else None),
         use_vllm=False,
         vllm_importance_sampling_correction=False,
         model=SimpleNamespace(training=True),
@@ -58,7 +66,7 @@ def trl_loss(logprobs, case, level):
 
 
 def main() -> None:
-    """Random cases: with and without clipping, both ratio levels, different lengths."""
+    """Random cases: clipping active and not, both levels, ragged lengths, all variants once."""
     generator = torch.Generator().manual_seed(0)
     cases = []
     for clip_low, clip_high, drift in ((3e-4, 4e-4, 3e-3), (0.2, 0.27, 0.8), (0.03, 0.05, 0.5)):
@@ -73,12 +81,16 @@ def main() -> None:
             "mask": (torch.arange(TOKENS) < lengths).tolist(),
             "advantages": torch.randn(ROWS, generator=generator, dtype=torch.float64).tolist(),
         }
-        for level in ("sequence", "token"):
+        runs = [("sequence", "grpo"), ("token", "grpo")]
+        if clip_low == 0.2:
+            runs += [("token", variant) for variant in ("dr_grpo", "bnpo", "delta")]
+        for level, variant in runs:
             logprobs = torch.tensor(case["logprobs"], dtype=torch.float64, requires_grad=True)
-            loss = trl_loss(logprobs, case, level)
+            loss = trl_loss(logprobs, case, level, variant)
             loss.backward()
             answer = {"loss": float(loss.detach()), "gradient": logprobs.grad.tolist()}
-            cases.append(case | {"ratio_level": level} | answer)
+            options = {"ratio_level": level, **VARIANTS[variant]}
+            cases.append({**case, "options": options, **answer})
     Path(__file__).with_name("trl_cases.json").write_text(json.dumps(cases) + "\n")
 
 

@@ -144,13 +144,14 @@ def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> Non
 @given(
     seed=st.integers(0, 2**32 - 1),
     power=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
-    dual=st.sampled_from([None, 1.5]),
+    dual=st.sampled_from([0.0, 1.5]),
 )
 def test_loss_and_gradient_are_those_of_the_reference(
-    aggregation: str, level: str, seed: int, power: float, dual: float | None
+    aggregation: str, level: str, seed: int, power: float, dual: float
 ) -> None:
     inputs = batch(seed)
     inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
+    power = 0.0 if level == "token" else power
     options: dict[str, Any] = {
         "ratio_level": level,
         "aggregation": aggregation,
@@ -256,7 +257,8 @@ def test_empty_sequences_change_nothing(aggregation: str) -> None:
     ("options", "message"),
     [
         ({"aggregation": "mean"}, "aggregation is 'mean'"),
-        ({"aggregation": "token_sum"}, "max_tokens is None with aggregation 'token_sum'"),
+        ({"aggregation": "token_sum", "max_tokens": 0}, "max_tokens is 0; expected at least 1"),
+        ({"ratio_mean": 1.0, "ratio_level": "token"}, "with ratio_level 'token'; expected 0"),
         ({"ratio_mean": 1.5}, r"ratio_mean is 1.5; expected a number in \[0, 1\]"),
     ],
 )

@@ -25,11 +25,11 @@ seeds = st.integers(0, 2**32 - 1)
 
 @pytest.mark.parametrize("case", TRL_CASES)
 def test_loss_and_gradient_are_those_of_trl(case: dict[str, Any]) -> None:
-    """TRL 1.16, `loss_type="grpo"`, uniform advantages: see `tests/data/make_trl_cases.py`."""
+    """TRL 1.16, three loss types, uniform advantages: see `tests/data/make_trl_cases.py`."""
     names = ("logprobs", "old_logprobs", "advantages", "mask")
     inputs = {n: torch.tensor(case[n]) for n in names if n == "mask"}
     inputs |= {n: torch.tensor(case[n], dtype=torch.float64) for n in names if n != "mask"}
-    options = {n: case[n] for n in ("ratio_level", "clip_low", "clip_high")}
+    options = {n: case[n] for n in ("clip_low", "clip_high")} | case["options"]
     output, gradient = evaluate(inputs, **options)
     np.testing.assert_allclose(output.loss.item(), case["loss"], atol=1e-12, rtol=0)
     np.testing.assert_allclose(gradient, case["gradient"], atol=1e-12, rtol=0)

@@ -1,0 +1,190 @@
+"""The adapters over the real libraries, offline; run with `pytest -m trackers`."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from gspo_env.tracking import MLflow, RunInfo, TensorBoard, Trackio, WandB, combine, start
+from gspo_env.tracking.several import NON_FINITE, Several
+
+pytestmark = pytest.mark.trackers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory):
+    """Trackio's folder, which it reads when it is imported, and no calls home."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("home")
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        patch.setenv("WANDB_ERROR_REPORTING", "false")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        patch.chdir(folder)
+        yield folder
+
+
+def record(choice, folder: Path, name: str = "a run, é", **more) -> Several:
+    """A run with everything that a tracker can be given."""
+    (folder / "out" / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "out" / "model" / "weights.txt").write_text("1")
+    (folder / "out" / "config.toml").write_text("a = 1")
+    picture(folder / "out" / "curve.png")
+    info = RunInfo(
+        name=name,
+        folder=folder / "out",
+        params={"learner": {"rate": 1e-5, "none": None, "list": [1, 2]}},
+        tags={"env": "gspo/Lookup-v0"},
+        **more,
+    )
+    with start(choice, info) as tracker:
+        for step in range(3):
+            tracker.log({"train/loss": step / 2, "näme, odd": 1.0, "x": float("nan")}, step)
+            tracker.text(f"episodes/step {step}.txt", f"héllo\n*{step}*")
+        tracker.log({f"m/{i}": float(i) for i in range(10_000)}, step=3)
+        tracker.artifact(folder / "out" / "curve.png")
+        tracker.artifact(folder / "out" / "config.toml")
+        tracker.artifact(folder / "out" / "model", "model")
+    assert tracker.problems == []
+    return tracker
+
+
+def picture(path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    Figure().savefig(path)
+
+
+def events(folder: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    read.Reload()
+    return read
+
+
+def test_tensorboard_reads_back_curves_texts_and_pictures(tmp_path: Path) -> None:
+    tracker = record(TensorBoard(), tmp_path)
+    read = events(tmp_path / "out")
+    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(0, 0), (1, 0.5), (2, 1)]
+    assert read.Scalars(NON_FINITE)[0].value == 1
+    assert len(read.Tags()["scalars"]) == 10_003
+    assert read.Tags()["images"] == ["curve"]
+
+    def text(name: str) -> str:
+        return read.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
+
+    assert "| learner.rate | 1e-05 |" in text("params")
+    assert "| env | gspo/Lookup-v0 |" in text("params")
+    assert text("episodes/step 2.txt") == "    héllo\n    *2*"
+    assert text("status") == "FINISHED"
+    assert tracker.how_to_look == f"tensorboard --logdir {tmp_path / 'out'}"
+
+
+def test_tensorboard_can_write_to_a_folder_of_its_own_and_twice(tmp_path: Path) -> None:
+    for _ in range(2):
+        record(TensorBoard(log_dir=str(tmp_path / "tb")), tmp_path, name="one")
+    assert len(events(tmp_path / "tb" / "one").Scalars("train/loss")) == 6
+
+
+def test_trackio_stores_a_run_and_runs_of_a_comparison_as_a_group(tmp_path: Path) -> None:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    tracker = record(Trackio(project="trk"), tmp_path)
+    assert tracker.how_to_look == "trackio show --project trk"
+    record(Trackio(project="trk"), tmp_path, name="child", parent=tmp_path)
+    rows = SQLiteStorage.get_logs("trk", "a run, é")
+    loss = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert loss == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert any(row.get("m/9999") == 9999 for row in rows)
+    assert any(row.get("status", {}).get("_value") == "FINISHED" for row in rows)
+    assert any("héllo" in str(row.get("episodes/step 1.txt")) for row in rows)
+    config = SQLiteStorage.get_run_config("trk", "a run, é")
+    assert (config["learner.rate"], config["env"]) == (1e-5, "gspo/Lookup-v0")
+    child = SQLiteStorage.get_run_config("trk", "child")
+    assert child["_Group"] == tmp_path.name
+
+
+def test_wandb_writes_a_run_that_can_be_synced(tmp_path: Path) -> None:
+    tracker = record(WandB(mode="offline"), tmp_path)
+    (folder,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
+    assert tracker.how_to_look == f"wandb sync {folder}"
+    files = folder / "files"
+    assert (files / "episodes" / "step 2.txt").read_text() == "héllo\n*2*"
+    assert (files / "config.toml").read_text() == "a = 1"
+    assert (files / "curve.png").exists()
+    records = read_wandb(next(folder.glob("*.wandb")))
+    losses = [float(v) for r in records for k, v in history(r) if k == "train/loss"]
+    assert losses == [0.0, 0.5, 1.0]
+    kinds = [record.WhichOneof("record_type") for record in records]
+    assert "artifact" in str(kinds) or "request" in kinds
+    assert next(r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit") == 0
+
+
+def history(record):
+    for item in record.history.item:
+        yield item.key or item.nested_key[0], item.value_json
+
+
+def read_wandb(path: Path):
+    """The records of a run's file: LevelDB's log format behind a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, place, part, found = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:  # a block's padding
+            place += left
+            continue
+        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        part += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            found.append(wandb_internal_pb2.Record.FromString(part))
+            part = b""
+    return found
+
+
+@pytest.mark.parametrize(("status", "code"), [("FAILED", 1), ("KILLED", 255)])
+def test_wandb_ends_a_failed_run_with_an_exit_code(tmp_path: Path, status, code) -> None:
+    info = RunInfo(name="bad", folder=tmp_path)
+    start(WandB(mode="offline"), info).finish(status)
+    records = read_wandb(next(tmp_path.glob("wandb/offline-run-*/*.wandb")))
+    assert next(r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit") == code
+
+
+def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path: Path) -> None:
+    from gspo_env.compare.record import Recorder
+
+    (tmp_path / "run").mkdir()
+    picture(tmp_path / "curve.png")
+    choice = combine("tensorboard,trackio,wandb")(wandb=WandB(mode="offline"))
+    said: list[str] = []
+    for _ in range(2):
+        with Recorder(choice, tmp_path, {"seeds": 1}, said.append) as recorder:
+            recorder.child("one", tmp_path / "run", {"a": 1}, [(0, {"x": 1.0})])
+            recorder.artifact(tmp_path / "curve.png")
+    assert said == []
+    assert len(events(tmp_path / "run").Scalars("x")) == 1
+    assert events(tmp_path).Tags()["images"] == ["curve"]
+
+
+def test_one_of_two_trackers_fails_and_the_other_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_env.tracking.mlflow._PATIENCE", 0.5)
+    choice = combine("mlflow,tensorboard")(mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
+    with start(choice, RunInfo(name="two", folder=tmp_path)) as tracker:
+        tracker.log({"a": 1.0}, 1)
+    assert tracker.failed == {"mlflow"}
+    assert events(tmp_path).Scalars("a")[0].value == 1
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_folder_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, name: str) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    choice = combine(f"{name},none")(**{name: WandB(mode="offline")} if name == "wandb" else {})
+    with start(choice, RunInfo(name="r", folder=blocked / "out")) as tracker:
+        tracker.log({"a": 1.0}, 1)
+    assert tracker.failed <= {name}

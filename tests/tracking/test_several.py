@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import pickle
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.registry import find
+from gspo_env.tracking import NoTracker, RunInfo, combine, start
+from gspo_env.tracking.base import flatten, needs
+from gspo_env.tracking.several import NON_FINITE, Several, parts
+
+OWN = str(Path(__file__).parents[2] / "examples" / "own_tracker.py")
+
+
+class Level(Enum):
+    TURN = "turn"
+
+
+@dataclass(frozen=True)
+class Learner:
+    learning_rate: float = 1e-5
+    level: Level = Level.TURN
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Notes every call."""
+
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def start(self, run):
+        self.calls.append(("start", run))
+        return self
+
+    def log(self, metrics, step):
+        self.calls.append(("log", metrics, step))
+
+    def text(self, name, text):
+        self.calls.append(("text", name, text))
+
+    def artifact(self, path, folder=""):
+        self.calls.append(("artifact", path, folder))
+
+    def finish(self, status):
+        self.calls.append(("finish", status))
+
+    how_to_look = "look here"
+
+
+class Broken:
+    """Raises in every method of its trackers."""
+
+    def start(self, run):
+        return self
+
+    def __getattr__(self, name):
+        raise OSError(f"{name} is broken")
+
+
+class NeverStarts:
+    def start(self, run):
+        raise ConnectionError("nobody answers")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunInfo:
+    return RunInfo(name="first", folder=tmp_path, params={"learner": Learner(), "empty": {}})
+
+
+def test_flatten_names_the_leaves_of_mappings_and_dataclasses() -> None:
+    tree = {"a": Learner(), "b": {"c": {"d": [1, 2]}, "e": {}}, "f": None}
+    assert flatten(tree) == {
+        "a.learning_rate": 1e-5,
+        "a.level": "turn",
+        "b.c.d": [1, 2],
+        "b.e": {},
+        "f": None,
+    }
+    assert flatten({}) == {}
+
+
+def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(
+    run: RunInfo, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept()
+    choices = {"broken": Broken(), "silent": NeverStarts(), "kept": kept}
+    with Several(choices, run) as tracker:
+        tracker.log({"a": 1}, step=1)
+        tracker.text("a.txt", "a")
+        tracker.artifact("model", "model")
+    tracker.finish("FAILED")
+    tracker.log({"a": 2}, step=2)
+    assert tracker.how_to_look == "look here"
+    assert kept.calls[0][1].params == {
+        "learner.learning_rate": 1e-5,
+        "learner.level": "turn",
+        "empty": {},
+    }
+    assert kept.calls[1:] == [
+        ("log", {"a": 1.0}, 1),
+        ("text", "a.txt", "a"),
+        ("artifact", Path("model"), "model"),
+        ("finish", "FINISHED"),
+    ]
+    assert tracker.failed == {"broken", "silent"}
+    assert sorted(tracker.problems) == [
+        "broken did NOT record everything: 5 calls failed, the first was "
+        "log: OSError: log is broken",
+        "silent did NOT record everything: 1 call failed, the first was start: "
+        "ConnectionError: nobody answers",
+    ]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ZeroDivisionError, "FAILED"), (KeyboardInterrupt, "KILLED")]
+)
+def test_an_exception_of_the_run_is_never_hidden_and_ends_it_as_failed(
+    run: RunInfo, caplog: pytest.LogCaptureFixture, error: type[BaseException], status: str
+) -> None:
+    kept = Kept()
+    with pytest.raises(error), Several({"broken": Broken(), "kept": kept}, run):
+        raise error
+    assert kept.calls[-1] == ("finish", status)
+    assert "broken did NOT record everything" in caplog.text
+
+
+def test_non_finite_metrics_never_reach_a_tracker(
+    run: RunInfo, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = Kept()
+    with caplog.at_level(logging.WARNING), Several({"kept": kept}, run) as tracker:
+        tracker.log({"a": float("nan"), "b": float("-inf"), "c": 3, "d": None}, step=4)
+    assert kept.calls[1] == ("log", {"c": 3.0, NON_FINITE: 3.0}, 4)
+    assert "step 4: metric a is nan" in caplog.text
+    assert "step 4: metric d is None" in caplog.text
+
+
+def test_a_missing_extra_stops_the_run_before_it_begins_with_the_install_command(
+    run: RunInfo,
+) -> None:
+    class Missing:
+        def start(self, run):
+            with needs("wandb"):
+                import no_such_package  # noqa: F401
+
+    kept = Kept()
+    with pytest.raises(MissingExtraError, match=r"pip install 'gspo-env\[wandb\]'"):
+        Several({"kept": kept, "missing": Missing()}, run)
+    assert kept.calls[-1] == ("finish", "FAILED")
+
+
+def test_no_tracker_writes_nothing(run: RunInfo, tmp_path: Path) -> None:
+    with start(NoTracker(), run) as tracker:
+        tracker.log({"a": 1.0}, step=1)
+        tracker.text("a.txt", "a")
+        tracker.artifact(tmp_path)
+    assert tracker.how_to_look == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_combined_trackers_are_one_choice_with_the_settings_of_each(run: RunInfo) -> None:
+    names = f"none,{OWN}:JsonLines"
+    both = tyro.cli(combine(names), args=["--jsonlines.file", "lines.jsonl"])
+    assert combine(names) is combine(names)
+    assert both == combine(names)(jsonlines=find("tracker", f"{OWN}:JsonLines")(file="lines.jsonl"))
+    assert list(parts(both)) == ["none", f"{OWN}:JsonLines"]
+    assert pickle.loads(pickle.dumps(both)) == both
+    assert dataclasses.replace(both) == both
+    with start(both, run) as tracker:
+        tracker.log({"a": 1.0}, step=1)
+    assert (run.folder / "lines.jsonl").exists()
+    assert combine("mlflow,none")().mlflow.experiment == "gspo_env"
+
+
+@pytest.mark.parametrize("names", ["mlflow,mlflow", "none,nonsense", "mlflow,"])
+def test_combining_refuses_what_is_unknown_or_there_twice(names: str) -> None:
+    with pytest.raises(ConfigError, match="tracker is"):
+        combine(names)
+
+
+def test_a_tracker_of_ones_own_is_one_file(run: RunInfo, tmp_path: Path) -> None:
+    assert len(Path(OWN).read_text().splitlines()) <= 40
+    with start(find("tracker", f"{OWN}:JsonLines")(), run) as tracker:
+        began = time.monotonic()
+        tracker.log({f"m/{i}": 1.0 for i in range(10_000)}, step=1)
+        tracker.log({"loss é": 0.5, "nan": float("nan")}, step=2)
+        tracker.text("episodes/step-2.txt", "héllo")
+        tracker.artifact(__file__)
+    assert time.monotonic() - began < 5
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1:] == [
+        {"step": 2, "loss é": 0.5, NON_FINITE: 1.0},
+        {"step": "episodes/step-2.txt", "text": "héllo"},
+        {"step": "FINISHED"},
+    ]
+    assert (tmp_path / Path(__file__).name).exists()
+    assert json.loads((tmp_path / "params.json").read_text())["learner.level"] == "turn"
+    assert tracker.problems == []
+    assert tracker.how_to_look == f"cat {tmp_path / 'metrics.jsonl'}"
