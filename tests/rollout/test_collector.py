@@ -450,6 +450,6 @@ def test_an_environment_that_runs_out_of_an_iterator_is_an_error_and_does_not_ha
         def step(self, action):
             return next(iter(()))
 
-    running = collector(player, lambda: Exhausted(), timeout=20.0)
+    running = collector(player, lambda: Exhausted(), episode_timeout=20.0)
     with pytest.raises(RolloutError, match="StopIteration"):
         play(running, tasks=1)
