@@ -403,7 +403,7 @@ class HangsInReset(Echo):
 def test_an_environment_that_hangs_in_reset_costs_its_episode_alone(player):
     HangsInReset.release = threading.Event()
     try:
-        running = collector(player, HangsInReset, timeout=1.0, max_turns=1)
+        running = collector(player, HangsInReset, episode_timeout=1.0, max_turns=1)
         groups = play(running, tasks=4, size=1)
     finally:
         HangsInReset.release.set()
@@ -450,6 +450,6 @@ def test_an_environment_that_runs_out_of_an_iterator_is_an_error_and_does_not_ha
         def step(self, action):
             return next(iter(()))
 
-    running = collector(player, lambda: Exhausted(), timeout=20.0)
+    running = collector(player, lambda: Exhausted(), episode_timeout=20.0)
     with pytest.raises(RolloutError, match="StopIteration"):
         play(running, tasks=1)

@@ -243,8 +243,8 @@ class VLLMServerEngine:
 
 def _check_backend(client: httpx.Client, backend: str) -> None:
     """Raises an EngineError if the server was started with another backend, or with none."""
-    info = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
-    found = (info["vllm_config"]["weight_transfer_config"] or {}).get("backend")
+    told = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
+    found = (told["vllm_config"]["weight_transfer_config"] or {}).get("backend")
     if found != backend:
         raise EngineError(
             f"its weight transfer backend is {found!r}; expected {backend!r}: start it with "
