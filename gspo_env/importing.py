@@ -75,9 +75,3 @@ def _execute(name: str, path: Path) -> None:
     except Exception as error:
         del sys.modules[name]
         raise ImportError(f"{path.name} raised {type(error).__name__}: {error}") from error
-
-
-def loaded_files() -> list[str]:
-    """Paths of the files that were loaded, for processes that unpickle objects of their classes."""
-    modules = [m for name, m in sys.modules.items() if name.startswith("gspo_env_file_")]
-    return [str(module.__file__) for module in modules]

@@ -23,7 +23,6 @@ from gspo_env.compare.record import Recorder
 from gspo_env.config import Config, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
-from gspo_env.importing import load_module, loaded_files
 from gspo_env.model.load import load_model
 from gspo_env.tracking.base import TrackerChoice
 
@@ -223,15 +222,13 @@ def _leave(run: Run, history: Sequence[Any], seconds: float, error: str) -> None
     part.replace(run.folder / "result.json")
 
 
-def _set_up(threads: int, files: Sequence[str]) -> None:
-    """Prepares a worker process: its configs may hold objects of classes in users' files."""
+def _set_up(threads: int) -> None:
+    """Prepares a worker process."""
     import sys
 
     import torch
 
     torch.set_num_threads(threads)
-    for file in files:
-        load_module(file)
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
 
@@ -245,9 +242,7 @@ def _parallel(work: Callable[[Run], None], runs: Sequence[Run], workers: int) ->
     for _ in range(_ATTEMPTS):
         if not left:
             return
-        with ProcessPoolExecutor(
-            workers, get_context("spawn"), _set_up, (threads, loaded_files())
-        ) as pool:
+        with ProcessPoolExecutor(workers, get_context("spawn"), _set_up, (threads,)) as pool:
             futures: dict[Future[None], Run] = {pool.submit(work, run): run for run in left}
             try:
                 for future in as_completed(futures):
