@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -54,7 +54,7 @@ _NAMES: dict[type, str] = {}
 
 def names(kind: str) -> list[str]:
     """Lists the names of a kind's choices, plugins included."""
-    return sorted({*BUILTIN[kind], *entry_points(group=_group(kind)).names})
+    return sorted({*BUILTIN[kind], *_plugins(kind)})
 
 
 def find(kind: str, name: str) -> type[Any]:
@@ -67,15 +67,14 @@ def find(kind: str, name: str) -> type[Any]:
     Raises:
         ConfigError: Nothing has that name, or it is not a dataclass.
     """
-    plugins = entry_points(group=_group(kind))
     if kind == "tracker" and "," in name:
         found: Any = load_function("gspo_env.tracking.several:combine", kind)(name)
     elif name in BUILTIN[kind]:
         found = load_function(BUILTIN[kind][name], kind)
-    elif name in plugins.names:
-        found = load_function(plugins[name].value, kind)
     elif ":" in name:
         found = load_function(name, kind)
+    elif name in _plugins(kind):
+        found = load_function(_plugins(kind)[name], kind)
     else:
         near = difflib.get_close_matches(name, names(kind)) or names(kind)
         raise ConfigError(
@@ -99,8 +98,11 @@ def name_of(kind: str, choice: object) -> str:
     return _NAMES.get(cls, f"{cls.__module__}:{cls.__qualname__}")
 
 
-def _group(kind: str) -> str:
-    return f"gspo_env.{kind}{'es' if kind.endswith('s') else 's'}"
+@cache
+def _plugins(kind: str) -> dict[str, str]:
+    """Gives the import string of each choice that an installed package announces."""
+    group = f"gspo_env.{kind}{'es' if kind.endswith('s') else 's'}"
+    return {point.name: point.value for point in entry_points(group=group)}
 
 
 def check_literals(config: object) -> None:
@@ -114,7 +116,7 @@ def check_literals(config: object) -> None:
             raise ConfigError(f"{name} is {value!r}; expected one of {allowed}")
 
 
-@lru_cache
+@cache
 def _literals(cls: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     hints = typing.get_type_hints(cls).items()
     return tuple(

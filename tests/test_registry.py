@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from gspo_env.errors import ConfigError
-from gspo_env.registry import BUILTIN, find, name_of, names
+from gspo_env.registry import BUILTIN, _plugins, find, name_of, names
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -30,6 +30,9 @@ def plugin(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flat-credit\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[gspo_env.advantages]\nflat = flat_credit:Flat\n")
     monkeypatch.syspath_prepend(tmp_path)
+    _plugins.cache_clear()
+    yield
+    _plugins.cache_clear()
 
 
 def test_a_plugins_class_is_found_by_its_entry_point_and_keeps_its_name(plugin):

@@ -5,18 +5,6 @@ from the same warmed-up model and meets the same tasks, with the same number of 
 updates. Each run writes its own file when it ends, so a comparison that was stopped goes on.
 """
 
-from gspo_env.compare.plan import Arm, Comparison, change, grid, parse
-from gspo_env.compare.play import Result, Run, compare, planned, read
+import lazy_loader
 
-__all__ = [
-    "Arm",
-    "Comparison",
-    "Result",
-    "Run",
-    "change",
-    "compare",
-    "grid",
-    "parse",
-    "planned",
-    "read",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

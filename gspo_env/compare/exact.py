@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.special import log_softmax
 
 from gspo_env.credit.estimators import Estimator
 from gspo_env.learner.loss import RatioLevel
 from gspo_env.learner.objectives import packed_policy_loss
-from gspo_env.types import Episode, FloatArray, Group, IntArray, Task, bare_episode
+from gspo_env.types import FloatArray, Group, IntArray, Task, bare_episode
 
 _TASK = Task(env_id="tabular", seed=0)
 
@@ -36,19 +37,17 @@ class Problem:
     """V; there are V^L actions."""
 
     @property
-    def nodes(self) -> int:
-        """Prefixes of an action, the empty one included."""
-        return sum(self.vocabulary**n for n in range(self.tokens))
+    def shape(self) -> tuple[int, int, int]:
+        """Of the logits: states, prefixes of an action (the empty one included), tokens."""
+        nodes = sum(self.vocabulary**n for n in range(self.tokens))
+        return len(self.after), nodes, self.vocabulary
 
     def path(self, action: int) -> list[tuple[int, int]]:
         """The (prefix, token) pairs that spell an action."""
-        v, length = self.vocabulary, self.tokens
-        spelt = [action // v ** (length - 1 - n) % v for n in range(length)]
-        pairs, first, rank = [], 0, 0
-        for n, token in enumerate(spelt):
-            pairs.append((first + rank, token))
-            first += v**n
-            rank = rank * v + token
+        pairs, node = [], 0
+        for token in map(int, np.unravel_index(action, [self.vocabulary] * self.tokens)):
+            pairs.append((node, token))
+            node = node * self.vocabulary + 1 + token  # prefixes in order of length
         return pairs
 
 
@@ -82,18 +81,15 @@ def may_stop(turns: int) -> Problem:
     Action 0 gives, the others do not: going on is worth something only with action 0.
     """
     problem = additive(turns)
-    after = problem.after.copy()
-    after[:, 3] = -1
-    return Problem(after=after, reward=problem.reward)
+    problem.after[:, 3] = -1
+    return problem
 
 
 def probabilities(problem: Problem, logits: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Log-probabilities of tokens (S, nodes, V) and probabilities of actions (S, A)."""
-    shifted = logits - logits.max(-1, keepdims=True)
-    log_token = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    actions = problem.after.shape[1]
-    log_action = np.zeros((len(logits), actions))
-    for action in range(actions):
+    log_token = log_softmax(logits, axis=-1)
+    log_action = np.zeros(problem.after.shape)
+    for action in range(problem.after.shape[1]):
         for node, token in problem.path(action):
             log_action[:, action] += log_token[:, node, token]
     return log_token, np.exp(log_action)
@@ -157,12 +153,11 @@ def analyse(
         seed: Decides everything.
     """
     rng = np.random.default_rng(seed)
-    logits = 0.5 * rng.standard_normal((len(problem.after), problem.nodes, problem.vocabulary))
+    logits = 0.5 * rng.standard_normal(problem.shape)
     sampler = logits + drift * rng.standard_normal(logits.shape)
-    gradient, _ = true_gradient(problem, logits)
+    true = true_gradient(problem, logits)[0].ravel()
     batch = [_sample_group(problem, sampler, group_size, rng) for _ in range(groups)]
     estimates = _gradients(problem, logits, sampler, batch, estimator, ratio_level)
-    true = gradient.ravel()
     mean = estimates.mean(0)
     spread = np.sqrt(estimates.var(0, ddof=1).sum())
     length = max(float(np.linalg.norm(mean)), 1e-300)
@@ -206,7 +201,7 @@ def episodes_to_target(
         seed: Decides every draw.
     """
     rng = np.random.default_rng(seed)
-    logits = np.zeros((len(problem.after), problem.nodes, problem.vocabulary))
+    logits = np.zeros(problem.shape)
     wanted = target * best_return(problem)
     for step in range(limit // group_size):
         if true_gradient(problem, logits)[1] >= wanted:
@@ -223,7 +218,7 @@ def _sample_group(
     """A group, and for each episode its (state, action) pairs."""
     _, chance = probabilities(problem, logits)
     total = chance.cumsum(1)
-    walks = []
+    walks, episodes = [], []
     for _ in range(size):
         walk, state = [], 0
         while state >= 0:
@@ -231,18 +226,11 @@ def _sample_group(
             action = int(np.searchsorted(total[state], draw, side="right"))
             walk.append((state, action))
             state = int(problem.after[state, action])
+        rewards = [float(problem.reward[pair]) for pair in walk]
+        states = [str(state) for state, _ in walk]
+        episodes.append(bare_episode(_TASK, [problem.tokens] * len(walk), rewards, states))
         walks.append(walk)
-    episodes = tuple(_episode(problem, walk) for walk in walks)
-    return Group(task=_TASK, episodes=episodes), walks
-
-
-def _episode(problem: Problem, walk: Sequence[tuple[int, int]]) -> Episode:
-    return bare_episode(
-        _TASK,
-        [problem.tokens] * len(walk),
-        [float(problem.reward[state, action]) for state, action in walk],
-        [str(state) for state, _ in walk],
-    )
+    return Group(task=_TASK, episodes=tuple(episodes)), walks
 
 
 def _gradients(

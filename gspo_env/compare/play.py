@@ -55,7 +55,7 @@ class Result:
     """What came of a run."""
 
     run: Run
-    history: tuple[tuple[int, dict[str, float]], ...]
+    history: Sequence[tuple[int, dict[str, float]]]
     seconds: float
     error: str = ""
     """Why it failed; empty where it did not."""
@@ -87,7 +87,8 @@ def compare(
         ConfigError: An estimator or the metric does not exist.
         UnknownEnvironmentError: An environment does not exist.
     """
-    _check(comparison)
+    for config in comparison.problems.values():
+        resolve_env(config.env)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     played = [run for run in runs if (run.folder / "result.json").exists()]
@@ -98,9 +99,10 @@ def compare(
         for run in played:
             _keep(record, read(run))
         workers = comparison.workers or os.cpu_count() or 1
-        jobs = _starts(waiting)
-        for done, _ in enumerate(_parallel(_prepare, jobs, workers), 1):
-            say(f"warmed up {done}/{len(jobs)}")
+        # One run, the first, makes each start that is still to be made.
+        starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
+        for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
+            say(f"warmed up {done}/{len(starts)}")
         begun = time.perf_counter()
         for done, run in enumerate(_parallel(_play, waiting, workers), 1):
             result = read(run)
@@ -112,14 +114,6 @@ def compare(
         for path in report(results):
             record.artifact(path)
     return results
-
-
-def _check(comparison: Comparison) -> None:
-    """Finds what is missing before anything is written."""
-    for problem, config in comparison.problems.items():
-        resolve_env(config.env)
-        for arm in comparison.arms:
-            comparison.config(problem, arm, 0)
 
 
 def _keep(record: Recorder, result: Result) -> None:
@@ -145,9 +139,7 @@ def _score(result: Result, metric: str) -> str:
 
 def read(run: Run) -> Result:
     """The result that a run left."""
-    kept = json.loads((run.folder / "result.json").read_text())
-    history = tuple((int(step), metrics) for step, metrics in kept["history"])
-    return Result(run=run, history=history, seconds=kept["seconds"], error=kept["error"])
+    return Result(run=run, **json.loads((run.folder / "result.json").read_text()))
 
 
 def _describe(comparison: Comparison) -> dict[str, Any]:
@@ -198,12 +190,6 @@ def _slug(name: str) -> str:
     return f"{plain[:60]}-{hashlib.blake2b(name.encode(), digest_size=3).hexdigest()}"
 
 
-def _starts(runs: Sequence[Run]) -> list[Run]:
-    """One run for each start that is still to be made."""
-    first = {run.start: run for run in reversed(runs) if run.start and not run.start.exists()}
-    return list(first.values())
-
-
 def _prepare(run: Run) -> None:
     """Warms a model up and leaves it for all arms of a problem and seed."""
     assert run.start is not None
@@ -220,11 +206,8 @@ def _play(run: Run) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
     try:
         config = dataclasses.replace(run.config, output=str(run.folder))
-        if run.start is None:
-            history = load_agent("gspo")(config=config).train()
-        else:
-            model, tokenizer = load_model(str(run.start))
-            history = load_agent("gspo")(model=model, tokenizer=tokenizer, config=config).train()
+        model, tokenizer = load_model(str(run.start)) if run.start else ("", None)
+        history = load_agent("gspo")(model=model, tokenizer=tokenizer, config=config).train()
         shutil.rmtree(run.folder / "model")  # hundreds of runs would fill a disk
     except Exception as problem:
         logger.exception("%s failed", run.name)
@@ -239,7 +222,7 @@ def _leave(run: Run, history: Sequence[Any], seconds: float, error: str) -> None
     part.replace(run.folder / "result.json")
 
 
-def _quiet(threads: int) -> None:
+def _set_up(threads: int) -> None:
     """Prepares a worker process."""
     import sys
 
@@ -259,9 +242,7 @@ def _parallel(work: Callable[[Run], None], runs: Sequence[Run], workers: int) ->
     for _ in range(_ATTEMPTS):
         if not left:
             return
-        with ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=_quiet, initargs=(threads,)
-        ) as pool:
+        with ProcessPoolExecutor(workers, get_context("spawn"), _set_up, (threads,)) as pool:
             futures: dict[Future[None], Run] = {pool.submit(work, run): run for run in left}
             try:
                 for future in as_completed(futures):

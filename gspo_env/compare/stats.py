@@ -47,13 +47,10 @@ def success_interval(
     from scipy.stats import bootstrap
 
     result = bootstrap(
-        (means,),
-        np.mean,
-        confidence_level=confidence,
-        method="percentile",
-        rng=np.random.default_rng(seed),
+        (means,), np.mean, confidence_level=confidence, method="percentile", rng=seed
     )
-    return float(result.confidence_interval.low), float(result.confidence_interval.high)
+    low, high = result.confidence_interval
+    return float(low), float(high)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -121,18 +118,9 @@ def interquartile_interval(
     def statistic(*samples: FloatArray, axis: int) -> Any:
         return interquartile_mean(np.concatenate(samples, axis=axis), axis)
 
-    result = bootstrap(
-        tuple(strata),
-        statistic,
-        n_resamples=resamples,
-        confidence_level=confidence,
-        method="percentile",
-        axis=-1,
-        vectorized=True,
-        rng=np.random.default_rng(seed),
-    )
-    interval = result.confidence_interval
-    return np.asarray(interval.low), np.asarray(interval.high)
+    options = {"n_resamples": resamples, "confidence_level": confidence, "axis": -1, "rng": seed}
+    low, high = bootstrap(strata, statistic, method="percentile", **options).confidence_interval
+    return np.asarray(low), np.asarray(high)
 
 
 def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -164,12 +152,7 @@ def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> f
     if len(difference) == 1 or not difference.any():
         return 1.0
     result = permutation_test(
-        (difference,),
-        lambda d, axis: np.mean(d, axis=axis),
-        permutation_type="samples",
-        n_resamples=2**16,
-        vectorized=True,
-        rng=np.random.default_rng(0),
+        (difference,), np.mean, permutation_type="samples", n_resamples=2**16, rng=0
     )
     return float(result.pvalue)
 
@@ -194,8 +177,8 @@ def holm(pvalues: Sequence[float]) -> list[float]:
 def _wilson(successes: int, trials: int, confidence: float) -> tuple[float, float]:
     from scipy.stats import binomtest
 
-    interval = binomtest(successes, trials).proportion_ci(confidence, method="wilson")
-    return float(interval.low), float(interval.high)
+    low, high = binomtest(successes, trials).proportion_ci(confidence, method="wilson")
+    return float(low), float(high)
 
 
 def _check_counts(n: int, c: int, k: int) -> None:

@@ -11,6 +11,9 @@ from gspo_env.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
+NamedTensors = Iterable["tuple[str, torch.Tensor]"]
+"""Weights under the names of the model's checkpoint."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -43,25 +46,18 @@ class Engine(Protocol):
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
     ) -> Completion:
         """Samples one action; `session` names the episode, whose earlier turns may be cached."""
-        ...
 
     def release(self, session: str) -> None:
         """Forgets what is cached of a session."""
-        ...
 
     async def sleep(self) -> None:
         """Gives what memory it can to the learner; `update_weights` wakes it."""
-        ...
 
-    async def update_weights(
-        self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int
-    ) -> None:
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Takes the learner's weights; later completions carry `version`."""
-        ...
 
     def close(self) -> None:
         """Frees everything."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

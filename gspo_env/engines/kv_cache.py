@@ -20,13 +20,13 @@ _MAX_SPAN_RATIO = 2
 
 
 class KVCache:
-    """Keys and values of each layer, (S, H, capacity, D); the capacity grows with the sequences."""
+    """Keys and values of each layer, (2, S, H, capacity, D); the capacity grows when needed."""
 
     def __init__(self, model: Any, slots: int, max_context: int) -> None:
         self._slots = slots
         self._max_context = max_context
         self._capacity = min(_FIRST_CAPACITY, max_context)
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, Tensor] = {}
         self._device = next(model.parameters()).device
 
     def drop(self) -> None:
@@ -37,8 +37,7 @@ class KVCache:
         """Copies the first `length` positions of a slot to another."""
         with torch.inference_mode():
             for layer in self._layers.values():
-                for tensor in layer:
-                    tensor[target, :, :length] = tensor[source, :, :length]
+                layer[:, target, :, :length] = layer[:, source, :, :length]
 
     @torch.inference_mode()
     def forward(
@@ -61,11 +60,11 @@ class KVCache:
         logits: Tensor = output.logits[0]
         return logits
 
-    def layer(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(self, index: int, key: Tensor) -> Tensor:
         """A layer's keys and values, allocated at its first use."""
         if index not in self._layers:
-            shape = (self._slots, key.shape[1], self._capacity, key.shape[2])
-            self._layers[index] = (key.new_zeros(shape), key.new_zeros(shape))
+            shape = (2, self._slots, key.shape[1], self._capacity, key.shape[2])
+            self._layers[index] = key.new_zeros(shape)
         return self._layers[index]
 
     def _reserve(self, length: int) -> None:
@@ -75,8 +74,7 @@ class KVCache:
             more = min(self._capacity, self._max_context - self._capacity)
             self._capacity += more
             for index, layer in self._layers.items():
-                padded = [torch.nn.functional.pad(t, (0, 0, 0, more)) for t in layer]
-                self._layers[index] = (padded[0], padded[1])
+                self._layers[index] = torch.nn.functional.pad(layer, (0, 0, 0, more))
 
 
 class _Step:
@@ -95,16 +93,13 @@ class _Step:
         self.last_B = torch.from_numpy(first_B + size_B - 1).to(device)
         self._slot_T = torch.from_numpy(slot_B[row_T]).to(device)
         # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
-        members = [np.flatnonzero(size_B == 1), np.flatnonzero(size_B > 1)]
+        members = [m for m in (size_B == 1, size_B > 1) if m.any()]
         self._groups = [
-            _Rows(slot_B[m], start_B[m], size_B[m], first_B[m], device) for m in members if len(m)
+            _Rows(slot_B[m], start_B[m], size_B[m], first_B[m], device) for m in members
         ]
-        order = np.concatenate([m for m in members if len(m)])
-        restore = np.empty(len(row_T), dtype=np.int64)
-        restore[np.concatenate([np.arange(first_B[b], first_B[b] + size_B[b]) for b in order])] = (
-            np.arange(len(row_T))
-        )
-        self._restore = torch.from_numpy(restore).to(device) if len(self._groups) > 1 else None
+        order_T = np.argsort(size_B[row_T] > 1, kind="stable")  # the groups one after the other
+        restore_T = torch.from_numpy(np.argsort(order_T)).to(device)
+        self._restore = restore_T if len(self._groups) > 1 else None
 
     def attend(
         self,

@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
 from gspo_env.engines.kv_cache import KVCache
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
@@ -72,15 +71,14 @@ class TransformersEngine:
         self._max_step_tokens = max(max_step_tokens, max_slots)
         self._slots = [_Slot(index) for index in range(max_slots)]
         self._free = list(range(max_slots))  # a heap: low slots first keep the cache dense
-        self._sessions: OrderedDict[str, _Slot] = OrderedDict()
+        self._sessions: dict[str, _Slot] = {}  # the oldest first
         self._prefixes: dict[tuple[int, ...], _Slot] = {}
-        self._waiting: deque[_Request] = deque()
+        self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._cache = KVCache(model, max_slots, max_context)
         self._pump: asyncio.Task[None] | None = None
         self._closed = False
         self.weights_version = 0
-        self.steps = 0
         self.fed_tokens = 0
 
     async def generate(
@@ -119,9 +117,7 @@ class TransformersEngine:
     async def sleep(self) -> None:
         """Does nothing: the weights are the learner's, and the cache is small."""
 
-    async def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int
-    ) -> None:
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Forgets every cached key and value; the weights are already the learner's."""
         if self._running or self._waiting:
             raise EngineError("weights cannot change while requests are running")
@@ -146,16 +142,12 @@ class TransformersEngine:
             for request in [*self._running, *self._waiting]:
                 if not request.future.done():
                     request.future.set_exception(error)
-            self._running, self._waiting = [], deque()
+            self._running, self._waiting = [], []
 
     def _admit(self) -> None:
         fresh: set[tuple[int, ...]] = set()
-        for _ in range(len(self._waiting)):
-            request = self._waiting.popleft()
-            if request.future.done():
-                continue
-            if not self._place(request, fresh):
-                self._waiting.append(request)
+        waiting = [r for r in self._waiting if not r.future.done()]
+        self._waiting = [r for r in waiting if not self._place(r, fresh)]
 
     def _place(self, request: _Request, fresh: set[tuple[int, ...]]) -> bool:
         slot = self._sessions.get(request.session) if request.session else None
@@ -200,30 +192,23 @@ class TransformersEngine:
             slot.tokens = prompt[:-1]
 
     def _step(self) -> None:
-        rows = self._select()
+        for request in self._running:
+            if request.future.done():  # cancelled by its caller
+                self._leave(request)
+        rows = self._running = [r for r in self._running if r.slot is not None]
         if not rows:
             return
         slots = [r.slot for r in rows if r.slot is not None]
         feeds = self._feeds(rows)
         starts = [len(s.tokens) for s in slots]
         logits = self._cache.forward(self._model, [s.index for s in slots], starts, feeds)
-        self.steps += 1
         self.fed_tokens += sum(map(len, feeds))
-        ready = []
-        for n, (request, slot, feed) in enumerate(zip(rows, slots, feeds, strict=True)):
+        for request, slot, feed in zip(rows, slots, feeds, strict=True):
             slot.tokens.extend(feed)
             del request.pending[: len(feed)]
-            if not request.pending:
-                ready.append(n)
+        ready = [n for n, request in enumerate(rows) if not request.pending]
         self._sample([rows[n] for n in ready], logits[ready] if len(ready) < len(rows) else logits)
         self._running = [r for r in self._running if r.slot is not None]
-
-    def _select(self) -> list[_Request]:
-        for request in self._running:
-            if request.future.done():  # cancelled by its caller
-                self._leave(request)
-        self._running = [r for r in self._running if r.slot is not None]
-        return self._running[: self._max_step_tokens]
 
     def _feeds(self, rows: list[_Request]) -> list[list[int]]:
         spare = self._max_step_tokens - len(rows)
@@ -244,21 +229,16 @@ class TransformersEngine:
             request.token_ids.append(token)
             request.logprobs.append(logprob)
             request.pending = [token]
-            if token in request.sampling.stop_ids:
-                self._finish(request, "stop")
-            elif len(request.token_ids) == request.sampling.max_tokens:
-                self._finish(request, "length")
-
-    def _finish(self, request: _Request, reason: Any) -> None:
-        self._leave(request)
-        request.future.set_result(
-            Completion(
-                token_ids=tuple(request.token_ids),
-                logprobs=tuple(request.logprobs),
-                finish_reason=reason,
-                weights_version=self.weights_version,
-            )
-        )
+            stopped = token in request.sampling.stop_ids
+            if stopped or len(request.token_ids) == request.sampling.max_tokens:
+                self._leave(request)
+                completion = Completion(
+                    token_ids=tuple(request.token_ids),
+                    logprobs=tuple(request.logprobs),
+                    finish_reason="stop" if stopped else "length",
+                    weights_version=self.weights_version,
+                )
+                request.future.set_result(completion)
 
     def _leave(self, request: _Request) -> None:
         slot, request.slot = request.slot, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.compare import Arm, Comparison, Result, stats
-from gspo_env.report.curves import INK, quiet_frame
+from gspo_env.report.curves import INK, frame
 from gspo_env.types import FloatArray
 
 if TYPE_CHECKING:
@@ -102,8 +101,7 @@ def _curve(result: Result, metric: str, steps: Sequence[int]) -> FloatArray:
     """The run's values at these steps; zeros if the run failed."""
     if result.error:
         return np.zeros(len(steps))
-    run_steps, values = result.curve(metric)
-    return np.interp(steps, run_steps, values)
+    return np.interp(steps, *result.curve(metric))
 
 
 def _to_target(
@@ -171,28 +169,26 @@ def _line(cells: Sequence[str]) -> str:
 
 def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Figure:
     """Learning curves, with a panel per value of the last axis and a colour per other setting."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels: dict[str, list[tuple[str, Row]]] = {}
+    panels: dict[str, dict[str, Row]] = {}
     for row in rows:
-        cell = row.arm.cell
-        value = cell[-1] if len(cell) > 1 else ""
-        label = " · ".join(cell[:-1]) if len(cell) > 1 else row.arm.name
-        panels.setdefault(value, []).append((label, row))
-    labels = list(dict.fromkeys(label for panel in panels.values() for label, _ in panel))
+        *setting, value = row.arm.cell if len(row.arm.cell) > 1 else (row.arm.name, "")
+        panels.setdefault(value, {})[" · ".join(setting)] = row
+    labels = dict.fromkeys(label for panel in panels.values() for label in panel)
     colours = {label: _COLOURS[n % len(_COLOURS)] for n, label in enumerate(labels)}
     figure = Figure(
         figsize=(4.6 * len(panels) + 1.4, 4.6), dpi=100, facecolor="white", layout="constrained"
     )
-    FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     handles: dict[str, Any] = {}
     for axis, (value, panel) in zip(axes, panels.items(), strict=True):
-        for label, row in panel:
+        for label, row in panel.items():
             handles[label] = _draw(axis, row, colours[label])
         others = "other arms" if len(panels) > 1 else ""
-        _style(axis, f"{comparison.axes[-1]}: {value}" if value else others)
+        title = f"{comparison.axes[-1]}: {value}" if value else others
+        axis.set_title(title, loc="left", fontsize=12, color=INK)
+        frame(axis, size=11)
     axes[0].set_ylabel(comparison.metric, color=INK, fontsize=11)
     figure.suptitle(name, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     figure.legend(
@@ -214,15 +210,6 @@ def _draw(axes: Axes, row: Row, colour: str) -> Any:
     return axes.plot(row.steps, middle, color=colour, linewidth=2)[0]
 
 
-def _style(axes: Axes, title: str) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.set_title(title, loc="left", fontsize=12, color=INK)
-    axes.set_xlabel("training step", fontsize=11, color=INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    quiet_frame(axes, labelsize=10)
-
-
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #333; max-width: 80rem; margin: 2rem auto;
   padding: 0 1rem; }
@@ -231,7 +218,7 @@ div.scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.9rem; }
 th, td { text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid #e3e6ea;
   white-space: nowrap; font-variant-numeric: tabular-nums; }
-tr.first td { font-weight: 600; }
+tr:nth-child(2) td { font-weight: 600; }
 """
 
 
@@ -244,11 +231,9 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
     body = [f"<h1>Comparison</h1><p>{method}</p>"]
     for name, rows in summary.items():
         picture = folder / f"curves-{name.replace('/', '-')}.png"
-        memory = io.BytesIO()
-        curves_figure(comparison, name, rows).savefig(memory, format="png")
-        picture.write_bytes(memory.getvalue())
+        curves_figure(comparison, name, rows).savefig(picture)
         paths.append(picture)
-        data = base64.b64encode(memory.getvalue()).decode()
+        data = base64.b64encode(picture.read_bytes()).decode()
         alt = html.escape(f"Learning curves of {name}")
         body.append(f"<h2>{html.escape(name)}</h2>")
         body.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
@@ -267,11 +252,9 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
 
 
 def _html_table(lines: Sequence[Sequence[str]]) -> str:
-    def cells(kind: str, line: Sequence[str]) -> str:
-        return "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line)
+    def row(kind: str, line: Sequence[str]) -> str:
+        cells = "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line)
+        return f"<tr>{cells}</tr>"
 
-    rows = "".join(
-        f"<tr{' class=first' if n == 0 else ''}>{cells('td', line)}</tr>"
-        for n, line in enumerate(lines[1:])
-    )
-    return f'<div class="scroll"><table><tr>{cells("th", lines[0])}</tr>{rows}</table></div>'
+    rows = row("th", lines[0]) + "".join(row("td", line) for line in lines[1:])
+    return f'<div class="scroll"><table>{rows}</table></div>'

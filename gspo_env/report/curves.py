@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,30 +17,24 @@ INK = "#333333"
 _GRID = "#e3e6ea"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Series:
-    metric: str
-    label: str
-    style: dict[str, Any]
-
-
-_SERIES = (
-    _Series(
-        metric="rollout/success",
-        label="train",
-        style={"color": "#9bb8d9", "linewidth": 1.8},
-    ),
-    _Series(
-        metric="eval/success",
-        label="evaluation",
-        style={"color": "#1f5fa8", "linewidth": 2.4, "marker": "o", "markersize": 6},
-    ),
-    _Series(
-        metric="eval/success_greedy",
-        label="evaluation, greedy",
-        style={"color": "#d9722e", "linewidth": 2.0, "marker": "s", "markersize": 5},
-    ),
-)
+_SERIES: dict[str, dict[str, Any]] = {
+    "rollout/success": {"label": "train", "color": "#9bb8d9", "linewidth": 1.8},
+    "eval/success": {
+        "label": "evaluation",
+        "color": "#1f5fa8",
+        "linewidth": 2.4,
+        "marker": "o",
+        "markersize": 6,
+    },
+    "eval/success_greedy": {
+        "label": "evaluation, greedy",
+        "color": "#d9722e",
+        "linewidth": 2.0,
+        "marker": "s",
+        "markersize": 5,
+    },
+}
+"""Label and line style of each metric."""
 
 
 def learning_curve(history: History, title: str) -> Figure:
@@ -49,13 +42,11 @@ def learning_curve(history: History, title: str) -> Figure:
 
     It does not use pyplot, so it needs no display, has no global state and works in any thread.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 6.75), dpi=100, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    drawn = [_draw(axes, history, series) for series in _SERIES]
+    drawn = [_draw(axes, history, metric, **style) for metric, style in _SERIES.items()]
     _style(axes, title)
     if any(drawn):
         axes.legend(frameon=False, loc="best", fontsize=13, labelcolor=INK)
@@ -64,41 +55,43 @@ def learning_curve(history: History, title: str) -> Figure:
     return figure
 
 
-def _draw(axes: Axes, history: History, series: _Series) -> bool:
-    """Draw the finite values of a series; False if there are none."""
+def _draw(axes: Axes, history: History, metric: str, label: str, **style: Any) -> bool:
+    """Draw the finite values of a metric; False if there are none."""
     points = [
-        (step, metrics[series.metric])
+        (step, metrics[metric])
         for step, metrics in sorted(history, key=lambda entry: entry[0])
-        if math.isfinite(metrics.get(series.metric, math.nan))
+        if math.isfinite(metrics.get(metric, math.nan))
     ]
     if not points:
         return False
     steps, values = zip(*points, strict=True)
-    # A line through a single point is invisible.
-    style = series.style if len(points) > 1 else {"marker": "o", **series.style}
-    axes.plot(steps, values, label=f"{series.label} ({values[-1]:.0%})", clip_on=False, **style)
+    if len(points) == 1:  # a line through a single point is invisible
+        style.setdefault("marker", "o")
+    axes.plot(steps, values, label=f"{label} ({values[-1]:.0%})", clip_on=False, **style)
     return True
 
 
 def _style(axes: Axes, title: str) -> None:
     """Set the title, labels and scales."""
-    from matplotlib.ticker import MaxNLocator, PercentFormatter
+    from matplotlib.ticker import PercentFormatter
 
+    frame(axes, size=13)
     axes.set_title(title, loc="left", fontsize=18, color=INK, pad=16, fontweight="bold")
-    axes.set_xlabel("training step", fontsize=13, color=INK)
     axes.set_ylabel("episodes solved", fontsize=13, color=INK)
     axes.set_ylim(0.0, 1.0)
     axes.margins(x=0.02)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+
+
+def frame(axes: Axes, size: int) -> None:
+    """Set up the axis of training steps, draw horizontal grid lines and remove the box."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("training step", fontsize=size, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    quiet_frame(axes, labelsize=12)
-
-
-def quiet_frame(axes: Axes, labelsize: int) -> None:
-    """Draw horizontal grid lines and remove the box around the axes."""
     axes.grid(axis="y", color=_GRID)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, labelsize=labelsize, length=0)
+    axes.tick_params(colors=INK, labelsize=size - 1, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.spines["bottom"].set_color(_GRID)

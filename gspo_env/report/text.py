@@ -15,7 +15,7 @@ def render_episode(episode: Episode) -> str:
     told = [] if prompt.system is None else [("system prompt", prompt.system)]
     told += [(f"earlier {message.role} message", message.content) for message in prompt.messages]
     parts = [_header(episode)]
-    parts += [f"{title}:\n{_block(text)}" for title, text in told]
+    parts += [_block(title, text) for title, text in told]
     parts += [_turn(number, turn) for number, turn in enumerate(episode.turns, start=1)]
     parts.append(_footer(episode))
     return "\n\n".join(parts) + "\n"
@@ -31,32 +31,24 @@ def _turn(number: int, turn: Turn) -> str:
     title = f"turn {number}: reward {turn.reward:+.4g}"
     if turn.action_ids:
         title += f", {len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
-    return "\n".join(
-        [
-            _rule(title, "-"),
-            "observation:",
-            _block(turn.observation),
-            "action:",
-            _block(turn.text),
-        ]
-    )
+    blocks = [_block("observation", turn.observation), _block("action", turn.text)]
+    return "\n".join([_rule(title, "-"), *blocks])
 
 
 def _footer(episode: Episode) -> str:
     verdict = {True: "success", False: "failure", None: "no verdict"}[episode.success]
     title = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"
-    lines = [_rule(title)]
-    lines.append(f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled")
+    lines = [_rule(title), f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled"]
     if episode.final_observation:
-        lines += ["final observation:", _block(episode.final_observation)]
+        lines.append(_block("final observation", episode.final_observation))
     if episode.error is not None:
-        lines += ["error:", _block(episode.error)]
+        lines.append(_block("error", episode.error))
     return "\n".join(lines)
 
 
-def _block(text: str) -> str:
+def _block(title: str, text: str) -> str:
     """Indent every line, empty ones too, so that text cannot pass for a heading of this report."""
-    return indent(text or "(nothing)", "  | ", lambda _line: True)
+    return f"{title}:\n" + indent(text or "(nothing)", "  | ", lambda _line: True)
 
 
 def _rule(title: str, line: str = "=") -> str:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -172,7 +171,7 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
         if not isolated:
             logger.warning("running code without isolation, because allow_unsafe is set")
             request["folder"] = stack.enter_context(tempfile.TemporaryDirectory())
-        process, status = stack.enter_context(_launch(isolated, request["folder"]))
+        process, status = _launch(stack, isolated, request["folder"])
         _expect(status, "unshared")
         request["groups"] = isolated and _map_ids(process.pid)
         request["limits"] = _limits(box, isolated, unused_id=bool(request["groups"]))
@@ -183,8 +182,8 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
         return _collect(box, process, status, isolated)
 
 
-@contextlib.contextmanager
-def _launch(isolated: bool, folder: str | None) -> Iterator[tuple[Any, int]]:
+def _launch(stack: contextlib.ExitStack, isolated: bool, folder: str | None) -> tuple[Any, int]:
+    """Start the process that isolates itself; returns it and the status pipe."""
     home = folder or "/sandbox"
     # With a fixed hash seed a program prints its sets in the same order each time.
     environment = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
@@ -192,6 +191,7 @@ def _launch(isolated: bool, folder: str | None) -> Iterator[tuple[Any, int]]:
     environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     status, child_end = os.pipe()
+    stack.callback(os.close, status)
     # The process id is not read; it shows in a process list which process started this one.
     arguments = (str(child_end), "isolated" if isolated else "unsafe", str(os.getpid()))
     try:
@@ -205,19 +205,11 @@ def _launch(isolated: bool, folder: str | None) -> Iterator[tuple[Any, int]]:
             pass_fds=(child_end,),
             start_new_session=True,
         )
-    except BaseException:
-        os.close(status)
-        raise
     finally:
         os.close(child_end)
-    try:
-        with process:
-            try:
-                yield process, status
-            finally:
-                _stop(process, isolated)
-    finally:
-        os.close(status)
+    stack.enter_context(process)
+    stack.callback(_stop, process, isolated)
+    return process, status
 
 
 def _stop(process: Any, isolated: bool) -> None:

@@ -6,7 +6,6 @@ calls of the set-up and do nothing. The attacks are in tests/sandbox/test_sandbo
 
 import os
 import socket
-import sys
 from collections.abc import Callable
 
 
@@ -44,4 +43,3 @@ found = {
     "it exceeds its limit on file sizes": possible(lambda: os.truncate(os.open("f", 65), 1 << 30)),
 }
 print("; ".join(what for what, true in found.items() if true) or "isolated")
-sys.exit(0)

@@ -1,37 +1,17 @@
-"""Progress on the terminal: one live line, or plain lines where stdout is not a terminal."""
+"""Progress on the terminal: a live line per phase; plain lines where stdout is no terminal."""
 
 from __future__ import annotations
 
+import math
 import sys
-import time
-from types import TracebackType
+from datetime import timedelta
 from typing import TextIO
 
+import rich.progress
 from rich.console import Console
-from rich.live import Live
+from rich.progress import TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
-
-
-class _Clock:
-    """Estimates the time left of one phase from the steps seen so far."""
-
-    def __init__(self, step: int) -> None:
-        self._first = self._last = step
-        self._started = time.monotonic()
-
-    def goes_on(self, step: int) -> bool:
-        """Whether `step` continues this phase; a lower one means that the phase began anew."""
-        return step >= self._last
-
-    def left(self, step: int, total: int) -> float | None:
-        """Seconds left after `step`, None before there is a pace to go by."""
-        self._last = step
-        if step >= total:
-            return 0.0
-        if step <= self._first:
-            return None
-        pace = (time.monotonic() - self._started) / (step - self._first)
-        return pace * (total - step)
 
 
 class Progress:
@@ -45,25 +25,27 @@ class Progress:
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         """Write to `stream` (stdout by default); `live` None asks whether it is a terminal."""
-        self._stream = sys.stdout if stream is None else stream
-        self._clocks: dict[str, _Clock] = {}
-        self._live: Live | None = None
-        if self._stream.isatty() if live is None else live:
-            console = Console(file=self._stream, highlight=False, force_terminal=live)
-            self._live = Live(console=console, auto_refresh=False, transient=True)
+        stream = sys.stdout if stream is None else stream
+        terminal = stream.isatty() if live is None else live
+        self._console = Console(file=stream, highlight=False, force_terminal=terminal)
+        self._tasks: dict[str, TaskID] = {}
+        # Estimates the time left in both modes; displays the live lines.
+        self._rich = rich.progress.Progress(
+            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            speed_estimate_period=math.inf,
+            disable=not self._console.is_interactive,
+        )
 
     def __enter__(self) -> Progress:
-        """Return itself; the live line appears with the first update."""
+        """Return itself; a live line appears with the first update of its phase."""
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Take the live line away, also after an exception, and give the cursor back."""
-        self.close()
+    def __exit__(self, *exception: object) -> None:
+        """Take the live lines away, also after an exception, and give the cursor back."""
+        self._rich.stop()
 
     def update(
         self,
@@ -76,49 +58,29 @@ class Progress:
         loss: float | None = None,
     ) -> None:
         """Show where a phase ("warm-up", "train", "evaluate") stands after `step` of `total`."""
-        clock = self._clocks.get(phase)
-        if clock is None or not clock.goes_on(step):
-            clock = self._clocks[phase] = _Clock(step)
+        values = {
+            "loss {:.4f}": loss,
+            "success {:.1%}": success,
+            "return {:.3f}": return_,
+            "{:,.0f} tokens/s": tokens_per_second,
+        }
         parts = [f"{phase} {step}/{total}"]
-        if loss is not None:
-            parts.append(f"loss {loss:.4f}")
-        if success is not None:
-            parts.append(f"success {success:.1%}")
-        if return_ is not None:
-            parts.append(f"return {return_:.3f}")
-        if tokens_per_second is not None:
-            parts.append(f"{tokens_per_second:,.0f} tokens/s")
-        left = clock.left(step, total)
-        if left is not None and left > 0:
-            parts.append(f"{_duration(left)} left")
-        self._show("  ".join(parts))
+        parts += [form.format(value) for form, value in values.items() if value is not None]
+        if phase not in self._tasks:
+            self._tasks[phase] = self._rich.add_task(phase)
+        task = self._rich.tasks[self._tasks[phase]]
+        if step < task.completed:  # the phase began again
+            self._rich.reset(task.id)
+        self._rich.update(task.id, completed=step, total=total)
+        if task.time_remaining:
+            parts.append(f"{timedelta(seconds=task.time_remaining)} left")
+        task.description = "  ".join(parts)
+        if self._rich.disable:
+            self.line(task.description)
+        else:
+            self._rich.start()
+            self._rich.refresh()
 
     def line(self, text: str) -> None:
         """Print a line that stays."""
-        if self._live is not None and self._live.is_started:
-            self._live.console.print(Text(text))
-        else:
-            print(text, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        """End the live line; calling it twice is harmless."""
-        if self._live is not None and self._live.is_started:
-            self._live.stop()
-
-    def _show(self, text: str) -> None:
-        if self._live is None:
-            print(text, file=self._stream, flush=True)
-            return
-        if not self._live.is_started:
-            self._live.start()
-        self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
-
-
-def _duration(seconds: float) -> str:
-    """Write seconds as 7s, 3m05s or 2h04m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+        self._console.print(Text(text), soft_wrap=True)

@@ -14,11 +14,13 @@ from gspo_env.config import Config
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.types import Prompt
 
 
 def tiny(**changes):
     config = Config.from_recipe(
+        Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
         steps=3,
         tasks_per_step=4,
         eval_every=2,
@@ -141,9 +143,11 @@ def test_act_without_a_conversation_is_refused():
 
 def test_the_readme_shows_what_works(capsys):
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-    block = readme.partition("## From Python")[2].partition("```python")[2].partition("```")[0]
+    (block,) = (b for b in readme.split("```") if b.startswith("python") and "agent.play" in b)
+    config = 'Config.from_recipe("tiny", seed=3)'
+    assert config in block
     names = {"TINY": tiny(seed=3)}
-    exec(block.replace("Config(seed=3)", "TINY"), names)
+    exec(block.removeprefix("python").replace(config, "TINY"), names)
     assert [step for step, _ in names["history"]] == [0, 1, 2, 2, 3, 3]
     assert "gspo/Lookup-v0, seed 7" in capsys.readouterr().out
 

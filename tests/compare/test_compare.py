@@ -178,7 +178,7 @@ def test_fields_are_found_by_name_or_path_and_ambiguity_is_named():
         change(Config(), {"advantage": "outcome", "lam": 0.5})
     with pytest.raises(ConfigError, match="no setting 'speed'"):
         change(Config(), {"speed": 1})
-    with pytest.raises(ConfigError, match="expected one of"):
+    with pytest.raises(ConfigError, match="input should be"):
         change(Config(), {"ratio_level": "word"})
 
 

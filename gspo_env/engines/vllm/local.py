@@ -10,17 +10,15 @@ import asyncio
 import functools
 import os
 import tempfile
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
@@ -84,7 +82,7 @@ class VLLMEngine:
         self._in_place = config.tensor_parallel_size == 1
         self._folder = tempfile.TemporaryDirectory(prefix="gspo-env-vllm-")
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
-        self._new: deque[tuple[str, _Request]] = deque()
+        self._new: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
         self._count = 0
         self._pump: asyncio.Task[None] | None = None
@@ -119,7 +117,7 @@ class VLLMEngine:
             version=self.weights_version,
             future=loop.create_future(),
         )
-        self._new.append((str(self._count), request))
+        self._new[str(self._count)] = request
         if self._pump is None or self._pump.done():
             self._pump = loop.create_task(self._run())
         return await request.future
@@ -133,9 +131,7 @@ class VLLMEngine:
             await self._call(self._engine.sleep, 2)
             self._asleep = True
 
-    async def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int
-    ) -> None:
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Copies the learner's weights and forgets every cached key and value.
 
         Raises:
@@ -181,7 +177,7 @@ class VLLMEngine:
         self._exporter.write(named_weights(model), folder)
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
 
-    def _load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _load(self, named_tensors: NamedTensors) -> None:
         keywords: dict[str, Any] = {"weights_iterator": self._exporter.weights(named_tensors)}
         if not self._in_place:
             folder = Path(self._folder.name) / "model"
@@ -202,25 +198,24 @@ class VLLMEngine:
         try:
             while self._new or self._running:
                 gone = [name for name, r in self._running.items() if r.future.done()]
-                added = list(self._new)
-                self._new.clear()
-                self._running.update(added)
+                added, self._new = self._new, {}
+                self._running |= added
                 for output in await self._call(self._step, added, gone):
                     self._finish(output)
                 for name in gone:
                     self._running.pop(name, None)
         except Exception as error:
             failure = EngineError(f"vLLM failed: {type(error).__name__}: {error}")
-            for request in [*self._running.values(), *(r for _, r in self._new)]:
+            for request in (self._running | self._new).values():
                 if not request.future.done():
                     request.future.set_exception(failure)
             self._running.clear()
             self._new.clear()
 
-    def _step(self, added: list[tuple[str, _Request]], gone: list[str]) -> list[Any]:
+    def _step(self, added: dict[str, _Request], gone: list[str]) -> list[Any]:
         if gone:
             self._engine.abort_request(gone)
-        for name, request in added:
+        for name, request in added.items():
             self._engine.add_request(name, {"prompt_token_ids": request.prompt}, request.params)
         while True:  # returns to the event loop only for an ended, new or cancelled request
             ended = [output for output in self._engine.step() if output.finished]
@@ -233,16 +228,14 @@ class VLLMEngine:
             return
         sampled = output.outputs[0]
         ids = tuple(sampled.token_ids)
-        request.future.set_result(
-            Completion(
-                token_ids=ids,
-                logprobs=tuple(
-                    entry[i].logprob for entry, i in zip(sampled.logprobs, ids, strict=True)
-                ),
-                finish_reason="stop" if sampled.finish_reason == "stop" else "length",
-                weights_version=request.version,
-            )
+        logprobs = tuple(entry[i].logprob for entry, i in zip(sampled.logprobs, ids, strict=True))
+        completion = Completion(
+            token_ids=ids,
+            logprobs=logprobs,
+            finish_reason="stop" if sampled.finish_reason == "stop" else "length",
+            weights_version=request.version,
         )
+        request.future.set_result(completion)
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:

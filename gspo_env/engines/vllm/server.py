@@ -14,16 +14,15 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import torch
-from torch import Tensor
 
-from gspo_env.engines.base import Completion, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
 from gspo_env.engines.vllm.local import engine_arguments, sampling_fields
 from gspo_env.engines.vllm.process import Server, healthy, start, stop, wait
 from gspo_env.engines.vllm.settings import VLLMServer
@@ -54,12 +53,7 @@ class VLLMServerEngine:
     """
 
     def __init__(
-        self,
-        model: Any,
-        config: VLLMServer,
-        *,
-        max_slots: int = 256,
-        max_context: int = 4096,
+        self, model: Any, config: VLLMServer, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
         self.weights_version = 0
         self.servers_lost = 0
@@ -133,9 +127,7 @@ class VLLMServerEngine:
     async def sleep(self) -> None:
         """Does nothing: servers have their own memory."""
 
-    async def update_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int
-    ) -> None:
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Sends the weights to every server and resets its prefix cache.
 
         A server that fails to take them is no longer used, so that none samples with old weights.
@@ -195,7 +187,7 @@ class VLLMServerEngine:
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
-    def _send(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _send(self, named_tensors: NamedTensors) -> None:
         alive = [server for server in self._servers if server.alive]
         threads = 1  # a GPU's collectives have to run in the same order
         if self._transfer == "folder":
@@ -211,7 +203,7 @@ class VLLMServerEngine:
             self._source.set([])
         self._choose()
 
-    def _prepare_source(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _prepare_source(self, named_tensors: NamedTensors) -> None:
         if self._source is None:
             try:
                 from gspo_env.engines.vllm.transfer import Weights
@@ -251,8 +243,8 @@ class VLLMServerEngine:
 
 def _check_backend(client: httpx.Client, backend: str) -> None:
     """Raises an EngineError if the server was started with another backend, or with none."""
-    info = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
-    found = (info["vllm_config"]["weight_transfer_config"] or {}).get("backend")
+    told = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
+    found = (told["vllm_config"]["weight_transfer_config"] or {}).get("backend")
     if found != backend:
         raise EngineError(
             f"its weight transfer backend is {found!r}; expected {backend!r}: start it with "

@@ -31,16 +31,13 @@ class VLLMSettings:
 
     def __post_init__(self) -> None:
         """Refuses impossible values."""
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(
-                f"tensor_parallel_size is {self.tensor_parallel_size!r}; expected at least 1"
-            )
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization!r}; expected a share of 1"
-            )
-        if not self.kv_cache_gib > 0:
-            raise ConfigError(f"kv_cache_gib is {self.kv_cache_gib!r}; expected a number above 0")
+        self._check("tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
+        self._check("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "a share of 1")
+        self._check("kv_cache_gib", self.kv_cache_gib > 0, "a number above 0")
+
+    def _check(self, name: str, possible: bool, expected: str) -> None:
+        if not possible:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,15 +76,10 @@ class VLLMServer(VLLMSettings):
         """Refuses impossible values."""
         VLLMSettings.__post_init__(self)
         check_literals(self)
-        if self.replicas < 1:
-            raise ConfigError(f"replicas is {self.replicas!r}; expected at least 1")
-        if not self.server_start_timeout > 0:
-            raise ConfigError(
-                f"server_start_timeout is {self.server_start_timeout!r}; expected above 0"
-            )
-        for address in self.addresses:
-            if not address.startswith(("http://", "https://")):
-                raise ConfigError(f"addresses has {address!r}; expected http://HOST:PORT")
+        self._check("replicas", self.replicas >= 1, "at least 1")
+        self._check("server_start_timeout", self.server_start_timeout > 0, "above 0")
+        urls = all(address.startswith(("http://", "https://")) for address in self.addresses)
+        self._check("addresses", urls, "http://HOST:PORT for each")
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
         """Starts or joins the servers with the weights of a model; see `Transformers.start`."""

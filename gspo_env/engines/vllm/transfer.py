@@ -8,7 +8,7 @@ Each server has its own channel, so that one that dies does not affect the other
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -40,6 +40,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from gspo_env.engines.base import NamedTensors
+from gspo_env.engines.vllm.process import free_port
+
 _TIMEOUT = timedelta(minutes=5)
 """The longest that the trainer and a worker wait for each other."""
 
@@ -57,7 +60,7 @@ class Weights(WeightSource):  # type: ignore[misc]
     def __init__(self) -> None:
         self._pairs: list[tuple[str, Tensor]] = []
 
-    def set(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+    def set(self, pairs: NamedTensors) -> None:
         """Replaces the (name, tensor) pairs, without copying the tensors."""
         self._pairs = list(pairs)
 
@@ -88,7 +91,7 @@ def open_channel(backend: str, address: str, workers: int, source: Weights) -> A
         info = IPCTrainerInitInfo(rank=0, packed=True)
     else:
         host, port = _own_address(address)
-        kind = GlooTrainerInfo if backend == "gloo" else NCCLTrainerInitInfo
+        kind = GlooInfo if backend == "gloo" else NCCLTrainerInitInfo
         info = kind(rank=0, master_address=host, master_port=port, world_size=workers + 1)
     client = HTTPVLLMWeightSyncClient(address)
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
@@ -100,14 +103,14 @@ def _own_address(server: str) -> tuple[str, int]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((url.hostname, url.port or 80))
         host = probe.getsockname()[0]
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return host, probe.getsockname()[1]
+    return host, free_port(host)
 
 
 @dataclass(kw_only=True)
-class GlooInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the workers connect to the trainer, which has rank 0."""
+class GlooInfo(WeightTransferInitInfo, TrainerInitInfo):  # type: ignore[misc]
+    """Where the workers connect to the trainer, whose rank is 0; both sides take it."""
+
+    backend: ClassVar[str] = "gloo"
 
     master_address: str
     master_port: int
@@ -118,17 +121,6 @@ class GlooInfo(WeightTransferInitInfo):  # type: ignore[misc]
         return stateless_init_torch_distributed_process_group(
             self.master_address, self.master_port, rank, self.world_size, "gloo", timeout=_TIMEOUT
         )
-
-
-@dataclass
-class GlooTrainerInfo(TrainerInitInfo):  # type: ignore[misc]
-    """`GlooInfo` in the form that the trainer's side takes."""
-
-    backend: ClassVar[str] = "gloo"
-
-    master_address: str
-    master_port: int
-    world_size: int
 
 
 @dataclass
@@ -186,25 +178,20 @@ class GlooWorker(WeightTransferEngine[GlooInfo, GlooUpdate]):  # type: ignore[mi
             yield name, tensor.to(self.device)
 
 
-class GlooTrainer(TrainerWeightTransferEngine[GlooTrainerInfo]):  # type: ignore[misc]
+class GlooTrainer(TrainerWeightTransferEngine[GlooInfo]):  # type: ignore[misc]
     """Sends weights to the workers of one server."""
 
-    init_info_cls = GlooTrainerInfo
+    init_info_cls = GlooInfo
 
     @classmethod
     def trainer_init(
-        cls, init_info: GlooTrainerInfo, *, client: Any, source: WeightSource | None = None
+        cls, init_info: GlooInfo, *, client: Any, source: WeightSource | None = None
     ) -> GlooTrainer:
         """Connects to the server's workers."""
         trainer = cls(client=client, source=source)
-        info = GlooInfo(
-            master_address=init_info.master_address,
-            master_port=init_info.master_port,
-            world_size=init_info.world_size,
-        )
         with ThreadPoolExecutor(1) as pool:  # the workers answer once all have joined
-            answer = pool.submit(client.init_weight_transfer_engine, asdict(info))
-            trainer._group = info.join(0)
+            answer = pool.submit(client.init_weight_transfer_engine, asdict(init_info))
+            trainer._group = init_info.join(init_info.rank)
             answer.result()
         return trainer
 

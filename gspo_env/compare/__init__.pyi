@@ -1,0 +1,10 @@
+from .plan import Arm as Arm
+from .plan import Comparison as Comparison
+from .plan import change as change
+from .plan import grid as grid
+from .plan import parse as parse
+from .play import Result as Result
+from .play import Run as Run
+from .play import compare as compare
+from .play import planned as planned
+from .play import read as read
