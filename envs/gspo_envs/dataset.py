@@ -74,8 +74,7 @@ class DatasetEnv(ToolEnv):
         ):
             if value not in allowed:
                 raise ConfigError(f"Dataset: {name} is {value!r}, expected {' or '.join(allowed)}.")
-        if max_turns is not None and max_turns < 1:
-            raise ConfigError(f"Dataset: max_turns is {max_turns}, expected at least 1.")
+        super().__init__(max_turns)
         many = isinstance(rewards, (list, tuple))
         self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
         self.weights = _weights(weights, [reward.name for reward in self.rewards])

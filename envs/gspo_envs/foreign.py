@@ -48,14 +48,6 @@ class PrivateRandom:
                 _install(outside)
 
 
-class SharedRandom:
-    """No private streams, for packages that draw from no global generator."""
-
-    def installed(self) -> contextlib.AbstractContextManager[None]:
-        """Change nothing."""
-        return contextlib.nullcontext()
-
-
 def _install(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
@@ -66,24 +58,13 @@ class ForeignEnv(TextEnv):
 
     Both run under private random streams that the seed decides. An action on which the package
     raises ends the episode: truncated, without reward, `info["env_error"]` says why.
-
-    Args:
-        max_turns: Steps before the episode is truncated.
     """
 
     blocking: bool | None = False  # private streams are installed by one thread at a time
     gives_outcome = False
     draws = True
     """Whether the package draws from global generators; where it does not, many may run at once."""
-
-    def __init__(self, max_turns: int | None = None) -> None:
-        """Set the limit on turns."""
-        if max_turns is not None and max_turns < 1:
-            raise ConfigError(
-                f"{type(self).__name__}: max_turns is {max_turns}, expected at least 1."
-            )
-        self.max_turns = max_turns
-        self._random: PrivateRandom | SharedRandom = SharedRandom()
+    _random: PrivateRandom | None = None
 
     @abstractmethod
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
@@ -97,8 +78,8 @@ class ForeignEnv(TextEnv):
         """Begin an episode with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         drawn = int(self.np_random.integers(2**31))
-        self._random = PrivateRandom(drawn) if self.draws else SharedRandom()
-        with self._random.installed():
+        self._random = PrivateRandom(drawn) if self.draws else None
+        with self._privately():
             observation, info = self.begin(drawn, options or {})
         return clean(observation, MAX_TEXT_LENGTH), info
 
@@ -109,12 +90,14 @@ class ForeignEnv(TextEnv):
             EnvironmentContractError: The episode has ended or has not begun.
         """
         self.require_episode()
-        with self._random.installed():
-            observation, reward, terminated, truncated, info = self._try(
-                clean(action, MAX_TEXT_LENGTH)
-            )
+        action = clean(action, MAX_TEXT_LENGTH)
+        with self._privately():
+            observation, reward, terminated, truncated, info = self._try(action)
         terminated, truncated = self.end_turn(terminated, truncated)
         return clean(observation, MAX_TEXT_LENGTH), reward, terminated, truncated, info
+
+    def _privately(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._random is None else self._random.installed()
 
     def _try(self, action: str) -> StepResult:
         try:
@@ -142,6 +125,34 @@ def load(module: str, package: str, extra: str) -> ModuleType:
     finally:
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
+
+
+@contextlib.contextmanager
+def making(name: str, how: str, *refusals: type[Exception]) -> Iterator[None]:
+    """Try something of a package out, under private random streams.
+
+    Args:
+        name: What is made.
+        how: Follows "cannot be" in the message.
+        refusals: What the package raises on wrong arguments.
+
+    Raises:
+        ConfigError: The package refused.
+        MissingExtraError: It needs word lists of NLTK, or another package.
+    """
+    try:
+        with PrivateRandom(0).installed():
+            yield
+    except Exception as error:
+        if isinstance(error, LookupError) and "nltk" in str(error).lower():
+            command = "python -m nltk.downloader words averaged_perceptron_tagger_eng"
+            raise MissingExtraError(f"{name} needs word lists of NLTK: {command}") from error
+        if isinstance(error, ImportError):
+            raise MissingExtraError(f"{name} needs another package: {error}") from error
+        if isinstance(error, refusals):
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{name} cannot be {how}: {reason}") from error
+        raise
 
 
 def check_name(package: str, name: str, known: Iterable[str]) -> None:

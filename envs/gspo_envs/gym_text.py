@@ -123,11 +123,9 @@ class GymTextEnv(TextEnv):
         **kwargs: Any,
     ) -> None:
         """Make the inner environment and the prompt."""
-        if not math.isfinite(invalid_reward) or (max_turns is not None and max_turns < 1):
-            raise ConfigError(
-                f"GymText: invalid_reward is {invalid_reward} and max_turns {max_turns}, "
-                "expected a finite number and at least 1."
-            )
+        super().__init__(max_turns)
+        if not math.isfinite(invalid_reward):
+            raise ConfigError(f"GymText: invalid_reward is {invalid_reward}, expected a number.")
         self.inner = _make(env, kwargs)
         for name in ("observation_space", "action_space"):
             _refuse(env, name, getattr(self.inner, name))
