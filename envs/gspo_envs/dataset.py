@@ -13,7 +13,7 @@ from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
 from gspo_envs.rewards import Attempt, judge, load_reward
-from gspo_envs.rows import Message, TaskRows, read_chat
+from gspo_envs.rows import Message, TaskRows, begin_chat, read_chat
 
 _COLUMNS = ("prompt", "messages")
 
@@ -108,10 +108,7 @@ class DatasetEnv(ToolEnv):
         system = [] if told is None else [{"role": "system", "content": told}]
         self._prompt, self._messages, self._token_ids = (*system, *prompt), [], ()
         self.max_turns = self._limit or (8 if self.reply or self.tools else len(self._asked) + 1)
-        info: dict[str, Any] = {"row": index}
-        if len(prompt) > 1:
-            info["messages"] = prompt[:-1]
-        return prompt[-1]["content"], info
+        return begin_chat(prompt, index)
 
     def step(self, action: str) -> StepResult:
         """Take the answer of a turn and, at the end or at every turn, judge it."""

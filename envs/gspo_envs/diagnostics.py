@@ -80,7 +80,7 @@ class _Cued(_OneWord):
     """A cue in each turn, which has one right word."""
 
     def _draw(self) -> None:
-        self._cues = self.np_random.integers(len(_CUES), size=self.turns).tolist()
+        self._cues: list[int] = self.np_random.integers(len(_CUES), size=self.turns).tolist()
         self._hits = 0
 
     def _show(self) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
 from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_envs.rows import TaskRows, begin_chat, read_chat
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,37 @@ class ForeignEnv(TextEnv):
             logger.warning("%s raised on an action: %s", type(self).__name__, reason, exc_info=True)
             info = {"env_error": reason, "success": False}
             return "Error: this action cannot be taken.", 0.0, False, True, info
+
+
+class RowEnv(ForeignEnv):
+    """Base of an adapter whose seed picks a row; `options={"row": 3}` names it."""
+
+    blocking = True
+    draws = False
+    _rows: TaskRows
+    _seed: int | None = None
+
+    @abstractmethod
+    def open(self, row: Any, index: int, seed: int) -> Any:
+        """Begin an episode of a row and give its chat."""
+
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+        """Begin an episode of a row.
+
+        Raises:
+            ConfigError: The row does not exist or does not fit the environment.
+        """
+        self._seed = seed
+        return super().reset(seed=seed, options=options)
+
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Begin an episode of the row that the seed picks."""
+        row, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
+        self.close()
+        chat = self.open(row, index, seed)
+        name = type(self).__name__.removesuffix("Env")
+        self.system_prompt, messages = read_chat(chat, f"{name}: prompt of row {index}")
+        return begin_chat(messages, index)
 
 
 def load(module: str, package: str, extra: str) -> ModuleType:
