@@ -1,4 +1,4 @@
-"""One update of TRL's GRPO trainer and one of ours on the same multi-turn episodes.
+"""Compares an update of TRL's GRPO trainer with ours on the same multi-turn episodes.
 
     pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
         httpx httpcore jinja2
@@ -32,7 +32,7 @@ CLIP = (0.03, 0.05)
 
 
 class Peer:
-    """TRL's loss over its own model, optimiser and padded batches."""
+    """The loss of TRL with a separate model, optimiser and padded batches."""
 
     def __init__(self, model, groups: list[list[Sample]], prompt: int) -> None:
         from accelerate import Accelerator
@@ -67,7 +67,7 @@ class Peer:
         self.trainer._get_per_token_logps_and_entropies = types.MethodType(scores, self.trainer)
 
     def backward(self) -> float:
-        """Loss of all batches, with gradients."""
+        """Computes the loss of all batches and its gradients."""
         self.model.train()
         total = 0.0
         for batch in self.batches:
@@ -77,7 +77,7 @@ class Peer:
         return total
 
     def update(self) -> None:
-        """One optimiser step."""
+        """Makes one optimiser step."""
         self.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

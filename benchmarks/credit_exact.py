@@ -1,13 +1,17 @@
-"""Every estimator's policy gradient against the true one, on problems that can be enumerated.
+"""Compares the policy gradient of every estimator with the true gradient, on tabular problems.
 
     python benchmarks/credit_exact.py [picture.png]
 
-For each problem and number of turns: the cosine of the mean estimate with the true gradient (below
-1 is a bias in direction), its bias as a share of the true gradient at the best scale, and the noise
-of one group of 8 over the length of the mean estimate. First on policy, where the ratio level does
-not matter, with and without division by the group's standard deviation; then at each ratio level
-after the policy has drifted away from the one that sampled. Last, the episodes that plain policy
-gradient needs to 90 % of the best return on the additive problem, with the best step size of each.
+For each problem and number of turns, it prints
+
+- the cosine between the mean estimate and the true gradient (below 1 is a bias in direction),
+- the bias as a fraction of the true gradient, at the best scale,
+- the noise of one group of 8, divided by the length of the mean estimate.
+
+The first part is on policy, where the ratio level does not matter, with and without division by the
+standard deviation of the group. The second part is off policy, with each ratio level. The last part
+counts the episodes that plain policy gradient needs to reach 90 % of the best return. It uses the
+additive problem, with the best step size of each estimator.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ DRIFT = 0.3
 
 
 def estimators(scale: str):
-    """The six, and immediate credit alone."""
+    """Returns the six estimators, and one with credit for the immediate reward only."""
     made = {name: find("advantage", name)(scale=scale) for name in BUILTIN["advantage"]}
     made["immediate only"] = ReturnsToGo(gamma=0.0, scale=scale)
     return made
@@ -46,7 +50,7 @@ def show(label: str, results: list[Analysis]) -> None:
 
 
 def on_policy() -> dict[tuple[str, str], list[Analysis]]:
-    """Bias and noise by problem, estimator, scale and number of turns."""
+    """Measures bias and noise on policy, by problem, estimator, scale and number of turns."""
     kept = {}
     for problem, make in PROBLEMS.items():
         turns = [k for k in TURNS if problem != "key and door" or k > 1]
@@ -61,7 +65,7 @@ def on_policy() -> dict[tuple[str, str], list[Analysis]]:
 
 
 def off_policy() -> None:
-    """Every estimator at every ratio level, after a drift."""
+    """Measures every estimator at every ratio level, off policy."""
     print(f"\noff policy (logits moved by {DRIFT}), 4 turns, scale none: cosine, bias, noise")
     print(f"  {'':38} " + "  ".join(f"{level:>20}" for level in LEVELS))
     for problem, make in PROBLEMS.items():
@@ -74,7 +78,7 @@ def off_policy() -> None:
 
 
 def speed() -> None:
-    """Episodes to the target, outcome over returns-to-go, as turns grow."""
+    """Counts the episodes to the target with `outcome` and `returns_to_go`, by number of turns."""
     print("\nadditive: median episodes to 90 % of the best return over 5 seeds, best step size")
     for turns in (2, 4, 8, 16):
         best = {}
@@ -99,7 +103,7 @@ def speed() -> None:
 
 
 def draw(kept: dict[tuple[str, str], list[Analysis]], path: str) -> None:
-    """Bias above, noise below; a column for each problem."""
+    """Draws bias (top) and noise (bottom), with one column for each problem."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 7), dpi=100, layout="constrained")

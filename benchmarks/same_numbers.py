@@ -9,7 +9,6 @@ metrics but times and rates must be equal to the last digit. Exit code 1 where o
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
@@ -36,7 +35,7 @@ RENAMED: dict[str, str] = {
 }
 """Metrics by their old name."""
 
-TINY = {"embedded": {"demonstrations": 300, "imitation_steps": 40}}
+TINY = {"recipe": {"demonstrations": 300, "imitation_steps": 40}}
 SHORT = {"steps": 4, "tasks_per_step": 8, "eval_every": 2, "eval_tasks": 16}
 RUNS: dict[str, dict[str, Any]] = {
     "look-up, defaults": {**TINY, **SHORT},
@@ -45,21 +44,21 @@ RUNS: dict[str, dict[str, Any]] = {
         **SHORT,
         "env": "gspo/Calculator-v0",
         "seed": 1,
-        "advantage": {"estimator": "outcome", "scale": "batch"},
-        "objective": {"ratio_level": "token", "clip_low": 0.2, "clip_high": 0.27},
+        "advantage": {"name": "outcome", "scale": "batch"},
+        "loss": {"ratio_level": "token", "clip_low": 0.2, "clip_high": 0.27},
     },
     "key and door, group_gae": {
         **TINY,
         **SHORT,
         "env": "gspo/KeyDoor-v0",
-        "advantage": {"estimator": "group_gae", "args": {"lam": 0.9}},
-        "objective": {"ratio_level": "turn", "kl_coef": 0.01},
+        "advantage": {"name": "group_gae", "lam": 0.9},
+        "loss": {"ratio_level": "turn", "kl_coef": 0.01},
     },
     "dataset": {
         **TINY,
         **SHORT,
         "env": "gspo/Dataset-v0",
-        "env_kwargs": {"data": "sums.jsonl", "rewards": ["reward.py:exact"]},
+        "env_kwargs": {"data": "sums.jsonl", "rewards": ["reward.py:exact"], "blocking": False},
         "learner": {"minibatches": 2},
     },
     "LoRA on a saved model": {
@@ -121,7 +120,6 @@ def play(tree: dict[str, Any]) -> list[Any]:
     import torch
 
     from gspo_agents.gspo import GSPOAgent
-    from gspo_env.config import from_dict
 
     torch.manual_seed(0)  # the first weights of an adapter were not always the seed's
     Path("reward.py").write_text(REWARD)
@@ -129,20 +127,29 @@ def play(tree: dict[str, Any]) -> list[Any]:
     rows = [{"prompt": prompt, "completion": c, "answer": c} for prompt, c in sums]
     Path("sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
     if tree.get("model"):
-        teacher = GSPOAgent(config=from_dict({**TINY, **SHORT}))
+        teacher = GSPOAgent(config=make({**TINY, **SHORT}))
         teacher.warm_up()
         teacher.save(tree["model"])
-    return GSPOAgent(config=_untracked(from_dict({**tree, "output": "run"}))).train()
+    return GSPOAgent(config=make({**tree, "output": "run"})).train()
 
 
-def _untracked(config: Any) -> Any:
-    """The config of this or the other revision, with nothing recorded."""
-    if hasattr(config, "tracking"):
-        quiet = dataclasses.replace(config.tracking, enabled=False)
-        return dataclasses.replace(config, tracking=quiet)
-    from gspo_env.tracking import NoTracker
+def make(tree: dict[str, Any]) -> Any:
+    """A config that records nothing, in this revision or in one before choices were classes."""
+    from gspo_env.config import from_dict
 
-    return dataclasses.replace(config, tracker=NoTracker())
+    try:
+        return from_dict({**tree, "tracker": "none"})
+    except ValueError:
+        old = {**tree, "tracking": {"enabled": False}}
+    advantage = dict(old.pop("advantage", {}))
+    args = {name: advantage.pop(name) for name in ("lam",) if name in advantage}
+    named = {"estimator": advantage.pop("name")} if "name" in advantage else {}
+    old["advantage"] = {**named, **advantage, "args": args}
+    for ours, theirs in (("loss", "objective"), ("recipe", "embedded")):
+        old[theirs] = old.pop(ours, {})
+    if "env_kwargs" in old:
+        old["env_kwargs"] = {k: v for k, v in old["env_kwargs"].items() if k != "blocking"}
+    return from_dict(old)
 
 
 def report(name: str, before: list[Any], after: list[Any]) -> int:

@@ -1,4 +1,4 @@
-"""A tracker of your own: `gspo-env train --tracker examples/own_tracker.py:JsonLines`."""
+"""A custom tracker: `gspo-env train --tracker examples/own_tracker.py:JsonLines`."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines:
-    """Writes each step's metrics as a line of JSON beside the run."""
+    """Writes the metrics of each step as a line of JSON into the folder of the run."""
 
     file: str = "metrics.jsonl"
     """Name of the file."""
@@ -30,7 +30,7 @@ class Writer:
         self.log({"text": text}, name)
 
     def artifact(self, path, folder=""):
-        if self.folder not in path.parents:  # the run's own files lie here already
+        if self.folder not in path.parents:  # the files of the run are already here
             shutil.copy(path, self.folder)
 
     def finish(self, status):

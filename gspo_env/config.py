@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import tomli_w
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
+from pydantic_core import to_jsonable_python
 
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
@@ -72,18 +77,22 @@ class Config:
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as a tree, so that another process finds the classes of a user's file."""
+        return from_dict, (to_dict(self),)
+
     @classmethod
-    def from_recipe(cls, recipe: Any = "tiny", **changes: Any) -> Config:
+    def from_recipe(cls, name: Any = "tiny", /, **changes: Any) -> Config:
         """Starts from a recipe.
 
         Args:
-            recipe: `tiny`, a plugin's name, `path/to/file.py:Class`, or an instance.
+            name: `tiny`, a plugin's name, `path/to/file.py:Class`, or an instance.
             changes: Fields by name; a dictionary changes fields of a section.
 
         Raises:
             ConfigError: The recipe or a field is unknown, or a value impossible.
         """
-        return from_dict({"recipe": recipe, **changes})
+        return override(from_dict({"recipe": name}), changes)
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -142,8 +151,20 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """Writes the resolved tree as TOML; `load_toml` reads it back."""
-    return tomli_w.dumps(to_dict(config))
+    """Writes the resolved tree as TOML; `load_toml` reads it back.
+
+    TOML has no null, so fields that are None are left out. An object that TOML cannot hold, such as
+    a function among the arguments of an environment, is written as its `repr`.
+    """
+    return tomli_w.dumps(_without_none(to_jsonable_python(to_dict(config), fallback=repr)))
+
+
+def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in tree.items()
+        if value is not None
+    }
 
 
 def resolve(config: Config, name: str) -> str:
@@ -181,7 +202,8 @@ def _hint(config: Config, name: str, paths: list[str]) -> str:
             )
     lasts = {path.rpartition(".")[2]: path for path in paths}
     near = difflib.get_close_matches(last, lasts, n=3)
-    return f"; perhaps you mean {' or '.join(lasts[n] for n in near)}" if near else ""
+    found = " or ".join(lasts[n] for n in near)
+    return f"; perhaps you mean {found}" if found else "; `gspo-env train --help` lists all"
 
 
 def _settings(kind: str, name: str) -> tuple[dataclasses.Field[Any], ...]:
@@ -221,8 +243,11 @@ def _choose(kind: str, old: Any, value: Any) -> Any:
 def _default(kind: str, name: str) -> Any:
     try:
         return find(kind, name)()
-    except TypeError as error:
-        raise ConfigError(f"{kind} {name!r} has a setting without a default: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{kind} {name!r} cannot be made with its defaults: {reason}") from error
 
 
 def _table(name: str, value: Any) -> Mapping[str, Any]:
@@ -232,18 +257,16 @@ def _table(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            allowed = ", ".join(map(repr, get_args(hint)))
-            raise ConfigError(f"{name} is {value!r}; expected one of {allowed}")
+    """Gives a value of the annotated type; a TOML value may stand for one, as a text for a path."""
+    try:
+        adapter = TypeAdapter(hint)
+    except PydanticSchemaGenerationError:  # a class of the user's own
         return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    plain = get_origin(hint) or hint
-    if plain is tuple and isinstance(value, list):
-        return tuple(value)
-    if isinstance(plain, type) and (
-        not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool)
-    ):
-        raise ConfigError(f"{name} is {value!r}; expected {plain.__name__}")
-    return value
+    with contextlib.suppress(ValidationError):
+        return adapter.validate_python(value, strict=True)
+    try:
+        return adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise ConfigError(f"{name} is {value!r}; {error.errors()[0]['msg'].lower()}") from None
+    except TypeError as error:
+        raise ConfigError(f"{name} is {value!r}, which is no TOML value: {error}") from None

@@ -32,9 +32,13 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
         raise ConfigError(f"{what} is {name!r}; expected an importable place: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        public = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+        public = [
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and key[0] != "_"
+        ]
         near = ", ".join(difflib.get_close_matches(attribute, public) or sorted(public)) or "none"
-        raise ConfigError(f"{what} is {name!r}; expected a function of {where}, such as: {near}")
+        raise ConfigError(f"{what} is {name!r}; expected a name in {where}, such as: {near}")
     loaded: Callable[..., Any] = function
     return loaded
 

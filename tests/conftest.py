@@ -1,4 +1,4 @@
-"""Real, tiny parts that the tests share."""
+"""Tiny, real models, tokenizers and samples that the tests share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def chat(tokenizer):
-    """The transcript maker of the tiny tokenizer."""
+    """The chat tokenizer over the tiny tokenizer."""
     return ChatTokenizer(tokenizer)
 
 
@@ -64,7 +64,7 @@ def model(tokenizer):
 
 @dataclass(frozen=True)
 class Player:
-    """A model that has imitated a little: it plays, badly, and ends its turns."""
+    """A model after a short imitation: it plays badly, but it ends its turns."""
 
     env_id: str
     model: Any
@@ -140,7 +140,7 @@ def gradients():
 
 @pytest.fixture(scope="session")
 def serve():
-    """What starts a real OpenEnv server with so many sessions; a port may be asked for."""
+    """A function that starts a real OpenEnv server with a number of sessions, on a given port."""
     return _serve_openenv
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,7 @@ def test_what_a_file_leaves_out_is_neutral_with_a_model_and_the_tiny_recipes_wit
     assert tiny.loss.clip_low == 0.03
     assert Config.from_recipe("tiny", loss={"clip_low": 0.1}).loss.clip_low == 0.1
     assert from_dict({"recipe": {"layers": 3}}).recipe.layers == 3
+    assert Config.from_recipe("tiny", recipe={"layers": 3}).recipe.layers == 3
 
 
 def test_another_choice_starts_from_its_own_defaults_and_the_same_one_keeps_its_settings():
@@ -54,17 +56,43 @@ def test_a_users_class_is_a_choice_by_file(tmp_path):
         "class Needy:\n"
         "    weight: float\n"
         "class Plain: ...\n"
+        "@dataclass(frozen=True)\n"
+        "class Raises:\n"
+        "    def __post_init__(self): raise RuntimeError('boom')\n"
     )
     config = from_dict({"advantage": {"name": f"{file}:Own", "weight": 2}})
     assert config.advantage.weight == 2.0
     assert to_dict(config)["advantage"] == {"name": f"{file}:Own", "weight": 2.0}
     assert from_dict(to_dict(config)) == config
-    with pytest.raises(ConfigError, match=r"Needy' has a setting without a default"):
+    with pytest.raises(ConfigError, match=r"Needy' cannot be made with its defaults: TypeError"):
         from_dict({"advantage": f"{file}:Needy"})
+    with pytest.raises(ConfigError, match=r"Raises' cannot be made with its defaults: .*boom"):
+        from_dict({"advantage": f"{file}:Raises"})
     with pytest.raises(ConfigError, match="expected a dataclass"):
         from_dict({"advantage": f"{file}:Plain"})
     with pytest.raises(ConfigError, match=r"expected one of: returns_to_go"):
         from_dict({"advantage": "return_to_go"})
+
+
+def test_a_users_settings_may_have_any_type_that_toml_can_say(tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "from pathlib import Path\n"
+        "@dataclass(frozen=True)\n"
+        "class Odd:\n"
+        "    levels: tuple[int, ...] = ()\n"
+        "    where: Path = Path('here')\n"
+        "    maybe: float | None = None\n"
+    )
+    table = {"name": f"{file}:Odd", "levels": [1, 2], "where": "there", "maybe": 3}
+    for tree in ({"advantage": table}, {"advantage": f"{file}:Odd"}):
+        config = from_dict(tree)
+        (tmp_path / "c.toml").write_text(to_toml(config))
+        assert load_toml(tmp_path / "c.toml") == config
+    assert from_dict({"advantage": table}).advantage.where == Path("there")
+    with pytest.raises(ConfigError, match=r"levels is 'x'; input should be a valid"):
+        from_dict({"advantage": {"name": f"{file}:Odd", "levels": "x"}})
 
 
 def test_a_setting_is_found_by_path_or_last_part_and_one_of_another_choice_is_explained():
@@ -83,13 +111,13 @@ def test_a_setting_is_found_by_path_or_last_part_and_one_of_another_choice_is_ex
         ("stepz = 3", "unknown field 'stepz'; expected one of: steps"),
         ("[learner]\nlearning_rates = 1", "unknown field learner.'learning_rates'.*learning_rate"),
         ("steps = -1", "steps is -1; expected at least 0"),
-        ("steps = 1.5", "steps is 1.5; expected int"),
-        ("steps = true", "steps is True; expected int"),
+        ("steps = 1.5", "steps is 1.5; input should be a valid integer"),
+        ("steps = true", "steps is True; input should be a valid integer"),
         ("engine = 'magic'", "engine is 'magic'; expected one of: transformers, vllm"),
         ("learner = 3", "learner is 3; expected a table"),
         ("[rollout]\nmax_turn_tokens = 512", "max_turn_tokens is 512; expected less"),
         ("steps = ", "not valid TOML"),
-        ("model = 3", "model is 3; expected str"),
+        ("model = 3", "model is 3; input should be a valid string"),
     ],
 )
 def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path, text, words):

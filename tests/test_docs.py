@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import pkgutil
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from gspo_env.cli.main import parse
 from gspo_env.env.registration import ENTRY_POINT_GROUP
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +21,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAME = re.compile(r"\bgspo_(?:env|envs|agents)(?:\.[A-Za-z_]\w*)+")
 FILE = re.compile(r"(?<![\w/.])(?:gspo_env|envs|agents|tests|benchmarks|examples)/[\w/.-]+\.\w+")
+COMMAND = re.compile(r"^(?:.*&& )?gspo-env (.+)$", re.MULTILINE)
+SPAN = re.compile(r"`gspo-env (\w[^`]* [^`]+)`")
 
 
 def page(path):
@@ -109,3 +113,17 @@ def test_the_architecture_table_lists_the_import_layers_in_order():
     names = [re.findall(r"`(\w+)(?:\.py|/)`", row) for row in rows]
     order = [layer for layer in reversed(layers) if layer != "__main__"]
     assert [name for row in names for name in row] == order
+
+
+@pages
+def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "run.toml").touch()
+    (tmp_path / "mine.py").symlink_to(ROOT / "examples" / "own_estimator.py")
+    text = path.read_text()
+    commands = [c for block in blocks(path, "bash") for c in COMMAND.findall(block)]
+    for command in {*commands, *SPAN.findall(BLOCK.sub("", text))}:
+        arguments = shlex.split(command, comments=True)
+        if "--help" not in arguments:
+            parse(["0" if argument == "N" else argument for argument in arguments])

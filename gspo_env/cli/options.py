@@ -138,9 +138,9 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     chosen = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
     choices = Choices(config=start.config, **chosen)
     known = {"help", *(f.name for f in dataclasses.fields(command))}
-    group = arguments[-1]
-    if arguments[-2:-1] == ["--help"] and dataclasses.is_dataclass(getattr(config, group, None)):
-        _print_page(getattr(config, group), group)
+    match arguments[-2:]:
+        case ["--help", group] if dataclasses.is_dataclass(getattr(config, group, None)):
+            _print_page(getattr(config, group), group)
     made = command(choices=choices, settings=_sections(config, _unchecked), **own)
     return made, [_spell_out(argument, config, known) for argument in rest]
 

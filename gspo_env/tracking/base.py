@@ -113,7 +113,7 @@ def _leaves(value: Any, name: str, mappings: bool) -> Iterator[tuple[str, Any]]:
     record = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if record:
         value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    if (record or mappings) and isinstance(value, Mapping) and (value or not name):
+    if record or (mappings and isinstance(value, Mapping) and (value or not name)):
         for key, child in value.items():
             yield from _leaves(child, f"{name}.{key}" if name else str(key), mappings)
     else:

@@ -14,11 +14,13 @@ from gspo_env.config import Config
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
+from gspo_env.recipes.tiny import Tiny
 from gspo_env.types import Prompt
 
 
 def tiny(**changes):
     config = Config.from_recipe(
+        Tiny(hidden_size=32, demonstrations=64, imitation_steps=40),
         steps=3,
         tasks_per_step=4,
         eval_every=2,

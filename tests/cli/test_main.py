@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from gspo_env.cli.main import main
-from gspo_env.config import read_toml
+from gspo_env.config import Config, read_toml
 from gspo_env.credit import GroupGAE
 from gspo_env.learner import GRPO
 from gspo_env.model.load import save_model
@@ -204,6 +204,12 @@ def test_an_output_that_cannot_be_written_is_one_sentence(capsys, tmp_path):
     assert "is not empty" in refused(capsys, "train", *TINY, "--output", "full")
     assert (tmp_path / "full" / "thesis.txt").read_text() == "precious"
     assert not list(tmp_path.glob("*.db"))
+
+
+def test_train_without_options_is_the_recipe_tiny():
+    from gspo_env.cli.main import parse
+
+    assert parse(["train"]).resolved == Config.from_recipe("tiny")
 
 
 def test_settings_of_the_chosen_class_are_flags_by_path_and_by_last_part(tmp_path):

@@ -1,4 +1,4 @@
-"""The exact analysis: its gradient is the true one, and estimators that should be unbiased are."""
+"""The exact analysis: the gradient is correct, and unbiased estimators show no bias."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROBLEMS = [additive(3), key_and_door(3), may_stop(3)]
 
 
 def expected_return(problem, logits, state=0):
-    """By enumeration of every episode."""
+    """The expected return, by enumeration of all episodes."""
     _, chance = probabilities(problem, logits)
     total = 0.0
     for action, p in enumerate(chance[state]):
@@ -53,14 +53,14 @@ def test_the_gradient_is_that_of_the_enumerated_return(problem):
 def test_unscaled_estimators_are_unbiased_where_all_episodes_are_as_long(name, problem):
     arguments = {"scale": "none"} | ({"lam": 1.0} if name == "group_gae" else {})
     estimator = find("advantage", name)(**arguments)
-    # gigpo's small bias on key and door is below what so few groups can show: see the next test
+    # so few groups cannot show the small bias of gigpo on key and door: see the next test
     result = analyse(problem, estimator, groups=1500, seed=3)
     assert result.bias < 4 * result.error
     assert result.cosine > 0.98
 
 
 def test_states_that_few_episodes_meet_weigh_less_in_gigpo():
-    # its mean holds the episode itself: n visits shrink a state's signal by (n - 1) / n
+    # its mean includes the episode itself: n visits reduce the signal of a state by (n - 1) / n
     estimator = GiGPO(scale="none")
     result = analyse(key_and_door(4), estimator, groups=8000)
     assert 3 * result.error < result.bias < 0.15

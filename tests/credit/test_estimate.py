@@ -1,4 +1,4 @@
-"""The estimators against advantages worked out by hand."""
+"""The estimators against advantages computed by hand."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_outcome_may_use_the_episodic_reward() -> None:
 def test_returns_to_go_by_hand() -> None:
     # returns-to-go: [3, 2], [3], [0, 0, 0], [6, 0]; everything sums to 14 over 8 turns
     rows = ReturnsToGo(scale="none").advantages(UNEQUAL)
-    # turn 3 is reached by one episode alone: its baseline is 14 / 5, over the others' five turns
+    # only one episode reaches turn 3: its baseline is 14 / 5, over the five turns of the others
     check(rows, [0, 2], [0], [-4, -1, -14 / 5], [4, -1])
     squares = (0 + 0 + 9 + 9) + (16 + 4 + 4) / 9 + (14 / 8) ** 2
     scaled = ReturnsToGo().advantages(UNEQUAL)

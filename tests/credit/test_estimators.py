@@ -1,4 +1,4 @@
-"""The four estimators beyond `outcome` and `returns_to_go`, against numbers worked out by hand."""
+"""The estimators other than `outcome` and `returns_to_go`, against numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_turn_plus_outcome_falls_back_to_the_group_where_few_reach_a_turn():
     rows = TurnPlusOutcome(scale="none").advantages(
         group(episode(0, 3, outcome=0), episode(0, outcome=0), episode(0, outcome=0))
     )
-    check(rows, [0, 3], [0], [0])  # the others' mean over all their turns is 0
+    check(rows, [0, 3], [0], [0])  # the mean of the other episodes over all their turns is 0
 
 
 def test_gigpo_compares_returns_to_go_from_the_same_state():
@@ -93,7 +93,7 @@ def test_gigpo_compares_returns_to_go_from_the_same_state():
 def test_gigpo_meets_a_state_again_at_other_turns_and_ignores_lonely_ones():
     first = episode(0, 1, keys=["a", "b"])
     second = episode(0, 0, keys=["b", "c"])
-    # returns 1 and 0; state b: returns-to-go 1 (turn 2) and 0 (turn 1); a and c are lonely
+    # returns 1 and 0; state b: returns-to-go 1 (turn 2) and 0 (turn 1); a and c were visited once
     check(GiGPO(scale="none").advantages(group(first, second)), [0.5, 1.0], [-1.0, -0.5])
     check(
         GiGPO(scale="none", step_weight=0).advantages(group(first, second)),
@@ -144,14 +144,14 @@ def test_group_gae_takes_values_from_equal_states():
             episode(0, 4, keys=["s", "x"]),
         )
     )
-    # x was met by three: values are the other two's mean; y was not: the others at turn 2
+    # three episodes visited x: values are the mean of the other two; y: the others at turn 2
     check(rows, [1 - 5 / 3, 1 - 2.5], [0 - 2, 0 - 2], [1 - 5 / 3, 1 - 2.5], [4 - 2 / 3, 4 - 1])
 
 
 def test_group_gae_goes_on_after_truncation_with_what_the_others_got():
     done = (episode(0, 1), episode(0, 3), episode(0, 2))
     rows = GroupGAE(lam=1.0, scale="none").advantages(group(*done, episode(0, cut=True)))
-    # the cut episode lacks a second turn, which gave the others 2 on average
+    # the truncated episode has no second turn, which gave the others 2 on average
     np.testing.assert_allclose(rows[3], [0 + 2 - 2])
     known = group(
         episode(0, 1, keys=["s", "x"]),

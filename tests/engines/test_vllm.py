@@ -1,4 +1,4 @@
-"""Real vLLM: the same probabilities as the trainer after every update, and the very tokens.
+"""Real vLLM: the log-probabilities of the trainer after every update, and exact tokens.
 
 Runs where vLLM is installed: `pytest -m vllm`.
 """
@@ -42,7 +42,7 @@ SIZES = {"max_slots": 64, "max_context": LIMITS.max_context}
 
 @pytest.fixture(scope="module")
 def parts():
-    """A model that plays, and its transcript maker."""
+    """A model that plays, and its chat tokenizer."""
     env = make_env(ENV)
     config = Tiny(demonstrations=300, imitation_steps=60)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
@@ -59,7 +59,7 @@ def engine(parts):
 
 
 class Recording:
-    """An engine that keeps what it was asked and what it said."""
+    """An engine that records its requests and completions."""
 
     def __init__(self, engine):
         self.engine, self.log = engine, {}
@@ -81,7 +81,7 @@ def collect(engine, chat, tasks=16, seed=0, size=4):
 
 
 def update(learner, groups):
-    """One training step; its metrics hold the mismatch before it."""
+    """One training step; its metrics contain the mismatch before the step."""
     advantages = estimate(groups, ReturnsToGo()).advantages
     return learner.update(
         [
@@ -105,7 +105,7 @@ def test_engine_and_trainer_agree_after_every_weight_update(parts, engine):
     learner = learner_of(parts)
     for version in range(1, 5):
         sync(engine, learner, version)
-        groups = collect(engine, parts[1])  # the same prompts each time: a stale cache would show
+        groups = collect(engine, parts[1])  # the same prompts each time, to detect a stale cache
         assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
         metrics = update(learner, groups)
         assert metrics["train/logprob_diff_max"] < 1e-4
@@ -197,7 +197,7 @@ def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_pa
     monkeypatch.chdir(tmp_path)
     fleet = VLLMServer(replicas=2, enforce_eager=True)
     agent = GSPOAgent(config=short_run(engine=fleet))
-    servers = agent._new_engine()  # from the weights before the warm-up: the run has to renew them
+    servers = agent._new_engine()  # with the weights before the warm-up: the run must update them
     pids, generate = servers.pids, servers.generate
     requests = 0
 

@@ -1,4 +1,4 @@
-"""The shipped environments."""
+"""The built-in environments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDS = [
 
 
 def play(env: Any, seed: int, noise: float = 0.0) -> tuple[str, list[ParsedStep]]:
-    """Let the demonstrator play one episode."""
+    """Play one episode with the scripted player."""
     prompt, _ = parse_reset("x", env.reset(seed=seed))
     steps: list[ParsedStep] = []
     while not steps or not (steps[-1][2] or steps[-1][3]):

@@ -1,4 +1,4 @@
-"""KL, memory options and mixture-of-experts: each gives the numbers that it promises."""
+"""KL, memory options and mixture of experts: each gives the expected numbers."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def test_no_pass_is_made_that_nothing_needs(model, samples):
     kl = GSPO(kl_coef=0.1)
     assert counted(model, GSPO(), 1) == (1, 0)
     assert counted(model, GSPO(), 4) == (4, 3)
-    # before the first step the reference is the policy, so that pi_old's passes serve it too
+    # before the first step the reference is the policy, so the passes for pi_old compute both
     assert counted(model, kl, 1) == (1, 0)
     assert counted(model, kl, 4) == (4, 3)
     assert counted(adapted(model, True), kl, 4) == (4, 3)
     assert counted(model, kl, 4, updates=2) == (4, 7)
-    # an adapter that is not zero differs from its base at once
+    # a nonzero adapter differs from its base at once
     assert counted(adapted(model, False), kl, 4) == (4, 7)
 
 
@@ -129,7 +129,7 @@ def test_bfloat16_keeps_float32_weights_and_log_probabilities(model, samples):
     before = [p.detach().clone() for p in lower.policy.parameters()]
     metrics = lower.update(doubled)
     assert np.isfinite(metrics["train/loss"])
-    # a step that bfloat16 weights would round away
+    # a step that is too small for bfloat16 weights
     moved = max(
         float((a - b.detach()).abs().max())
         for a, b in zip(before, lower.policy.parameters(), strict=True)
@@ -171,7 +171,7 @@ def test_the_balance_is_that_of_transformers(weights):
     uses = torch.tensor(weights)
     logits = tuple(torch.randn(7, 4, requires_grad=True) for _ in range(3))
     ours = balance_router(logits, 2, uses)
-    # as often as sequences use it, without a weight
+    # counted once for each sequence that uses it, without a weight
     repeated = tuple(layer.repeat_interleave(uses, 0) for layer in logits)
     torch.testing.assert_close(ours.loss, load_balancing_loss_func(repeated, 4, 2))
     assert float(ours.load.sum()) == pytest.approx(4.0)
@@ -225,5 +225,5 @@ def test_routing_noise_moves_the_sequence_ratio_less_than_token_ratios(mixture, 
         token_ratios.append(log_ratio.exp())
         sequence_ratios.append((sums / torch.bincount(batch.sequence_N)).exp())
     token, sequence = torch.stack(token_ratios).std(), torch.stack(sequence_ratios).std()
-    assert token > 0.005  # experts did change
+    assert token > 0.005  # the experts changed
     assert sequence < 0.6 * token

@@ -1,4 +1,4 @@
-"""Losses as choices: their settings, how the learner uses them, and a loss of one's own."""
+"""Losses: their settings, how the learner uses them, and custom losses."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_a_loss_says_what_it_needs(model, samples):
 
 @dataclass(frozen=True, kw_only=True)
 class Faulty(Loss):
-    """Returns whatever a test gives it."""
+    """Returns the value that a test gives it."""
 
     result: Any
 

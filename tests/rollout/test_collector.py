@@ -1,4 +1,4 @@
-"""Rollouts: the trained tokens are the sampled ones, and every end has a name."""
+"""Rollouts: the trained tokens are the sampled ones, and every episode has a stop reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gspo_env.types import Message, Prompt, StopReason, Task
 
 
 class Echo(TextEnv):
-    """Answers every action, for as long as it is asked; `step` says what happens."""
+    """Returns the same result for every action, until the rollout stops it."""
 
     def __init__(self, result=None):
         self.result = result or ("go on", 0.5, False, False, {})
@@ -39,7 +39,7 @@ class Echo(TextEnv):
 
 
 class Recording(TransformersEngine):
-    """The engine, which also keeps what it was asked and what it said."""
+    """An engine that records its requests and completions."""
 
     async def generate(self, prompt_ids, sampling, session=None):
         done = await super().generate(list(prompt_ids), sampling, session)
@@ -142,7 +142,7 @@ def test_an_episode_that_outlasts_the_clock_ends_as_timeout_and_the_others_go_on
             return super().reset(seed=seed)
 
     groups = play(collector(player, Hanging, episode_timeout=1.0), tasks=4, size=1)
-    # A turn may also be cut short by its token limit: then there is nothing to wait for.
+    # The token limit may also cut a turn. Then there is no step to wait for.
     assert groups[0].episodes[0].stop_reason in (StopReason.TIMEOUT, StopReason.MAX_TURN_TOKENS)
     assert any(e.stop_reason is StopReason.TERMINATED for e in episodes(groups[1:]))
 
@@ -237,7 +237,8 @@ def test_named_parts_are_summed_over_turns_and_averaged_over_the_episodes_that_h
     groups = play(collector(player, lambda: Echo(result), max_turns=4, max_turn_tokens=5))
     everything = episodes(groups)
     answered = [sum(t.reward > 0 for t in e.turns) for e in everything]
-    assert any(n < len(e.turns) for n, e in zip(answered, everything, strict=True))  # cut turns
+    # some turns were cut by the token limit
+    assert any(n < len(e.turns) for n, e in zip(answered, everything, strict=True))
     expected = 0.25 * np.mean([n for n in answered if n])
     stats = RolloutStats.of(groups, 1.0)
     assert stats.metrics()["rollout/reward/style"] == pytest.approx(expected)
@@ -262,7 +263,7 @@ def test_a_pool_closes_every_environment_and_those_that_wait_side_by_side(blocki
 
 
 class Chatty(Echo):
-    """Its conversation began before the episode."""
+    """An environment whose conversation began before the episode."""
 
     history = (
         Message(role="user", content="river"),
@@ -282,7 +283,7 @@ def test_a_conversation_that_began_before_the_episode_is_in_its_first_prompt(pla
 
 
 class TokenJudge(Echo):
-    """Judges every sampled token by its id, and hides the last one of each action."""
+    """Gives each sampled token an advantage by its id, and masks the last one of each action."""
 
     def step(self, action):
         ids = action.token_ids
@@ -298,7 +299,7 @@ def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player)
         sample = to_sample(episode, np.full(len(episode.turns), 7.0))
         ids, advantages = sample.token_ids[sample.mask].tolist(), sample.advantages.tolist()
         for turn in episode.turns:
-            if turn.info.token_advantages is None:  # cut before the environment saw it
+            if turn.info.token_advantages is None:  # cut before the environment received it
                 ids, advantages = ids[len(turn.action_ids) :], advantages[len(turn.action_ids) :]
                 continue
             kept = len(turn.action_ids) - 1
@@ -402,7 +403,7 @@ class HangsInReset(Echo):
 def test_an_environment_that_hangs_in_reset_costs_its_episode_alone(player):
     HangsInReset.release = threading.Event()
     try:
-        running = collector(player, HangsInReset, timeout=1.0, max_turns=1)
+        running = collector(player, HangsInReset, episode_timeout=1.0, max_turns=1)
         groups = play(running, tasks=4, size=1)
     finally:
         HangsInReset.release.set()
@@ -449,6 +450,6 @@ def test_an_environment_that_runs_out_of_an_iterator_is_an_error_and_does_not_ha
         def step(self, action):
             return next(iter(()))
 
-    running = collector(player, lambda: Exhausted(), timeout=20.0)
+    running = collector(player, lambda: Exhausted(), episode_timeout=20.0)
     with pytest.raises(RolloutError, match="StopIteration"):
         play(running, tasks=1)
