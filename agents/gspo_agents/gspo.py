@@ -45,11 +45,7 @@ class GSPOAgent:
     """
 
     def __init__(
-        self,
-        model: Any = "",
-        env: str = "",
-        config: Config | None = None,
-        tokenizer: Any = None,
+        self, model: Any = "", env: str = "", config: Config | None = None, tokenizer: Any = None
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())

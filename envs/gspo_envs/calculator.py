@@ -30,11 +30,7 @@ class CalculatorEnv(ChainEnv):
         "Then answer with <answer>number</answer>."
     )
 
-    def __init__(
-        self,
-        operations: tuple[int, int] = (2, 4),
-        early_answer: float = 0.6,
-    ) -> None:
+    def __init__(self, operations: tuple[int, int] = (2, 4), early_answer: float = 0.6) -> None:
         """Set the range of episodes."""
         low, high = operations
         if not 1 <= low <= high <= 16:

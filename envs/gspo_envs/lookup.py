@@ -35,10 +35,7 @@ class LookupEnv(ChainEnv):
     )
 
     def __init__(
-        self,
-        hops: tuple[int, int] = (2, 4),
-        entries: int = 24,
-        early_answer: float = 0.6,
+        self, hops: tuple[int, int] = (2, 4), entries: int = 24, early_answer: float = 0.6
     ) -> None:
         """Set the range of episodes."""
         low, high = hops

@@ -120,10 +120,7 @@ class PythonToolEnv(AnswerEnv):
     )
 
     def __init__(
-        self,
-        sandbox: Sandbox | None = None,
-        max_turns: int = 6,
-        early_answer: float = 0.6,
+        self, sandbox: Sandbox | None = None, max_turns: int = 6, early_answer: float = 0.6
     ) -> None:
         """Set the limits and find out whether code can be isolated."""
         super().__init__(max_turns)

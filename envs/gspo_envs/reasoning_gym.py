@@ -36,12 +36,7 @@ class ReasoningGymEnv(ForeignEnv):
     system_prompt = "Solve the task. Write your answer as <answer>answer</answer>."
 
     def __init__(
-        self,
-        task: str = "chain_sum",
-        *,
-        attempts: int = 1,
-        feedback: bool = True,
-        **kwargs: Any,
+        self, task: str = "chain_sum", *, attempts: int = 1, feedback: bool = True, **kwargs: Any
     ) -> None:
         """Try the task out."""
         super().__init__()

@@ -113,12 +113,7 @@ class SQLEnv(AnswerEnv):
         "of rows does not matter."
     )
 
-    def __init__(
-        self,
-        rows: int = 40,
-        max_turns: int = 12,
-        early_answer: float = 0.6,
-    ) -> None:
+    def __init__(self, rows: int = 40, max_turns: int = 12, early_answer: float = 0.6) -> None:
         """Set the size of the database."""
         super().__init__(max_turns)
         if not 10 <= rows <= 1000:
@@ -159,7 +154,7 @@ class SQLEnv(AnswerEnv):
             table: The table's name.
         """
         try:
-            return str(self._databases[0].query(_SCHEMA.format(_quoted(table)))[1][0][0])
+            return str(self._databases[0].query(_SCHEMA, table.replace("\0", ""))[1][0][0])
         except (SQLError, IndexError):
             return "no such table"
 
@@ -231,7 +226,7 @@ class SQLEnv(AnswerEnv):
         return not (empty or ambiguous or answers[0] == answers[1])
 
 
-_SCHEMA = "SELECT sql FROM sqlite_master WHERE type = 'table' AND lower(name) = lower({})"
+_SCHEMA = "SELECT sql FROM sqlite_master WHERE type = 'table' AND lower(name) = lower(?)"
 
 
 def _draw_problem(random: np.random.Generator) -> _Problem:
@@ -306,8 +301,3 @@ def _shown(value: Any) -> str:
         return f"x'{value.hex()}'"
     text = "NULL" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("'", "''").replace("\0", "")
-    return f"'{escaped}'"
