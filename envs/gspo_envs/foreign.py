@@ -17,6 +17,7 @@ import numpy as np
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
 from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.seeding import global_generators_kept
 from gspo_envs.rows import TaskRows, begin_chat, read_chat
 
 logger = logging.getLogger(__name__)
@@ -39,19 +40,13 @@ class PrivateRandom:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Put the streams in the place of the global ones for a while."""
-        with _LOCK:
-            outside = random.getstate(), np.random.get_state()
-            _install(self._states)
+        with _LOCK, global_generators_kept():
+            random.setstate(self._states[0])
+            np.random.set_state(self._states[1])
             try:
                 yield
             finally:
                 self._states = random.getstate(), np.random.get_state()
-                _install(outside)
-
-
-def _install(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
 
 
 class ForeignEnv(TextEnv):

@@ -54,11 +54,10 @@ class GEMEnv(ForeignEnv):
     def act(self, action: str) -> StepResult:
         """Take an action."""
         said, reward, terminated, truncated, info = self._inner.step(action)
-        reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
+        reward = float(reward)
         if not (terminated or truncated):
             return _with_frame(said, info), reward, False, False, {}
         said = "" if _END in str(said) else str(said)
-        truncated = truncated and not terminated  # GEM often says both
         return said, reward, terminated, truncated, {"success": reward >= 1.0}
 
     def expert_action(self, noise: float = 0.0) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gspo_env.env.base import ResetResult, StepResult
-from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.errors import MissingExtraError
 from gspo_envs.foreign import ForeignEnv, check_name, load
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class MiniGridEnv(ForeignEnv):
 
     Raises:
         MissingExtraError: The package `minigrid` is not installed.
-        ConfigError: It has no such game, or its goal is no sentence.
+        ConfigError: It has no such game.
     """
 
     draws = False
@@ -179,14 +179,6 @@ def _make(game: str) -> Any:
     ids = [i for i in gymnasium.registry if i.startswith(("MiniGrid-", "BabyAI-"))]
     check_name("MiniGrid", game, ids)
     try:
-        made: Any = gymnasium.make(game, disable_env_checker=True)
+        return gymnasium.make(game, disable_env_checker=True)
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingExtraError(f"MiniGrid: {game} cannot be made: {error}.") from error
-    space = made.observation_space
-    parts = {"image", "direction", "mission"}
-    if not isinstance(space, gymnasium.spaces.Dict) or set(space) != parts:
-        made.close()
-        raise ConfigError(
-            f"MiniGrid: {game} has no mission and partial view, its space is {space}."
-        )
-    return made

@@ -104,8 +104,8 @@ class _Conversation:
         self.task = task
         self.trace: Any = None
         self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
-        self._answer: asyncio.Future[str | None] | None = None
-        self._playing: asyncio.Task[None] | None = None
+        self._answer: asyncio.Future[str | None]
+        self._playing: asyncio.Task[None]
 
     def __getattr__(self, name: str) -> _Conversation:
         """Be the agent under whatever name the environment gives it."""
@@ -119,15 +119,12 @@ class _Conversation:
 
     async def answer(self, action: str | None) -> list[Any] | None:
         """Give the next messages, None at the end; an action that is None ends it."""
-        if self._answer is None:
-            raise RuntimeError("the conversation waits for no answer")
         self._answer.set_result(action)
         return await self._next()
 
     async def leave(self) -> None:
-        if self._playing is not None:
-            self._playing.cancel()
-            await asyncio.wait({self._playing})
+        self._playing.cancel()
+        await asyncio.wait({self._playing})
 
     async def run(self, task: Any, **borrowed: Any) -> Any:
         """As `vf.Agent.run`: one answer, scored."""
@@ -176,8 +173,6 @@ class _Conversation:
         nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
 
     async def _next(self) -> list[Any] | None:
-        if self._playing is None:
-            raise RuntimeError("the conversation has not begun")
         asked = asyncio.ensure_future(self._asked.get())
         await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():

@@ -4,40 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from importlib.resources import files
 from typing import Any
 
 from gspo_env.env.base import extract_tag
 from gspo_env.errors import ConfigError
 from gspo_envs.answer import TaskEnv
 
-_WORDS = """
-about above acorn actor adult agent agree alarm album alert alien alone amber angel anger ankle
-apple apron arena arrow aside atlas awake award bacon badge baker basin beach beard beast begin
-bench berry birch birth blade blank blaze blend bloom board boast bonus boost brain brave bread
-brick bride brief bring broad brook brush build cabin cable camel canal candy canoe cargo carol
-carve cedar chain chair chalk charm chase cheap chess chest chief child choir cider civic claim
-clean clerk cliff climb clock cloud clown coach coast comet coral couch count cover crane cream
-crisp crown crumb curve cycle daily dairy dance debut decay delta depth diary diver dozen draft
-dream dress drift drink drive eager eagle early earth easel elbow elder empty enjoy equal error
-event exact extra fable faith fancy feast fence ferry fever fiber field flame fleet float flock
-flour flute focus forge forum frame fresh frost fruit funny giant glass glide globe glove
-grain grape grass green group guard guest guide habit happy hazel heart hedge hobby honey
-horse hotel house human humor image index inner ivory jelly jewel joint judge juice kayak knife
-koala label laser later laugh layer learn lemon level light lilac linen liver lodge logic lunar
-lunch magic major mango maple march medal melon mercy metal model month moral motor mount mouse
-movie music nerve night noble north novel ocean olive onion opera orbit order other otter owner
-oxide paint panel paper party pasta patch peace pearl pedal phone photo piano pilot pixel pizza
-place plain plant plate plaza polar porch proud pulse puppy quail queen quick quiet quilt radar
-radio ranch raven ready relax reply rhyme rider rinse river roast robin robot rough round royal
-ruler salad sauce scale scarf scene scout seven shade shape shark sheep shelf shirt shore short
-sight sixty skate skirt slate sleep slope smile smoke snail snake solar solid sound south
-space spark spice spoon sport spray stage stamp start steam steel stick stone storm straw sugar
-sunny swamp swing table tango teach thank thick thorn tiger toast today token topic torch total
-tower toxic trail train treat tribe trout trunk tulip twist uncle under union urban usual valid
-value vapor video villa viola visit vital voice wagon waltz water whale wheat wheel white whole
-width world worry wrist yacht young youth zebra
-"""
-WORDS = tuple(_WORDS.split())
+WORDS = tuple(files("gspo_envs").joinpath("wordle_words.txt").read_text().split())
 _FIRST = "crane"
 
 
