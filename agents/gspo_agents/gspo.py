@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,7 @@ class GSPOAgent:
     """
 
     def __init__(
-        self,
-        model: Any = "",
-        env: str = "",
-        config: Config | None = None,
-        tokenizer: Any = None,
+        self, model: Any = "", env: str = "", config: Config | None = None, tokenizer: Any = None
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
@@ -71,7 +68,8 @@ class GSPOAgent:
         if torch.cuda.is_available():
             self.model.to("cuda")
         self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
-        self._adapt()
+        if self.config.learner.lora_rank:
+            self.model = add_adapter(self.model, self.config.learner.lora_rank, self.config.seed)
         self.folder: Path | None = None
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
@@ -97,14 +95,10 @@ class GSPOAgent:
                 total_steps=config.steps * config.learner.minibatches,
                 temperature=config.rollout.temperature,
             )
-            collector = self._collector()
             report = _Reporter(config.steps, progress, tracker, folder)
-            loop = Loop(config, self.env_id, collector, learner, report)
-            try:
+            with self._collector() as collector:
+                loop = Loop(config, self.env_id, collector, learner, report)
                 history = asyncio.run(loop.train())
-            finally:
-                collector.pool.close()
-                self.close()
             self._finish(folder, history, tracker)
             tracker.finish()
             progress.line(self._summary(folder, report.evaluations, tracker))
@@ -121,23 +115,15 @@ class GSPOAgent:
             seed: Decides what is sampled; the config's by default.
         """
         draw = self.config.seed if seed is None else seed
-        collector = self._collector()
         held_out = held_out_tasks(self.env_id, tasks or self.config.eval_tasks)
-        try:
+        with self._collector() as collector:
             return asyncio.run(collector.collect(held_out, seed=draw, group_size=samples))
-        finally:
-            collector.pool.close()
-            self.close()
 
     def metrics(self) -> dict[str, float]:
         """The `eval/...` metrics on the held-out tasks, sampled and greedy."""
-        collector = self._collector()
-        try:
+        with self._collector() as collector:
             evaluation = evaluate(collector, self.env_id, self.config.eval_tasks)
             return asyncio.run(evaluation).metrics()
-        finally:
-            collector.pool.close()
-            self.close()
 
     def close(self) -> None:
         """Stops the engine; whatever needs one starts it again."""
@@ -154,15 +140,12 @@ class GSPOAgent:
         """
         if isinstance(task, int):
             task = Task(env_id=self.env_id, seed=task)
-        collector = self._collector()
-        try:
-            seed = self.config.seed
-            groups = asyncio.run(
+        seed = self.config.seed
+        with self._collector(keep_engine=True) as collector:
+            (group,) = asyncio.run(
                 collector.collect([task], seed=seed, group_size=1, temperature=temperature)
             )
-        finally:
-            collector.pool.close()
-        return groups[0].episodes[0]
+        return group.episodes[0]
 
     def act(self, observation: str, *, prompt: Prompt | None = None, role: Role = "user") -> str:
         """One greedy action in a conversation.
@@ -204,17 +187,12 @@ class GSPOAgent:
         tree = tomllib.loads(json.loads(note.read_text())["config"]) if note.exists() else {}
         return cls(str(folder), env, from_dict(tree))
 
-    def _adapt(self) -> None:
-        if self.config.learner.lora_rank:
-            self.model = add_adapter(self.model, self.config.learner.lora_rank, self.config.seed)
-
     def warm_up(self, progress: Progress | None = None) -> None:
         """Lets the embedded model imitate its demonstrations; a given model, or twice: nothing."""
         settings = self.config.recipe
         if not self._demonstrations or not settings.imitation_steps:
             return
         samples = to_samples(self._demonstrations, self.chat)
-
         total = settings.imitation_steps
 
         def show(step: int, loss: float) -> None:
@@ -232,12 +210,18 @@ class GSPOAgent:
             )
         return self._engine
 
-    def _collector(self) -> Collector:
-        pool = EnvPool(
-            lambda: make_env(self.env_id, **self.config.env_kwargs),
-            threads=self.config.rollout.concurrency,
-        )
-        return Collector(self._new_engine(), self.chat, pool, self.config.rollout)
+    @contextmanager
+    def _collector(self, *, keep_engine: bool = False) -> Iterator[Collector]:
+        """Gives a collector and closes its environments afterwards, and the engine."""
+        limits = self.config.rollout
+        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), limits.concurrency)
+        collector = Collector(self._new_engine(), self.chat, pool, limits)
+        try:
+            yield collector
+        finally:
+            pool.close()
+            if not keep_engine:
+                self.close()
 
     def _finish(self, folder: Path, history: History, tracker: Several) -> None:
         self.save(folder / "model")

@@ -1,26 +1,25 @@
-"""Tool environments whose episode ends with an answer that is right or wrong."""
+"""Environments that draw a task from the seed, which an episode solves or not."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from typing import Any
 
-from gspo_env.env.base import Options, ResetResult
+from gspo_env.env.base import Options, ResetResult, extract_tag
 from gspo_env.env.tool_env import ToolEnv
+from gspo_env.errors import ConfigError
 
 
-class AnswerEnv(ToolEnv):
-    """A right answer gives 1.0 and ends the episode with success; a wrong one just ends it."""
+class TaskEnv(ToolEnv):
+    """Each episode has an outcome from 0 to 1, and 1 is a success; `on_final` sets it."""
 
+    blocking: bool | None = False
     gives_outcome = True
-    early_answer: float = 0.0
-    """Probability that the noisy demonstrator answers before it knows."""
-    _success: bool = False
-    _early: bool | None = None
+    outcome: float = 0.0
 
     @abstractmethod
-    def is_right(self, text: str) -> bool:
-        """Judge an action without a call."""
+    def draw(self, options: dict[str, Any]) -> str:
+        """Draw a task and give the first observation."""
 
     @property
     @abstractmethod
@@ -28,25 +27,100 @@ class AnswerEnv(ToolEnv):
         """What of the state decides the rest of the episode."""
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Begin an episode."""
-        result = super().reset(seed=seed, options=options)
-        self._success, self._early = False, None
-        return result
+        """Draw a new task.
 
-    def on_final(self, text: str) -> tuple[str, float, bool]:
-        """End with the answer."""
-        self._success = self.is_right(text)
-        return ("correct", 1.0, True) if self._success else ("wrong", 0.0, True)
+        Raises:
+            ConfigError: The options ask for a task that does not exist.
+        """
+        super().reset(seed=seed, options=options)
+        self.outcome = 0.0
+        return self.draw(options or {}), {"state_key": self._state_key}
 
     def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
         """Give the state, and at the end the outcome."""
         info: dict[str, Any] = {"state_key": self._state_key}
         if terminated or truncated:
-            info.update(success=self._success, episodic_reward=float(self._success))
+            info["success"] = self.outcome == 1.0
+            if self.gives_outcome:
+                info["episodic_reward"] = self.outcome
         return info
+
+
+class AnswerEnv(TaskEnv):
+    """A right answer gives 1.0 and ends the episode with success; a wrong one just ends it."""
+
+    early_answer: float = 0.0
+    """Probability that the noisy demonstrator answers before it knows."""
+    _early: bool | None = None
+
+    @abstractmethod
+    def is_right(self, text: str) -> bool:
+        """Judge an action without a call."""
+
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+        """Draw a new task."""
+        self._early = None
+        return super().reset(seed=seed, options=options)
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """End with the answer."""
+        self.outcome = float(self.is_right(text))
+        return "correct" if self.outcome else "wrong", self.outcome, True
 
     def _is_early(self, noise: float) -> bool:
         """Whether the noisy demonstrator answers early, drawn once an episode."""
         if noise > 0.0 and self._early is None:
             self._early = bool(self.np_random.random() < self.early_answer)
         return noise > 0.0 and self._early is True
+
+
+class ChainEnv(AnswerEnv):
+    """A chain of values, each found from the one before; the answer is the last.
+
+    Each right value, in order, gives 0.2 once; the right answer gives 1.0.
+
+    Args:
+        lengths: Fewest and most steps of an episode, inclusive.
+        longest: Most steps that the options of `reset` may ask for.
+        early_answer: Probability that the noisy demonstrator answers one step early.
+    """
+
+    length_option: str
+    """Names the option of `reset` that fixes the number of steps."""
+
+    def __init__(self, lengths: tuple[int, int], longest: int, early_answer: float) -> None:
+        """Set the range of episodes."""
+        super().__init__(lengths[1] + 4)
+        self._lengths, self._longest, self.early_answer = lengths, longest, early_answer
+        self._values: list[Any] = []
+        self._progress = 0
+
+    def draw_length(self, options: dict[str, Any]) -> int:
+        """Draw the number of steps and begin the chain."""
+        length = options.get(self.length_option)
+        if length is None:
+            length = int(self.np_random.integers(self._lengths[0], self._lengths[1] + 1))
+        if type(length) is not int or not 1 <= length <= self._longest:
+            name = type(self).__name__.removesuffix("Env")
+            raise ConfigError(
+                f"{name}: {self.length_option} is {length!r}, expected 1 to {self._longest}."
+            )
+        self._progress = 0
+        self.max_turns = length + 4
+        return length
+
+    def is_right(self, text: str) -> bool:
+        """Compare the answer with the end of the chain."""
+        return extract_tag(text, "answer") == str(self._values[-1])
+
+    def _advance(self) -> float:
+        self._progress += 1
+        return 0.2
+
+    @property
+    def _left(self) -> int:
+        return len(self._values) - 1 - self._progress
+
+    @property
+    def _state_key(self) -> str:
+        return f"{self._values[self._progress]}:{self._left}"

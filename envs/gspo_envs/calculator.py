@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
-from gspo_env.env.base import Options, ResetResult, extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
-from gspo_envs.answer import AnswerEnv
+from gspo_envs.answer import ChainEnv
 
 _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 _FUNCTIONS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 
 
-class CalculatorEnv(AnswerEnv):
+class CalculatorEnv(ChainEnv):
     """Work out an expression with calculator tools, then answer with its value.
 
     Each right intermediate result, in order, gives 0.2 once; the right answer gives 1.0.
@@ -24,43 +24,36 @@ class CalculatorEnv(AnswerEnv):
         early_answer: Probability that the noisy demonstrator answers one operation early.
     """
 
-    blocking = False
+    length_option = "operations"
     system_prompt = (
         "Work out the expression with the tools, one call per turn, innermost parentheses first. "
         "Then answer with <answer>number</answer>."
     )
 
-    def __init__(
-        self,
-        operations: tuple[int, int] = (2, 4),
-        early_answer: float = 0.6,
-    ) -> None:
+    def __init__(self, operations: tuple[int, int] = (2, 4), early_answer: float = 0.6) -> None:
         """Set the range of episodes."""
         low, high = operations
         if not 1 <= low <= high <= 16:
             raise ConfigError(f"Calculator: operations is {operations}, expected within 1 to 16.")
-        self.operations, self.early_answer = (low, high), early_answer
-        self.max_turns = high + 4
+        super().__init__((low, high), 16, early_answer)
         self._steps: list[tuple[str, int, int]] = []
-        self._values: list[int] = []
-        self._progress = 0
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Draw a new expression.
-
-        Raises:
-            ConfigError: `options["operations"]` is not from 1 to 16.
-        """
-        super().reset(seed=seed, options=options)
-        low, high = self.operations
-        count = (options or {}).get("operations")
-        if count is None:
-            count = int(self.np_random.integers(low, high + 1))
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 16:
-            raise ConfigError(f"Calculator: operations is {count!r}, expected 1 to 16.")
-        self._progress = 0
-        self.max_turns = count + 4
-        return f"Compute {self._draw(count)}.", {"state_key": self._state_key}
+    def draw(self, options: dict[str, Any]) -> str:
+        """Draw the operations; the expression goes without its outer parentheses."""
+        count = self.draw_length(options)
+        value = int(self.np_random.integers(1, 10))
+        text = str(value)
+        self._steps, self._values = [], [value]
+        names = list(_SYMBOLS)
+        for index in range(count):
+            name = names[int(self.np_random.integers(len(names)))]
+            operand = int(self.np_random.integers(2, 4 if name == "multiply" else 10))
+            left = f"({text})" if index else text
+            text = f"{left} {_SYMBOLS[name]} {operand}"
+            self._steps.append((name, value, operand))
+            value = _FUNCTIONS[name](value, operand)
+            self._values.append(value)
+        return f"Compute {text}."
 
     @tool
     def add(self, a: int, b: int) -> int:
@@ -101,12 +94,7 @@ class CalculatorEnv(AnswerEnv):
         swapped = name != "subtract" and given == (b, a)
         if call.name != name or not (given == (a, b) or swapped):
             return 0.0
-        self._progress += 1
-        return 0.2
-
-    def is_right(self, text: str) -> bool:
-        """Compare the answer with the value."""
-        return extract_tag(text, "answer") == str(self._values[-1])
+        return self._advance()
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Make the next operation or answer; with noise, answer early or slip on a number."""
@@ -118,27 +106,3 @@ class CalculatorEnv(AnswerEnv):
             return f"<answer>{self._values[self._progress] + slip}</answer>"
         name, a, b = self._steps[self._progress]
         return format_tool_call(name, {"a": a, "b": b + slip})
-
-    def _draw(self, count: int) -> str:
-        """Draw the operations and give the expression without its outer parentheses."""
-        value = int(self.np_random.integers(1, 10))
-        text = str(value)
-        self._steps, self._values = [], [value]
-        names = list(_SYMBOLS)
-        for index in range(count):
-            name = names[int(self.np_random.integers(len(names)))]
-            operand = int(self.np_random.integers(2, 4 if name == "multiply" else 10))
-            left = f"({text})" if index else text
-            text = f"{left} {_SYMBOLS[name]} {operand}"
-            self._steps.append((name, value, operand))
-            value = _FUNCTIONS[name](value, operand)
-            self._values.append(value)
-        return text
-
-    @property
-    def _left(self) -> int:
-        return len(self._steps) - self._progress
-
-    @property
-    def _state_key(self) -> str:
-        return f"{self._values[self._progress]}:{self._left}"

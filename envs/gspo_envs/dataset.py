@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from gspo_env.env import background
 from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_envs.rewards import Attempt, judge, load_reward
-from gspo_envs.rows import Message, TaskRows, read_chat
+from gspo_envs.rewards import Attempt, judge, load_reward, settle
+from gspo_envs.rows import Message, TaskRows, begin_chat, read_chat
 
 _COLUMNS = ("prompt", "messages")
 
@@ -68,14 +66,11 @@ class DatasetEnv(ToolEnv):
         blocking: bool | None = None,
     ) -> None:
         """Open the dataset and load the rewards."""
-        for name, value, allowed in (
-            ("chat", chat, ("context", "turns")),
-            ("score", score, ("end", "turn")),
-        ):
+        choices = {"chat": (chat, "context", "turns"), "score": (score, "end", "turn")}
+        for name, (value, *allowed) in choices.items():
             if value not in allowed:
                 raise ConfigError(f"Dataset: {name} is {value!r}, expected {' or '.join(allowed)}.")
-        if max_turns is not None and max_turns < 1:
-            raise ConfigError(f"Dataset: max_turns is {max_turns}, expected at least 1.")
+        super().__init__(max_turns)
         many = isinstance(rewards, (list, tuple))
         self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
         self.weights = _weights(weights, [reward.name for reward in self.rewards])
@@ -85,12 +80,6 @@ class DatasetEnv(ToolEnv):
         self.blocking = waits if blocking is None else blocking
         self.column, self.chat, self.score, self.success_from = column, chat, score, success
         self._system, self._limit = system_prompt, max_turns
-        self._row: Mapping[str, Any] = {}
-        self._prompt: tuple[Message, ...] = ()
-        self._messages: list[Message] = []
-        self._asked: deque[str] = deque()
-        self._plain = False
-        self._token_ids: tuple[int, ...] = ()
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Pick a row; `options={"row": 3}` names it.
@@ -101,21 +90,21 @@ class DatasetEnv(ToolEnv):
         super().reset(seed=seed, options=options)
         self._row, index = self._rows.pick(self.np_random, seed, (options or {}).get("row"))
         prompt = self._read_prompt(index)
-        self._asked = deque()
+        self._asked: deque[str] = deque()
         if self.chat == "turns":
             asked = [m["content"] for m in prompt if m["role"] == "user"]
             prompt, self._asked = [{"role": "user", "content": asked[0]}], deque(asked[1:])
         told = self.system_prompt
         system = [] if told is None else [{"role": "system", "content": told}]
-        self._prompt, self._messages, self._token_ids = (*system, *prompt), [], ()
+        self._prompt = (*system, *prompt)
+        self._messages: list[Message] = []
+        self._token_ids: tuple[int, ...] = ()
         self.max_turns = self._limit or (8 if self.reply or self.tools else len(self._asked) + 1)
-        info: dict[str, Any] = {"row": index}
-        if len(prompt) > 1:
-            info["messages"] = prompt[:-1]
-        return prompt[-1]["content"], info
+        return begin_chat(prompt, index)
 
     def step(self, action: str) -> StepResult:
         """Take the answer of a turn and, at the end or at every turn, judge it."""
+        self.require_episode()
         self._messages.append({"role": "assistant", "content": str(action)})
         if isinstance(action, Action):
             self._token_ids += action.token_ids
@@ -154,9 +143,7 @@ class DatasetEnv(ToolEnv):
     def _reply(self) -> str | None:
         if self.reply is None:
             return None
-        answer = self.reply(self._attempt())
-        if inspect.isawaitable(answer):
-            answer = background.run(_awaited(answer), "rewards")
+        (answer,) = settle([self.reply(self._attempt())])
         if answer is not None and not isinstance(answer, str):
             raise ConfigError(f"Dataset: reply gave {answer!r}, expected a text or None.")
         return answer
@@ -207,7 +194,3 @@ def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:
         return []
     answers = [str(m["content"]) for m in chat if m["role"] == "assistant"]
     return answers if every else answers[-1:] if chat[-1]["role"] == "assistant" else []
-
-
-async def _awaited(answer: Any) -> Any:
-    return await answer

@@ -7,48 +7,43 @@ seconds. Warmed up on demonstrations with many slips, it speaks the language and
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from typing import Any, ClassVar
 
-from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv
+from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
+from gspo_envs.answer import TaskEnv
 
 _CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
 
 
-class _OneWord(TextEnv):
+class _OneWord(TaskEnv):
     """An episode of turns with one word each; subclasses say what a word does."""
 
-    blocking = False
-    gives_outcome = True
     words: ClassVar[tuple[str, ...]] = ("red", "green", "blue", "gold")
 
-    def __init__(self, turns: int) -> None:
+    def __init__(self, turns: int, *, fewest: int = 1) -> None:
         """Set the most turns of an episode."""
-        if not 1 <= turns <= 64:
-            raise ConfigError(f"{type(self).__name__}: turns is {turns}, expected 1 to 64.")
-        self.turns = self.max_turns = turns
+        if not fewest <= turns <= 64:
+            name = type(self).__name__
+            raise ConfigError(f"{name}: turns is {turns}, expected {fewest} to 64.")
+        super().__init__(turns)
+        self.turns = turns
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+    def draw(self, options: dict[str, Any]) -> str:
         """Draw a new task."""
-        super().reset(seed=seed, options=options)
         self._draw()
-        return self._show(), {"state_key": self._state_key}
+        return self._show()
 
     def step(self, action: str) -> StepResult:
-        """Play one word.
-
-        Raises:
-            EnvironmentContractError: The episode has ended or has not begun.
-        """
-        self.require_episode()
-        reward, terminated, success, outcome = self._play(action.strip())
-        terminated, truncated = self.end_turn(terminated)
-        info: dict[str, Any] = {"state_key": self._state_key}
-        if self._ended:
-            info["success"] = success
-            if outcome is not None:
-                info["episodic_reward"] = outcome
+        """Play one word."""
+        _, reward, terminated, truncated, info = super().step(action)
         return "over" if self._ended else self._show(), reward, terminated, truncated, info
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Play one word; `step` gives the observation."""
+        reward, ended, self.outcome = self._play(text.strip())
+        return "", reward, ended
 
     def expert_action(self, noise: float = 0.0) -> str:
         """The right word; with probability `noise` any word."""
@@ -56,25 +51,46 @@ class _OneWord(TextEnv):
             return self.words[int(self.np_random.integers(len(self.words)))]
         return self._right()
 
+    @abstractmethod
     def _draw(self) -> None:
-        """Draw what the seed decides."""
+        """Draw what the seed decides, and begin."""
 
+    @abstractmethod
     def _show(self) -> str:
-        raise NotImplementedError
+        """The observation of a turn."""
 
+    @abstractmethod
     def _right(self) -> str:
-        raise NotImplementedError
+        """The right word."""
 
-    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
-        """The reward, whether that was the end, success, and the outcome where it has its own."""
-        raise NotImplementedError
+    @abstractmethod
+    def _play(self, word: str) -> tuple[float, bool, float]:
+        """The reward, whether the episode ends, and its outcome so far."""
+
+    @property
+    def _last(self) -> bool:
+        return self._turn + 1 == self.turns
 
     @property
     def _state_key(self) -> str:
         return str(self._turn)
 
 
-class AdditiveEnv(_OneWord):
+class _Cued(_OneWord):
+    """A cue in each turn, which has one right word."""
+
+    def _draw(self) -> None:
+        self._cues: list[int] = self.np_random.integers(len(_CUES), size=self.turns).tolist()
+        self._hits = 0
+
+    def _show(self) -> str:
+        return _CUES[self._cues[self._turn]]
+
+    def _right(self) -> str:
+        return self.words[self._cues[self._turn] % len(self.words)]
+
+
+class AdditiveEnv(_Cued):
     """Independent turns: each right word, for the cue shown, gives 1 / turns.
 
     The more turns, the less an episode's total says about one of them.
@@ -88,23 +104,11 @@ class AdditiveEnv(_OneWord):
     def __init__(self, turns: int = 8) -> None:
         """Set the number of turns."""
         super().__init__(turns)
-        self._cues: list[int] = []
-        self._hits = 0
 
-    def _draw(self) -> None:
-        self._cues = self.np_random.integers(len(_CUES), size=self.turns).tolist()
-        self._hits = 0
-
-    def _show(self) -> str:
-        return _CUES[self._cues[self._turn]]
-
-    def _right(self) -> str:
-        return self.words[self._cues[self._turn] % len(self.words)]
-
-    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+    def _play(self, word: str) -> tuple[float, bool, float]:
         right = word == self._right()
         self._hits += right
-        return right / self.turns, self._turn + 1 == self.turns, self._hits == self.turns, None
+        return right / self.turns, self._last, self._hits / self.turns
 
 
 class KeyDoorEnv(_OneWord):
@@ -120,10 +124,7 @@ class KeyDoorEnv(_OneWord):
 
     def __init__(self, turns: int = 4) -> None:
         """Set the number of turns."""
-        if turns < 2:
-            raise ConfigError(f"KeyDoor: turns is {turns}, expected at least 2.")
-        super().__init__(turns)
-        self._key = False
+        super().__init__(turns, fewest=2)
 
     def _draw(self) -> None:
         self._key = False
@@ -131,20 +132,18 @@ class KeyDoorEnv(_OneWord):
     def _show(self) -> str:
         if self._turn == 0:
             return "key"
-        return "door" if self._turn + 1 == self.turns else "hall"
+        return "door" if self._last else "hall"
 
     def _right(self) -> str:
         return "take" if self._show() == "key" else "open"
 
-    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+    def _play(self, word: str) -> tuple[float, bool, float]:
         place = self._show()
         if place == "key":
             self._key = word == "take"
-            return (0.1 if word == "leave" else 0.0), False, False, None
-        if place == "hall":
-            return 0.0, False, False, None
-        opened = self._key and word == "open"
-        return float(opened), True, opened, float(opened)
+            return (0.1 if word == "leave" else 0.0), False, 0.0
+        opened = float(place == "door" and self._key and word == "open")
+        return opened, place == "door", opened
 
     @property
     def _state_key(self) -> str:
@@ -169,7 +168,6 @@ class RecurringEnv(_OneWord):
             raise ConfigError(f"Recurring: rooms is {rooms}, expected 3 to 16.")
         super().__init__(turns)
         self.rooms = rooms
-        self._room = self._goal = 0
 
     def _draw(self) -> None:
         self._room, self._goal = self.np_random.choice(self.rooms, 2, replace=False).tolist()
@@ -180,10 +178,10 @@ class RecurringEnv(_OneWord):
     def _right(self) -> str:
         return "right" if 2 * ((self._goal - self._room) % self.rooms) <= self.rooms else "left"
 
-    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+    def _play(self, word: str) -> tuple[float, bool, float]:
         self._room = (self._room + (word == "right") - (word == "left")) % self.rooms
         there = self._room == self._goal
-        return float(there), there, there, float(there)
+        return float(there), there, float(there)
 
     @property
     def _state_key(self) -> str:
@@ -205,7 +203,6 @@ class VariableLengthEnv(_OneWord):
     def __init__(self, turns: int = 6) -> None:
         """Set the most turns."""
         super().__init__(turns)
-        self._best = 1
 
     def _draw(self) -> None:
         self._best = int(self.np_random.integers(1, self.turns + 1))
@@ -216,14 +213,14 @@ class VariableLengthEnv(_OneWord):
     def _right(self) -> str:
         return "stop" if self._turn + 1 == self._best else "go"
 
-    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+    def _play(self, word: str) -> tuple[float, bool, float]:
         if word != "stop":
-            return 0.0, False, False, 0.0
+            return 0.0, False, 0.0
         reward = 1.0 - abs(self._turn + 1 - self._best) / self.turns
-        return reward, True, reward == 1.0, float(reward == 1.0)
+        return reward, True, float(reward == 1.0)
 
 
-class DistractorEnv(_OneWord):
+class DistractorEnv(_Cued):
     """Distractor turns: every other turn's reward is noise of the word's own, of mean zero.
 
     Right words in the other turns give 1 in all.
@@ -235,26 +232,18 @@ class DistractorEnv(_OneWord):
 
     def __init__(self, turns: int = 8, noise: float = 0.5) -> None:
         """Set the number of turns and the noise."""
-        if turns < 2:
-            raise ConfigError(f"Distractor: turns is {turns}, expected at least 2.")
-        super().__init__(turns)
+        super().__init__(turns, fewest=2)
         self.noise = noise
-        self._cues: list[int] = []
-        self._salt = self._hits = 0
 
     def _draw(self) -> None:
-        self._cues = self.np_random.integers(len(_CUES), size=self.turns).tolist()
-        self._salt, self._hits = int(self.np_random.integers(2**31)), 0
+        super()._draw()
+        self._salt = int(self.np_random.integers(2**31))
 
     def _show(self) -> str:
-        return _CUES[self._cues[self._turn]] if self._turn % 2 == 0 else "noise"
+        return super()._show() if self._turn % 2 == 0 else "noise"
 
-    def _right(self) -> str:
-        return self.words[self._cues[self._turn] % len(self.words)]
-
-    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+    def _play(self, word: str) -> tuple[float, bool, float]:
         signals = (self.turns + 1) // 2
-        last = self._turn + 1 == self.turns
         reward = 0.0
         if self._turn % 2 == 0:
             right = word == self._right()
@@ -264,7 +253,7 @@ class DistractorEnv(_OneWord):
             text = f"{self._salt}:{self._turn}:{word}".encode()
             heads = hashlib.blake2b(text, digest_size=1).digest()[0] % 2
             reward = self.noise * (1 if heads else -1)
-        return reward, last, self._hits == signals, self._hits / signals
+        return reward, self._last, self._hits / signals
 
 
 class MisleadingEnv(_OneWord):
@@ -281,7 +270,6 @@ class MisleadingEnv(_OneWord):
     def __init__(self, turns: int = 3) -> None:
         """Set the number of turns."""
         super().__init__(turns)
-        self._right_so_far = True
 
     def _draw(self) -> None:
         self._right_so_far = True
@@ -292,11 +280,10 @@ class MisleadingEnv(_OneWord):
     def _right(self) -> str:
         return "work"
 
-    def _play(self, word: str) -> tuple[float, bool, bool, float | None]:
+    def _play(self, word: str) -> tuple[float, bool, float]:
         self._right_so_far &= word == "work"
-        last = self._turn + 1 == self.turns
-        won = last and self._right_so_far
-        return (0.1 if word == "bait" else float(won)), last, won, float(won)
+        won = float(self._last and self._right_so_far)
+        return (0.1 if word == "bait" else won), self._last, won
 
     @property
     def _state_key(self) -> str:

@@ -17,6 +17,8 @@ import numpy as np
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
 from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.seeding import global_generators_kept
+from gspo_envs.rows import TaskRows, begin_chat, read_chat
 
 logger = logging.getLogger(__name__)
 
@@ -38,27 +40,13 @@ class PrivateRandom:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Put the streams in the place of the global ones for a while."""
-        with _LOCK:
-            outside = random.getstate(), np.random.get_state()
-            _install(self._states)
+        with _LOCK, global_generators_kept():
+            random.setstate(self._states[0])
+            np.random.set_state(self._states[1])
             try:
                 yield
             finally:
                 self._states = random.getstate(), np.random.get_state()
-                _install(outside)
-
-
-class SharedRandom:
-    """No private streams, for packages that draw from no global generator."""
-
-    def installed(self) -> contextlib.AbstractContextManager[None]:
-        """Change nothing."""
-        return contextlib.nullcontext()
-
-
-def _install(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
 
 
 class ForeignEnv(TextEnv):
@@ -66,24 +54,13 @@ class ForeignEnv(TextEnv):
 
     Both run under private random streams that the seed decides. An action on which the package
     raises ends the episode: truncated, without reward, `info["env_error"]` says why.
-
-    Args:
-        max_turns: Steps before the episode is truncated.
     """
 
     blocking: bool | None = False  # private streams are installed by one thread at a time
     gives_outcome = False
     draws = True
     """Whether the package draws from global generators; where it does not, many may run at once."""
-
-    def __init__(self, max_turns: int | None = None) -> None:
-        """Set the limit on turns."""
-        if max_turns is not None and max_turns < 1:
-            raise ConfigError(
-                f"{type(self).__name__}: max_turns is {max_turns}, expected at least 1."
-            )
-        self.max_turns = max_turns
-        self._random: PrivateRandom | SharedRandom = SharedRandom()
+    _random: PrivateRandom | None = None
 
     @abstractmethod
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
@@ -97,8 +74,8 @@ class ForeignEnv(TextEnv):
         """Begin an episode with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         drawn = int(self.np_random.integers(2**31))
-        self._random = PrivateRandom(drawn) if self.draws else SharedRandom()
-        with self._random.installed():
+        self._random = PrivateRandom(drawn) if self.draws else None
+        with self._privately():
             observation, info = self.begin(drawn, options or {})
         return clean(observation, MAX_TEXT_LENGTH), info
 
@@ -109,12 +86,14 @@ class ForeignEnv(TextEnv):
             EnvironmentContractError: The episode has ended or has not begun.
         """
         self.require_episode()
-        with self._random.installed():
-            observation, reward, terminated, truncated, info = self._try(
-                clean(action, MAX_TEXT_LENGTH)
-            )
+        action = clean(action, MAX_TEXT_LENGTH)
+        with self._privately():
+            observation, reward, terminated, truncated, info = self._try(action)
         terminated, truncated = self.end_turn(terminated, truncated)
         return clean(observation, MAX_TEXT_LENGTH), reward, terminated, truncated, info
+
+    def _privately(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._random is None else self._random.installed()
 
     def _try(self, action: str) -> StepResult:
         try:
@@ -124,6 +103,37 @@ class ForeignEnv(TextEnv):
             logger.warning("%s raised on an action: %s", type(self).__name__, reason, exc_info=True)
             info = {"env_error": reason, "success": False}
             return "Error: this action cannot be taken.", 0.0, False, True, info
+
+
+class RowEnv(ForeignEnv):
+    """Base of an adapter whose seed picks a row; `options={"row": 3}` names it."""
+
+    blocking = True
+    draws = False
+    _rows: TaskRows
+    _seed: int | None = None
+
+    @abstractmethod
+    def open(self, row: Any, index: int, seed: int) -> Any:
+        """Begin an episode of a row and give its chat."""
+
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+        """Begin an episode of a row.
+
+        Raises:
+            ConfigError: The row does not exist or does not fit the environment.
+        """
+        self._seed = seed
+        return super().reset(seed=seed, options=options)
+
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Begin an episode of the row that the seed picks."""
+        row, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
+        self.close()
+        chat = self.open(row, index, seed)
+        name = type(self).__name__.removesuffix("Env")
+        self.system_prompt, messages = read_chat(chat, f"{name}: prompt of row {index}")
+        return begin_chat(messages, index)
 
 
 def load(module: str, package: str, extra: str) -> ModuleType:
@@ -142,6 +152,34 @@ def load(module: str, package: str, extra: str) -> ModuleType:
     finally:
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
+
+
+@contextlib.contextmanager
+def making(name: str, how: str, *refusals: type[Exception]) -> Iterator[None]:
+    """Try something of a package out, under private random streams.
+
+    Args:
+        name: What is made.
+        how: Follows "cannot be" in the message.
+        refusals: What the package raises on wrong arguments.
+
+    Raises:
+        ConfigError: The package refused.
+        MissingExtraError: It needs word lists of NLTK, or another package.
+    """
+    try:
+        with PrivateRandom(0).installed():
+            yield
+    except Exception as error:
+        if isinstance(error, LookupError) and "nltk" in str(error).lower():
+            command = "python -m nltk.downloader words averaged_perceptron_tagger_eng"
+            raise MissingExtraError(f"{name} needs word lists of NLTK: {command}") from error
+        if isinstance(error, ImportError):
+            raise MissingExtraError(f"{name} needs another package: {error}") from error
+        if isinstance(error, refusals):
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{name} cannot be {how}: {reason}") from error
+        raise
 
 
 def check_name(package: str, name: str, known: Iterable[str]) -> None:

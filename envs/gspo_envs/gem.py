@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult
-from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
+from gspo_envs.foreign import ForeignEnv, check_name, load, making
 
 _END = "TERMINAL_STATE"
 
@@ -37,17 +36,16 @@ class GEMEnv(ForeignEnv):
         """Make the environment."""
         super().__init__(max_turns)
         self._gem = load("gem", "GEM", "gem")
-        load("gem.envs", "GEM", "gem")
         registry = load("gem.envs.registration", "GEM", "gem").ENV_REGISTRY
         check_name("GEM", task, registry)
         self.task, self._kwargs = task, kwargs
-        with PrivateRandom(0).installed():
-            self._inner = self._make()
+        with making(task, f"made with {kwargs}", TypeError, AssertionError):
+            self._inner = self._gem.make(task, **kwargs)
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
         """Reset GEM's environment; a game is made anew, so that nothing of it is left."""
         if self.task.startswith("game:"):
-            self._inner = self._make()
+            self._inner = self._gem.make(self.task, **self._kwargs)
         elif hasattr(self._inner, "idx"):
             self._inner.idx = 0  # how many episodes there were decides when it draws new data
         observation, info = self._inner.reset(seed=seed)
@@ -56,11 +54,10 @@ class GEMEnv(ForeignEnv):
     def act(self, action: str) -> StepResult:
         """Take an action."""
         said, reward, terminated, truncated, info = self._inner.step(action)
-        reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
+        reward = float(reward)
         if not (terminated or truncated):
             return _with_frame(said, info), reward, False, False, {}
         said = "" if _END in str(said) else str(said)
-        truncated = truncated and not terminated  # GEM often says both
         return said, reward, terminated, truncated, {"success": reward >= 1.0}
 
     def expert_action(self, noise: float = 0.0) -> str:
@@ -69,22 +66,8 @@ class GEMEnv(ForeignEnv):
         Raises:
             NotImplementedError: This task has none.
         """
-        with self._random.installed():
+        with self._privately():
             return str(self._inner.sample_random_action())
-
-    def _make(self) -> Any:
-        try:
-            return self._gem.make(self.task, **self._kwargs)
-        except LookupError as error:
-            if "nltk" not in str(error).lower():
-                raise
-            raise MissingExtraError(
-                f"{self.task} needs word lists of NLTK: python -m nltk.downloader words"
-            ) from error
-        except ImportError as error:
-            raise MissingExtraError(f"{self.task} needs another package: {error}") from error
-        except (TypeError, AssertionError) as error:
-            raise ConfigError(f"{self.task} cannot be made with {self._kwargs}: {error}") from error
 
 
 def _with_frame(observation: Any, info: dict[str, Any]) -> str:

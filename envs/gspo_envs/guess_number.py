@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv, extract_tag
+from gspo_env.env.base import extract_tag
 from gspo_env.errors import ConfigError
+from gspo_envs.answer import TaskEnv
 
 
-class GuessNumberEnv(TextEnv):
+class GuessNumberEnv(TaskEnv):
     """Guess a hidden number; each guess is answered by "higher" or "lower".
 
     A guess that is still possible gives 0.1; the right guess gives 1.0 and ends the episode.
@@ -18,8 +19,6 @@ class GuessNumberEnv(TextEnv):
         max_turns: Guesses before the episode is truncated.
     """
 
-    blocking = False
-    gives_outcome = True
     system_prompt = (
         "Guess the hidden number, one guess per turn, as <guess>number</guess>. You are told "
         "whether the number is higher or lower than your guess."
@@ -27,35 +26,32 @@ class GuessNumberEnv(TextEnv):
 
     def __init__(self, high: int = 31, max_turns: int = 8) -> None:
         """Set the range of numbers and the number of guesses."""
-        if high < 1 or max_turns < 1:
-            raise ConfigError(
-                f"GuessNumber: high is {high} and max_turns {max_turns}, expected both at least 1."
-            )
-        self.high, self.max_turns = high, max_turns
-        self._low, self._high, self._number = 1, high, 1
+        super().__init__(max_turns)
+        if high < 1:
+            raise ConfigError(f"GuessNumber: high is {high}, expected at least 1.")
+        self.high = high
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+    def draw(self, options: dict[str, Any]) -> str:
         """Draw a new number."""
-        super().reset(seed=seed, options=options)
         self._number = int(self.np_random.integers(1, self.high + 1))
         self._low, self._high = 1, self.high
-        prompt = f"I think of a number from 1 to {self.high}."
-        return prompt, {"state_key": self._state_key}
+        return f"I think of a number from 1 to {self.high}."
 
-    def step(self, action: str) -> StepResult:
-        """Answer a guess.
-
-        Raises:
-            EnvironmentContractError: The episode has ended or has not begun.
-        """
-        self.require_episode()
-        guess = _read_guess(action)
-        observation, reward = self._judge(guess)
-        terminated, truncated = self.end_turn(guess == self._number)
-        info: dict[str, Any] = {"state_key": self._state_key}
-        if terminated or truncated:
-            info.update(success=terminated, episodic_reward=float(terminated))
-        return observation, reward, terminated, truncated, info
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Answer a guess."""
+        guess = _read_guess(text)
+        if guess is None:
+            return "Write your guess as <guess>number</guess>.", 0.0, False
+        if guess == self._number:
+            self._low = self._high = guess
+            self.outcome = 1.0
+            return "correct", 1.0, True
+        reward = 0.1 if self._low <= guess <= self._high else 0.0
+        if guess < self._number:
+            self._low = max(self._low, guess + 1)
+            return "higher", reward, False
+        self._high = min(self._high, guess - 1)
+        return "lower", reward, False
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Guess the middle of what is possible; with probability `noise` any number."""
@@ -63,19 +59,6 @@ class GuessNumberEnv(TextEnv):
         if noise > 0.0 and self.np_random.random() < noise:
             guess = int(self.np_random.integers(1, self.high + 1))
         return f"<guess>{guess}</guess>"
-
-    def _judge(self, guess: int | None) -> tuple[str, float]:
-        if guess is None:
-            return "Write your guess as <guess>number</guess>.", 0.0
-        if guess == self._number:
-            self._low = self._high = guess
-            return "correct", 1.0
-        reward = 0.1 if self._low <= guess <= self._high else 0.0
-        if guess < self._number:
-            self._low = max(self._low, guess + 1)
-            return "higher", reward
-        self._high = min(self._high, guess - 1)
-        return "lower", reward
 
     @property
     def _state_key(self) -> str:

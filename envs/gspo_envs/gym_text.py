@@ -123,11 +123,9 @@ class GymTextEnv(TextEnv):
         **kwargs: Any,
     ) -> None:
         """Make the inner environment and the prompt."""
-        if not math.isfinite(invalid_reward) or (max_turns is not None and max_turns < 1):
-            raise ConfigError(
-                f"GymText: invalid_reward is {invalid_reward} and max_turns {max_turns}, "
-                "expected a finite number and at least 1."
-            )
+        super().__init__(max_turns)
+        if not math.isfinite(invalid_reward):
+            raise ConfigError(f"GymText: invalid_reward is {invalid_reward}, expected a number.")
         self.inner = _make(env, kwargs)
         for name in ("observation_space", "action_space"):
             _refuse(env, name, getattr(self.inner, name))
@@ -165,23 +163,20 @@ class GymTextEnv(TextEnv):
         tagged = extract_tag(action, "action")
         space = self._actions
         value = read_action(space, action.strip() if tagged is None else tagged, self._names)
-        said, reward, info = "", 0.0, {}
+        said, penalty, gained, info = [], 0.0, 0.0, {}
+        terminated = truncated = False
         if value is None:
-            said, reward = f"Write one action as {self._grammar}.", self.invalid_reward
+            said, penalty = [f"Write one action as {self._grammar}."], self.invalid_reward
             info["invalid_action"] = True
             value = space.sample() if self.invalid_steps else None
-        terminated = truncated = False
-        gained = 0.0
         if value is not None:
-            self._seen, gain, terminated, truncated, _ = self.inner.step(value)
-            gained = float(gain)
-            shown = self._show(self._seen)
-            said = f"{said}\n{shown}" if said else shown
+            self._seen, reward, terminated, truncated, _ = self.inner.step(value)
+            said, gained = [*said, self._show(self._seen)], float(reward)
         terminated, truncated = self.end_turn(terminated, truncated)
         info |= self._info(self._seen)
         if (terminated or truncated) and self._known is not None:
             info["success"] = bool(terminated and gained >= self._known.success)
-        return said, gained + reward, terminated, truncated, info
+        return "\n".join(said), gained + penalty, terminated, truncated, info
 
     def close(self) -> None:
         """Close the inner environment; `reset` may still be called."""
@@ -239,7 +234,8 @@ def read_action(space: spaces.Space[Any], text: str, names: tuple[str, ...] = ()
     """
     if isinstance(space, spaces.Text):
         return text if space.contains(text) else None
-    if isinstance(space, spaces.Discrete) and text.casefold() in (folded := _folded(names)):
+    folded = [name.casefold() for name in names]
+    if isinstance(space, spaces.Discrete) and text.casefold() in folded:
         return int(space.start) + folded.index(text.casefold())
     try:
         value = _from_json(space, json.loads(text))
@@ -305,10 +301,6 @@ def _solve(table: dict[int, dict[int, list[tuple[float, int, float, bool]]]]) ->
     }
 
 
-def _folded(names: tuple[str, ...]) -> list[str]:
-    return [name.casefold() for name in names]
-
-
 def _grammar(space: spaces.Space[Any], names: tuple[str, ...]) -> str:
     if isinstance(space, spaces.Discrete):
         first = int(space.start)
@@ -344,13 +336,7 @@ def _is_discrete(space: spaces.Space[Any]) -> bool:
 
 
 def _refuse(env: str, name: str, space: spaces.Space[Any]) -> None:
-    kinds = (
-        spaces.Box,
-        spaces.Discrete,
-        spaces.MultiBinary,
-        spaces.MultiDiscrete,
-        spaces.Text,
-    )
+    kinds = (spaces.Box, spaces.Discrete, spaces.MultiBinary, spaces.MultiDiscrete, spaces.Text)
     for leaf in _leaves(space):
         if not isinstance(leaf, kinds):
             allowed = ", ".join(kind.__name__ for kind in (*kinds, spaces.Tuple, spaces.Dict))

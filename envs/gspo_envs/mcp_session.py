@@ -47,24 +47,24 @@ class MCPServer:
         Raises:
             ConfigError: It is none of these.
         """
+        table = spec if isinstance(spec, Mapping) else {}
         if isinstance(spec, str):
-            spec = {"url": spec}
-        elif isinstance(spec, Sequence):
-            spec = {"command": spec[0] if spec else "", "args": spec[1:]}
-        allowed = {"command", "args", "env", "cwd", "url", "headers"}
-        shape = "an http address, a command as a list, or a table with command or url"
-        if not isinstance(spec, Mapping) or set(spec) - allowed:
-            raise ConfigError(f"MCP server {name!r} is {spec!r}, expected {shape}.")
-        url, command = str(spec.get("url", "")), spec.get("command", "")
-        if bool(url) == bool(command) or (url and not url.startswith(("http://", "https://"))):
+            table = {"url": spec}
+        elif isinstance(spec, Sequence) and spec:
+            table = {"command": spec[0], "args": spec[1:]}
+        unknown = set(table) - {"command", "args", "env", "cwd", "url", "headers"}
+        url, command = str(table.get("url", "")), table.get("command", "")
+        wrong = bool(url) == bool(command) or (url and not url.startswith(("http://", "https://")))
+        if unknown or wrong:
+            shape = "an http address, a command as a list, or a table with command or url"
             raise ConfigError(f"MCP server {name!r} is {spec!r}, expected {shape}.")
         return cls(
             name=name,
-            command=(str(command), *map(str, spec.get("args", ()))) if command else (),
-            env=tuple(sorted((str(k), str(v)) for k, v in spec.get("env", {}).items())),
-            cwd=spec.get("cwd"),
+            command=(str(command), *map(str, table.get("args", ()))) if command else (),
+            env=tuple(sorted((str(k), str(v)) for k, v in table.get("env", {}).items())),
+            cwd=table.get("cwd"),
             url=url,
-            headers=tuple(sorted((str(k), str(v)) for k, v in spec.get("headers", {}).items())),
+            headers=tuple(sorted((str(k), str(v)) for k, v in table.get("headers", {}).items())),
         )
 
 

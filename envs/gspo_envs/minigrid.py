@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from typing import Any
 
@@ -10,8 +9,9 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv
-from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.env.base import ResetResult, StepResult
+from gspo_env.errors import MissingExtraError
+from gspo_envs.foreign import ForeignEnv, check_name, load
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _FACING = ("east", "south", "west", "north")
 _PASSABLE = ("empty", "floor", "goal")
 
 
-class MiniGridEnv(TextEnv):
+class MiniGridEnv(ForeignEnv):
     """Walk through rooms of which little is seen, to a goal told in words (MiniGrid, BabyAI).
 
     The reward is the game's own: reaching the goal gives 1 - 0.9 x (turns / most turns), all else
@@ -35,11 +35,10 @@ class MiniGridEnv(TextEnv):
 
     Raises:
         MissingExtraError: The package `minigrid` is not installed.
-        ConfigError: It has no such game, or its goal is no sentence.
+        ConfigError: It has no such game.
     """
 
-    blocking = False
-    gives_outcome = False
+    draws = False
     system_prompt = (
         "You walk through rooms on squares and see a few squares around you. Do what the mission "
         f"says. Each turn write one action: {', '.join(_ACTIONS)}. Forward walks one square, left "
@@ -47,45 +46,32 @@ class MiniGridEnv(TextEnv):
         "with the key of its colour where it is locked) act on the square in front of you."
     )
 
-    def __init__(
-        self,
-        game: str = "BabyAI-GoToLocal-v0",
-        max_turns: int | None = None,
-    ) -> None:
+    def __init__(self, game: str = "BabyAI-GoToLocal-v0", max_turns: int | None = None) -> None:
         """Make the game."""
-        if max_turns is not None and max_turns < 1:
-            raise ConfigError(f"MiniGrid: max_turns is {max_turns}, expected at least 1.")
+        super().__init__(max_turns)
         self._game: Any = _make(game)
         self.game, self._limit = game, max_turns
+
+    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+        """Draw new rooms."""
+        seen, _ = self._game.reset(seed=seed)
         self._bot: Any = None
         self._done: int | None = None
-        self._lost = False
-
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Draw new rooms."""
-        super().reset(seed=seed)
-        seen, _ = self._game.reset(seed=int(self.np_random.integers(2**31)))
-        self._bot, self._done = None, None
         self._lost = False
         self.max_turns = self._limit or self._game.unwrapped.max_steps
         return f"Mission: {seen['mission']}.\n{describe(seen)}", self._info()
 
-    def step(self, action: str) -> StepResult:
-        """Do an action.
-
-        Raises:
-            EnvironmentContractError: The episode has ended or has not begun.
-        """
-        self.require_episode()
+    def act(self, action: str) -> StepResult:
+        """Do an action."""
         word = " ".join(action.lower().split()).strip(".")
-        reward, terminated, truncated = 0.0, False, False
+        reward, terminated, truncated = 0.0, False, self._turn + 1 == self.max_turns
         if word in _ACTIONS:
             self._done = _ACTIONS.index(word)
-            seen, reward, terminated, truncated, _ = self._game.step(self._done)
+            seen, reward, terminated, late, _ = self._game.step(self._done)
+            truncated = truncated or late
             observation = describe(seen)
         else:
             observation = f"Write one action: {', '.join(_ACTIONS)}."
-        terminated, truncated = self.end_turn(terminated, truncated)
         info = self._info()
         if terminated or truncated:
             info["success"] = bool(reward > 0)
@@ -187,29 +173,12 @@ def _passable(square: NDArray[np.uint8]) -> bool:
 
 
 def _make(game: str) -> Any:
-    try:
-        import minigrid
-        from minigrid.envs.babyai.core import roomgrid_level
-    except ImportError as error:
-        raise MissingExtraError(
-            "gspo/MiniGrid-v0 needs minigrid, install it: pip install 'gspo-env[minigrid]'."
-        ) from error
-    vars(roomgrid_level).setdefault("print", lambda *_: None)  # it tells of each draw it rejects
+    load("minigrid", "MiniGrid", "minigrid")
+    level = load("minigrid.envs.babyai.core.roomgrid_level", "MiniGrid", "minigrid")
+    vars(level).setdefault("print", lambda *_: None)  # it tells of each draw it rejects
     ids = [i for i in gymnasium.registry if i.startswith(("MiniGrid-", "BabyAI-"))]
-    if game not in ids:
-        near = difflib.get_close_matches(str(game), ids, n=3) or ids[:3]
-        raise ConfigError(
-            f"minigrid {minigrid.__version__} has no game {game!r}, near are: {near}."
-        )
+    check_name("MiniGrid", game, ids)
     try:
-        made: Any = gymnasium.make(game, disable_env_checker=True)
+        return gymnasium.make(game, disable_env_checker=True)
     except gymnasium.error.DependencyNotInstalled as error:
         raise MissingExtraError(f"MiniGrid: {game} cannot be made: {error}.") from error
-    space = made.observation_space
-    parts = {"image", "direction", "mission"}
-    if not isinstance(space, gymnasium.spaces.Dict) or set(space) != parts:
-        made.close()
-        raise ConfigError(
-            f"MiniGrid: {game} has no mission and partial view, its space is {space}."
-        )
-    return made

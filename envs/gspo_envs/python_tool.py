@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import Options, ResetResult, extract_tag
+from gspo_env.env.base import extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
-from gspo_env.errors import ConfigError
 from gspo_env.sandbox import Sandbox, SandboxResult, Stop
 from gspo_envs.answer import AnswerEnv
 
@@ -120,29 +120,20 @@ class PythonToolEnv(AnswerEnv):
     )
 
     def __init__(
-        self,
-        sandbox: Sandbox | None = None,
-        max_turns: int = 6,
-        early_answer: float = 0.6,
+        self, sandbox: Sandbox | None = None, max_turns: int = 6, early_answer: float = 0.6
     ) -> None:
         """Set the limits and find out whether code can be isolated."""
-        if max_turns < 1:
-            raise ConfigError(f"PythonTool: max_turns is {max_turns}, expected at least 1.")
+        super().__init__(max_turns)
         self.sandbox = sandbox or Sandbox(seconds=10.0, cpu_seconds=2)
         self.sandbox.check()
-        self.max_turns = max_turns
         self.early_answer = early_answer
-        self._value, self._program = 0, ""
-        self._printed = False
-        self._ran: tuple[str, ...] = ()
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+    def draw(self, options: dict[str, Any]) -> str:
         """Draw a new problem."""
-        super().reset(seed=seed, options=options)
         question, self._program, self._value = _draw(self.np_random)
         self._printed = False
-        self._ran = ()
-        return question, {"state_key": self._state_key}
+        self._ran: tuple[str, ...] = ()
+        return question
 
     @tool
     def python(self, code: str) -> str:

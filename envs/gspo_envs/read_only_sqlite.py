@@ -52,15 +52,15 @@ class Database:
             self._connection.setlimit(limit, value)
         self._left = 0
 
-    def query(self, sql: str) -> tuple[list[str], list[Row]]:
-        """Give the columns and at most 201 rows.
+    def query(self, sql: str, *values: str) -> tuple[list[str], list[Row]]:
+        """Give the columns and at most 201 rows; `values` stand for the `?` of the statement.
 
         Raises:
             SQLError: It is not one statement that only reads, or it takes too much work.
         """
         self._left = _STEPS // 1000
         try:
-            cursor = self._connection.execute(sql)
+            cursor = self._connection.execute(sql, values)
             rows = cursor.fetchmany(MOST_ROWS + 1)
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError) as error:
             raise SQLError("too much work" if self._left < 0 else str(error)) from error

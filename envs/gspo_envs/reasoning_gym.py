@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult, extract_tag
 from gspo_env.errors import ConfigError
-from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
+from gspo_envs.foreign import ForeignEnv, check_name, load, making
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,7 @@ class ReasoningGymEnv(ForeignEnv):
     system_prompt = "Solve the task. Write your answer as <answer>answer</answer>."
 
     def __init__(
-        self,
-        task: str = "chain_sum",
-        *,
-        attempts: int = 1,
-        feedback: bool = True,
-        **kwargs: Any,
+        self, task: str = "chain_sum", *, attempts: int = 1, feedback: bool = True, **kwargs: Any
     ) -> None:
         """Try the task out."""
         super().__init__()
@@ -52,12 +47,8 @@ class ReasoningGymEnv(ForeignEnv):
             raise ConfigError(f"ReasoningGym: attempts is {attempts}, expected at least 1.")
         self.task, self.attempts, self.feedback = task, attempts, feedback
         self._create, self._kwargs = package.create_dataset, kwargs
-        self._best = 0.0
-        try:
-            with PrivateRandom(0).installed():
-                self.begin(0, {})
-        except (TypeError, ValueError, AssertionError) as error:
-            raise ConfigError(f"{task} cannot be made with {kwargs}: {error}") from error
+        with making(task, f"made with {kwargs}", TypeError, ValueError, AssertionError):
+            self.begin(0, {})
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
         """Draw a data set of one entry."""

@@ -59,6 +59,8 @@ class Reward:
     function: Callable[[Attempt], Any]
     waits: bool
     """Whether it is asynchronous or a model, so that `step` waits for it."""
+    batched: bool = False
+    """Whether it answers with a list of one number, as TRL's functions do."""
 
 
 def load_reward(spec: Any) -> Reward:
@@ -82,7 +84,7 @@ def load_reward(spec: Any) -> Reward:
     name = re.sub(r"\W", "", getattr(spec, "__name__", type(spec).__name__))
     waits = any(inspect.iscoroutinefunction(f) for f in (spec, getattr(spec, "__call__", None)))  # noqa: B004
     if "completions" in inspect.signature(spec).parameters:
-        return Reward(name=name, function=_trl(spec, name), waits=waits)
+        return Reward(name=name, function=_trl(spec), waits=waits, batched=True)
     return Reward(name=name, function=spec, waits=waits)
 
 
@@ -92,32 +94,36 @@ def judge(rewards: Sequence[Reward], attempt: Attempt) -> dict[str, float]:
     Raises:
         EnvironmentContractError: A reward is not a finite number.
     """
-    answers = [reward.function(attempt) for reward in rewards]
+    answers = settle([reward.function(attempt) for reward in rewards])
+    numbers = {r.name: _number(r, answer) for r, answer in zip(rewards, answers, strict=True)}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def settle(answers: Sequence[Any]) -> list[Any]:
+    """Wait for the asynchronous ones among answers, all together."""
     waiting = [answer for answer in answers if inspect.isawaitable(answer)]
-    if waiting:
-        done = iter(background.run(_together(waiting), "rewards"))
-        answers = [next(done) if inspect.isawaitable(answer) else answer for answer in answers]
-    return {
-        reward.name: _number(reward.name, answer)
-        for reward, answer in zip(rewards, answers, strict=True)
-        if answer is not None
-    }
+    done = iter(background.run(_together(waiting), "rewards") if waiting else ())
+    return [next(done) if inspect.isawaitable(answer) else answer for answer in answers]
 
 
 async def _together(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
     return list(await asyncio.gather(*waiting))
 
 
-def _number(name: str, answer: object) -> float:
+def _number(reward: Reward, answer: Any) -> float | None:
+    expected = "a finite number or None"
     try:
-        value = float(answer)  # type: ignore[arg-type]
+        if reward.batched:
+            expected = f"a list of {expected} for one completion"
+            (answer,) = answer
+        number = 0.0 if answer is None else float(answer)
     except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
+        number = math.nan
+    if not math.isfinite(number):
         raise EnvironmentContractError(
-            f"reward {name} answered {answer!r}, expected a finite number or None."
+            f"reward {reward.name} answered {answer!r}, expected {expected}."
         )
-    return value
+    return None if answer is None else number
 
 
 @lru_cache(maxsize=64)
@@ -126,7 +132,7 @@ def _load_named(spec: str) -> Reward:
     return load_reward(load_function(spec, "reward") if ":" in spec else RewardModel(spec))
 
 
-def _trl(function: Callable[..., Any], name: str) -> Callable[[Attempt], Any]:
+def _trl(function: Callable[..., Any]) -> Callable[[Attempt], Any]:
     """Call a function with TRL's signature for one completion, as a batch of one."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -143,28 +149,13 @@ def _trl(function: Callable[..., Any], name: str) -> Callable[[Attempt], Any]:
         }
         given.pop("prompt", None)
         given.pop("completion", None)
-        answer = function(**{k: v for k, v in given.items() if takes_all or k in parameters})
-        return _first_later(name, answer) if inspect.isawaitable(answer) else _first(name, answer)
+        return function(**{k: v for k, v in given.items() if takes_all or k in parameters})
 
     return call
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Stand in for TRL's own logging."""
-
-
-def _first(name: str, answers: Any) -> Any:
-    try:
-        (answer,) = answers
-    except (TypeError, ValueError):
-        raise EnvironmentContractError(
-            f"reward {name} answered {answers!r}, expected a list of one number for one completion."
-        ) from None
-    return answer
-
-
-async def _first_later(name: str, answers: Awaitable[Any]) -> Any:
-    return _first(name, await answers)
 
 
 class RewardModel:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import clean
+from gspo_env.env.base import ResetResult, clean
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.seeding import HELD_OUT
 
@@ -76,6 +76,14 @@ def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
             "optional system."
         )
     return system, messages
+
+
+def begin_chat(messages: Sequence[Message], index: int) -> ResetResult:
+    """Give the result of `reset` for the chat of a row; its last message is the observation."""
+    info: dict[str, Any] = {"row": index}
+    if len(messages) > 1:
+        info["messages"] = list(messages[:-1])
+    return messages[-1]["content"], info
 
 
 def open_rows(source: Any, split: str = "train", subset: str | None = None) -> Rows:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from gspo_env.env.base import Options, ResetResult, StepResult
+from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_envs.foreign import ForeignEnv, check_name, load
-from gspo_envs.rows import TaskRows, read_chat
+from gspo_envs.foreign import RowEnv, check_name, load
+from gspo_envs.rows import TaskRows
 
 
-class SkyRLEnv(ForeignEnv):
+class SkyRLEnv(RowEnv):
     """An environment of SkyRL-Gym over the rows of a dataset in SkyRL's form.
 
     A row holds `prompt`, a chat, and what the environment asks for, such as `reward_spec`. As in
@@ -33,9 +33,6 @@ class SkyRLEnv(ForeignEnv):
         ConfigError: The task is unknown.
         MissingExtraError: SkyRL-Gym is not installed.
     """
-
-    blocking = True
-    draws = False
 
     def __init__(
         self,
@@ -62,38 +59,21 @@ class SkyRLEnv(ForeignEnv):
         )
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self._game: Any = None
-        self._seed: int | None = None
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Pick a row and make its environment; `options={"row": 3}` names the row.
-
-        Raises:
-            ConfigError: The row does not fit the environment.
-        """
-        self._seed = seed
-        return super().reset(seed=seed, options=options)
-
-    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
+    def open(self, row: Any, index: int, seed: int) -> Any:
         """Make the environment of a row."""
-        row, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
         extras = {"seed": seed, **row}
         if self.max_turns is not None:
             extras["max_turns"] = self.max_turns
         prompt = extras.pop("prompt", None)
-        self.close()
         try:
             self._game = self._make(env_config=self._config, extras=extras)
-            opening, _ = self._game.init(prompt)
+            return self._game.init(prompt)[0]
         except (AssertionError, KeyError, TypeError, ValueError, AttributeError, OSError) as error:
             raise ConfigError(
                 f"SkyRL-Gym: {self.task} cannot be made of row {index} with the columns "
                 f"{', '.join(row)}: {type(error).__name__}: {error}"
             ) from error
-        self.system_prompt, messages = read_chat(opening, f"SkyRL-Gym: prompt of row {index}")
-        info: dict[str, Any] = {"row": index}
-        if len(messages) > 1:
-            info["messages"] = messages[:-1]
-        return messages[-1]["content"], info
 
     def act(self, action: str) -> StepResult:
         """Take a step; what SkyRL-Gym says to several roles is read as one text."""

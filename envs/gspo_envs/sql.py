@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.env.base import Options, ResetResult, extract_tag
+from gspo_env.env.base import extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_envs.answer import AnswerEnv
@@ -107,41 +107,28 @@ class SQLEnv(AnswerEnv):
         early_answer: Probability that the noisy demonstrator answers without a try, and wrongly.
     """
 
-    blocking = False
     system_prompt = (
         "Answer the question with one SQLite query. Look at the database with the tools, one call "
         "per turn; it cannot be changed. Then answer with <answer>SELECT ...</answer>. The order "
         "of rows does not matter."
     )
 
-    def __init__(
-        self,
-        rows: int = 40,
-        max_turns: int = 12,
-        early_answer: float = 0.6,
-    ) -> None:
+    def __init__(self, rows: int = 40, max_turns: int = 12, early_answer: float = 0.6) -> None:
         """Set the size of the database."""
-        if not 10 <= rows <= 1000 or max_turns < 1:
-            raise ConfigError(
-                f"SQL: rows is {rows} and max_turns {max_turns}, expected 10 to 1000 and from 1 on."
-            )
-        self.rows, self.max_turns = rows, max_turns
-        self.early_answer = early_answer
-        self._problem = _Problem(question="", gold="", tables=(), names={})
+        super().__init__(max_turns)
+        if not 10 <= rows <= 1000:
+            raise ConfigError(f"SQL: rows is {rows}, expected 10 to 1000.")
+        self.rows, self.early_answer = rows, early_answer
         self._databases: list[Database] = []
-        self._expected: list[Counter[Row]] = []
+
+    def draw(self, options: dict[str, Any]) -> str:
+        """Draw a new database and a question that has an answer."""
         self._seen: set[str] = set()
         self._queried: set[str] = set()
         self._found = self._listed = False
-
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Draw a new database and a question that has an answer."""
-        super().reset(seed=seed, options=options)
-        self._seen, self._queried = set(), set()
-        self._found = self._listed = False
         while not self._draw():
             pass
-        return self._problem.question, {"state_key": self._state_key}
+        return self._problem.question
 
     def close(self) -> None:
         """Free the databases; an episode that was under way has ended."""
@@ -167,7 +154,7 @@ class SQLEnv(AnswerEnv):
             table: The table's name.
         """
         try:
-            return str(self._databases[0].query(_SCHEMA.format(_quoted(table)))[1][0][0])
+            return str(self._databases[0].query(_SCHEMA, table.replace("\0", ""))[1][0][0])
         except (SQLError, IndexError):
             return "no such table"
 
@@ -221,11 +208,10 @@ class SQLEnv(AnswerEnv):
 
     @property
     def _state_key(self) -> str:
-        known = (self._listed, sorted(self._seen), sorted(self._queried))
-        return repr(known)
+        return repr((self._listed, sorted(self._seen), sorted(self._queried)))
 
     def _draw(self) -> bool:
-        """Draw a problem; False where the answer is empty, ambiguous, or the same on both."""
+        """Draw a problem; False if the answer is empty, ambiguous, or the same on both."""
         self._free()
         self._problem = _draw_problem(self.np_random)
         self._databases = [
@@ -240,7 +226,7 @@ class SQLEnv(AnswerEnv):
         return not (empty or ambiguous or answers[0] == answers[1])
 
 
-_SCHEMA = "SELECT sql FROM sqlite_master WHERE type = 'table' AND lower(name) = lower({})"
+_SCHEMA = "SELECT sql FROM sqlite_master WHERE type = 'table' AND lower(name) = lower(?)"
 
 
 def _draw_problem(random: np.random.Generator) -> _Problem:
@@ -315,8 +301,3 @@ def _shown(value: Any) -> str:
         return f"x'{value.hex()}'"
     text = "NULL" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("'", "''").replace("\0", "")
-    return f"'{escaped}'"

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult
-from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.importing import load_function
-from gspo_envs.foreign import ForeignEnv, PrivateRandom, check_name, load
+from gspo_envs.foreign import ForeignEnv, check_name, load, making
 
 Opponent = Callable[[random.Random, str], str]
 """Gives the action of another player for what that player reads."""
@@ -60,38 +59,22 @@ class TextArenaEnv(ForeignEnv):
         if isinstance(opponent, str):
             opponent = load_function(opponent, "opponent")
         self._opponent = opponent
-        self._outer: Any = None
-        self._rng = random.Random(0)
-        with PrivateRandom(0).installed():
-            try:
-                self.begin(0, {})
-            except LookupError as error:
-                if "nltk" not in str(error).lower():
-                    raise
-                raise MissingExtraError(
-                    f"{game} needs word lists of NLTK: python -m nltk.downloader words "
-                    "averaged_perceptron_tagger_eng"
-                ) from error
-            except Exception as error:  # games refuse a number of players in many ways
-                reason = f"{type(error).__name__}: {error}"
-                raise ConfigError(
-                    f"{game} cannot be played by {players} with arguments {kwargs}: {reason}"
-                ) from error
+        # games refuse a number of players in many ways
+        with making(game, f"played by {players} with arguments {kwargs}", Exception):
+            self.begin(0, {})
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
         """Make the game anew."""
-        self._outer = self._textarena.make(self.game, **self._kwargs)
+        self._outer: Any = self._textarena.make(self.game, **self._kwargs)
         self._outer.reset(num_players=self.players, seed=seed)
         self._rng = random.Random(seed)
-        done = self._let_others_move()
-        return self._read(done), {}
+        return self._read(self._let_others_move()), {}
 
     def act(self, action: str) -> StepResult:
         """Take the policy's turn and those of all others."""
         done, _ = self._outer.step(action)
-        done = self._let_others_move() if not done else True
-        if not done:
-            return self._read(done), 0.0, False, False, {}
+        if not (done or self._let_others_move()):
+            return self._read(False), 0.0, False, False, {}
         rewards, notes = self._bare.close()
         note = (notes or {}).get(0, {})
         reward, reason = (rewards or {}).get(0, 0.0), str(note.get("reason") or "")
@@ -99,7 +82,7 @@ class TextArenaEnv(ForeignEnv):
             reward, reason = reason.removeprefix("Invalid Move: "), reward
         reward = float(reward)
         info = {"success": reward >= 1.0, "invalid_move": bool(note.get("invalid_move"))}
-        return f"{self._read(done)}\n{reason}".strip(), reward, True, False, info
+        return f"{self._read(True)}\n{reason}".strip(), reward, True, False, info
 
     @property
     def _bare(self) -> Any:

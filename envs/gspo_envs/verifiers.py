@@ -13,16 +13,16 @@ from types import ModuleType
 from typing import Any
 
 from gspo_env.env import background
-from gspo_env.env.base import Options, ResetResult, StepResult
+from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_envs.foreign import ForeignEnv, load
-from gspo_envs.rows import TaskRows, read_chat
+from gspo_envs.foreign import RowEnv, load
+from gspo_envs.rows import TaskRows
 
 _LOOP = "verifiers"
 
 
-class VerifiersEnv(ForeignEnv):
+class VerifiersEnv(RowEnv):
     """A taskset of verifiers: its prompts, its rewards, metrics and judges, its conversations.
 
     verifiers calls the model itself; here the policy answers. A plain taskset is one turn. An
@@ -42,9 +42,6 @@ class VerifiersEnv(ForeignEnv):
         MissingExtraError: verifiers is not installed.
     """
 
-    blocking = True
-    draws = False
-
     def __init__(
         self,
         taskset: str,
@@ -60,27 +57,16 @@ class VerifiersEnv(ForeignEnv):
         self._play, tasks = _load_tasks(taskset, settings, limit)
         self._rows = TaskRows(tasks, held_out=held_out)
         self._talk: _Conversation | None = None
-        self._seed: int | None = None
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Pick a task; `options={"row": 3}` names it."""
-        self._seed = seed
-        return super().reset(seed=seed, options=options)
-
-    def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Give the prompt of a task."""
-        task, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
-        self.close()
-        self._talk = _Conversation(task)
+    def open(self, row: Any, index: int, seed: int) -> Any:
+        """Begin the conversation of a task."""
+        self._talk = _Conversation(row)
         asked = background.run(self._talk.begin(self._play), _LOOP)
         if asked is None:
             raise ConfigError(f"verifiers: task {index} ended before its agent was asked anything.")
-        system, messages = read_chat(_plain(asked), f"verifiers: prompt of task {index}")
-        self.system_prompt = task.data.system_prompt or system
-        info: dict[str, Any] = {"row": index}
-        if len(messages) > 1:
-            info["messages"] = messages[:-1]
-        return messages[-1]["content"], info
+        system = row.data.system_prompt
+        told = [{"role": "system", "content": system}] if system else []
+        return [*told, *_plain(asked)]
 
     def act(self, action: str) -> StepResult:
         """Answer; at the end of the conversation the task and its environment judge it."""
@@ -118,8 +104,8 @@ class _Conversation:
         self.task = task
         self.trace: Any = None
         self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
-        self._answer: asyncio.Future[str | None] | None = None
-        self._playing: asyncio.Task[None] | None = None
+        self._answer: asyncio.Future[str | None]
+        self._playing: asyncio.Task[None]
 
     def __getattr__(self, name: str) -> _Conversation:
         """Be the agent under whatever name the environment gives it."""
@@ -133,15 +119,12 @@ class _Conversation:
 
     async def answer(self, action: str | None) -> list[Any] | None:
         """Give the next messages, None at the end; an action that is None ends it."""
-        if self._answer is None:
-            raise RuntimeError("the conversation waits for no answer")
         self._answer.set_result(action)
         return await self._next()
 
     async def leave(self) -> None:
-        if self._playing is not None:
-            self._playing.cancel()
-            await asyncio.wait({self._playing})
+        self._playing.cancel()
+        await asyncio.wait({self._playing})
 
     async def run(self, task: Any, **borrowed: Any) -> Any:
         """As `vf.Agent.run`: one answer, scored."""
@@ -190,8 +173,6 @@ class _Conversation:
         nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
 
     async def _next(self) -> list[Any] | None:
-        if self._playing is None:
-            raise RuntimeError("the conversation has not begun")
         asked = asyncio.ensure_future(self._asked.get())
         await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
         if asked.done():

@@ -4,43 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from importlib.resources import files
 from typing import Any
 
-from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv, extract_tag
+from gspo_env.env.base import extract_tag
 from gspo_env.errors import ConfigError
+from gspo_envs.answer import TaskEnv
 
-_WORDS = """
-about above acorn actor adult agent agree alarm album alert alien alone amber angel anger ankle
-apple apron arena arrow aside atlas awake award bacon badge baker basin beach beard beast begin
-bench berry birch birth blade blank blaze blend bloom board boast bonus boost brain brave bread
-brick bride brief bring broad brook brush build cabin cable camel canal candy canoe cargo carol
-carve cedar chain chair chalk charm chase cheap chess chest chief child choir cider civic claim
-clean clerk cliff climb clock cloud clown coach coast comet coral couch count cover crane cream
-crisp crown crumb curve cycle daily dairy dance debut decay delta depth diary diver dozen draft
-dream dress drift drink drive eager eagle early earth easel elbow elder empty enjoy equal error
-event exact extra fable faith fancy feast fence ferry fever fiber field flame fleet float flock
-flour flute focus forge forum frame fresh frost fruit funny giant glass glide globe glove
-grain grape grass green group guard guest guide habit happy hazel heart hedge hobby honey
-horse hotel house human humor image index inner ivory jelly jewel joint judge juice kayak knife
-koala label laser later laugh layer learn lemon level light lilac linen liver lodge logic lunar
-lunch magic major mango maple march medal melon mercy metal model month moral motor mount mouse
-movie music nerve night noble north novel ocean olive onion opera orbit order other otter owner
-oxide paint panel paper party pasta patch peace pearl pedal phone photo piano pilot pixel pizza
-place plain plant plate plaza polar porch proud pulse puppy quail queen quick quiet quilt radar
-radio ranch raven ready relax reply rhyme rider rinse river roast robin robot rough round royal
-ruler salad sauce scale scarf scene scout seven shade shape shark sheep shelf shirt shore short
-sight sixty skate skirt slate sleep slope smile smoke snail snake solar solid sound south
-space spark spice spoon sport spray stage stamp start steam steel stick stone storm straw sugar
-sunny swamp swing table tango teach thank thick thorn tiger toast today token topic torch total
-tower toxic trail train treat tribe trout trunk tulip twist uncle under union urban usual valid
-value vapor video villa viola visit vital voice wagon waltz water whale wheat wheel white whole
-width world worry wrist yacht young youth zebra
-"""
-WORDS = tuple(_WORDS.split())
+WORDS = tuple(files("gspo_envs").joinpath("wordle_words.txt").read_text().split())
 _FIRST = "crane"
 
 
-class WordleEnv(TextEnv):
+class WordleEnv(TaskEnv):
     """Find a hidden word of five letters; each guess is answered letter by letter.
 
     `G` is the right letter at its place, `Y` a letter that the word has elsewhere, `-` one that it
@@ -52,8 +27,6 @@ class WordleEnv(TextEnv):
         words_only: Refuse guesses that are not in the word list; they still take a turn.
     """
 
-    blocking = False
-    gives_outcome = True
     system_prompt = (
         "Find the hidden English word of five letters, one guess per turn, as <guess>word</guess>. "
         "The answer has a mark for each letter: G is right, Y is elsewhere in the word, - is not "
@@ -62,42 +35,36 @@ class WordleEnv(TextEnv):
 
     def __init__(self, max_turns: int = 6, words_only: bool = False) -> None:
         """Set the number of guesses."""
-        if max_turns < 1:
-            raise ConfigError(f"Wordle: max_turns is {max_turns}, expected at least 1.")
-        self.max_turns = self._limit = max_turns
-        self.words_only = words_only
-        self._word = WORDS[0]
-        self._known: dict[str, str] = {}
-        self._places: set[int] = set()
+        super().__init__(max_turns)
+        self._limit, self.words_only = max_turns, words_only
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Draw a new word.
-
-        Raises:
-            ConfigError: `options["word"]` is not in the list.
-        """
-        super().reset(seed=seed)
-        word = (options or {}).get("word")
+    def draw(self, options: dict[str, Any]) -> str:
+        """Draw a new word; `options={"word": "crane"}` gives it."""
+        word = options.get("word")
         if word is not None and word not in WORDS:
             raise ConfigError(f"Wordle: word is {word!r}, expected one of the {len(WORDS)} listed.")
         self._word = word or WORDS[int(self.np_random.integers(len(WORDS)))]
-        self._known, self._places = {}, set()
-        return f"Guess the word. You have {self._limit} guesses.", {"state_key": self._state_key}
+        self._known: dict[str, str] = {}
+        self._places: set[int] = set()
+        return f"Guess the word. You have {self._limit} guesses."
 
-    def step(self, action: str) -> StepResult:
-        """Answer a guess.
-
-        Raises:
-            EnvironmentContractError: The episode has ended or has not begun.
-        """
-        self.require_episode()
-        guess = (extract_tag(action, "guess") or "").lower()
-        observation, reward = self._judge(guess)
-        terminated, truncated = self.end_turn(guess == self._word)
-        info: dict[str, Any] = {"state_key": self._state_key}
-        if terminated or truncated:
-            info.update(success=terminated, episodic_reward=float(terminated))
-        return observation, reward, terminated, truncated, info
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Answer a guess."""
+        guess = (extract_tag(text, "guess") or "").lower()
+        if not (len(guess) == 5 and guess.isascii() and guess.isalpha()):
+            return "Write your guess of five letters as <guess>word</guess>.", 0.0, False
+        if self.words_only and guess not in WORDS:
+            return f"{guess} is not in the word list.", 0.0, False
+        marks = mark(self._word, guess)
+        self._known[guess] = marks
+        if guess == self._word:
+            self.outcome = 1.0
+            return f"{guess} {marks} correct", 1.0, True
+        right = {place for place in range(5) if marks[place] == "G"}
+        reward = 0.1 * len(right - self._places)
+        self._places |= right
+        left = self._limit - self._turn - 1
+        return f"{guess} {marks} ({left} left)", reward, False
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Guess the possible word that tells most; with probability `noise` any word."""
@@ -110,21 +77,6 @@ class WordleEnv(TextEnv):
         pool = WORDS if 2 < len(possible) <= 8 else tuple(possible)
         best = max(pool, key=lambda guess: (_information(guess, possible), guess in possible))
         return f"<guess>{best}</guess>"
-
-    def _judge(self, guess: str) -> tuple[str, float]:
-        if not (len(guess) == 5 and guess.isascii() and guess.isalpha()):
-            return "Write your guess of five letters as <guess>word</guess>.", 0.0
-        if self.words_only and guess not in WORDS:
-            return f"{guess} is not in the word list.", 0.0
-        marks = mark(self._word, guess)
-        self._known[guess] = marks
-        if guess == self._word:
-            return f"{guess} {marks} correct", 1.0
-        right = {place for place in range(5) if marks[place] == "G"}
-        reward = 0.1 * len(right - self._places)
-        self._places |= right
-        left = self._limit - self._turn - 1
-        return f"{guess} {marks} ({left} left)", reward
 
     @property
     def _state_key(self) -> str:

@@ -6,7 +6,6 @@ check_env("examples/shop.py:ShopEnv")
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 import re
@@ -25,6 +24,7 @@ from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.rollout.play import Situation, play
+from gspo_env.seeding import global_generators_kept
 from gspo_env.types import Episode, Prompt, ResetInfo, StepInfo, Task
 
 Policy = Callable[[random.Random, str], str]
@@ -97,7 +97,7 @@ def check_env(
     made = make_env(env) if isinstance(env, str) else env
     name = made.spec.id if made.spec else type(made.unwrapped).__name__
     check = _Check(made, name, actions or random_policy, max_turns)
-    with _global_generators_kept():
+    with global_generators_kept():
         try:
             check.spaces()
             check.hostile_actions(seed)
@@ -292,16 +292,6 @@ def _chat() -> Any:
     # as real models' templates do, show all of a tool and not only its name
     tokenizer.chat_template = TEMPLATE.replace("t.function.name", "t | tojson")
     return ChatTokenizer(tokenizer)
-
-
-@contextlib.contextmanager
-def _global_generators_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _short(value: object) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 
 from gspo_env.env.spaces import UnicodeText
-from gspo_env.errors import EnvironmentContractError
+from gspo_env.errors import ConfigError, EnvironmentContractError
 
 if TYPE_CHECKING:
     from gspo_env.env.tools import Tool
@@ -44,6 +44,9 @@ class TextEnv(gymnasium.Env[str, str]):
 
     `step` returns the reward of the turn. `gspo_env.types.ResetInfo` and `StepInfo` list the keys
     of `info` that training reads, such as `episodic_reward` and `success` on the last step.
+
+    Args:
+        max_turns: Turns after which `end_turn` truncates the episode; by default the class's.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
@@ -67,6 +70,14 @@ class TextEnv(gymnasium.Env[str, str]):
     _turn: int = 0
     """Turns of the episode that `end_turn` has counted."""
     _ended: bool = True
+
+    def __init__(self, max_turns: int | None = None) -> None:
+        """Set the limit on turns; a subclass without one need not call this."""
+        if max_turns is not None:
+            if max_turns < 1:
+                name = type(self).__name__
+                raise ConfigError(f"{name}: max_turns is {max_turns}, expected at least 1.")
+            self.max_turns = max_turns
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Seed `np_random` and begin an episode."""

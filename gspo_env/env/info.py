@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,8 @@ from gspo_env.errors import EnvironmentContractError
 from gspo_env.types import Message, Prompt, ResetInfo, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
-Reader = Callable[[Any], Any]
-"""Returns the value of a key, or raises `ValueError` with what is expected instead."""
+Reader = tuple[Callable[[Any], Any], str]
+"""A function that returns the value or raises, and what it expects, in words."""
 
 
 def parse_reset(env_id: str, result: object) -> tuple[str, ResetInfo]:
@@ -27,10 +27,8 @@ def parse_reset(env_id: str, result: object) -> tuple[str, ResetInfo]:
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise _fault(env_id, "reset() result", result, "a tuple (observation, info)")
-    observation, info = result
-    if not isinstance(observation, str):
-        raise _fault(env_id, "reset() observation", observation, "a str")
-    return observation, ResetInfo(**_read(env_id, "reset()", info, _RESET))
+    observation = _value(env_id, "reset() observation", result[0], _TEXT)
+    return observation, ResetInfo(**_read(env_id, "reset()", result[1], _RESET))
 
 
 def parse_step(env_id: str, result: object, tokens: int | None = None) -> ParsedStep:
@@ -47,23 +45,17 @@ def parse_step(env_id: str, result: object, tokens: int | None = None) -> Parsed
     if not isinstance(result, tuple) or len(result) != 5:
         expected = "a tuple (observation, reward, terminated, truncated, info)"
         raise _fault(env_id, "step() result", result, expected)
-    observation, reward, terminated, truncated, info = result
-    if not isinstance(observation, str):
-        raise _fault(env_id, "step() observation", observation, "a str")
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise _fault(env_id, f"step() {name}", flag, "a bool")
-    try:
-        value = _number(reward)
-    except ValueError as error:
-        raise _fault(env_id, "step() reward", reward, str(error)) from None
-    parsed = StepInfo(**_read(env_id, "step()", info, _STEP))
+    observation = _value(env_id, "step() observation", result[0], _TEXT)
+    terminated = _value(env_id, "step() terminated", result[2], _FLAG)
+    truncated = _value(env_id, "step() truncated", result[3], _FLAG)
+    reward = _value(env_id, "step() reward", result[1], _NUMBER)
+    parsed = StepInfo(**_read(env_id, "step()", result[4], _STEP))
     for name in ("token_advantages", "token_mask"):
         values = getattr(parsed, name)
         if tokens is not None and values is not None and len(values) != tokens:
             expected = f"{tokens} values, one per sampled token"
             raise _fault(env_id, f"step() info[{name!r}]", values, expected)
-    return observation, value, bool(terminated), bool(truncated), parsed
+    return observation, reward, terminated, truncated, parsed
 
 
 def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
@@ -98,119 +90,105 @@ def try_out(env_id: str, env: TextEnvironment) -> None:
         ) from error
 
 
+def _value(env_id: str, what: str, value: object, reader: Reader) -> Any:
+    read, expected = reader
+    try:
+        return read(value)
+    except (TypeError, ValueError, LookupError, OverflowError):
+        raise _fault(env_id, what, value, expected) from None
+
+
 def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader]) -> dict[str, Any]:
     """Returns the fields of an info; keys without a reader go to `extra`."""
     if not isinstance(info, dict):
         raise _fault(env_id, f"{method} info", info, "a dict")
-    fields: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
-    for key, value in info.items():
-        reader = readers.get(key) if isinstance(key, str) else None
-        if reader is None:
-            extra[key] = value
-        elif value is not None:
-            try:
-                fields[key] = reader(value)
-            except ValueError as error:
-                raise _fault(env_id, f"{method} info[{key!r}]", value, str(error)) from None
-    if extra:
-        fields["extra"] = extra
-    return fields
+    fields = {
+        key: _value(env_id, f"{method} info[{key!r}]", info[key], reader)
+        for key, reader in readers.items()
+        if info.get(key) is not None
+    }
+    extra = {key: value for key, value in info.items() if key not in readers}
+    return {**fields, "extra": extra} if extra else fields
 
 
-def _number(value: object) -> float:
-    if type(value) is not float:
-        if isinstance(value, np.ndarray) and value.ndim == 0:
-            value = value[()]
-        number = isinstance(value, (int, float, np.integer, np.floating))
-        if not number or isinstance(value, bool):
-            raise ValueError("a finite number")
-        try:
-            value = float(value)  # type: ignore[arg-type]
-        except OverflowError:
-            value = math.inf
-    if not math.isfinite(value):
-        raise ValueError("a finite number")
-    return value
+def _number(value: Any) -> float:
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    kinds = (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        raise ValueError
+    return float(value)
 
 
-def _instance(kinds: type | tuple[type, ...], expected: str, made: Reader = str) -> Reader:
+def _instance(
+    kinds: type | tuple[type, ...], expected: str, made: Callable[[Any], Any] = str
+) -> Reader:
     def read(value: object) -> Any:
         if not isinstance(value, kinds):
-            raise ValueError(expected)
+            raise TypeError
         return made(value)
 
-    return read
+    return read, expected
 
 
-def _role(value: object) -> str:
-    if not isinstance(value, str) or value not in ("user", "tool"):
-        raise ValueError("'user' or 'tool'")
-    return value
+def _role(value: str) -> str:
+    return {"user": "user", "tool": "tool"}[value]
 
 
-def _parts(value: object) -> dict[str, float]:
-    expected = "a dict of finite numbers by name"
+def _parts(value: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise ValueError(expected)
-    try:
-        return {name: _number(number) for name, number in value.items()}
-    except ValueError:
-        raise ValueError(expected) from None
+        raise TypeError
+    return {name: _number(value[name]) for name in value}
 
 
-def _per_token(kind: type[float] | type[bool], value: object) -> tuple[Any, ...]:
-    expected = "one finite number per sampled token"
-    try:
-        values = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(expected) from None
+def _per_token(kind: type[float] | type[bool], value: Any) -> tuple[Any, ...]:
+    values = np.asarray(value, dtype=np.float64)
     if values.ndim != 1 or not np.isfinite(values).all():
-        raise ValueError(expected)
+        raise ValueError
     return tuple(values.astype(kind).tolist())
 
 
-def _messages(value: object) -> tuple[Message, ...]:
-    expected = "messages of user and assistant in turn, each with a role and a text"
-    if not isinstance(value, Sequence) or not all(isinstance(m, (Mapping, Message)) for m in value):
-        raise ValueError(expected)
-    pairs = [
-        (m.role, m.content) if isinstance(m, Message) else (m.get("role"), m.get("content"))
-        for m in value
-    ]
-    talk = [role for role, _ in pairs]
+def _messages(value: Any) -> tuple[Message, ...]:
+    messages = tuple(
+        one if isinstance(one, Message) else Message(role=one["role"], content=one["content"])
+        for one in value
+    )
+    talk = [message.role for message in messages]
     talk = talk[talk[:1] == ["system"] :]
-    if not all(isinstance(content, str) for _, content in pairs):
-        raise ValueError(expected)
-    if talk != ["user", "assistant"] * (len(talk) // 2):
-        raise ValueError(f"{expected}, assistant last (the observation follows)")
-    return tuple(Message(role=role, content=content) for role, content in pairs)
+    texts = all(isinstance(message.content, str) for message in messages)
+    if not texts or talk != ["user", "assistant"] * (len(talk) // 2):
+        raise ValueError
+    return messages
 
 
-def _tools(value: object) -> tuple[Tool, ...]:
-    if not isinstance(value, Sequence) or not all(isinstance(tool, Tool) for tool in value):
-        raise ValueError("a list of gspo_env.Tool")
+def _tools(value: Any) -> tuple[Tool, ...]:
+    if not all(isinstance(tool, Tool) for tool in value):
+        raise TypeError
     return tuple(value)
 
 
+_TEXT = _instance(str, "a str")
+_FLAG = _instance((bool, np.bool_), "a bool", bool)
 _KEY = _instance((str, int, np.integer), "a str or an int")
-_NAME = _instance(str, "a str")
+_NUMBER: Reader = _number, "a finite number"
+_TOKENS = "one finite number per sampled token"
+_CHAT = "messages of user and assistant in turn, assistant last, each with a role and a text"
 _RESET: dict[str, Reader] = {
     "state_key": _KEY,
     "task_key": _KEY,
-    "messages": _messages,
-    "tools": _tools,
-    "agent": _NAME,
+    "messages": (_messages, _CHAT),
+    "tools": (_tools, "a list of gspo_env.Tool"),
+    "agent": _TEXT,
 }
 _STEP: dict[str, Reader] = {
-    "episodic_reward": _number,
-    "success": _instance((bool, np.bool_), "a bool", bool),
+    "episodic_reward": _NUMBER,
+    "success": _FLAG,
     "state_key": _KEY,
-    "observation_role": _role,
-    "reward_parts": _parts,
-    "token_advantages": partial(_per_token, float),
-    "token_mask": partial(_per_token, bool),
-    "agent": _NAME,
+    "observation_role": (_role, "'user' or 'tool'"),
+    "reward_parts": (_parts, "a dict of finite numbers by name"),
+    "token_advantages": (partial(_per_token, float), _TOKENS),
+    "token_mask": (partial(_per_token, bool), _TOKENS),
+    "agent": _TEXT,
 }
 
 

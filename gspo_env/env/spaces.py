@@ -26,11 +26,7 @@ class UnicodeText(Text):
     """
 
     def __init__(
-        self,
-        max_length: int,
-        min_length: int = 0,
-        *,
-        seed: int | np.random.Generator | None = None,
+        self, max_length: int, min_length: int = 0, *, seed: int | np.random.Generator | None = None
     ) -> None:
         """Set the bounds."""
         super().__init__(max_length, min_length=min_length, charset=_SAMPLE_CHARACTERS, seed=seed)

@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import json
 import logging
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -41,16 +40,9 @@ class ToolEnv(TextEnv):
     def tools(self) -> tuple[Tool, ...]:  # type: ignore[override]
         """The tools, bound to this environment."""
         return tuple(
-            dataclasses.replace(tool, function=self._bound(tool)) for tool in self.declared_tools()
+            dataclasses.replace(tool, function=tool.function.__get__(self))
+            for tool in self.declared_tools()
         )
-
-    @cached_property
-    def _tools_by_name(self) -> dict[str, Tool]:
-        return {tool.name: tool for tool in self.tools}
-
-    def _bound(self, tool: Tool) -> Callable[..., Any]:
-        function: Callable[..., Any] = tool.function.__get__(self)
-        return function
 
     def step(self, action: str) -> StepResult:
         """Answer an action.
@@ -103,7 +95,7 @@ class ToolEnv(TextEnv):
     def _answer_call(self, call: ToolCall | ToolCallError) -> _Answer:
         if isinstance(call, ToolCallError):
             return self._error(call.message)
-        tool = self._tools_by_name.get(call.name)
+        tool = next((tool for tool in self.tools if tool.name == call.name), None)
         if tool is None:
             return self._error(self._unknown_tool(call.name))
         try:
@@ -119,7 +111,7 @@ class ToolEnv(TextEnv):
         return _Answer(text, reward, error=False)
 
     def _unknown_tool(self, name: str) -> str:
-        known = list(self._tools_by_name)
+        known = [tool.name for tool in self.tools]
         near = difflib.get_close_matches(name[:64], known, n=3) or known
         return f"unknown tool {clean(name[:64])!r}, tools are: {', '.join(near) or 'none'}."
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
+import json.decoder
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, TypeVar
 
+from docstring_parser import ParseError, google
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
@@ -17,8 +18,11 @@ from typing_extensions import TypedDict
 from gspo_env.errors import ConfigError
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_SECTION = re.compile(r"^(Args|Arguments|Returns|Yields|Raises|Example|Examples|Note|Notes):\s*$")
-_ARGUMENT = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+_PROSE = ("Returns", "Yields", "Raises", "Example", "Examples", "Note", "Notes")
+_DOCSTRINGS = google.GoogleParser(
+    [google.Section(title, "param", google.SectionType.MULTIPLE) for title in ("Args", "Arguments")]
+    + [google.Section(title, "prose", google.SectionType.SINGULAR) for title in _PROSE]
+)
 _MARK = "__gspo_tool__"
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,6 +33,7 @@ def _reject_constant(name: str) -> float:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
+_SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,24 +156,18 @@ def tool_call_frames(tool: Tool) -> list[str]:
 
 def _parse_one(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
     """Parse the call whose body begins at `start`; also give where to search on."""
-    body = start
-    while body < len(text) and text[body] in " \t\r\n":
-        body += 1
+    value, end, fault = None, start, ""
     try:
-        value, end = _DECODER.raw_decode(text, body)
+        value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())
     except (ValueError, RecursionError) as error:
-        close = text.find(_CLOSE, start)
-        if close < 0:
-            return ToolCallError(message=f"the tool call has no closing {_CLOSE}."), len(text)
-        message = f"the tool call is not valid JSON: {_json_reason(error)}."
-        return ToolCallError(message=message), close + len(_CLOSE)
+        fault = f"the tool call is not valid JSON: {_json_reason(error)}."
     close = text.find(_CLOSE, end)
     if close < 0:
         return ToolCallError(message=f"the tool call has no closing {_CLOSE}."), len(text)
-    if text[end:close].strip():
-        message = f"the tool call has text between its JSON object and {_CLOSE}."
-        return ToolCallError(message=message), close + len(_CLOSE)
-    return _call_from_json(value), close + len(_CLOSE)
+    if not fault and text[end:close].strip():
+        fault = f"the tool call has text between its JSON object and {_CLOSE}."
+    call = ToolCallError(message=fault) if fault else _call_from_json(value)
+    return call, close + len(_CLOSE)
 
 
 def _json_reason(error: Exception) -> str:
@@ -199,9 +198,8 @@ def _call_from_json(value: object) -> ToolCall | ToolCallError:
 def _build_tool(function: Callable[..., Any]) -> Tool:
     name = function.__name__
     description, documented = _read_docstring(name, inspect.getdoc(function))
-    fields, defaults = _fields(function, documented)
     make_type: Any = TypedDict
-    arguments = make_type(f"{name}_arguments", fields)
+    arguments = make_type(f"{name}_arguments", _fields(function, documented))
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
     try:
         validator: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
@@ -209,43 +207,27 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
     except PydanticUserError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"tool {name}: its annotations have no JSON schema: {reason}.") from error
-    parameters = _parameters(schema, defaults)
+    for value in schema.setdefault("properties", {}).values():
+        value.pop("title", None)
+    schema.setdefault("required", [])
+    keys = ("type", "properties", "required", "$defs")
     return Tool(
         name=name,
         description=description,
-        parameters=parameters,
+        parameters={key: schema[key] for key in keys if key in schema},
         function=function,
         validator=validator,
     )
 
 
-def _parameters(schema: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    properties = schema.get("properties", {})
-    for name, value in properties.items():
-        value.pop("title", None)
-        if isinstance(defaults.get(name), (str, int, float, bool)):
-            value["default"] = defaults[name]
-    parameters: dict[str, Any] = {
-        "type": "object",
-        "properties": properties,
-        "required": schema.get("required", []),
-    }
-    if "$defs" in schema:
-        parameters["$defs"] = schema["$defs"]
-    return parameters
-
-
-def _fields(
-    function: Callable[..., Any], documented: dict[str, str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Give each parameter's annotation for the validator, and the defaults."""
+def _fields(function: Callable[..., Any], documented: dict[str, str]) -> dict[str, Any]:
+    """Give each parameter's annotation for the validator."""
     name = function.__name__
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
         raise ConfigError(f"tool {name}: an annotation cannot be resolved: {error}.") from error
     fields: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
         if index == 0 and parameter.name in ("self", "cls"):
             continue
@@ -253,34 +235,26 @@ def _fields(
             raise ConfigError(f"tool {name}: parameter {parameter} cannot be given by name.")
         if parameter.name not in hints:
             raise ConfigError(f"tool {name}: parameter {parameter.name} has no type annotation.")
-        described = Field(description=documented.get(parameter.name))
+        default = parameter.default
+        shown: Any = {"default": default} if isinstance(default, (str, int, float, bool)) else None
+        described = Field(description=documented.get(parameter.name), json_schema_extra=shown)
         annotation: Any = Annotated[hints[parameter.name], described]
-        if parameter.default is not parameter.empty:
-            defaults[parameter.name] = parameter.default
-            annotation = NotRequired[annotation]
-        fields[parameter.name] = annotation
-    return fields, defaults
+        required = default is parameter.empty
+        fields[parameter.name] = annotation if required else NotRequired[annotation]
+    return fields
 
 
 def _read_docstring(name: str, docstring: str | None) -> tuple[str, dict[str, str]]:
     """Split a Google docstring into its description and the parameters' descriptions."""
-    section, description, arguments, last = "", [], {}, ""
-    for line in (docstring or "").splitlines():
-        if heading := _SECTION.match(line):
-            section = heading[1]
-        elif not section:
-            description.append(line)
-        elif section in ("Args", "Arguments") and line.strip():
-            indent = len(line) - len(line.lstrip())
-            if indent <= 4 and (entry := _ARGUMENT.match(line)):
-                last = entry[1]
-                arguments[last] = entry[2]
-            elif last:
-                arguments[last] = f"{arguments[last]} {line.strip()}".strip()
-    text = "\n".join(description).strip()
-    if not text:
+    try:
+        parsed = _DOCSTRINGS.parse(docstring)
+    except ParseError as error:
+        raise ConfigError(f"tool {name}: its docstring cannot be read: {error}") from error
+    description = (parsed.description or "").strip()
+    if not description:
         raise ConfigError(f"tool {name} has no docstring; its first lines tell the policy its use.")
-    return text, arguments
+    texts = {entry.arg_name: entry.description or "" for entry in parsed.params}
+    return description, {name: " ".join(text.split()) for name, text in texts.items()}
 
 
 def _one_sentence(name: str, error: ValidationError) -> str:

@@ -127,6 +127,15 @@ def _variadic(*keys: str) -> str:
     return "".join(keys)
 
 
+def _misdescribed(key: str) -> str:
+    """Look up.
+
+    Args:
+        key without a colon
+    """
+    return key
+
+
 def _unresolved(key: Missing) -> str:  # type: ignore[name-defined]  # noqa: F821
     """Look up."""
     return str(key)
@@ -139,6 +148,7 @@ def _unresolved(key: Missing) -> str:  # type: ignore[name-defined]  # noqa: F82
         (_untyped, "parameter key has no type annotation"),
         (_variadic, "cannot be given by name"),
         (_unresolved, "cannot be resolved"),
+        (_misdescribed, "docstring cannot be read: Expected a colon"),
     ],
 )
 def test_an_unusable_function_fails_at_decoration(function: Any, message: str) -> None:

@@ -196,7 +196,7 @@ def test_other_players_are_played_by_the_opponent() -> None:
     steps = play(env, 0, *(f"[col {n}]" for n in (0, 1, 0, 1)))
     assert "[Player 1] [col 3]" in steps[0][0]
     assert steps[-1][1:3] == (-1.0, True)
-    with pytest.raises(ConfigError, match="expected 'module:function'"):
+    with pytest.raises(ConfigError, match="opponent is 'no_module:play'"):
         make_env("gspo/TextArena-v0", game="Nim-v0", players=2, opponent="no_module:play")
 
 

@@ -222,7 +222,7 @@ def test_nested_spaces_are_json() -> None:
     [
         ({"env": "NoSuchLake-v1"}, "cannot be made"),
         ({"env": "FrozenLake-v1", "colour": 3}, "cannot be made with"),
-        ({"env": "FrozenLake-v1", "max_turns": 0}, "max_turns 0"),
+        ({"env": "FrozenLake-v1", "max_turns": 0}, "max_turns is 0"),
         ({"env": "CartPole-v1", "action_names": ("left",)}, "expected 2 for Discrete"),
         ({"env": "Pendulum-v1", "action_names": ("left",)}, "expected 0 for Box"),
         ({"env": "tests/Pixels-v0"}, "21168 numbers, at most 1024"),
