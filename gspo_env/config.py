@@ -43,7 +43,7 @@ class Config:
     env: str = "gspo/Lookup-v0"
     """Environment: a registered id, `module:id`, or `path/to/file.py:Class`."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the environment, such as `hops=4`; JSON values."""
+    """Arguments of the environment, such as `entries=12`; JSON values."""
     model: str = ""
     """Model folder or hub id; empty takes the model that the recipe makes."""
     rewritten_history: Literal["keep", "refuse"] = "keep"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several, start
 from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
 from gspo_env.types import Episode, Group, Prompt, Role, Task
+
+logger = logging.getLogger(__name__)
 
 
 class GSPOAgent:
@@ -179,12 +182,19 @@ class GSPOAgent:
 
     @classmethod
     def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
-        """An agent as `save` or a training run left it."""
+        """Loads an agent that `save` or a training run wrote.
+
+        Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
+        so that the folder also loads where that file is missing.
+        """
         folder = Path(path)
         if (folder / "model").is_dir():
             folder = folder / "model"
         note = folder / "gspo_env.json"
         tree = tomllib.loads(json.loads(note.read_text())["config"]) if note.exists() else {}
+        for kind in ("advantage", "loss", "tracker"):
+            if ":" in tree.get(kind, {}).get("name", ""):
+                logger.warning("%s of %s is not loaded: %s", kind, path, tree.pop(kind)["name"])
         return cls(str(folder), env, from_dict(tree))
 
     def warm_up(self, progress: Progress | None = None) -> None:

@@ -19,7 +19,7 @@ class CalculatorEnv(ChainEnv):
     Each right intermediate result, in order, gives 0.2 once; the right answer gives 1.0.
 
     Args:
-        operations: Fewest and most operations of an episode, inclusive;
+        operations: Operations of an episode, or the fewest and the most, inclusive;
             `reset(options={"operations": 3})` fixes it.
         early_answer: Probability that the noisy demonstrator answers one operation early.
     """
@@ -30,9 +30,11 @@ class CalculatorEnv(ChainEnv):
         "Then answer with <answer>number</answer>."
     )
 
-    def __init__(self, operations: tuple[int, int] = (2, 4), early_answer: float = 0.6) -> None:
+    def __init__(
+        self, operations: int | tuple[int, int] = (2, 4), early_answer: float = 0.6
+    ) -> None:
         """Set the range of episodes."""
-        low, high = operations
+        low, high = (operations, operations) if isinstance(operations, int) else operations
         if not 1 <= low <= high <= 16:
             raise ConfigError(f"Calculator: operations is {operations}, expected within 1 to 16.")
         super().__init__((low, high), 16, early_answer)

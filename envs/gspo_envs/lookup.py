@@ -23,7 +23,8 @@ class LookupEnv(ChainEnv):
     Each right hop, in order, gives 0.2 once; the right answer gives 1.0.
 
     Args:
-        hops: Fewest and most links of an episode, inclusive; `reset(options={"hops": 3})` fixes it.
+        hops: Links of an episode, or the fewest and the most, inclusive;
+            `reset(options={"hops": 3})` fixes it.
         entries: How many words the table links.
         early_answer: Probability that the noisy demonstrator answers one hop early.
     """
@@ -35,10 +36,10 @@ class LookupEnv(ChainEnv):
     )
 
     def __init__(
-        self, hops: tuple[int, int] = (2, 4), entries: int = 24, early_answer: float = 0.6
+        self, hops: int | tuple[int, int] = (2, 4), entries: int = 24, early_answer: float = 0.6
     ) -> None:
         """Set the range of episodes."""
-        low, high = hops
+        low, high = (hops, hops) if isinstance(hops, int) else hops
         if not 1 <= low <= high < entries <= len(WORDS):
             raise ConfigError(
                 f"Lookup: hops is {hops} and entries {entries}, "

@@ -11,10 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
+from gspo_env.credit import ReturnsToGo
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.registry import find
 from gspo_env.types import Prompt
 
 
@@ -163,3 +165,26 @@ def test_a_model_in_hand_is_trained_where_it_is(player):
     agent.train()
     assert agent.model is model
     assert any(not torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_a_folder_trained_with_a_users_estimator_loads_where_its_file_is_missing(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass(frozen=True)\n"
+        "class Flat:\n"
+        "    def advantages(self, group):\n"
+        "        return [[0.0] * len(e.turns) for e in group.episodes]\n"
+    )
+    config = tiny(advantage=find("advantage", f"{file}:Flat")())
+    GSPOAgent(config=config).save(tmp_path / "saved")
+    file.unlink()
+    agent = GSPOAgent.load(tmp_path / "saved")
+    assert agent.config.advantage == ReturnsToGo()
+    assert agent.config.rollout == config.rollout
+
+
+def test_the_length_of_a_look_up_may_be_one_number():
+    env = make_env("gspo/Lookup-v0", hops=3)
+    for seed in range(3):
+        assert "Follow 3 links" in env.reset(seed=seed)[0]
