@@ -83,16 +83,17 @@ class Loop:
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
     ) -> list[Sample]:
-        """Every episode that may be trained on, with its credit."""
+        """Every episode with a token to train on, with its credit."""
         keep_cut = self.config.credit.train_on_truncated
-        return [
+        samples = (
             to_sample(episode, values)
             for group, rows in zip(groups, advantages, strict=True)
             for episode, values in zip(group.episodes, rows, strict=True)
             if episode.turns
             and episode.stop_reason is not StopReason.ERROR
             and (keep_cut or not episode.truncated)
-        ]
+        )
+        return [sample for sample in samples if sample.mask.any()]
 
     async def _evaluate(self, step: int) -> None:
         evaluation = await evaluate(self.collector, self.env_id, self.config.eval_tasks)
