@@ -32,7 +32,7 @@ def from_padded(
     Padding may be on either side. Credit is given in one of three ways: `rewards` with
     `group_ids`, which go through the estimator; `advantages` of sequences; or
     `token_advantages`, which reach the loss unchanged. Sequences without a response token are left
-    out.
+    out. The function is long because it describes and checks every argument.
 
     Args:
         input_ids: (B, T)
@@ -67,7 +67,7 @@ def from_padded(
     if old_logprobs is not None:
         logprobs = _array("old_logprobs", old_logprobs, ids.shape, np.float64)
         _check_finite("old_logprobs", logprobs[model])
-    if sum(credit is not None for credit in (rewards, advantages, token_advantages)) != 1:
+    if sum(way is not None for way in (rewards, advantages, token_advantages)) != 1:
         raise BatchError("expected exactly one of rewards, advantages and token_advantages")
     if rewards is not None:
         credit = _from_rewards(rewards, group_ids, turns, estimator)

@@ -53,7 +53,8 @@ def policy_loss(
     `dual_clip`, `aggregation`, `max_tokens` and `kl_coef`.
 
     The content of a masked-out slot, NaN included, changes neither the loss nor its gradient.
-    Sequences without a model token count in neither the sum nor the number of sequences.
+    Sequences without a model token count in neither the sum nor the number of sequences. The
+    function is long because it describes and checks every argument.
 
     Shapes:
         logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
@@ -116,7 +117,8 @@ def packed_policy_loss(
     The arguments are those of `policy_loss`. `normaliser` is the denominator of the aggregation:
     the number of non-empty sequences, or of model tokens for `token_mean`. Microbatches that pass
     the count of the whole minibatch have losses that add up to its loss. All tokens of a sequence
-    have to be in one microbatch.
+    have to be in one microbatch. The function is long because it checks every argument by name and
+    has the whole loss in one place.
 
     Shapes:
         Every tensor: (N,). `sequence_ids_N` in [0, num_sequences), `turn_ids_N` at least 0.
@@ -128,16 +130,13 @@ def packed_policy_loss(
         See `policy_loss`.
     """
     settings = _settings(options)
-    tensors = {
-        "old_logprobs_N": old_logprobs_N,
-        "advantages_N": advantages_N,
-        "sequence_ids_N": sequence_ids_N,
-        "turn_ids_N": turn_ids_N,
-        "reference_logprobs_N": reference_logprobs_N,
-        "importance_weights_N": importance_weights_N,
-    }
-    for name, tensor in tensors.items():
-        _check_shape(name, tensor, logprobs_N.shape)
+    shape = logprobs_N.shape
+    _check_shape("old_logprobs_N", old_logprobs_N, shape)
+    _check_shape("advantages_N", advantages_N, shape)
+    _check_shape("sequence_ids_N", sequence_ids_N, shape)
+    _check_shape("turn_ids_N", turn_ids_N, shape)
+    _check_shape("reference_logprobs_N", reference_logprobs_N, shape)
+    _check_shape("importance_weights_N", importance_weights_N, shape)
     _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
     segments_N, count = _segments(sequence_ids_N, num_sequences, settings.ratio_level, turn_ids_N)
 

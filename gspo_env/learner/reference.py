@@ -44,6 +44,8 @@ def policy_loss(
 ) -> ReferenceOutput:
     """Computes the clipped loss and its gradient, token by token.
 
+    The function is long because it has all equations in one loop, with nothing hidden.
+
     Shapes:
         As `gspo_env.learner.objectives.policy_loss`.
 
