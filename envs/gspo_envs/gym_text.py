@@ -350,11 +350,10 @@ def _refuse(env: str, name: str, space: spaces.Space[Any]) -> None:
 
 def _make(env: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     try:
-        spec = gymnasium.spec(env)
         inner = gymnasium.make(env, disable_env_checker=True, **kwargs)
         if "ansi" in inner.metadata.get("render_modes", []):
             inner.close()
-            inner = gymnasium.make(spec, disable_env_checker=True, render_mode="ansi", **kwargs)
+            inner = gymnasium.make(env, disable_env_checker=True, render_mode="ansi", **kwargs)
     except (gymnasium.error.Error, ImportError, TypeError, ValueError, KeyError) as error:
         reason = str(error).split(" was raised from")[0]
         raise ConfigError(f"GymText: {env!r} cannot be made with {kwargs}: {reason}") from error

@@ -48,11 +48,9 @@ class MCPTools(ToolEnv):
         """
         made = list(super().tools)
         for server in self._servers:
-            listed = list_tools(server, self._session(server), self.mcp_timeout)
-            made += [_as_tool(one, partial(self._call, server, one.name)) for one in listed]
-        if self.mcp_only:
-            own = len(super().tools)
-            made = made[:own] + [one for one in made[own:] if one.name in self.mcp_only]
+            for one in list_tools(server, self._session(server), self.mcp_timeout):
+                if not self.mcp_only or one.name in self.mcp_only:
+                    made.append(_as_tool(one, partial(self._call, server, one.name)))
         names = [one.name for one in made]
         if missing := sorted(set(self.mcp_only) - set(names)):
             raise ConfigError(f"MCP: no server has a tool {missing[0]!r}.")

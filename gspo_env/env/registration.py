@@ -91,12 +91,8 @@ def resolve_env(spec: str) -> str:
         _OURS[name] = None
         return name
     env_class = getattr(module, name, None)
-    if not (isinstance(env_class, type) and issubclass(env_class, gymnasium.Env)):
-        names = [
-            key
-            for key, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, gymnasium.Env)
-        ]
+    if not _is_env_class(env_class):
+        names = [key for key, value in vars(module).items() if _is_env_class(value)]
         has = f"it has {', '.join(names)}" if names else "it has no gymnasium.Env class"
         raise UnknownEnvironmentError(f"{source} has no environment {name!r}, {has}.")
     return _register_class(env_class)
@@ -142,12 +138,14 @@ def describe_envs() -> list[EnvDescription]:
     return [_describe(env_id) for env_id in sorted(_OURS) if env_id in registry]
 
 
+def _is_env_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, gymnasium.Env)
+
+
 def _describe(env_id: str) -> EnvDescription:
-    entry_point = registry[env_id].entry_point
+    creator: Any = registry[env_id].entry_point
     try:
-        creator: Any = (
-            load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
-        )
+        creator = load_env_creator(creator) if isinstance(creator, str) else creator
     except Exception as error:  # the list must show the others too
         return EnvDescription(id=env_id, summary=f"cannot be loaded: {error}", tools=())
     declared = getattr(creator, "declared_tools", None)
@@ -179,10 +177,6 @@ def _register_class(env_class: Any) -> str:
 
 def _near(spec: str) -> str:
     bare = {env_id.rpartition("/")[2].lower(): env_id for env_id in registry}
-    near = difflib.get_close_matches(spec, list(registry), n=3)
-    near += [
-        bare[key]
-        for key in difflib.get_close_matches(spec.rpartition("/")[2].lower(), list(bare), n=3)
-        if bare[key] not in near
-    ]
-    return f", did you mean {' or '.join(near[:3])}" if near else f", known are {', '.join(_OURS)}"
+    keys = difflib.get_close_matches(spec.rpartition("/")[2].lower(), list(bare), n=3)
+    near = " or ".join(bare[key] for key in keys)
+    return f", did you mean {near}" if near else f", known are {', '.join(_OURS)}"

@@ -166,8 +166,9 @@ def _parse_one(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
         return ToolCallError(message=f"the tool call has no closing {_CLOSE}."), len(text)
     if not fault and text[end:close].strip():
         fault = f"the tool call has text between its JSON object and {_CLOSE}."
-    call = ToolCallError(message=fault) if fault else _call_from_json(value)
-    return call, close + len(_CLOSE)
+    call = fault or _call_from_json(value)
+    parsed = ToolCallError(message=call) if isinstance(call, str) else call
+    return parsed, close + len(_CLOSE)
 
 
 def _json_reason(error: Exception) -> str:
@@ -176,22 +177,20 @@ def _json_reason(error: Exception) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
-def _call_from_json(value: object) -> ToolCall | ToolCallError:
+def _call_from_json(value: object) -> ToolCall | str:
+    """Give the call, or what is wrong with it in one sentence."""
     if not isinstance(value, dict):
-        got = type(value).__name__
-        return ToolCallError(message=f"the tool call must be a JSON object, got {got}.")
+        return f"the tool call must be a JSON object, got {type(value).__name__}."
     name, arguments = value.get("name"), value.get("arguments", {})
     if not isinstance(name, str) or not name:
-        return ToolCallError(message='the tool call needs a "name" that is a string.')
+        return 'the tool call needs a "name" that is a string.'
     if isinstance(arguments, str):
         try:
             arguments = _DECODER.decode(arguments)
         except (ValueError, RecursionError) as error:
-            reason = _json_reason(error)
-            return ToolCallError(message=f'the "arguments" are not valid JSON: {reason}.')
+            return f'the "arguments" are not valid JSON: {_json_reason(error)}.'
     if not isinstance(arguments, dict):
-        got = type(arguments).__name__
-        return ToolCallError(message=f'the "arguments" must be a JSON object, got {got}.')
+        return f'the "arguments" must be a JSON object, got {type(arguments).__name__}.'
     return ToolCall(name=name, arguments=arguments)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.env.base import TextEnv, clean, extract_tag
-from gspo_env.errors import EnvironmentContractError
+from gspo_env.errors import ConfigError, EnvironmentContractError
 
 
 def test_defaults_of_an_environment() -> None:
@@ -40,6 +40,12 @@ def test_a_step_outside_an_episode_is_refused() -> None:
             env.step("")
         env.reset(seed=0)
         assert env.step("end")[2:4] == (True, False)
+
+
+def test_an_argument_replaces_the_limit_of_the_class_and_one_below_1_is_refused() -> None:
+    assert [Counts().max_turns, Counts(5).max_turns] == [3, 5]
+    with pytest.raises(ConfigError, match="Counts: max_turns is 0, expected at least 1"):
+        Counts(0)
 
 
 def test_the_limit_on_turns_truncates_unless_the_turn_ends_the_episode() -> None:

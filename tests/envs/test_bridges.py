@@ -184,7 +184,7 @@ class TestVerifiers:
             ("Endless", "is infinite, give a limit"),
             ("NeedsBox", r"Boxed\.setup needs a runtime"),
             ("NeedsRun", r"Runner\.runs needs a runtime"),
-            ("None_", "expected a function of"),
+            ("None_", "expected a name in"),
         ],
     )
     def test_what_needs_more_than_an_answer_is_refused(self, file, taskset, message):
