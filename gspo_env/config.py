@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """Everything that decides a run. `Config()` means the same for every model.
+    """All settings of a run. `Config()` has the same values for every model.
 
     The fields `recipe`, `advantage`, `loss`, `engine` and `tracker` hold choices: instances of a
     class that `gspo_env.registry` finds by name.
@@ -47,11 +47,11 @@ class Config:
     model: str = ""
     """Model folder or hub id; empty takes the model that the recipe makes."""
     rewritten_history: Literal["keep", "refuse"] = "keep"
-    """What to do where a chat template rewrites earlier turns: keep them as sampled, or refuse."""
+    """What to do if a chat template rewrites earlier turns: keep them as sampled, or refuse."""
     seed: int = 0
-    """Decides every random draw of the run."""
+    """Seed of every random draw of the run."""
     steps: int = 100
-    """Rollout batches to train on."""
+    """Training steps; each trains on one rollout batch."""
     tasks_per_step: int = 16
     """Tasks of a rollout batch, P; each gets `rollout.group_size` episodes."""
     eval_every: int = 10
@@ -70,7 +70,7 @@ class Config:
     recipe: Any = field(default_factory=Recipe)
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         check_literals(self)
         least = {"seed": 0, "steps": 0, "tasks_per_step": 1, "eval_every": 0, "eval_tasks": 1}
         for name, bound in least.items():
@@ -78,7 +78,7 @@ class Config:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as a tree, so that another process finds the classes of a user's file."""
+        """Pickles nested dictionaries, so that another process finds a user's classes."""
         return from_dict, (to_dict(self),)
 
     @classmethod
@@ -90,7 +90,7 @@ class Config:
             changes: Fields by name; a dictionary changes fields of a section.
 
         Raises:
-            ConfigError: The recipe or a field is unknown, or a value impossible.
+            ConfigError: The recipe or a field is unknown, or a value is invalid.
         """
         return override(from_dict({"recipe": name}), changes)
 
@@ -117,11 +117,11 @@ def load_toml(path: str | Path) -> Config:
 def from_dict(tree: Mapping[str, Any]) -> Config:
     """Builds a config from nested dictionaries.
 
-    Fields that the tree leaves out have the recipe's value, else the neutral one. The recipe is
-    `tiny` where the tree names neither a recipe nor a model.
+    Missing fields take the recipe's value, or else the neutral default. The recipe is `tiny` if the
+    tree names neither a recipe nor a model.
 
     Raises:
-        ConfigError: A field is unknown or a value impossible; the message names both.
+        ConfigError: A field is unknown or a value is invalid; the message names both.
     """
     named = tree.get("recipe", {})
     recipe = named.get("name", "") if isinstance(named, Mapping) else named
@@ -131,19 +131,19 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 
 
 def override(config: Config, tree: Mapping[str, Any]) -> Config:
-    """Replaces what a nested dictionary names.
+    """Replaces the fields that a nested dictionary names.
 
-    A choice is named by a text, or by the entry `name` of a dictionary that also holds its
-    settings. Another choice than the config's starts from its own defaults.
+    A choice is given as a name, or as a dictionary with an entry `name` and settings. A choice that
+    differs from the config's starts from its own defaults.
 
     Raises:
-        ConfigError: A field is unknown or a value impossible; the message names both.
+        ConfigError: A field is unknown or a value is invalid; the message names both.
     """
     return _replace(config, tree, "")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Gives the resolved tree as nested dictionaries; `from_dict` reads it back."""
+    """Returns the resolved config as nested dictionaries; `from_dict` reads them back."""
     tree = dataclasses.asdict(config)
     for kind in BUILTIN:
         tree[kind] = {"name": name_of(kind, getattr(config, kind)), **tree[kind]}
@@ -151,7 +151,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """Writes the resolved tree as TOML; `load_toml` reads it back.
+    """Writes the resolved config as TOML; `load_toml` reads it back.
 
     TOML has no null, so fields that are None are left out. An object that TOML cannot hold, such as
     a function among the arguments of an environment, is written as its `repr`.
@@ -171,11 +171,11 @@ def resolve(config: Config, name: str) -> str:
     """Finds the dotted path of a field.
 
     Args:
-        config: Decides which settings exist: those of its choices.
-        name: The path, or its last part where only one section has that.
+        config: The config, whose choices define which settings exist.
+        name: The path, or its last part if that is unambiguous.
 
     Raises:
-        ConfigError: No field or several have that name; the message names what there is.
+        ConfigError: No field, or more than one, has that name; the message lists the candidates.
     """
     paths = [*BUILTIN, *flatten(config, mappings=False)]
     if name in paths:
@@ -189,7 +189,7 @@ def resolve(config: Config, name: str) -> str:
 
 
 def _hint(config: Config, name: str, paths: list[str]) -> str:
-    """Says which choice has a setting, or which fields have names like it."""
+    """Returns a hint: the choice that has the setting, or the fields with similar names."""
     section, _, last = name.rpartition(".")
     for kind, builtin in BUILTIN.items():
         owners = [n for n in builtin if any(f.name == last for f in _settings(kind, n))]
@@ -231,7 +231,7 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
 
 
 def _choose(kind: str, old: Any, value: Any) -> Any:
-    """Gives the choice that a text or a table names, or the old one with other settings."""
+    """Returns the choice that a string or a table names, or the old one with new settings."""
     if dataclasses.is_dataclass(value):
         return value
     tree = {"name": value} if isinstance(value, str) else dict(_table(kind, value))
@@ -257,10 +257,10 @@ def _table(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
-    """Gives a value of the annotated type; a TOML value may stand for one, as a text for a path."""
+    """Converts a TOML value to the annotated type, such as a string to a path."""
     try:
         adapter = TypeAdapter(hint)
-    except PydanticSchemaGenerationError:  # a class of the user's own
+    except PydanticSchemaGenerationError:  # a user's class
         return value
     with contextlib.suppress(ValidationError):
         return adapter.validate_python(value, strict=True)

@@ -1,12 +1,12 @@
-"""Errors: each says what was wrong, the value, what is allowed and how to mend it."""
+"""Errors: each message has the problem, the value, what is allowed and how to fix it."""
 
 
 class GspoEnvError(Exception):
-    """Root of every error that gspo_env raises on purpose."""
+    """Base class of all errors of gspo_env."""
 
 
 class ConfigError(GspoEnvError, ValueError):
-    """A configuration value is impossible or unknown."""
+    """A configuration value is invalid or unknown."""
 
 
 class EnvironmentContractError(GspoEnvError, ValueError):
@@ -22,7 +22,7 @@ class UnknownEnvironmentError(GspoEnvError, ValueError):
 
 
 class BatchError(GspoEnvError, ValueError):
-    """Tensors handed to an objective or the learner do not fit together."""
+    """Tensors passed to an objective or the learner do not fit together."""
 
 
 class ChatTemplateError(GspoEnvError, ValueError):
@@ -34,11 +34,11 @@ class EngineError(GspoEnvError, RuntimeError):
 
 
 class RolloutError(GspoEnvError, RuntimeError):
-    """Too many episodes failed for a training step to mean anything."""
+    """Too many episodes failed in their environment."""
 
 
 class SandboxUnavailableError(GspoEnvError, RuntimeError):
-    """Untrusted code cannot be shut in on this machine; the message says what is missing."""
+    """This machine cannot isolate untrusted code; the message says what is missing."""
 
 
 class ModelError(GspoEnvError, ValueError):
@@ -50,17 +50,17 @@ class OutputError(GspoEnvError, ValueError):
 
 
 class MissingExtraError(GspoEnvError, RuntimeError):
-    """An optional dependency is not installed; the message holds the install command."""
+    """An optional dependency is not installed; the message contains the install command."""
 
 
 class ToolServerError(GspoEnvError, RuntimeError):
-    """A server of tools failed, died or did not answer; the policy reads the message."""
+    """A tool server failed, exited or did not answer; the policy reads the message."""
 
 
 class TrackingError(GspoEnvError, RuntimeError):
     """A tracker could not record everything; raised by its `finish`."""
 
     def __init__(self, calls: list[str]) -> None:
-        """Keeps what went wrong in each failed call."""
+        """Stores the errors of the failed calls."""
         super().__init__(f"{len(calls)} calls failed, the first was {calls[0]}")
         self.calls = calls

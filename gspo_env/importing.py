@@ -1,4 +1,4 @@
-"""Code of the user's, by the name of a module or the path of a file."""
+"""Imports user code by module name or file path."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gspo_env.errors import ConfigError
 
 
 def load_function(name: str, what: str) -> Callable[..., Any]:
-    """Import a function, or anything else that can be called.
+    """Imports a function or any other callable.
 
     Args:
         name: `module:function` or `path/to/file.py:function`.
-        what: What a message calls it, such as "estimator".
+        what: What error messages call it, such as "estimator".
 
     Raises:
         ConfigError: It cannot be imported.
@@ -44,7 +44,7 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 
 
 def load_module(where: str) -> ModuleType:
-    """Import a module by its name, or a Python file by its path: once for each of its contents.
+    """Imports a module by name, or a Python file by path, which runs again only if it changed.
 
     Raises:
         ImportError: It does not exist, or raised.
@@ -52,7 +52,7 @@ def load_module(where: str) -> ModuleType:
     if not where.endswith(".py"):
         try:
             return importlib.import_module(where)
-        except (ValueError, TypeError) as error:  # the name is none
+        except (ValueError, TypeError) as error:  # not a valid name
             raise ImportError(str(error)) from error
     path = Path(where).expanduser().resolve()
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Choices by name: one of ours, an installed plugin's, or a class in a user's file.
+"""Finds choices by name: built-in, from an installed plugin, or a class in a user's file.
 
 A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a loss, an
 engine, a tracker or a recipe. Configs hold instances; files and flags name them.
@@ -88,7 +88,7 @@ def find(kind: str, name: str) -> type[Any]:
 
 
 def name_of(kind: str, choice: object) -> str:
-    """Gives the name by which `find` finds the class of a choice."""
+    """Returns the name under which `find` finds the class of a choice."""
     cls = type(choice)
     if several := getattr(cls, "_names", None):  # of `gspo_env.tracking.several.combine`
         return ",".join(several)
@@ -100,13 +100,13 @@ def name_of(kind: str, choice: object) -> str:
 
 @cache
 def _plugins(kind: str) -> dict[str, str]:
-    """Gives the import string of each choice that an installed package announces."""
+    """Returns the import string of each choice that installed plugins register."""
     group = f"gspo_env.{kind}{'es' if kind.endswith('s') else 's'}"
     return {point.name: point.value for point in entry_points(group=group)}
 
 
 def check_literals(config: object) -> None:
-    """Refuses a value that its field's `Literal` annotation does not list.
+    """Rejects a value that its field's `Literal` annotation does not list.
 
     Raises:
         ConfigError: The message names the field, its value and what is allowed.

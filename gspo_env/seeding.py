@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 HELD_OUT = 10**9
-"""Seeds from here on are for evaluation; training seeds stay below."""
+"""The first evaluation seed; training seeds are below it."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -21,7 +21,7 @@ def derive_seed(*parts: int | str) -> int:
 
 @contextlib.contextmanager
 def global_generators_kept() -> Iterator[None]:
-    """Gives Python's and NumPy's global generators their states back afterwards."""
+    """Restores the states of Python's and NumPy's global generators on exit."""
     states = random.getstate(), np.random.get_state()
     try:
         yield

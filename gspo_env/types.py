@@ -1,4 +1,4 @@
-"""The records that travel from task to update; every stage returns new ones.
+"""Records of the stages from task to update; every stage returns new ones.
 
 Axis letters: P tasks, G episodes of a group, K turns, T tokens, N model tokens, B sequences.
 """
@@ -18,7 +18,7 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 Role = Literal["user", "tool"]
-"""Who an observation comes from: the user, or a tool that the policy called."""
+"""Source of an observation: the user, or a tool that the policy called."""
 
 
 class StopReason(StrEnum):
@@ -37,12 +37,12 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     """The rollout's limit on wall-clock time."""
     ERROR = "error"
-    """The environment raised; `Episode.error` holds what. Such an episode is not trained on."""
+    """The environment raised the exception in `Episode.error`. The episode is not trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One environment instance: what a group of episodes shares."""
+    """One environment instance, which all episodes of a group share."""
 
     env_id: str
     seed: int
@@ -71,7 +71,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetInfo:
-    """What the `info` of `reset` says. A key that is absent or None has the default."""
+    """The `info` of `reset`. A key that is absent or None has the default."""
 
     state_key: str | None = None
     """Name of the first state; equal keys mean equal states."""
@@ -90,7 +90,7 @@ class ResetInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """What the `info` of `step` says. A key that is absent or None has the default."""
+    """The `info` of `step`. A key that is absent or None has the default."""
 
     episodic_reward: float | None = None
     """On the last step: the outcome of the episode. Default: the sum of the turns' rewards."""
@@ -122,7 +122,7 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """One exchange: what the policy read, what it wrote, how the environment answered.
+    """One turn: the observation, the action and the environment's response.
 
     The turns of a text-only policy have no ids and no log-probabilities.
     """
@@ -136,10 +136,10 @@ class Turn:
     text: str
     """The action as the environment received it."""
     observation: str
-    """What the policy read before it acted."""
+    """The observation before the action."""
     reward: float
     info: StepInfo = field(default_factory=StepInfo)
-    """What `step` said; empty if the environment did not see the action."""
+    """The `info` of `step`; empty if the environment did not see the action."""
     timing: Timing = field(default_factory=Timing)
     weights_version: int = 0
     state_key: str | None = None
@@ -148,7 +148,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """One episode; also one training sequence, since its token ids only ever grow."""
+    """One episode; also one training sequence, since its token ids are only ever appended to."""
 
     task: Task
     prompt: Prompt = field(default_factory=Prompt)
@@ -160,11 +160,11 @@ class Episode:
     truncated: bool
     error: str | None = None
     success: bool | None = None
-    """What the last step said, else `outcome > 0`; False if the rollout cut the episode."""
+    """`success` of the last step, else `outcome > 0`; False if the rollout cut the episode."""
     final_observation: str = ""
-    """What the environment said after the last action."""
+    """The observation after the last action."""
     reset: ResetInfo = field(default_factory=ResetInfo)
-    """What `reset` said."""
+    """The `info` of `reset`."""
 
     @property
     def rewards(self) -> FloatArray:
@@ -201,7 +201,7 @@ class Episode:
 
     @property
     def model_tokens(self) -> int:
-        """How many tokens the policy sampled, |y|."""
+        """Number of sampled tokens, |y|."""
         return sum(len(turn.action_ids) for turn in self.turns)
 
     @property
@@ -213,7 +213,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The episodes of one task; what an advantage estimator compares."""
+    """The episodes of one task, which an advantage estimator compares."""
 
     task: Task
     episodes: tuple[Episode, ...]
@@ -225,12 +225,12 @@ def bare_episode(
     rewards: Sequence[float],
     state_keys: Sequence[str | None] = (),
 ) -> Episode:
-    """An episode with only what advantage estimators read of its K turns.
+    """Returns an episode with only the fields of its K turns that advantage estimators read.
 
     Args:
         task: Its task.
         lengths: (K,) sampled tokens of each turn.
-        rewards: (K,) of the turns; their sum is the outcome.
+        rewards: (K,) reward of each turn; their sum is the outcome.
         state_keys: (K,) equal for equal states; none by default.
     """
     keys = state_keys or [None] * len(lengths)

@@ -43,8 +43,8 @@ class GSPOAgent:
     Args:
         model: A `transformers` causal LM, a folder or hub id; empty builds the embedded tiny model.
         env: Environment id or `file.py:Class`; the config's by default.
-        config: Everything else.
-        tokenizer: Belongs to `model` where that is not a name.
+        config: All other settings.
+        tokenizer: The tokenizer of `model`, if that is not a name.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class GSPOAgent:
         Args:
             tasks: The config's number by default.
             samples: Episodes of each task.
-            seed: Decides what is sampled; the config's by default.
+            seed: Seed of the sampling; the config's by default.
         """
         draw = self.config.seed if seed is None else seed
         held_out = held_out_tasks(self.env_id, tasks or self.config.eval_tasks)
@@ -123,13 +123,13 @@ class GSPOAgent:
             return asyncio.run(collector.collect(held_out, seed=draw, group_size=samples))
 
     def metrics(self) -> dict[str, float]:
-        """The `eval/...` metrics on the held-out tasks, sampled and greedy."""
+        """Returns the `eval/...` metrics on the held-out tasks, sampled and greedy."""
         with self._collector() as collector:
             evaluation = evaluate(collector, self.env_id, self.config.eval_tasks)
             return asyncio.run(evaluation).metrics()
 
     def close(self) -> None:
-        """Stops the engine; whatever needs one starts it again."""
+        """Stops the engine; the next call that needs it starts it again."""
         if self._engine is not None:
             self._engine.close()
             self._engine = None
@@ -151,10 +151,10 @@ class GSPOAgent:
         return group.episodes[0]
 
     def act(self, observation: str, *, prompt: Prompt | None = None, role: Role = "user") -> str:
-        """One greedy action in a conversation.
+        """Returns one greedy action in a conversation.
 
         Args:
-            observation: What the environment said.
+            observation: The environment's observation.
             prompt: Begins a new conversation; `gspo_env.env.read_prompt` reads an environment's.
             role: `tool` if the observation is the answer of a tool.
 
@@ -185,7 +185,7 @@ class GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
 
         Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
-        so that the folder also loads where that file is missing.
+        so that the folder loads without that file.
         """
         folder = Path(path)
         if (folder / "model").is_dir():
@@ -198,7 +198,7 @@ class GSPOAgent:
         return cls(str(folder), env, from_dict(tree))
 
     def warm_up(self, progress: Progress | None = None) -> None:
-        """Lets the embedded model imitate its demonstrations; a given model, or twice: nothing."""
+        """Imitates the demonstrations; does nothing for a user's model, or when called again."""
         settings = self.config.recipe
         if not self._demonstrations or not settings.imitation_steps:
             return
@@ -222,7 +222,7 @@ class GSPOAgent:
 
     @contextmanager
     def _collector(self, *, keep_engine: bool = False) -> Iterator[Collector]:
-        """Gives a collector and closes its environments afterwards, and the engine."""
+        """Yields a collector; closes its environments and the engine afterwards."""
         limits = self.config.rollout
         pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), limits.concurrency)
         collector = Collector(self._new_engine(), self.chat, pool, limits)

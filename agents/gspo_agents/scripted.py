@@ -1,4 +1,4 @@
-"""The scripted agent: plays an environment's own `expert_action`; the ceiling to compare with."""
+"""The scripted agent: plays an environment's own `expert_action`, as an upper bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ScriptedAgent:
 
     Args:
         env: Environment id or `file.py:Class`.
-        noise: Probability of a slip in each action.
+        noise: Probability that an action is wrong.
     """
 
     def __init__(self, env: str, noise: float = 0.0, **env_kwargs: Any) -> None:

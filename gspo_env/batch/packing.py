@@ -1,4 +1,4 @@
-"""Samples to packed rows, without padding and with each shared token once."""
+"""Packs samples into rows, without padding and with each shared token once."""
 
 from __future__ import annotations
 

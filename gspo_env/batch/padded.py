@@ -1,4 +1,4 @@
-"""Samples from padded tensors, for rollouts that were made elsewhere."""
+"""Converts padded tensors of rollouts from other code to samples."""
 
 from __future__ import annotations
 

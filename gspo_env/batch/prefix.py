@@ -18,9 +18,9 @@ import numpy as np
 from gspo_env.types import IntArray
 
 LEAST = 16
-"""Fewest tokens of a shared run: a run costs a call in every layer."""
+"""Minimum tokens of a shared run, because each run costs a call in every layer."""
 _WORTH = 0.05
-"""Least fraction of tokens that sharing has to save; otherwise rows are packed without it."""
+"""Minimum fraction of tokens that sharing has to save; otherwise rows are packed without it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class Order:
     shared: IntArray
     """Tokens that each sequence shares with the one before it; 0 for the first."""
     saved: IntArray
-    """Lower bound of those that a tree shares, which has no run below `LEAST`."""
+    """Lower bound on those that a tree shares; its runs have at least `LEAST` tokens."""
     pays: bool
     """Whether sharing saves enough to build a tree."""
 
@@ -101,21 +101,21 @@ def build_tree(sequences: Sequence[IntArray], order: Order) -> Tree:
             parts += [(a, b, depth) for a, b in reversed(_split(order, low, high))]
     runs = []
     for n, (start, length, depth) in enumerate(spans):
-        # the runs that continue a run end where the next one starts that is no deeper
+        # the subtree of a run ends where the next run that is not deeper starts
         end = next((later for later, _, other in spans[n + 1 :] if other <= depth), size)
         runs.append(Run(start=start, length=length, depth=depth, end=end))
     return Tree(runs=tuple(runs), places=tuple(places))
 
 
 def _prefix(sequences: Sequence[IntArray], order: Order, low: int, high: int) -> int:
-    """Tokens that all sequences of a part share: all tokens if it is one sequence."""
+    """Returns the length of the prefix that all sequences of a part share."""
     if high - low == 1:
         return len(sequences[order.ids[low]])
     return int(order.shared[low + 1 : high].min())
 
 
 def _split(order: Order, low: int, high: int) -> list[tuple[int, int]]:
-    """Splits a part into those that continue the common prefix differently."""
+    """Splits a part by how its sequences continue the common prefix."""
     inner = order.shared[low + 1 : high]
     cuts = [low, *(np.flatnonzero(inner == inner.min()) + low + 1).tolist(), high]
     return list(pairwise(cuts))
@@ -145,7 +145,7 @@ def split_minibatches(
 
 
 def _units(order: Order, largest: int) -> list[tuple[int, int]]:
-    """Ranges of the order that have a common prefix and at most `largest` sequences."""
+    """Returns ranges of the order with a common prefix and at most `largest` sequences."""
     parts, units = [(0, len(order.ids), 0)], []
     while parts:
         low, high, above = parts.pop()

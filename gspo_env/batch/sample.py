@@ -39,16 +39,15 @@ class PackedBatch:
         tokens   p p a a p a      turn_ids  -1 -1 0 0 -1 1
         source_N [1, 2, 4]        target_N  [a, a, a]
 
-    Where sequences share a prefix its tokens stand in the row once, and a model token in it has one
-    place in N for each of the sequences: its prediction is made once, each sequence has a loss of
-    its own.
+    The tokens of a shared prefix are in the row once. A model token in it has one place in N for
+    each of the sequences: it is predicted once, but each sequence has its own loss.
     """
 
     input_ids_T: Tensor
     positions_T: Tensor
     lengths_B: tuple[int, ...]
     runs: tuple[Run, ...]
-    """How sequences share tokens; empty where none are."""
+    """How sequences share tokens; empty if they share none."""
     uses_T: Tensor
     """The number of sequences that each token of the row belongs to."""
     distinct_M: Tensor | None
@@ -65,7 +64,7 @@ class PackedBatch:
 
 
 def to_sample(episode: Episode, advantages: FloatArray) -> Sample:
-    """One training sequence of an episode and its advantages.
+    """Makes the training sequence of an episode from its advantages.
 
     Per-turn advantages (K,) are given to each token of their turn; per-token ones (N,) stay as they
     are. The `token_advantages` and `token_mask` of a turn's `StepInfo` replace the estimator's.

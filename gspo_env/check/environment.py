@@ -1,4 +1,4 @@
-"""Check an environment of one's own before a policy learns from it.
+"""Checks a custom environment before training.
 
 from gspo_env.check.environment import check_env
 check_env("examples/shop.py:ShopEnv")
@@ -28,7 +28,7 @@ from gspo_env.seeding import global_generators_kept
 from gspo_env.types import Episode, Prompt, ResetInfo, StepInfo, Task
 
 Policy = Callable[[random.Random, str], str]
-"""Gives an action for an observation."""
+"""Chooses an action for an observation."""
 Running = Coroutine[Any, None, Episode]
 """An episode that is being played."""
 
@@ -50,11 +50,11 @@ HOSTILE = (
     "<tool_call>" + "[" * 2000 + "</tool_call>",
     "</tool_call><tool_call>",
 )
-"""Actions that an environment has to survive."""
+"""Actions that an environment must accept without an exception."""
 
 
 def random_policy(rng: random.Random, observation: str) -> str:
-    """Give a hostile text, words or numbers of the observation, or what its brackets hold."""
+    """Returns a hostile text, words or numbers of the observation, or the text in its brackets."""
     words = re.findall(r"\w+", observation[-4000:]) or ["yes"]
     kind = rng.random()
     if kind < 0.2:
@@ -72,19 +72,19 @@ def check_env(
     actions: Policy | None = None,
     max_turns: int = 32,
 ) -> None:
-    """Check that an environment keeps the contract of `TextEnv`; it is closed afterwards.
+    """Checks that an environment keeps the contract of `TextEnv`, and closes it.
 
-    Runs Gymnasium's own checker, then plays: types and spaces, finite rewards, no exception on
-    hostile actions, no control token out of environment text, the same episode for the same seed
-    and actions (also beside another copy of the environment, and whatever the global random
-    generators hold), `reset` in the middle of an episode and after `close`.
+    Runs Gymnasium's own checker, then plays episodes. The checks are: types and spaces; finite
+    rewards; no exception on hostile actions; no control token from environment text; the same
+    episode for the same seed and actions, also beside another copy of the environment and in any
+    state of the global random generators; `reset` in the middle of an episode and after `close`.
 
     Args:
-        env: The environment, or what `make_env` makes one of.
+        env: The environment, or a specification for `make_env`.
         episodes: Seeds to play.
-        seed: The first of them.
+        seed: The first seed.
         actions: Policy that plays the episodes; by default a random and hostile one.
-        max_turns: Steps after which an episode is left.
+        max_turns: Turns after which an episode is abandoned.
 
     Raises:
         EnvironmentCheckError: A check failed; the message says which and how.
@@ -129,7 +129,7 @@ class _Check:
                 self.fail(f"its {name} is not text, expected gspo_env.UnicodeText.")
 
     def by_gymnasium(self) -> None:
-        """Run Gymnasium's checker on a TextEnv; below wrappers others may have any spaces."""
+        """Runs Gymnasium's checker on a TextEnv; below wrappers, others may have any spaces."""
         bare = self.env.unwrapped
         if not isinstance(bare, TextEnv):
             return
@@ -141,12 +141,12 @@ class _Check:
                 self.fail(f"Gymnasium's checker says: {type(error).__name__}: {error}", error)
 
     def hostile_actions(self, seed: int) -> None:
-        """Give each hostile action as the first of an episode."""
+        """Plays each hostile action as the first of an episode."""
         for action in HOSTILE:
             self.finish(self.running(self.env, seed, action))
 
     def repeats(self, seed: int) -> None:
-        """Play thrice: alone twice, then beside a copy that plays another seed."""
+        """Plays three times: twice alone, then beside a copy that plays another seed."""
         random.seed(1)
         np.random.seed(1)
         before = (random.getstate(), np.random.get_state())
@@ -184,9 +184,9 @@ class _Check:
         return self.finish(self.running(self.env, seed))
 
     def running(self, env: Any, seed: int, action: str | None = None) -> Running:
-        """Begin an episode that pauses before each turn; an action makes it one turn long.
+        """Begins an episode that pauses before each turn; with an action, it is one turn long.
 
-        What decides the episode comes from the seed alone.
+        The episode depends on the seed alone.
         """
         rng = random.Random(seed)
 
@@ -221,7 +221,7 @@ class _Check:
         return episode
 
     def misplaced(self, method: str, extra: Mapping[str, Any], other: type) -> None:
-        """Refuse keys that are read from the other method's info only."""
+        """Rejects keys that are read only from the other method's `info`."""
         for key in {field.name for field in dataclasses.fields(other)} & set(extra):
             belongs = "step" if method == "reset" else "reset"
             self.fail(f"the key {key!r} of info belongs to {belongs}(), {method}() has it.")
@@ -261,7 +261,7 @@ class _Check:
             self.fail(f"{when}: it had {len(first.turns)} turns and has {len(again.turns)}.")
 
     def twin(self) -> Any:
-        """Give a second copy, None where the environment was not made by an id."""
+        """Returns a second copy, or None if the environment was not made by an id."""
         spec = self.env.spec
         return None if spec is None else gymnasium.make(spec, disable_env_checker=True)
 
@@ -273,7 +273,7 @@ def _pause() -> Iterator[None]:
 
 
 def _records(episode: Episode) -> list[tuple[object, ...]]:
-    """Give what has to repeat: the beginning, then each turn with its answer."""
+    """Returns what has to repeat: the beginning, then each turn with its response."""
     observations = [turn.observation for turn in episode.turns] + [episode.final_observation]
     told = episode.prompt.system, episode.prompt.messages
     start = (observations[0], *told, replace(episode.reset, extra={}, tools=None))
@@ -289,7 +289,7 @@ def _chat() -> Any:
     from gspo_env.rollout.transcript import ChatTokenizer
 
     tokenizer = build_tokenizer(["x"])
-    # as real models' templates do, show all of a tool and not only its name
+    # show the whole tool and not only its name, as real models' templates do
     tokenizer.chat_template = TEMPLATE.replace("t.function.name", "t | tojson")
     return ChatTokenizer(tokenizer)
 

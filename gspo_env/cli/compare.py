@@ -25,11 +25,11 @@ class Compare(Run):
     seeds: int = 5
     """Paired seeds."""
     metric: str = "eval/success"
-    """What is compared."""
+    """The metric that is compared."""
     target: float = 0.0
-    """Also count the episodes until the metric reaches this; 0 does not."""
+    """Also count the episodes until the metric reaches this; 0 turns this off."""
     workers: int = 0
-    """Processes; 0 is one for each core."""
+    """Worker processes; 0 is one per core."""
     tables: tyro.conf.Suppress[tyro.conf.Fixed[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
@@ -42,7 +42,7 @@ class Compare(Run):
         return own | {"tables": table}
 
     def run(self) -> None:
-        """Plays what has no result yet and prints the tables."""
+        """Plays the runs without a result and prints the tables."""
         from pathlib import Path
 
         from gspo_env.compare import compare, parse

@@ -1,4 +1,4 @@
-"""`gspo-env doctor`: what this machine and a model lack, each with its cause and its mend."""
+"""`gspo-env doctor`: problems of this machine or a model, each with its cause and fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tyro
 from packaging.requirements import Requirement
 
 _LEAST_GIB = 3.0
-"""What vLLM takes on a CPU with a tiny model and 1 GiB of cache."""
+"""Memory that vLLM needs on a CPU with a tiny model and 1 GiB of cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,13 +27,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Doctor:
-    """Check this machine and, where one is named, a model."""
+    """Check this machine and, if one is named, a model."""
 
     model: tyro.conf.Positional[str] = ""
     """Model folder or hub id."""
 
     def run(self) -> None:
-        """Prints the findings; exits with 1 where something is missing."""
+        """Prints the findings; exits with 1 if something is missing."""
         findings = diagnose(self.model)
         for finding in findings:
             print(f"{'ok ' if finding.ok else 'BAD'} {finding.name}: {finding.text}")
@@ -124,7 +124,7 @@ def _vllm() -> Finding:
 
 
 def _other_torch(name: str) -> str:
-    """What vLLM says of torch against what is installed; compiled code fits one version."""
+    """Describes a torch version that does not fit vLLM's compiled code; empty if it fits."""
     for line in importlib.metadata.requires(name) or ():
         wanted = Requirement(line)
         if wanted.name != "torch" or (wanted.marker and not wanted.marker.evaluate()):
@@ -166,7 +166,7 @@ def _free_memory() -> float:
 def _vllm_import() -> str:
     try:
         importlib.import_module("vllm")
-    except Exception as error:  # whatever a broken binary raises is the finding
+    except Exception as error:  # a broken binary may raise anything; it is reported
         return f"cannot be imported: {type(error).__name__}: {error}"
     return ""
 

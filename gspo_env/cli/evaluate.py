@@ -22,7 +22,7 @@ class Evaluate:
     samples: int = 1
     """Episodes of each task, for pass@k and pass^k."""
     seed: int = 0
-    """Decides what is sampled."""
+    """Seed of the sampling."""
 
     def run(self) -> None:
         """Prints success with a 95 % interval."""

@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one command; bad input ends with one sentence and exit code 2."""
+    """Runs one command; invalid input prints one sentence and exits with code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if arguments[0] == "--version":
         print(f"gspo-env {gspo_env.__version__}")
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """Gives the command with its options.
+    """Parses a command and its options.
 
     Raises:
-        ConfigError: A file, a choice or a flag is unknown or impossible.
+        ConfigError: A file, a choice or a flag is unknown or invalid.
         SystemExit: Help was printed, or a value has the wrong type.
     """
     from gspo_env.cli.options import PRIMITIVES, Run, prepare

@@ -1,4 +1,4 @@
-"""From arguments to a config: the file first, then the choices, then all other flags."""
+"""Builds a config from arguments: first the file, then the choices, then all other flags."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TRL = {
     "use_vllm": "engine vllm",
     "vllm_mode": "engine",
 }
-"""Our names of TRL's options."""
+"""Our names for TRL's options."""
 
 PRIMITIVES = tyro.constructors.ConstructorRegistry()
 """How tyro reads dictionaries: pairs of a name and a JSON value."""
@@ -71,20 +71,20 @@ class Choices:
     config: str = ""
     """TOML file with any of the settings below; flags win."""
     recipe: Annotated[str, _names("recipe")] = ""
-    """Starting point; `tiny` where no model is named."""
+    """Starting point; `tiny` if no model is named."""
     advantage: Annotated[str, _names("advantage")] = ""
     """Estimator of advantages."""
     loss: Annotated[str, _names("loss")] = ""
     """Policy loss."""
     engine: Annotated[str, _names("engine")] = ""
-    """What samples the actions."""
+    """Engine that samples the actions."""
     tracker: Annotated[str, _names("tracker")] = ""
-    """Where metrics are recorded; join several with commas."""
+    """Where metrics are recorded; separate several with commas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Start(Choices):
-    """What decides which other options there are."""
+    """Options that determine which other options exist."""
 
     model: str = ""
     env_kwargs: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
@@ -106,7 +106,7 @@ class Run:
         """The config of the run.
 
         Raises:
-            ConfigError: A value is impossible.
+            ConfigError: A value is invalid.
         """
         return _sections(self.settings, _checked)
 
@@ -120,10 +120,10 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     """Reads the file and the choices.
 
     Returns:
-        The command with its defaults, and the other arguments with every flag by its whole path.
+        The command with its defaults, and the other arguments, with the full path of every flag.
 
     Raises:
-        ConfigError: The file, a choice or a flag is unknown or impossible.
+        ConfigError: The file, a choice or a flag is unknown or invalid.
     """
     start, rest = tyro.cli(_Start, args=arguments, return_unknown_args=True, add_help=False)
     tree = read_toml(start.config) if start.config else {}
@@ -146,14 +146,14 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
 
 
 def _unchecked(section: Any) -> Any:
-    """Gives a section of a class that accepts any values: tyro would frame what they refuse."""
+    """Converts a section to a class without validation, because tyro would frame its errors."""
     kind = type(section)
     free = type(kind.__name__, (kind,), {"__doc__": kind.__doc__, "__post_init__": lambda _: None})
     return free(**{f.name: getattr(section, f.name) for f in dataclasses.fields(section)})
 
 
 def _checked(section: Any) -> Any:
-    """Gives an unchecked section its own class again, which refuses impossible values."""
+    """Converts an unchecked section back to its own class, which validates the values."""
     kind = type(section).__bases__[0]
     return kind(**{f.name: getattr(section, f.name) for f in dataclasses.fields(section)})
 
@@ -173,7 +173,7 @@ def _print_page(section: Any, group: str) -> NoReturn:
 
 
 def _spell_out(argument: str, config: Config, known: set[str]) -> str:
-    """Gives a flag its whole path, `--lam` as `--advantage.lam`; other arguments stay."""
+    """Expands a flag to its full path, `--lam` to `--advantage.lam`; other arguments stay."""
     if not argument.startswith("--"):
         return argument
     flag, equals, value = argument[2:].partition("=")

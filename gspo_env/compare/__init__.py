@@ -1,8 +1,8 @@
 """Controlled comparison: arms over problems and paired seeds, in parallel, resumable.
 
-A problem is a config; an arm is a set of changes to it. Every arm of a problem starts, for a seed,
-from the same warmed-up model and meets the same tasks, with the same number of episodes and
-updates. Each run writes its own file when it ends, so a comparison that was stopped goes on.
+A problem is a config; an arm is a set of changes to it. For each seed, every arm of a problem
+starts from the same warmed-up model and plays the same tasks, with the same number of episodes and
+updates. Each run writes its own file when it ends, so a comparison that was stopped can be resumed.
 """
 
 import lazy_loader

@@ -1,9 +1,9 @@
 """Exact analysis: a tabular softmax policy on small multi-turn problems whose gradient is known.
 
-A problem has S states in an order that only goes up, and in each A = V^L actions of L tokens. The
-policy has a logit for each state, each prefix of an action, and each token; the true gradient of
-the expected return follows by dynamic programming. Sampled groups go through the very estimators
-and objective of training, so that bias and variance are those of the product.
+A problem has S states, whose numbers only increase in an episode, and in each A = V^L actions of L
+tokens. The policy has a logit for each state, each prefix of an action, and each token; the true
+gradient of the expected return follows by dynamic programming. Sampled groups go through the
+estimators and the objective of training, so bias and variance are those of the actual code.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Problem:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the logits: states, prefixes of an action (the empty one included), tokens."""
+        """Shape of the logits: states, prefixes of an action (including the empty one), tokens."""
         nodes = sum(self.vocabulary**n for n in range(self.tokens))
         return len(self.after), nodes, self.vocabulary
 
     def path(self, action: int) -> list[tuple[int, int]]:
-        """The (prefix, token) pairs that spell an action."""
+        """Returns the (prefix, token) pairs that spell an action."""
         pairs, node = [], 0
         for token in map(int, np.unravel_index(action, [self.vocabulary] * self.tokens)):
             pairs.append((node, token))
@@ -52,7 +52,7 @@ class Problem:
 
 
 def additive(turns: int) -> Problem:
-    """Independent turns: action 0 gives 1 / turns in each."""
+    """Makes a problem with independent turns: action 0 earns 1 / turns in each."""
     after = np.repeat(np.arange(1, turns + 1)[:, None], 4, axis=1)
     after[-1] = -1
     reward = np.zeros((turns, 4))
@@ -61,7 +61,11 @@ def additive(turns: int) -> Problem:
 
 
 def key_and_door(turns: int) -> Problem:
-    """Action 0 takes the key; action 1 leaves it for 0.1; action 0 opens the door, with the key."""
+    """Makes a problem in which the first turn decides whether the last one can earn 1.
+
+    On the first turn action 0 takes the key, and action 1 earns 0.1 without it. On the last turn
+    action 0 opens the door with the key.
+    """
     # states 0, then (1, without), (1, with), (2, without), ...
     states = 1 + 2 * (turns - 1)
     after = np.full((states, 4), -1)
@@ -76,9 +80,9 @@ def key_and_door(turns: int) -> Problem:
 
 
 def may_stop(turns: int) -> Problem:
-    """The policy decides the length: action 3 stops, and every other gives 1 / turns at random.
+    """Makes a problem whose length the policy decides: action 3 ends the episode.
 
-    Action 0 gives, the others do not: going on is worth something only with action 0.
+    Action 0 earns 1 / turns and the others nothing, as in `additive`.
     """
     problem = additive(turns)
     problem.after[:, 3] = -1
@@ -86,7 +90,7 @@ def may_stop(turns: int) -> Problem:
 
 
 def probabilities(problem: Problem, logits: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Log-probabilities of tokens (S, nodes, V) and probabilities of actions (S, A)."""
+    """Returns log-probabilities of tokens (S, nodes, V) and probabilities of actions (S, A)."""
     log_token = log_softmax(logits, axis=-1)
     log_action = np.zeros(problem.after.shape)
     for action in range(problem.after.shape[1]):
@@ -96,10 +100,10 @@ def probabilities(problem: Problem, logits: FloatArray) -> tuple[FloatArray, Flo
 
 
 def true_gradient(problem: Problem, logits: FloatArray) -> tuple[FloatArray, float]:
-    """The gradient of the expected return in the logits, (S, nodes, V), and the expected return."""
+    """Computes the expected return's gradient with respect to the logits, and the return."""
     log_token, chance = probabilities(problem, logits)
     states, actions = problem.after.shape
-    value = np.zeros(states + 1)  # value[-1] is the end's
+    value = np.zeros(states + 1)  # value[-1] is the value of the end
     quality = np.zeros((states, actions))
     for state in reversed(range(states)):
         quality[state] = problem.reward[state] + value[problem.after[state]]
@@ -122,11 +126,11 @@ class Analysis:
     """How an estimator's gradient compares with the true one."""
 
     cosine: float
-    """Between the mean estimate and the true gradient: below 1 is a bias in direction."""
+    """Cosine of the mean estimate and the true gradient: below 1 is a bias in direction."""
     bias: float
-    """Length of the mean estimate, at its best scale, less the true gradient, over its length."""
+    """Norm of (best-scaled mean estimate - true gradient), over the norm of the true gradient."""
     noise: float
-    """Standard deviation of one group's estimate over the length of the mean estimate."""
+    """Standard deviation of one group's estimate, over the norm of the mean estimate."""
     error: float
     """Standard error of `bias`, from the number of groups."""
 
@@ -141,16 +145,16 @@ def analyse(
     group_size: int = 8,
     seed: int = 0,
 ) -> Analysis:
-    """Bias, variance and direction of an estimator's policy gradient.
+    """Computes bias, variance and direction of an estimator's policy gradient.
 
     Args:
         problem: The problem; the policy has random logits that the seed decides.
-        estimator: Of advantages.
-        ratio_level: Of the importance ratio; it matters where `drift` is not 0.
+        estimator: The advantage estimator.
+        ratio_level: Level of the importance ratio; matters only if `drift` is not 0.
         drift: Standard deviation of the difference in logits from the policy that sampled.
         groups: Groups to sample.
-        group_size: Episodes of each, G.
-        seed: Decides everything.
+        group_size: Episodes of a group, G.
+        seed: Seed of every draw.
     """
     rng = np.random.default_rng(seed)
     logits = 0.5 * rng.standard_normal(problem.shape)
@@ -172,7 +176,7 @@ def analyse(
 
 
 def best_return(problem: Problem) -> float:
-    """The return of the best policy."""
+    """Computes the return of the best policy."""
     value = np.zeros(len(problem.after) + 1)
     for state in reversed(range(len(problem.after))):
         value[state] = (problem.reward[state] + value[problem.after[state]]).max()
@@ -189,16 +193,16 @@ def episodes_to_target(
     limit: int = 20_000,
     seed: int = 0,
 ) -> float:
-    """Episodes of plain policy gradient, a group a step, until the expected return is good enough.
+    """Counts the episodes, one group per step, until policy gradient reaches a target return.
 
     Args:
         problem: The problem; the policy starts uniform.
-        estimator: Of advantages.
-        step_size: Of gradient ascent.
+        estimator: The advantage estimator.
+        step_size: Step size of gradient ascent.
         target: Share of the best return.
         group_size: Episodes of a group, G.
-        limit: Episodes after which it is given up: infinity.
-        seed: Decides every draw.
+        limit: Maximum episodes; the result is infinity if they do not suffice.
+        seed: Seed of every draw.
     """
     rng = np.random.default_rng(seed)
     logits = np.zeros(problem.shape)
@@ -215,7 +219,7 @@ def episodes_to_target(
 def _sample_group(
     problem: Problem, logits: FloatArray, size: int, rng: np.random.Generator
 ) -> tuple[Group, list[list[tuple[int, int]]]]:
-    """A group, and for each episode its (state, action) pairs."""
+    """Samples a group; also returns the (state, action) pairs of each episode."""
     _, chance = probabilities(problem, logits)
     total = chance.cumsum(1)
     walks, episodes = [], []
@@ -241,7 +245,7 @@ def _gradients(
     estimator: Estimator,
     ratio_level: RatioLevel,
 ) -> FloatArray:
-    """Each group's gradient of minus the loss in the logits, (M, S * nodes * V)."""
+    """Computes each group's gradient of minus the loss for the logits, (M, S * nodes * V)."""
     log_new, _ = probabilities(problem, logits)
     log_old, _ = probabilities(problem, sampler)
     tokens: list[tuple[int, int, int, int, int, int]] = []

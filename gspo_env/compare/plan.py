@@ -1,4 +1,4 @@
-"""What is compared: problems, arms, seeds, from a file's table and the command line."""
+"""Plans a comparison (problems, arms, seeds) from a file's table and the command line."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What to compare, on what, how often."""
+    """The problems, arms and seeds to compare."""
 
     problems: Mapping[str, Config]
     """Configs by name; their seed is replaced by each of the seeds."""
     arms: tuple[Arm, ...]
-    """The first is what the others are compared with."""
+    """The first is the baseline of the others."""
     axes: tuple[str, ...] = ()
     seeds: int = 5
     metric: str = "eval/success"
     """The metric that is compared; `rollout/...` has a value at every step."""
     target: float = 0.0
-    """Count the episodes until the metric first reaches this; 0 does not."""
+    """Count the episodes until the metric first reaches this; 0 turns this off."""
     workers: int = 0
-    """Processes; 0 is one for each core."""
+    """Worker processes; 0 is one per core."""
 
     def __post_init__(self) -> None:
-        """Refuses what cannot be compared."""
+        """Rejects arms that cannot be compared."""
         names = [arm.name for arm in self.arms]
         twice = next((n for n in names if names.count(n) > 1), None)
         if len(names) < 2 or twice is not None:
@@ -56,19 +56,19 @@ class Comparison:
                 )
 
     def config(self, problem: str, arm: Arm, seed: int) -> Config:
-        """The config of one run."""
+        """Returns the config of one run."""
         config = change(self.problems[problem], arm.changes)
         return override(config, {"seed": seed, "tracker": "none", "output": ""})
 
     def budget(self, problem: str, arm: Arm) -> tuple[int, int]:
-        """Training episodes and optimiser steps of a run."""
+        """Returns the training episodes and optimiser steps of a run."""
         config = self.config(problem, arm, 0)
         episodes = config.steps * config.tasks_per_step * config.rollout.group_size
         return episodes, config.steps * config.learner.minibatches
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
-    """Every combination of the axes' values.
+    """Makes an arm for every combination of the axes' values.
 
     Example:
         >>> [arm.name for arm in grid({"advantage": ["outcome"], "gamma": [0.0, 1.0]})]
@@ -120,11 +120,11 @@ def parse(
     Args:
         tables: `grid`, `arms` and `problems`, as `check_table` gives them.
         axes: `name=value,value`, each an axis of the grid.
-        base: What the problems change.
+        base: The config that the problems change.
         options: `seeds`, `metric`, `target` and `workers`.
 
     Raises:
-        ConfigError: Something is unknown or impossible.
+        ConfigError: A name is unknown or a value invalid.
     """
     lists = {**tables.get("grid", {}), **dict(map(_axis, axes))}
     arms = list(grid(lists)) if lists else []
@@ -152,7 +152,7 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
     """Replaces fields of a config, each named as `gspo_env.config.resolve` reads it.
 
     Raises:
-        ConfigError: No field or several have that name, or the value is impossible.
+        ConfigError: No field, or more than one, has that name, or the value is invalid.
     """
     for name, value in changes.items():
         tree: Any = value

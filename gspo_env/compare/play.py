@@ -1,4 +1,4 @@
-"""Plays a comparison's runs in worker processes; each leaves its result in a file."""
+"""Plays a comparison's runs in worker processes; each writes its result to a file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gspo_env.tracking.base import TrackerChoice
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
-"""How often a run is tried whose worker process dies."""
+"""Maximum attempts of a run whose worker process dies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,27 +41,27 @@ class Run:
     seed: int
     config: Config
     start: Path | None
-    """Folder of the model that all arms start from; None where the config names a model."""
+    """Folder of the model that all arms start from; None if the config names a model."""
     folder: Path
 
     @property
     def name(self) -> str:
-        """What a reader calls it."""
+        """The name of the run in reports."""
         return f"{self.problem} · {self.arm.name} · seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What came of a run."""
+    """The result of a run."""
 
     run: Run
     history: Sequence[tuple[int, dict[str, float]]]
     seconds: float
     error: str = ""
-    """Why it failed; empty where it did not."""
+    """The error of a failed run, else empty."""
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """Steps and values of a metric."""
+        """Returns the steps and values of a metric."""
         points = [(step, m[metric]) for step, m in self.history if metric in m]
         return [p[0] for p in points], [p[1] for p in points]
 
@@ -73,11 +73,11 @@ def compare(
     say: Callable[[str], None] = print,
     report: Callable[[list[Result]], Sequence[Path]] = lambda results: (),
 ) -> list[Result]:
-    """Runs whatever has no result yet; returns all results, failed runs included.
+    """Plays the runs without a result; returns all results, including failed runs.
 
     Args:
-        comparison: What to play.
-        output: Folder of results; one that holds some already goes on from them.
+        comparison: The comparison.
+        output: Folder of results; results that it already contains are kept.
         tracker: Records a parent run and a child for each run.
         say: Called with a line for each run.
         report: Called at the end; the files that it returns are kept with the parent run.
@@ -99,7 +99,7 @@ def compare(
         for run in played:
             _keep(record, read(run))
         workers = comparison.workers or os.cpu_count() or 1
-        # One run, the first, makes each start that is still to be made.
+        # The first run of each missing start makes it.
         starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
         for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
             say(f"warmed up {done}/{len(starts)}")
@@ -122,10 +122,10 @@ def _keep(record: Recorder, result: Result) -> None:
 
 
 def _score(result: Result, metric: str) -> str:
-    """What to say of a run that ended.
+    """Returns the line to print for a run that ended.
 
     Raises:
-        ConfigError: It never gave the metric.
+        ConfigError: The run never logged the metric.
     """
     if result.error:
         return f"failed: {result.error}"
@@ -138,7 +138,7 @@ def _score(result: Result, metric: str) -> str:
 
 
 def read(run: Run) -> Result:
-    """The result that a run left."""
+    """Reads the result of a run."""
     return Result(run=run, **json.loads((run.folder / "result.json").read_text()))
 
 
@@ -152,7 +152,7 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
 
 
 def _claim(comparison: Comparison, output: Path) -> None:
-    """Makes the folder, or makes sure that it holds this very comparison."""
+    """Makes the folder, or checks that it belongs to this comparison."""
     tomls = {name: to_toml(config) for name, config in comparison.problems.items()}
     arms = [[arm.name, dict(arm.changes)] for arm in comparison.arms]
     said = json.dumps({"problems": tomls, "arms": arms}, indent=1)
@@ -169,7 +169,7 @@ def _claim(comparison: Comparison, output: Path) -> None:
 
 
 def planned(comparison: Comparison, output: Path) -> Iterator[Run]:
-    """Every run of a comparison, seed by seed."""
+    """Yields every run of a comparison, seed by seed."""
     for seed in range(comparison.seeds):
         for problem, base in comparison.problems.items():
             start = None if base.model else output / "starts" / f"{_slug(problem)}-seed{seed}"
@@ -191,7 +191,7 @@ def _slug(name: str) -> str:
 
 
 def _prepare(run: Run) -> None:
-    """Warms a model up and leaves it for all arms of a problem and seed."""
+    """Warms up a model and saves it for all arms of a problem and seed."""
     assert run.start is not None
     agent = load_agent("gspo")(config=run.config)
     agent.warm_up()
@@ -199,7 +199,7 @@ def _prepare(run: Run) -> None:
 
 
 def _play(run: Run) -> None:
-    """One training run; whatever happens, a result is left."""
+    """Plays one training run; writes a result even if it fails."""
     begun = time.perf_counter()
     history: list[Any] = []
     error = ""
@@ -233,9 +233,9 @@ def _set_up(threads: int) -> None:
 
 
 def _parallel(work: Callable[[Run], None], runs: Sequence[Run], workers: int) -> Iterator[Run]:
-    """Does the work in processes, yielding each run that is done.
+    """Runs work in processes; yields each run when it is done.
 
-    A worker that dies takes its pool along: what was left is tried again in a new one.
+    A worker that dies breaks its pool; the remaining runs are retried in a new one.
     """
     threads = max(1, (os.cpu_count() or 1) // workers)
     left = list(runs)

@@ -32,7 +32,7 @@ class Recorder(Several):
         super().__init__(self._choices, info)
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
-        """Ends the parent run and says what was not recorded."""
+        """Ends the parent run and reports what was not recorded."""
         super().__exit__(exc_type)
         for problem in self.problems:
             self._say(problem)

@@ -15,7 +15,7 @@ from gspo_env.types import FloatArray
 def success_interval(
     successes_per_task: Sequence[Sequence[float]], *, confidence: float = 0.95, seed: int = 0
 ) -> tuple[float, float]:
-    """Confidence interval of the success rate over tasks.
+    """Computes a confidence interval of the success rate over tasks.
 
     Uses Wilson's interval if each task has one sample. Otherwise a percentile bootstrap resamples
     tasks and keeps the samples of a task together, because they are not independent. Two
@@ -54,7 +54,7 @@ def success_interval(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate that at least one of k samples succeeds, from c successes in n samples.
+    """Estimates, without bias, P(at least one of k samples succeeds) from c of n successes.
 
     Raises:
         ConfigError: `0 <= c <= n` or `1 <= k <= n` does not hold.
@@ -67,7 +67,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate that all of k samples succeed, from c successes in n samples.
+    """Estimates, without bias, P(all of k samples succeed) from c of n successes.
 
     Raises:
         ConfigError: `0 <= c <= n` or `1 <= k <= n` does not hold.
@@ -80,7 +80,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 
 
 def interquartile_mean(values: Any, axis: int = -1) -> Any:
-    """The mean of the middle half of the values: as robust as the median and less noisy.
+    """Computes the mean of the middle half: almost as robust as the median and less noisy.
 
     Source:
         rliable, arXiv 2108.13264, section 4.3.
@@ -93,7 +93,7 @@ def interquartile_mean(values: Any, axis: int = -1) -> Any:
 def interquartile_interval(
     strata: Sequence[FloatArray], *, confidence: float = 0.95, seed: int = 0, resamples: int = 2000
 ) -> tuple[FloatArray, FloatArray]:
-    """Stratified bootstrap interval of the interquartile mean over the runs of all strata.
+    """Computes a stratified bootstrap interval of the interquartile mean over all runs.
 
     Runs are resampled within each stratum (a problem), so that each keeps its number of runs. If
     each stratum has one run, or all runs are equal, both bounds are the interquartile mean.
@@ -124,7 +124,7 @@ def interquartile_interval(
 
 
 def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The probability that a run of `ours` scores above a run of `theirs`; ties count one half.
+    """Estimates P(a run of `ours` scores above a run of `theirs`); ties count one half.
 
     Source:
         Mann-Whitney U divided by the number of pairs; rliable, arXiv 2108.13264, section 4.3.
@@ -135,7 +135,7 @@ def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -
 
 
 def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Two-sided p-value of the mean paired difference, from exchanges within pairs (of one seed).
+    """Computes the two-sided p-value of the mean paired difference by exchanges within pairs.
 
     The test is exact up to 16 pairs. The smallest p-value of n pairs is 2 / 2**n.
 
@@ -158,7 +158,7 @@ def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> f
 
 
 def holm(pvalues: Sequence[float]) -> list[float]:
-    """P-values with Holm's correction, which controls the family-wise error rate.
+    """Corrects p-values by Holm's method, which controls the family-wise error rate.
 
     Source:
         Holm 1979.

@@ -1,4 +1,4 @@
-"""Credit assignment: a batch's groups in, checked advantages out, before any minibatch is cut.
+"""Credit assignment: the groups of a rollout batch in, checked advantages out.
 
 Axis letters: G episodes, K turns, N model tokens.
 """
@@ -19,15 +19,16 @@ from gspo_env.types import FloatArray, Group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CreditConfig:
-    """What happens to advantages whatever the estimator."""
+    """Settings that apply to the advantages of every estimator."""
 
     rms: float = 0.0
-    """Scales the advantages of every batch to this root mean square over turns; 0 leaves them."""
+    """Scales the advantages of every batch to this root mean square over turns; 0 turns this
+    off."""
     train_on_truncated: bool = True
-    """Whether truncated episodes are trained on; they enter the statistics either way."""
+    """Whether truncated episodes are trained on; they count in the statistics either way."""
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         if not 0 <= self.rms < float("inf"):
             raise ConfigError(f"rms is {self.rms!r}; expected a number of at least 0")
 
@@ -41,12 +42,12 @@ class Credit:
     zero_variance_groups: float
     """Share of the groups in which every advantage is zero."""
     baseline_fallbacks: int
-    """Turns that too few episodes reach for a baseline of their own."""
+    """Turns without a baseline of their own, because too few episodes reach them."""
     rms: float
     """Root mean square of the advantages."""
 
     def metrics(self) -> dict[str, float]:
-        """Names the statistics for a tracker."""
+        """Returns the statistics by metric name."""
         return {
             "rollout/zero_variance_groups": self.zero_variance_groups,
             "train/baseline_fallbacks": float(self.baseline_fallbacks),
@@ -63,7 +64,7 @@ def estimate(groups: Sequence[Group], estimator: Any, config: CreditConfig | Non
         config: Scaling of the whole batch.
 
     Raises:
-        ConfigError: The estimator returned arrays of a wrong shape or value.
+        ConfigError: The estimator returned arrays of a wrong shape, or with invalid values.
     """
     config = config or CreditConfig()
     name = name_of("advantage", estimator)

@@ -5,9 +5,9 @@ k, the sum over l >= k of gamma^(l-k) r_il. Episodes that ended in an error or h
 no statistic and get zeros.
 
 A baseline "at turn k" is the mean over the other episodes j that have a turn k (K_j >= k); a
-finished episode does not count as zero. Where fewer than 3 episodes, i included, have a turn k, the
-baseline is the mean over every turn of every other episode. Where the policy decides when an
-episode ends, a statistic of turn k covers survivors only, which is a bias: see docs/credit.md.
+finished episode does not count as zero. If fewer than 3 episodes, including i, have a turn k, the
+baseline is the mean over every turn of every other episode. If the policy decides when an episode
+ends, a statistic of turn k covers survivors only, which is a bias: see docs/credit.md.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from gspo_env.types import Episode, FloatArray, Group
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
-    """What every estimator has; one of your own may subclass it or be any frozen dataclass.
+    """Base class of estimators; a custom one may subclass it or be any frozen dataclass.
 
-    The subclasses here have the method `compare`, which sees usable episodes only.
+    The built-in subclasses implement `compare`, which gets usable episodes only.
     """
 
     scale: Literal["std", "none", "batch"] = "std"
@@ -51,7 +51,7 @@ class Estimator:
     """Whether an episode is compared with the others at the same turn, so that fallbacks count."""
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         check_literals(self)
         if self.ddof not in (0, 1):
             raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
@@ -113,10 +113,10 @@ class Outcome(Estimator):
 class TurnPlusOutcome(Estimator):
     """The outcome's z-score, plus each turn's reward against the others' at the same turn.
 
-    A_ik = z_g(O_i) + turn_weight * z_gk(r_ik), with O_i = `Episode.outcome`: where an environment
-    gives its own `episodic_reward`, turn rewards are no part of it. z subtracts the mean
-    and divides by the standard deviation (scale `none`: subtracts only); z_gk is over the episodes
-    that have a turn k, over all turns of the group where fewer than 3 have.
+    A_ik = z_g(O_i) + turn_weight * z_gk(r_ik), with O_i = `Episode.outcome`: if an environment
+    gives its own `episodic_reward`, it does not include the turn rewards. z subtracts the mean and
+    divides by the standard deviation (scale `none`: subtracts only); z_gk is over the episodes that
+    have a turn k, or over all turns of the group if fewer than 3 have.
 
     Source:
         MT-GRPO, arXiv 2505.11821, section 3.
@@ -169,14 +169,14 @@ class GiGPO(Estimator):
     """The return's z-score, plus each return-to-go against others from the same state.
 
     A_ik = z_g(R_i) + step_weight * z_s(G_ik), where z_s is over every turn of the group that was
-    played in the state s of turn k: the same `Turn.state_key`. A state that was met once, or that
+    played in the state s of turn k: the same `Turn.state_key`. A state that occurs once, or that
     has no key, adds nothing. Each episode counts once in z_g, however many turns it has.
 
     Source:
         GiGPO, arXiv 2505.10978, eq. 3, 6, 7 and 8.
 
     Example:
-        Returns [1, 0] from one and the same first state, unscaled: [1/2 + 1/2] and [-1/2 - 1/2].
+        Returns [1, 0] from the same first state, unscaled: [1/2 + 1/2] and [-1/2 - 1/2].
     """
 
     gamma: float = 1.0
@@ -198,12 +198,12 @@ class GiGPO(Estimator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormalizeThenAccumulate(Estimator):
-    """Rewards are made z-scores first, then summed from each turn on.
+    """Normalises rewards to z-scores first, then sums them from each turn on.
 
     A_ik = sum over l >= k of gamma^(l-k) z(r_il), with z over all turns of the group
-    (`per="group"`) or over the episodes that have a turn l (`per="turn"`; all turns where fewer
-    than 3 have). `root` divides by the square root of the number of terms, so that early turns are
-    not the loudest.
+    (`per="group"`) or over the episodes that have a turn l (`per="turn"`; all turns if fewer than 3
+    have). `root` divides by the square root of the number of terms, so that early turns do not
+    dominate.
 
     Source:
         IGPO, arXiv 2510.14967; the square root: A2TGPO, arXiv 2605.06200.
@@ -234,15 +234,14 @@ class NormalizeThenAccumulate(Estimator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupGAE(Estimator):
-    """Generalised advantage estimation with the group in the place of a critic.
+    """Generalised advantage estimation with the group in place of a critic.
 
-    V_ik is the mean return-to-go of the other episodes from the same `Turn.state_key`, where at
-    least 3 episodes, i included, met it; else the leave-one-out baseline at turn k.
-    delta_ik = r_ik + gamma * V_i(k+1) - V_ik and A_ik = sum over l >= k of
-    (gamma * lam)^(l-k) delta_il, over the group's standard deviation. V is 0 after termination;
-    after truncation it is the mean return-to-go of the others from the state that was cut, else of
-    those that had one turn more, else 0. With lam = 1, no state keys and no truncation these are
-    `returns_to_go` before scaling.
+    V_ik is the mean return-to-go of the other episodes from the same `Turn.state_key`, if at least
+    3 episodes, including i, visited it; else the leave-one-out baseline at turn k. delta_ik = r_ik
+    + gamma * V_i(k+1) - V_ik and A_ik = sum over l >= k of (gamma * lam)^(l-k) delta_il, over the
+    group's standard deviation. V is 0 after termination; after truncation it is the mean
+    return-to-go of the others from the state that was cut, else of those that had one turn more,
+    else 0. With lam = 1, no state keys and no truncation these are `returns_to_go` before scaling.
 
     Source:
         GAE, arXiv 1506.02438, eq. 16; leave-one-out values: VinePPO, arXiv 2410.01679.

@@ -1,4 +1,4 @@
-"""What the estimators share: usable episodes, baselines, z-scores."""
+"""Functions that the estimators share: usable episodes, baselines, z-scores."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import numpy as np
 from gspo_env.types import Episode, FloatArray, Group, StopReason
 
 MIN_SCALE = 1e-8
-"""A group whose standard deviation is below this has nothing to compare: its advantages are 0."""
+"""If a group's standard deviation is below this, its advantages are 0."""
 MIN_PEERS = 3
-"""The least number of episodes that must reach a turn for a baseline of that turn alone."""
+"""The minimum number of episodes with a turn for a baseline of that turn alone."""
 
 
 def usable(group: Group) -> list[int]:
-    """The places of the episodes that enter statistics: they were played without an error."""
+    """Returns the indices of the episodes that enter statistics: those played without an error."""
     error = StopReason.ERROR
     return [i for i, e in enumerate(group.episodes) if e.turns and e.stop_reason is not error]
 
 
 def std_of(deviations: FloatArray, ddof: int) -> float:
-    """The standard deviation that deviations from a mean have."""
+    """Computes the standard deviation from deviations from a mean."""
     return float(np.sqrt((deviations**2).sum() / max(len(deviations) - ddof, 1)))
 
 
 def mean_without(everything: FloatArray, own: FloatArray) -> float:
-    """The mean of everything but one episode's own values."""
+    """Computes the mean of everything except one episode's own values."""
     return float((everything.sum() - own.sum()) / (len(everything) - len(own)))
 
 
 def discounted(rewards_K: FloatArray, gamma: float) -> FloatArray:
-    """Returns-to-go (K,) of rewards (K,)."""
+    """Computes the returns-to-go (K,) of rewards (K,)."""
     returns_K = np.zeros(len(rewards_K))
     total = 0.0
     for k in reversed(range(len(rewards_K))):
@@ -44,7 +44,7 @@ def discounted(rewards_K: FloatArray, gamma: float) -> FloatArray:
 def divided(
     rows: Sequence[FloatArray], deviations: FloatArray, scale: str, ddof: int
 ) -> Sequence[FloatArray]:
-    """Rows over the standard deviation of the deviations; zeros where nothing differs."""
+    """Divides rows by the standard deviation of the deviations; zeros if nothing differs."""
     std = std_of(deviations, ddof)
     if std < MIN_SCALE:
         return [np.zeros(len(row)) for row in rows]
@@ -52,19 +52,19 @@ def divided(
 
 
 def z_score(values: FloatArray, scale: str, ddof: int) -> FloatArray:
-    """Values less their mean, over their standard deviation; zeros where they are all alike."""
+    """Subtracts the mean and divides by the standard deviation; zeros if all values are equal."""
     centred: FloatArray = values - values.mean()
     return divided([centred], centred, scale, ddof)[0]
 
 
 def _reaching(rows: Sequence[FloatArray]) -> list[list[int]]:
-    """For each turn, the places of the rows that have it."""
+    """Returns, for each turn, the indices of the rows that have it."""
     most = max(map(len, rows))
     return [[n for n, row in enumerate(rows) if len(row) > k] for k in range(most)]
 
 
 def z_by_turn(rows: Sequence[FloatArray], scale: str, ddof: int) -> list[FloatArray]:
-    """Each turn's z-scores over the rows that have it, over everything where fewer than 3 have."""
+    """Computes each turn's z-scores over the rows that have it, over all if fewer than 3 do."""
     everything = np.concatenate(rows)
     deviations = everything - everything.mean()
     result = [np.zeros(len(row)) for row in rows]
@@ -81,7 +81,7 @@ def z_by_turn(rows: Sequence[FloatArray], scale: str, ddof: int) -> list[FloatAr
 
 
 def turn_baselines(returns: Sequence[FloatArray]) -> tuple[list[FloatArray], list[FloatArray]]:
-    """Each turn's leave-one-out baseline, and the mean that deviations are taken from."""
+    """Returns each turn's leave-one-out baseline, and the mean to measure deviations from."""
     everything = np.concatenate(returns)
     baselines = [np.zeros(len(row)) for row in returns]
     means = [np.full(len(row), everything.mean()) for row in returns]
@@ -97,7 +97,7 @@ def turn_baselines(returns: Sequence[FloatArray]) -> tuple[list[FloatArray], lis
 
 
 def anchors(episodes: Sequence[Episode]) -> dict[str, list[tuple[int, int]]]:
-    """Every (episode, turn) that was played in a state, by the state's key."""
+    """Returns every (episode, turn) that was played in a state, by the state's key."""
     visits: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for i, episode in enumerate(episodes):
         for k, turn in enumerate(episode.turns):
@@ -107,7 +107,7 @@ def anchors(episodes: Sequence[Episode]) -> dict[str, list[tuple[int, int]]]:
 
 
 def value_after(episodes: Sequence[Episode], returns: Sequence[FloatArray], i: int) -> float:
-    """What was still to come when an episode ended: 0 unless it was cut."""
+    """Estimates the value after the last turn of an episode: 0 if it terminated."""
     if episodes[i].terminated:
         return 0.0
     turns = episodes[i].turns
@@ -122,7 +122,7 @@ def value_after(episodes: Sequence[Episode], returns: Sequence[FloatArray], i: i
 
 
 def fallbacks(group: Group) -> int:
-    """Turns whose baseline is the group-pooled mean."""
+    """Counts the turns whose baseline is the group-pooled mean."""
     rows = [group.episodes[i].rewards for i in usable(group)]
     if len(rows) < 2:
         return 0

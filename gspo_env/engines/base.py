@@ -20,12 +20,12 @@ class Sampling:
     """How one action is sampled."""
 
     max_tokens: int
-    """The most tokens an action may have, the stop id included."""
+    """Maximum tokens of an action, including the stop id."""
     temperature: float = 1.0
     """0 is greedy; its log-probabilities are those of temperature 1."""
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
-    """Same seed, same prompt, same weights: same action, whatever else is in the batch."""
+    """The same seed, prompt and weights give the same action, independent of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +34,13 @@ class Completion:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each sampled id, under the sampling temperature (natural log)."""
+    """Log-probability of each sampled id at the sampling temperature (natural log)."""
     finish_reason: Literal["stop", "length"]
     weights_version: int
 
 
 class Engine(Protocol):
-    """A policy behind token ids. An engine never sees an environment."""
+    """Samples actions from a policy, as token ids. An engine never sees an environment."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
@@ -48,13 +48,13 @@ class Engine(Protocol):
         """Samples one action; `session` names the episode, whose earlier turns may be cached."""
 
     def release(self, session: str) -> None:
-        """Forgets what is cached of a session."""
+        """Drops the cache of a session."""
 
     async def sleep(self) -> None:
-        """Gives what memory it can to the learner; `update_weights` wakes it."""
+        """Frees memory for the learner until the next `update_weights`."""
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Takes the learner's weights; later completions carry `version`."""
+        """Loads the learner's weights; later completions carry `version`."""
 
     def close(self) -> None:
         """Frees everything."""
@@ -69,8 +69,8 @@ class Transformers:
 
         Args:
             model: The learner's causal LM.
-            max_slots: The most sequences at once.
-            max_context: The most tokens of one sequence.
+            max_slots: Maximum number of concurrent sequences.
+            max_context: Maximum tokens of one sequence.
         """
         from gspo_env.engines.transformers import TransformersEngine
 
@@ -81,7 +81,7 @@ def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) 
     """Checks that a prompt and the longest action fit into the context.
 
     Raises:
-        EngineError: They do not, or the prompt is empty.
+        EngineError: They do not fit, or the prompt is empty.
     """
     if not prompt_ids or len(prompt_ids) + sampling.max_tokens > max_context:
         raise EngineError(

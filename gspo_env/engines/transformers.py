@@ -52,9 +52,9 @@ class TransformersEngine:
 
     Args:
         model: The causal LM. Its attention is replaced by ragged attention.
-        max_slots: The most sequences in the cache at once.
-        max_context: The most tokens of one sequence.
-        max_step_tokens: The most tokens of one forward pass; a longer prompt takes several.
+        max_slots: Maximum number of sequences in the cache.
+        max_context: Maximum tokens of one sequence.
+        max_step_tokens: Maximum tokens of one forward pass; a longer prompt takes several.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TransformersEngine:
         """Does nothing: the weights are the learner's, and the cache is small."""
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Forgets every cached key and value; the weights are already the learner's."""
+        """Clears the cache; the engine already shares the learner's weights."""
         if self._running or self._waiting:
             raise EngineError("weights cannot change while requests are running")
         self._prefixes.clear()
@@ -127,7 +127,7 @@ class TransformersEngine:
         self.weights_version = version
 
     def close(self) -> None:
-        """Drops the cache and refuses further requests."""
+        """Frees the cache and rejects further requests."""
         self._closed = True
         self._cache.drop()
 

@@ -1,7 +1,7 @@
-"""Event loops in threads of their own, for synchronous code that needs asynchronous parts.
+"""Event loops in background threads, for synchronous code that calls asynchronous code.
 
-`step` may be called on the rollout's event loop or in one of its threads, so a connection that
-outlives one call can belong to neither.
+`step` may be called on the rollout's event loop or in one of its threads. A connection that
+outlives one call therefore needs a loop of its own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _lock = threading.Lock()
 
 
 def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = None) -> T:
-    """Run a coroutine on a background loop and wait for its result.
+    """Runs a coroutine on a background loop and waits for its result.
 
     Args:
-        coroutine: What to run.
-        loop: Name of the loop; it is started when first named.
-        timeout: The most seconds to wait; then the coroutine is cancelled.
+        coroutine: The coroutine.
+        loop: Name of the loop, which starts at its first use.
+        timeout: Seconds after which the coroutine is cancelled.
 
     Raises:
         TimeoutError: It took longer.
@@ -42,7 +42,7 @@ def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = No
 
 
 def post(coroutine: Coroutine[Any, Any, Any], loop: str) -> None:
-    """Run a coroutine on a background loop without waiting; a failure is logged."""
+    """Runs a coroutine on a background loop without waiting; a failure is logged."""
     asyncio.run_coroutine_threadsafe(coroutine, _loop(loop)).add_done_callback(_log_failure)
 
 

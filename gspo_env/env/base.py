@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 MAX_TEXT_LENGTH = 16384
 
 TextEnvironment = gymnasium.Env[str, str]
-"""What the rollout plays: any Gymnasium environment over text."""
+"""Any Gymnasium environment with text observations and actions."""
 StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 ResetResult = tuple[str, dict[str, Any]]
 Options = dict[str, Any] | None
-"""What `reset` takes as `options`."""
+"""The argument `options` of `reset`."""
 
 
 class Action(str):
-    """The action that `step` gets from the rollout: a text that knows the ids it was decoded from.
+    """The action text that the rollout passes to `step`, with the token ids it was decoded from.
 
-    An environment that judges tokens (a process reward model, a mask) may return one number for
-    each of `token_ids` as `token_advantages` or `token_mask`, see `gspo_env.types.StepInfo`.
+    An environment that scores or masks tokens (such as a process reward model) may return one value
+    for each of `token_ids` as `token_advantages` or `token_mask`; see `gspo_env.types.StepInfo`.
     """
 
     token_ids: tuple[int, ...]
 
     def __new__(cls, text: str, token_ids: Sequence[int] = ()) -> Action:
-        """Make the text and remember its ids."""
+        """Makes the text and stores its ids."""
         action = super().__new__(cls, text)
         action.token_ids = tuple(token_ids)
         return action
@@ -46,33 +46,33 @@ class TextEnv(gymnasium.Env[str, str]):
     of `info` that training reads, such as `episodic_reward` and `success` on the last step.
 
     Args:
-        max_turns: Turns after which `end_turn` truncates the episode; by default the class's.
+        max_turns: Turns after which `end_turn` truncates the episode; the class's value by default.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
     observation_space = UnicodeText(MAX_TEXT_LENGTH)
     action_space = UnicodeText(MAX_TEXT_LENGTH)
     system_prompt: str | None = None
-    """What the policy is told before the first observation; `reset` may change it."""
+    """The system prompt, before the first observation; `reset` may change it."""
     tools: Sequence[Tool] = ()
-    """The tools that the chat template announces; `reset` may change them."""
+    """The tools that the chat template lists; `reset` may change them."""
     blocking: bool | None = None
-    """False if `reset` and `step` never wait; all other environments run in threads, where the
-    order of episodes, and with it the rounding of a batch, is not repeatable."""
+    """False if `reset` and `step` never block. All other environments run in threads, where the
+    order of episodes, and so the rounding of a batch, is not reproducible."""
     gives_outcome: bool | None = None
-    """Whether finished episodes have an `episodic_reward`; None: the first finished ones decide."""
+    """Whether finished episodes have an `episodic_reward`; None infers it from the first ones."""
     outcome_if_cut: float = 0.0
-    """Outcome of an episode that the rollout cut, where finished ones have an `episodic_reward`;
-    at most that of the worst finished episode, else being cut pays."""
+    """Outcome of an episode that the rollout cut, if finished ones have an `episodic_reward`. It
+    must not exceed the worst outcome of a finished episode, or the policy learns to be cut."""
     max_turns: int | None = None
     """Turns after which `end_turn` truncates the episode."""
 
     _turn: int = 0
-    """Turns of the episode that `end_turn` has counted."""
+    """Turns that `end_turn` has counted in this episode."""
     _ended: bool = True
 
     def __init__(self, max_turns: int | None = None) -> None:
-        """Set the limit on turns; a subclass without one need not call this."""
+        """Sets the limit on turns; a subclass without one need not call this."""
         if max_turns is not None:
             if max_turns < 1:
                 name = type(self).__name__
@@ -80,13 +80,13 @@ class TextEnv(gymnasium.Env[str, str]):
             self.max_turns = max_turns
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Seed `np_random` and begin an episode."""
+        """Seeds `np_random` and begins an episode."""
         super().reset(seed=seed, options=options)
         self._turn, self._ended = 0, False
         return "", {}
 
     def require_episode(self) -> None:
-        """Refuse a step outside an episode; `step` calls it first.
+        """Raises an error if no episode is running; `step` calls it first.
 
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
@@ -97,7 +97,7 @@ class TextEnv(gymnasium.Env[str, str]):
             )
 
     def end_turn(self, terminated: bool, truncated: bool = False) -> tuple[bool, bool]:
-        """Count the turn; return both flags of the step, `max_turns` applied, never both true."""
+        """Counts the turn and applies `max_turns`; returns both flags, never both true."""
         self._turn += 1
         late = self.max_turns is not None and self._turn >= self.max_turns
         truncated = not terminated and bool(truncated or late)
@@ -105,10 +105,10 @@ class TextEnv(gymnasium.Env[str, str]):
         return bool(terminated), truncated
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Give the next action of a scripted demonstrator.
+        """Returns the next action of a scripted demonstrator.
 
         Args:
-            noise: Probability of a slip, drawn from `np_random`.
+            noise: Probability of a wrong action, drawn from `np_random`.
 
         Raises:
             NotImplementedError: The environment has no demonstrator.
@@ -117,18 +117,18 @@ class TextEnv(gymnasium.Env[str, str]):
 
 
 def attribute(env: TextEnvironment, name: str, default: Any) -> Any:
-    """Return an attribute of an environment, found through its wrappers, or the default."""
+    """Returns an attribute of an environment, looked up through its wrappers, or the default."""
     return env.get_wrapper_attr(name) if env.has_wrapper_attr(name) else default
 
 
 def clean(text: str, limit: int | None = None) -> str:
-    """Replace lone surrogates, for which no tokenizer has ids, and cut the text at a limit."""
+    """Replaces lone surrogates, which no tokenizer can encode, and cuts the text at a limit."""
     text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
     return text[:limit]
 
 
 def extract_tag(text: str, tag: str) -> str | None:
-    """Give the stripped content of the last `<tag>...</tag>` of a text, None without one.
+    """Returns the stripped content of the last `<tag>...</tag>`, or None if there is none.
 
     Example:
         >>> extract_tag("so <answer> 12 </answer>", "answer")

@@ -1,4 +1,4 @@
-"""Reads what `reset` and `step` returned; later stages never see the raw `info`."""
+"""Parses the results of `reset` and `step`; later stages never see the raw `info`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from gspo_env.types import Message, Prompt, ResetInfo, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
 Reader = tuple[Callable[[Any], Any], str]
-"""A function that returns the value or raises, and what it expects, in words."""
+"""A function that returns the parsed value or raises, and a description of what it expects."""
 
 
 def parse_reset(env_id: str, result: object) -> tuple[str, ResetInfo]:
-    """Reads what `reset` returned.
+    """Parses the result of `reset`.
 
     Raises:
-        EnvironmentContractError: It is not a text and a dict, or a key has an impossible value.
+        EnvironmentContractError: It is not a string and a dict, or a key has an invalid value.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         raise _fault(env_id, "reset() result", result, "a tuple (observation, info)")
@@ -32,15 +32,15 @@ def parse_reset(env_id: str, result: object) -> tuple[str, ResetInfo]:
 
 
 def parse_step(env_id: str, result: object, tokens: int | None = None) -> ParsedStep:
-    """Reads what `step` returned.
+    """Parses the result of `step`.
 
     Args:
         env_id: Names the environment in errors.
-        result: What `step` returned.
+        result: The result of `step`.
         tokens: The number of sampled tokens of the action; None if it was not sampled.
 
     Raises:
-        EnvironmentContractError: A part has the wrong type or an impossible value.
+        EnvironmentContractError: A part has the wrong type or an invalid value.
     """
     if not isinstance(result, tuple) or len(result) != 5:
         expected = "a tuple (observation, reward, terminated, truncated, info)"
@@ -59,9 +59,10 @@ def parse_step(env_id: str, result: object, tokens: int | None = None) -> Parsed
 
 
 def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
-    """Returns what the policy is told in the episode that `reset` has just begun.
+    """Returns the prompt of the episode that `reset` has just begun.
 
-    The environment's `system_prompt` and `tools` are found through wrappers; `info` replaces them.
+    The environment's `system_prompt` and `tools` are looked up through wrappers; `info` overrides
+    them.
     """
     info = info or ResetInfo()
     system, messages = attribute(env, "system_prompt", None), info.messages
@@ -72,7 +73,7 @@ def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
 
 
 def try_out(env_id: str, env: TextEnvironment) -> None:
-    """Plays one turn, so that a broken environment is found before anything is built on it.
+    """Plays one turn, so that a broken environment fails before training is set up.
 
     Raises:
         EnvironmentContractError: `reset` or `step` raised, or broke the contract.
@@ -99,7 +100,7 @@ def _value(env_id: str, what: str, value: object, reader: Reader) -> Any:
 
 
 def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader]) -> dict[str, Any]:
-    """Returns the fields of an info; keys without a reader go to `extra`."""
+    """Parses the fields of an `info`; keys without a reader go to `extra`."""
     if not isinstance(info, dict):
         raise _fault(env_id, f"{method} info", info, "a dict")
     fields = {

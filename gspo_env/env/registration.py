@@ -1,4 +1,4 @@
-"""From the name of an environment to the environment."""
+"""Registers environments and makes them by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _OURS: dict[str, None] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EnvDescription:
-    """What `gspo-env envs` says of an environment."""
+    """The entry of an environment in `gspo-env envs`."""
 
     id: str
     summary: str
@@ -59,7 +59,7 @@ class EnvDescription:
 
 
 def register_builtin() -> None:
-    """Register the environments of this package and those that installed packages announce."""
+    """Registers the environments of this package and of installed plugins."""
     for env_id, entry_point in _BUILTIN.items():
         _OURS[env_id] = None
         if env_id not in registry:
@@ -68,7 +68,7 @@ def register_builtin() -> None:
 
 
 def resolve_env(spec: str) -> str:
-    """Give the registered id that a specification means.
+    """Returns the registered id of an environment specification.
 
     Args:
         spec: A registered id, `module:id`, `path/to/file.py:ClassName` or `module.path:ClassName`.
@@ -99,7 +99,7 @@ def resolve_env(spec: str) -> str:
 
 
 def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
-    """Make a text environment from a specification as `resolve_env` reads it.
+    """Makes a text environment from a specification; see `resolve_env`.
 
     Raises:
         UnknownEnvironmentError: Nothing has that name.
@@ -127,7 +127,7 @@ def load_agent(name: str) -> Any:
     """Give the class of a built-in agent: `gspo` or `scripted`."""
     from transformers.utils.logging import disable_progress_bar
 
-    # its bars for loading and saving would tear ours
+    # its progress bars for loading and saving would break up ours
     disable_progress_bar()  # type: ignore[no-untyped-call]
     module, _, attribute = _AGENTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -146,7 +146,7 @@ def _describe(env_id: str) -> EnvDescription:
     creator: Any = registry[env_id].entry_point
     try:
         creator = load_env_creator(creator) if isinstance(creator, str) else creator
-    except Exception as error:  # the list must show the others too
+    except Exception as error:  # the list must still show the others
         return EnvDescription(id=env_id, summary=f"cannot be loaded: {error}", tools=())
     declared = getattr(creator, "declared_tools", None)
     tools = declared() if callable(declared) else getattr(creator, "tools", ())
@@ -155,12 +155,12 @@ def _describe(env_id: str) -> EnvDescription:
 
 
 def _load_entry_points() -> None:
-    """Call each announced callable once; what it registers is listed with ours."""
+    """Calls each plugin's entry point once and lists what it registers."""
     for entry_point in entry_points(group=ENTRY_POINT_GROUP):
         before = set(registry)
         try:
             entry_point.load()()
-        except Exception:  # one broken plugin must not take the framework down
+        except Exception:  # a broken plugin must not break the import
             logger.exception("entry point %s of %s failed", entry_point.name, ENTRY_POINT_GROUP)
         _OURS.update(dict.fromkeys(set(registry) - before))
 

@@ -1,4 +1,4 @@
-"""The space of all text: what a language model reads and writes."""
+"""The space of all Unicode text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class UnicodeText(Text):
     """Any Unicode text from `min_length` to `max_length` characters.
 
     `gymnasium.spaces.Text` holds only text over a listed character set. Here `characters` is the
-    printable ASCII that `sample` draws from; `contains` looks at the length alone.
+    printable ASCII that `sample` draws from; `contains` checks only the length.
 
     Args:
-        max_length: Most characters, inclusive.
-        min_length: Fewest characters, inclusive.
+        max_length: Maximum length in characters, inclusive.
+        min_length: Minimum length in characters, inclusive.
         seed: Seed of `sample`.
     """
 
@@ -36,18 +36,18 @@ class UnicodeText(Text):
         mask: tuple[int | None, NDArray[np.int8] | None] | None = None,
         probability: tuple[int | None, NDArray[np.float64] | None] | None = None,
     ) -> str:
-        """Draw a short printable text; a mask or probability acts as in `Text.sample`."""
+        """Draws a short printable text; `mask` and `probability` work as in `Text.sample`."""
         if mask is None and probability is None:
             longest = max(self.min_length, min(self.max_length, _SAMPLE_LENGTH))
             mask = (int(self.np_random.integers(self.min_length, longest + 1)), None)
         return super().sample(mask, probability)
 
     def contains(self, x: Any) -> bool:
-        """Whether `x` is text of an allowed length."""
+        """Returns whether `x` is text of an allowed length."""
         return isinstance(x, str) and self.min_length <= len(x) <= self.max_length
 
     def __eq__(self, other: object, /) -> bool:
-        """Whether `other` holds the same texts."""
+        """Returns whether `other` contains the same texts."""
         return (
             isinstance(other, UnicodeText)
             and self.min_length == other.min_length
@@ -55,7 +55,7 @@ class UnicodeText(Text):
         )
 
     def __hash__(self) -> int:
-        """Hash by the bounds, as `__eq__` compares them."""
+        """Hashes the bounds, which `__eq__` compares."""
         return hash((UnicodeText, self.min_length, self.max_length))
 
     def __repr__(self) -> str:

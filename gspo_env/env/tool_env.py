@@ -1,4 +1,4 @@
-"""An environment whose actions call tools: every way a call can go wrong has a defined answer."""
+"""An environment whose actions call tools; a failed call has an error as its observation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 class ToolEnv(TextEnv):
     """A text environment with its `@tool` methods as tools.
 
-    An action with tool calls is answered by the tools or by `Error: ...`; an action without goes
-    to `on_final`, and so does every action where there are no tools. A subclass's `reset` calls
+    The observation after a tool call is the tool's result or `Error: ...`. An action without a call
+    goes to `on_final`, and so does every action if there are no tools. A subclass's `reset` calls
     `super().reset(seed=seed, options=options)` first.
     """
 
     max_calls_per_turn: int = 1
-    """With more calls in one action none is made, and the observation is an error."""
+    """Maximum calls in one action; with more, none is made and the observation is an error."""
     error_reward: float = 0.0
-    """The turn's reward for each malformed, refused or failed call."""
+    """Reward of the turn for each malformed, refused or failed call."""
 
     @classmethod
     def declared_tools(cls) -> tuple[Tool, ...]:
-        """Give the tools of the class, not bound to an environment, base classes first."""
+        """Returns the tools of the class, not bound to an environment, base classes first."""
         names = dict.fromkeys(name for base in reversed(cls.__mro__) for name in vars(base))
         members = (getattr(cls, name, None) for name in names)
         return tuple(as_tool(m) for m in members if callable(m) and hasattr(m, "__gspo_tool__"))
@@ -45,7 +45,7 @@ class ToolEnv(TextEnv):
         )
 
     def step(self, action: str) -> StepResult:
-        """Answer an action.
+        """Calls the tools of an action, or passes the action to `on_final`.
 
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
@@ -66,23 +66,23 @@ class ToolEnv(TextEnv):
         return observation, reward, terminated, truncated, info
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
-        """Give observation, reward and whether the episode ends, for an action without a call."""
+        """Returns observation, reward and whether the episode ends, for an action without calls."""
         raise NotImplementedError(f"{type(self).__name__} must define on_final()")
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
-        """Give the turn's reward of a call that succeeded; its arguments are validated."""
+        """Returns the turn's reward for a call that succeeded; its arguments are validated."""
         return 0.0
 
     def on_tool_error(self, message: str) -> float:
-        """Give the turn's reward of a call that did not succeed."""
+        """Returns the turn's reward for a call that did not succeed."""
         return self.error_reward
 
     def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
-        """Give further entries of the step's `info`."""
+        """Returns additional entries of the step's `info`."""
         return {}
 
     def end_episode(self) -> None:
-        """Let a tool end the episode with the turn it was called in."""
+        """Ends the episode after this turn; for tools to call."""
         self._ended = True
 
     def _answer_calls(self, calls: list[ToolCall | ToolCallError]) -> list[_Answer]:
@@ -104,7 +104,7 @@ class ToolEnv(TextEnv):
             return self._error(str(error))
         try:
             text = _as_text(tool.function(**arguments))
-        except Exception as error:  # a tool may raise anything, the policy reads it
+        except Exception as error:  # a tool may raise anything; the policy reads it
             logger.warning("tool %s raised", tool.name, exc_info=True)
             return self._error(f"{tool.name} failed: {type(error).__name__}: {error}")
         reward = self.on_tool_result(ToolCall(name=tool.name, arguments=arguments), text)

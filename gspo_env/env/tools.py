@@ -38,7 +38,7 @@ _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """A function that the policy may call, with the schema the chat template announces."""
+    """A function that the policy may call, with the schema that the chat template lists."""
 
     name: str
     description: str
@@ -46,11 +46,11 @@ class Tool:
     """JSON schema of the arguments."""
     function: Callable[..., Any]
     validator: TypeAdapter[dict[str, Any]]
-    """Turns JSON into the keyword arguments of `function`; strict, no unknown names."""
+    """Parses JSON to the keyword arguments of `function`; strict, without unknown names."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The OpenAI function form."""
+        """The schema in OpenAI's function format."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -59,10 +59,11 @@ class Tool:
         return {"type": "function", "function": function}
 
     def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Give the keyword arguments for a call.
+        """Returns the validated keyword arguments of a call.
 
         Raises:
-            ConfigError: An argument is missing, unknown or of the wrong type, in one sentence.
+            ConfigError: An argument is missing, unknown or of the wrong type; the message is one
+                sentence.
         """
         try:
             return self.validator.validate_json(json.dumps(arguments))
@@ -85,11 +86,11 @@ class ToolCallError:
     """A malformed call."""
 
     message: str
-    """What is wrong, in one sentence."""
+    """The error in one sentence."""
 
 
 def tool(function: F) -> F:
-    """Mark a typed, documented function or method as a tool; it stays callable as it was.
+    """Marks a typed, documented function or method as a tool; it can still be called directly.
 
     The docstring up to its first section is the description; `Args:` describes the parameters.
 
@@ -101,7 +102,7 @@ def tool(function: F) -> F:
 
 
 def as_tool(function: Callable[..., Any]) -> Tool:
-    """Give the `Tool` of a function or method decorated with `tool`.
+    """Returns the `Tool` of a function or method decorated with `tool`.
 
     Raises:
         ConfigError: The function was not decorated.
@@ -113,7 +114,7 @@ def as_tool(function: Callable[..., Any]) -> Tool:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
-    """Find the tool calls of an action in the Hermes and Qwen form; never raises.
+    """Finds the tool calls of an action in the Hermes and Qwen format; never raises.
 
     Example:
         >>> parse_tool_calls('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
@@ -129,7 +130,7 @@ def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
 
 
 def format_tool_call(name: str, arguments: dict[str, Any]) -> str:
-    """Write a call as the policy would.
+    """Formats a call as the policy would write it.
 
     Example:
         >>> format_tool_call("lookup", {"key": "amber"})
@@ -139,7 +140,7 @@ def format_tool_call(name: str, arguments: dict[str, Any]) -> str:
 
 
 def tool_call_frames(tool: Tool) -> list[str]:
-    """Give the constant text around the argument values of a call, arguments in order.
+    """Returns the constant text around the argument values of a call, in order of the arguments.
 
     Example:
         For `lookup(key: str)`:
@@ -155,7 +156,7 @@ def tool_call_frames(tool: Tool) -> list[str]:
 
 
 def _parse_one(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
-    """Parse the call whose body begins at `start`; also give where to search on."""
+    """Parses the call whose body begins at `start`; also returns where to continue the search."""
     value, end, fault = None, start, ""
     try:
         value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())
@@ -178,7 +179,7 @@ def _json_reason(error: Exception) -> str:
 
 
 def _call_from_json(value: object) -> ToolCall | str:
-    """Give the call, or what is wrong with it in one sentence."""
+    """Returns the call, or what is wrong with it in one sentence."""
     if not isinstance(value, dict):
         return f"the tool call must be a JSON object, got {type(value).__name__}."
     name, arguments = value.get("name"), value.get("arguments", {})
@@ -220,7 +221,7 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
 
 
 def _fields(function: Callable[..., Any], documented: dict[str, str]) -> dict[str, Any]:
-    """Give each parameter's annotation for the validator."""
+    """Returns each parameter's annotation for the validator."""
     name = function.__name__
     try:
         hints = typing.get_type_hints(function, include_extras=True)
@@ -244,7 +245,7 @@ def _fields(function: Callable[..., Any], documented: dict[str, str]) -> dict[st
 
 
 def _read_docstring(name: str, docstring: str | None) -> tuple[str, dict[str, str]]:
-    """Split a Google docstring into its description and the parameters' descriptions."""
+    """Splits a Google docstring into its description and the parameters' descriptions."""
     try:
         parsed = _DOCSTRINGS.parse(docstring)
     except ParseError as error:

@@ -33,10 +33,10 @@ class Microbatch:
 
     row: PackedBatch
     trainer_logprobs_N: Tensor | None = None
-    """By the policy before the first step; None if nothing needs them, and in the first minibatch,
+    """Of the policy before the first step; None if nothing needs them, and in the first minibatch,
     because its backward pass gives the same numbers."""
     reference_logprobs_N: Tensor | None = None
-    """By the reference; None if the policy still equals it, or if nothing needs them."""
+    """Of the reference; None if the policy still equals it, or if nothing needs them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class Minibatch:
 
     microbatches: tuple[Microbatch, ...]
     first: bool
-    """Whether no step of this update comes before."""
+    """Whether this is the first optimiser step of the update."""
     episodes: int
     tokens: int
     """Model tokens."""
@@ -114,7 +114,7 @@ class Learner:
 
         Args:
             samples: At least one with a model token.
-            seed: Decides the minibatches.
+            seed: Seed of the split into minibatches.
 
         Raises:
             BatchError: No sample has a model token, the loss needs log-probabilities of the engine
@@ -173,8 +173,8 @@ class Learner:
     def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Adds the log-probabilities of pi_old and of the reference; call it before the first step.
 
-        The first minibatch needs no pass for pi_old, nor the reference one before the first step
-        of a run: there the backward pass gives the same numbers.
+        The first minibatch needs no pass for pi_old, and no pass for the reference before the first
+        step of a run: its backward pass gives the same numbers.
         """
         return [
             replace(part, microbatches=tuple(self._scored(m, part) for m in part.microbatches))

@@ -50,7 +50,7 @@ class UpdateStats:
     """Bounds of the ratio, if the loss has any."""
 
     def metrics(self) -> dict[str, float]:
-        """Names every number; those that are not known are absent."""
+        """Returns the metrics by name, without those that are not known."""
         steps = len(self.grad_norms)
         computed = sum(len(p.row.input_ids_T) for p in self.passes)
         tokens = sum(sum(p.row.lengths_B) for p in self.passes)

@@ -1,4 +1,4 @@
-"""The losses that a run can choose: GSPO, GRPO, Dr. GRPO, or a class of your own.
+"""The losses that a run can choose: GSPO, GRPO, Dr. GRPO, or a user's class.
 
 Nothing here imports torch until a loss is computed, so that configs and `--help` stay fast.
 """
@@ -108,8 +108,8 @@ class ClipSettings:
     """Power p of the mean over token ratios: 0 is the geometric mean of GSPO, 1 the arithmetic
     mean; arXiv 2605.12058."""
     clip_low: float = 3e-4
-    """The ratio's lower bound is 1 - clip_low. A tiny model's ratios move further than those of
-    the paper's large model, for which the defaults are."""
+    """The ratio's lower bound is 1 - clip_low. The defaults are for the paper's large model; the
+    ratios of a tiny model move further."""
     clip_high: float = 4e-4
     """The ratio's upper bound is 1 + clip_high."""
     dual_clip: float = 0.0
@@ -122,11 +122,11 @@ class ClipSettings:
     """The constant that `token_sum` divides by, such as the most tokens of an episode. The other
     aggregations ignore it."""
     kl_coef: float = 0.0
-    """Weight of the k3 KL to the reference: the model as it was given, with its adapter
-    off or as a frozen copy. 0 computes none."""
+    """Weight of the k3 KL to the reference: the initial model, with its adapter turned off or as a
+    frozen copy. 0 computes no KL."""
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         check_literals(self)
         high = 1 + self.clip_high
         for name, possible, allowed in (
@@ -155,16 +155,16 @@ class ClippedLoss(ClipSettings, Loss):
     """The clipped policy loss; see `gspo_env.learner.objectives.policy_loss`."""
 
     old_logprobs: OldLogprobs = "trainer"
-    """Whose log-probabilities are pi_old. The engine's save a pass, but a mismatch counts as a
-    ratio."""
+    """Whose log-probabilities are pi_old. The engine's save a forward pass, but then a mismatch
+    enters the ratio."""
     correction: Correction = "none"
-    """Weight for the train/inference mismatch; only with the trainer's pi_old."""
+    """Importance weights for the train/inference mismatch; only with the trainer's pi_old."""
     correction_cap: float = 2.0
     """The largest correction weight C."""
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
-        ClipSettings.__post_init__(self)  # slots replace the class that `super` would look for
+        """Rejects invalid values."""
+        ClipSettings.__post_init__(self)  # slots=True makes a new class, which breaks `super()`
         if not self.correction_cap >= 1:
             raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
         if self.correction != "none" and self.old_logprobs == "engine":

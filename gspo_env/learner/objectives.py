@@ -22,7 +22,7 @@ LOG_RATIO_LIMIT = 20.0
 class ObjectiveOutput:
     """The loss and its parts: (B, T) from `policy_loss`, (N,) from `packed_policy_loss`.
 
-    A loss of your own may leave out the parts; the metrics of parts that are None are absent.
+    A user's loss may leave out the parts; the metrics of missing parts are not logged.
     """
 
     loss: Tensor
@@ -61,7 +61,7 @@ def policy_loss(
         reference_logprobs, importance_weights: (B, T) if given.
 
     Raises:
-        BatchError: Shapes do not fit together, or a setting is impossible.
+        BatchError: Shapes do not fit together, or a setting is invalid.
 
     Source:
         arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729; `token_mean`:
@@ -124,7 +124,7 @@ def packed_policy_loss(
         Every tensor: (N,). `sequence_ids_N` in [0, num_sequences), `turn_ids_N` at least 0.
 
     Raises:
-        BatchError: Shapes do not fit together, or a setting is impossible.
+        BatchError: Shapes do not fit together, or a setting is invalid.
 
     Source:
         See `policy_loss`.
@@ -184,7 +184,7 @@ def importance_weights(
 
     `truncated` gives each token min(rho, cap). `mask` gives 0 to every token of a sequence whose
     geometric-mean rho leaves [1/cap, cap], 1 to the others. `none` gives 1. Do not use them if the
-    engine's log-probabilities are pi_old: the ratio then holds the mismatch already.
+    engine's log-probabilities are pi_old: the ratio then already contains the mismatch.
 
     Shapes:
         Every tensor, and the result: (N,).

@@ -1,6 +1,6 @@
-"""The objectives in NumPy float64, written from the equations; tests compare them.
+"""A reference for the objectives in NumPy float64, written from the equations, for tests.
 
-It has loops and closed-form gradients on purpose, and shares no code with `objectives.py`.
+It uses loops and closed-form gradients on purpose, and shares no code with `objectives.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def policy_loss(
         As `gspo_env.learner.objectives.policy_loss`.
 
     Raises:
-        ConfigError: An option is impossible.
+        ConfigError: An option is invalid.
         BatchError: The ratio level is `turn` without turn ids.
 
     Source:

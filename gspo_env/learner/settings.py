@@ -1,4 +1,4 @@
-"""The settings of the learner; light, so that configs and `--help` stay fast."""
+"""The settings of the learner; imports little, so that configs and `--help` stay fast."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class LearnerConfig:
     minibatches: int = 4
     """Optimiser steps for each rollout batch."""
     microbatch_tokens: int = 16384
-    """Most tokens of one forward and backward pass."""
+    """Maximum tokens of one forward and backward pass."""
     lora_rank: int = 0
     """Rank of a LoRA adapter; 0 trains every weight."""
     checkpointing: bool = False
-    """Keeps only each layer's input for the backward pass and computes the rest again."""
+    """Activation checkpointing: stores only each layer's input and recomputes the rest."""
     precision: Literal["model", "bfloat16"] = "model"
     """The update computes in the dtype of the weights, or in bfloat16 over float32 weights.
     Log-probabilities are float32 at least."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """The 8-bit ones need bitsandbytes."""
+    """The optimiser; the 8-bit ones need bitsandbytes."""
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ConfigError(f"learning_rate is {self.learning_rate!r}; expected a number above 0")
         positive = {"minibatches": 1, "microbatch_tokens": 1}

@@ -1,9 +1,9 @@
 """Attention over ragged token rows: one attention function for the engine and the learner.
 
 Both feed a model one row of tokens (1, T) that belong to many sequences. Only attention depends on
-which tokens belong together, so it gets a `Ragged` that knows. The function is registered with
-`transformers`, so it works for every model that uses the library's attention interface. No T x T
-mask is built.
+which tokens belong together, so it gets this information from a `Ragged`. The function is
+registered with `transformers`, so it works for every model that uses the library's attention
+interface. No T x T mask is built.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ less than the padding."""
 
 
 class Ragged(Protocol):
-    """Knows which tokens of a row attend to which."""
+    """Defines which tokens of a row attend to which."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Attention of a row; queries (T, H, D), keys and values (T, Hkv, D); returns (T, H, D)."""
+        """Attends in a row; queries (T, H, D), keys and values (T, Hkv, D); returns (T, H, D)."""
         ...
 
 
@@ -140,7 +140,7 @@ class PackedAttention:
 
 
 def buckets(sizes: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-    """Indices in order of falling sizes, in buckets that are cheaper to pad than to split again."""
+    """Returns indices by decreasing size, in buckets that are cheaper to pad than to split."""
     order = np.argsort(-sizes, kind="stable")
     cuts = [0]
     for n, place in enumerate(order):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gspo_env.model.attention import PackedAttention
 
 _CHUNK = {"cpu": 2**24, "cuda": 2**27}
-"""Most logits in memory at a time. All logits of a small vocabulary fit, and are computed once."""
+"""Maximum logits in memory at a time. Those of a small vocabulary all fit and are computed once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,8 +148,8 @@ def _logits(
 def linear_head(model: Any) -> nn.Linear | None:
     """Returns the output head if the model's logits are that linear layer and nothing else.
 
-    A model may cap or scale its logits, and an adapter may wrap the head. One forward pass with
-    large logits, which a cap would change, tells.
+    A model may cap or scale its logits, and an adapter may wrap the head. The test is one forward
+    pass with large logits, which a cap would change.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -178,5 +178,5 @@ def _replaced_head(head: nn.Linear, forward: Any) -> Iterator[None]:
 
 
 def without_head(head: nn.Linear) -> AbstractContextManager[None]:
-    """Context in which the model returns the inputs of its head as its logits."""
+    """Returns a context in which the model returns the inputs of its head as its logits."""
     return _replaced_head(head, lambda hidden: hidden)

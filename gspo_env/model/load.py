@@ -1,4 +1,4 @@
-"""Loading and saving models; no folder is half-written or overwritten by accident."""
+"""Loads and saves models, without half-written or accidentally overwritten folders."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_output(path: str, name: str) -> Path:
 
 @contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Gives a new folder that takes the place of `folder` if nothing is raised."""
+    """Yields a new folder that replaces `folder` if nothing is raised."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         part = Path(name) / folder.name
@@ -104,8 +104,8 @@ def add_adapter(model: Any, rank: int, seed: int = 0) -> Any:
 
     Args:
         model: A `transformers` causal LM.
-        rank: Of the adapter.
-        seed: Decides the adapter's first weights.
+        rank: Rank of the adapter.
+        seed: Seed of the adapter's initial weights.
     """
     from peft import LoraConfig, get_peft_model
 

@@ -73,10 +73,10 @@ class Scorer:
 
 
 def _checkpointed_layers(model: Any) -> list[nn.Module]:
-    """The layers that keep only their input for the backward pass.
+    """Returns the layers that store only their input for the backward pass.
 
-    `transformers` decides so by the layer's training mode, which is therefore on; inside the layer
-    it is off, so that dropout is. The hooks run in the forward pass and when it is repeated.
+    `transformers` checkpoints a layer only in training mode, so that mode is on. Hooks turn it off
+    inside the layer, so that dropout is off. They run in the forward pass and its recomputation.
     """
     layers: list[nn.Module] = [
         module

@@ -91,7 +91,7 @@ class TreeAttention(PackedAttention):
 
 
 def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
-    """Row positions that the last token of each run sees."""
+    """Returns the row positions that the last token of each run sees."""
     paths: list[np.ndarray[Any, Any]] = []
     above: list[int] = []
     for n, run in enumerate(runs):

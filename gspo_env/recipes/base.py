@@ -1,4 +1,4 @@
-"""What a recipe is: changes to the neutral config and, if it makes one, a model."""
+"""Base class of recipes: changes to the neutral config and, optionally, a model."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class Recipe:
     """Values by config field, nested as in a TOML file."""
 
     def build(self, env: TextEnvironment, env_id: str, seed: int) -> Any:
-        """Makes a model where the config names none; see `gspo_env.recipes.embedded.build`."""
+        """Makes a model if the config names none; see `gspo_env.recipes.embedded.build`."""
         return None

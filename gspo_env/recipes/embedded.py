@@ -1,7 +1,7 @@
-"""The embedded default: a tiny model made on the spot, warmed up on imperfect demonstrations.
+"""The embedded default: builds a tiny model and warms it up on imperfect demonstrations.
 
-It is small enough to learn in minutes on a laptop and real enough to exercise everything: a Qwen3
-architecture, a ChatML template, and a tokenizer with one token a word (bytes for all other text).
+The model learns in minutes on a laptop and exercises the whole pipeline: it has a Qwen3
+architecture, a ChatML template, and a tokenizer with one token per word (bytes for all other text).
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ _WORDS = r"(?:system|user|tool|assistant)\n| ?</?\w+>| ?\w+| ?[^\s\w]+|\s+"
 
 
 def build_tokenizer(texts: Iterable[str], frames: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """A word tokenizer for the texts; any other text is spelt in bytes.
+    """Builds a word tokenizer for the texts; all other text is encoded as bytes.
 
     Args:
-        texts: What the tokenizer has to know: prompts, observations and actions.
+        texts: Prompts, observations and actions whose words form the vocabulary.
         frames: Strings that become one token each, such as the constant text of a tool call.
     """
     ordered = sorted(set(frames), key=len, reverse=True)
@@ -79,7 +79,7 @@ def build_tokenizer(texts: Iterable[str], frames: Sequence[str] = ()) -> PreTrai
 
 
 def build_model(config: Tiny, vocabulary: int, eos_id: int, seed: int) -> Qwen3ForCausalLM:
-    """A tiny Qwen3 with random weights that the seed decides."""
+    """Builds a tiny Qwen3 with random weights from the seed."""
     shape = Qwen3Config(
         vocab_size=vocabulary,
         hidden_size=config.hidden_size,
@@ -102,9 +102,9 @@ def build_model(config: Tiny, vocabulary: int, eos_id: int, seed: int) -> Qwen3F
 def build(
     env: TextEnvironment, env_id: str, config: Tiny, seed: int
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Episode]]:
-    """The tiny model and tokenizer for an environment, and the demonstrations to imitate.
+    """Builds the tiny model and tokenizer for an environment, and plays the demonstrations.
 
-    An environment without `expert_action` gives none: its tokenizer knows only the words of its
+    An environment without `expert_action` gives none: the vocabulary has only the words of its
     prompts and first observations, and the model starts from random weights.
     """
     tasks = [
@@ -154,9 +154,9 @@ def _silent(now: Situation) -> Move:
 
 
 def _complaints(env: TextEnvironment, task: Task, calls: Sequence[Sequence[str]]) -> set[str]:
-    """The answers to nonsense: met often early on, and long if spelt in bytes."""
+    """Returns the replies to invalid actions, which are frequent early on and long as bytes."""
     actions = [""]
-    for frames in calls:  # one alone, a whole call, where the tool has no parameters
+    for frames in calls:  # a single one, the whole call, if the tool has no parameters
         opening, closing = frames[0], frames[-1]
         actions += [opening, opening + opening + closing, opening + closing, closing]
     task = replace(task, seed=0)
@@ -168,7 +168,7 @@ def _always(action: str) -> Policy:
 
 
 def to_samples(demonstrations: Sequence[Episode], chat: ChatTokenizer) -> list[Sample]:
-    """The token sequences that rollouts with the demonstrated actions have."""
+    """Returns the token sequences that rollouts with the demonstrated actions would have."""
     episodes = [tokenize(episode, chat) for episode in demonstrations]
     return [to_sample(episode, np.zeros(len(episode.turns))) for episode in episodes]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiny(Recipe):
-    """A tiny Qwen3, made on the spot and warmed up on imperfect demonstrations."""
+    """A tiny Qwen3, built for the environment and warmed up on imperfect demonstrations."""
 
     changes: ClassVar[Mapping[str, Any]] = {
         "steps": 70,
@@ -38,7 +38,7 @@ class Tiny(Recipe):
     imitation_learning_rate: float = 3e-3
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         for name in ("hidden_size", "layers", "heads", "demonstrations", "imitation_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 1")

@@ -1,4 +1,4 @@
-"""What a person looks at: learning curves and readable episodes."""
+"""Reports for people: learning curves and readable episodes."""
 
 import lazy_loader
 

@@ -33,7 +33,7 @@ class Score:
     high: float
 
     def __str__(self) -> str:
-        """Three decimals and the interval."""
+        """Formats the score with three decimals and its interval."""
         return f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
@@ -60,11 +60,11 @@ class Row:
     improvement: float
     """Probability that a run has a larger area than a run of the first arm."""
     p_value: float
-    """Of the paired difference in area to the first arm, after Holm's correction."""
+    """P-value of the paired difference in area to the first arm, after Holm's correction."""
 
 
 def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, list[Row]]:
-    """The rows of each problem, one per arm."""
+    """Returns the rows of each problem, one per arm."""
     return {name: _rows(comparison, name, results) for name in comparison.problems}
 
 
@@ -98,7 +98,7 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
 
 
 def _curve(result: Result, metric: str, steps: Sequence[int]) -> FloatArray:
-    """The run's values at these steps; zeros if the run failed."""
+    """Returns the run's values at these steps; zeros if the run failed."""
     if result.error:
         return np.zeros(len(steps))
     return np.interp(steps, *result.curve(metric))
@@ -120,7 +120,7 @@ def _score(values: FloatArray) -> Score:
 
 
 def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
-    """The header and a line for each arm."""
+    """Returns the header and a line for each arm."""
     head = ["arm", "final", "area under the curve", "P(better than first)", "p (Holm)", "failed"]
     if comparison.target:
         head.append(f"median episodes to {comparison.target:g}")
@@ -137,7 +137,7 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
 
 
 def markdown(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
-    """The tables of all problems in Markdown."""
+    """Formats the tables of all problems in Markdown."""
     parts = [_method(comparison), ""]
     for name, rows in summary.items():
         episodes, updates = comparison.budget(name, comparison.arms[0])
@@ -168,7 +168,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Figure:
-    """Learning curves, with a panel per value of the last axis and a colour per other setting."""
+    """Draws learning curves: a panel per value of the last axis, a colour per other setting."""
     from matplotlib.figure import Figure
 
     panels: dict[str, dict[str, Row]] = {}

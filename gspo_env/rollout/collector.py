@@ -1,4 +1,4 @@
-"""Rollout: one asyncio task an episode, many episodes at once, no barrier between turns."""
+"""Rollout: one asyncio task per episode, without a barrier between turns."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Collector:
         """Samples a group of episodes for each task.
 
         Args:
-            tasks: What to play.
-            seed: Decides every draw, with the task's place, the episode's place and the turn.
-            group_size: Episodes a task; the config's by default.
+            tasks: The tasks.
+            seed: Every draw follows from it and from the indices of the task, episode and turn.
+            group_size: Episodes per task; the config's by default.
             temperature: Sampling temperature; the config's by default, 0 is greedy.
 
         Raises:
@@ -94,9 +94,9 @@ class Collector:
         return episode
 
     def _settle(self, groups: list[Group]) -> list[Group]:
-        """Decides whether an environment that does not declare it gives outcomes.
+        """Infers whether the environment gives outcomes, if it does not declare this.
 
-        The first episodes that it finished decide, never an episode that was cut.
+        Only episodes that the environment itself finished count, not those that were cut.
         """
         if self.pool.gives_outcome is not None:
             return groups

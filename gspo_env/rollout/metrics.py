@@ -1,4 +1,4 @@
-"""What episodes were, as records that name their metrics."""
+"""Statistics of episodes and their names as metrics."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class EpisodeStats:
     """Means over episodes."""
 
     mean_return: float
-    """Of the sum of the turns' rewards."""
+    """Mean sum of the turns' rewards."""
     success: float
     turns: float
     reward_parts: Mapping[str, float]
-    """Of each named part of the reward, over the episodes that have the part."""
+    """Mean of each named part of the reward, over the episodes that have the part."""
 
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> EpisodeStats:
@@ -32,7 +32,7 @@ class EpisodeStats:
         )
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Names the metrics."""
+        """Returns the metrics by name."""
         parts = {f"{prefix}/reward/{name}": value for name, value in self.reward_parts.items()}
         return parts | {
             f"{prefix}/return": self.mean_return,
@@ -43,12 +43,12 @@ class EpisodeStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutStats:
-    """What the episodes of one training step were."""
+    """Statistics of the episodes of one training step."""
 
     played: EpisodeStats
-    """Without the episodes whose environment failed."""
+    """Statistics without the episodes whose environment failed."""
     outcome: float
-    """Mean over the same episodes."""
+    """Mean outcome over the same episodes."""
     env_errors: int
     """Episodes whose environment raised."""
     stops: Mapping[StopReason, float]
@@ -72,7 +72,7 @@ class RolloutStats:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Names the metrics."""
+        """Returns the metrics by name."""
         stops = {f"rollout/stop/{reason}": share for reason, share in self.stops.items()}
         return {
             **self.played.metrics("rollout"),
@@ -87,7 +87,7 @@ class RolloutStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """What the held-out tasks gave."""
+    """Results on the held-out tasks."""
 
     sampled: EpisodeStats
     """Played at the training temperature."""
@@ -98,7 +98,7 @@ class Evaluation:
 
     @classmethod
     def of(cls, sampled: Sequence[Group], greedy: Sequence[Group], seconds: float) -> Evaluation:
-        """Summarises the same tasks played twice."""
+        """Summarises the sampled and the greedy episodes of the same tasks."""
         return cls(
             sampled=EpisodeStats.of(_episodes(sampled)),
             greedy=EpisodeStats.of(_episodes(greedy)),
@@ -107,7 +107,7 @@ class Evaluation:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Names the metrics."""
+        """Returns the metrics by name."""
         extra = {"eval/success_greedy": self.greedy.success, "time/eval": self.seconds}
         return self.sampled.metrics("eval") | extra
 

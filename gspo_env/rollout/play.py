@@ -1,4 +1,4 @@
-"""The only loop over turns: an environment and a policy play one episode."""
+"""Plays one episode of an environment with a policy; the only loop over turns."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from gspo_env.types import (
 )
 
 ENDED = (StopReason.TERMINATED, StopReason.TRUNCATED)
-"""How an environment itself ends an episode; every other reason cuts it."""
+"""Reasons for which the environment itself ends an episode; every other reason cuts it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What a policy knows when it has to act."""
+    """What a policy sees when it chooses an action."""
 
     env: TextEnvironment
     prompt: Prompt
     observation: str
     role: Role
-    """Who the observation comes from."""
+    """Source of the observation."""
     turn: int
     """The number of turns before this one."""
 
@@ -53,13 +53,13 @@ class Move:
     logprobs: tuple[float, ...] = ()
     weights_version: int = 0
     seconds: float = 0.0
-    """How long the policy took."""
+    """Time that the policy took."""
     stop: StopReason | None = None
-    """The limit that the action broke: the environment does not see it and the episode ends."""
+    """The limit that the action exceeded: the environment does not see it and the episode ends."""
 
 
 Policy = Callable[[Situation], "str | Move | Awaitable[str | Move]"]
-"""Chooses an action. A text is enough; a person at a keyboard is `lambda now: input(...)`."""
+"""Chooses an action, as text or a `Move`. For a human player: `lambda now: input(...)`."""
 Call = Callable[..., Awaitable[Any]]
 """Calls an environment's method with its arguments, such as `EnvPool.call` in a thread."""
 
@@ -76,15 +76,15 @@ async def play(
 ) -> Episode:
     """Plays one episode.
 
-    An exception of the environment ends the episode with `StopReason.ERROR`; one of the policy is
-    raised.
+    An exception of the environment ends the episode with `StopReason.ERROR`; an exception of the
+    policy propagates.
 
     Args:
         env: The environment.
         task: The seed and the options of `reset`.
         policy: Chooses the actions.
-        max_turns: The episode is cut after so many turns.
-        timeout: The episode is cut after so many seconds; this needs a running event loop.
+        max_turns: Turns after which the episode is cut.
+        timeout: Seconds after which the episode is cut; needs a running event loop.
         call: Calls the environment's methods; directly by default.
         gives_outcome: See `conclude`; by default what the environment declares.
 
@@ -141,9 +141,9 @@ def conclude(
 ) -> tuple[float, bool]:
     """Decides the outcome of an episode, and whether it succeeded.
 
-    The outcome is the `episodic_reward` of the last step. Without one it is `outcome_if_cut` if
-    the environment gives outcomes but the episode was cut (a wrapper such as `TimeLimit` cuts
-    too), else the sum of the turns' rewards. An episode that the rollout cut is no success.
+    The outcome is the `episodic_reward` of the last step. Without one it is `outcome_if_cut` if the
+    environment gives outcomes but the episode was cut (a wrapper such as `TimeLimit` cuts too),
+    else the sum of the turns' rewards. An episode that the rollout cut did not succeed.
 
     Args:
         turns: Every turn.
@@ -164,7 +164,7 @@ def conclude(
 
 
 def refuse_failures(episodes: Sequence[Episode]) -> None:
-    """Stops the run if most environments failed.
+    """Raises an error if most episodes failed in their environment.
 
     Raises:
         RolloutError: More than half of the episodes ended with `StopReason.ERROR`.

@@ -1,4 +1,4 @@
-"""Environments that are reused, and where their calls run."""
+"""A pool of reused environments, which runs their calls on the event loop or in threads."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gspo_env.env.base import TextEnvironment, attribute
 class EnvPool:
     """Environments that are made once and reset for every episode.
 
-    Environments that declare `blocking = False` run on the event loop, where their calls cost
-    nothing; the calls of all others run in threads.
+    Environments that declare `blocking = False` run on the event loop, without overhead; the calls
+    of all others run in threads.
     """
 
     make: Callable[[], TextEnvironment]
     threads: int = 128
     blocking: bool | None = None
-    """What the environments declare, read from the first one."""
+    """The environments' own `blocking`, read from the first one."""
     gives_outcome: bool | None = None
     """Whether finished episodes have an `episodic_reward`; None until it is known."""
     outcome_if_cut: float = 0.0
@@ -31,7 +31,7 @@ class EnvPool:
     _executor: ThreadPoolExecutor | None = None
 
     def acquire(self) -> TextEnvironment:
-        """Returns an environment that nobody else uses."""
+        """Returns an environment that is not in use."""
         if self._idle:
             return self._idle.pop()
         env = self.make()
@@ -44,11 +44,11 @@ class EnvPool:
         return env
 
     def give_back(self, env: TextEnvironment) -> None:
-        """Keeps an environment for the next episode."""
+        """Puts an environment back for the next episode."""
         self._idle.append(env)
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an environment call: on the event loop if it is quick, else in a thread."""
+        """Runs an environment call: on the event loop if it does not block, else in a thread."""
         if self.blocking is False:
             return function(*args, **kwargs)
         if self._executor is None:
@@ -57,7 +57,7 @@ class EnvPool:
         def run() -> Any:
             try:
                 return function(*args, **kwargs)
-            except StopIteration as error:  # no asyncio future can hold it
+            except StopIteration as error:  # asyncio futures do not accept it
                 raise RuntimeError(f"StopIteration: {error}") from error
 
         return await asyncio.get_running_loop().run_in_executor(self._executor, run)
@@ -67,7 +67,7 @@ class EnvPool:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
-        if self.blocking is not False:  # what waits in step may wait in close too
+        if self.blocking is not False:  # an environment that blocks in step may block in close
             with ThreadPoolExecutor(self.threads) as closing:
                 list(closing.map(lambda env: env.close(), self._idle))
             self._idle.clear()

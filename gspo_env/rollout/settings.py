@@ -14,20 +14,20 @@ class RolloutConfig:
     group_size: int = 8
     """Episodes of each task, G."""
     temperature: float = 1.0
-    """Sampling temperature in training; the trainer divides its logits by the same."""
+    """Sampling temperature in training; the trainer divides its logits by it too."""
     max_turns: int = 16
     """Turns after which an episode is cut."""
     max_turn_tokens: int = 512
-    """The most tokens of one action."""
+    """Maximum tokens of one action."""
     max_context: int = 4096
-    """The most tokens of one episode."""
+    """Maximum tokens of one episode."""
     episode_timeout: float = 600.0
-    """The most seconds of one episode, waiting for the engine included."""
+    """Maximum seconds of one episode, including time spent waiting for the engine."""
     concurrency: int = 256
-    """Episodes in flight."""
+    """Maximum number of episodes in flight."""
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

@@ -1,10 +1,10 @@
-"""Messages to tokens: the token-exact transcript.
+"""Converts messages to token ids: the token-exact transcript.
 
-A chat template is rendered once with markers in place of the messages. What stands between the
-markers is glue, and the glue's control tokens become ids directly; everything else is encoded with
-a tokenizer that knows no added token, so no environment text can ever become one. What the policy
-sampled is never decoded and tokenised again: turn k+1 is turn k, the ids sampled in turn k, then
-the ids of the new environment text.
+A chat template is rendered once with markers in place of the messages. The text between the markers
+is glue, whose control tokens become ids directly. All other text is encoded by a tokenizer without
+added tokens, so environment text cannot produce a control token. Sampled ids are never decoded and
+tokenised again: turn k+1 is turn k, the ids sampled in turn k, then the ids of the new environment
+text.
 
     <|im_start|> system / SYSTEM <|im_end|> / <|im_start|> user / OBSERVATION <|im_end|> /
     └── id ────┘ └── one text ──┘└── id ──┘   └── id ────┘ └─── one text ───┘└── id ──┘
@@ -65,7 +65,7 @@ class ChatTokenizer:
         self._decode = lru_cache(_CACHE)(self.decode_all)
         self._prompts: dict[str, list[Part]] = {}
         self._tails = {"user": self._tail("user")}
-        with suppress(ChatTemplateError):  # then an answer of a tool is a message of the user
+        with suppress(ChatTemplateError):  # then a tool's result is a user message
             self._tails["tool"] = self._tail("tool")
         first = self._tails["user"][0]
         self.end_of_turn = first if isinstance(first, int) else None
@@ -78,12 +78,12 @@ class ChatTokenizer:
         return tuple(sorted(i for i in ids if i is not None))
 
     def start(self, observation: str, prompt: Prompt | None = None) -> tuple[int, ...]:
-        """The ids of a whole first prompt.
+        """Returns the ids of the first prompt.
 
         Args:
-            observation: What `reset` returned.
-            prompt: What the policy reads before it; the system prompt lists the tools if the
-                template does not.
+            observation: The observation of `reset`.
+            prompt: What precedes the observation; the system prompt lists the tools if the template
+                does not.
         """
         prompt = prompt or Prompt()
         system, schemas = prompt.system, [tool.schema for tool in prompt.tools]
@@ -99,7 +99,7 @@ class ChatTokenizer:
         return ids
 
     def follow(self, observation: str, last_id: int, role: str = "user") -> tuple[int, ...]:
-        """The ids that come after an action whose last sampled id is `last_id`."""
+        """Returns the ids that follow an action whose last sampled id is `last_id`."""
         parts = self._tails.get(role, self._tails["user"])
         if parts and parts[0] == last_id:
             parts = parts[1:]
@@ -117,7 +117,7 @@ class ChatTokenizer:
         return self._decode(ids)
 
     def decode_all(self, ids: Sequence[int]) -> str:
-        """The text of any ids, control tokens shown."""
+        """Returns the text of any ids, including control tokens."""
         return str(self._backend.decode(list(ids), skip_special_tokens=False))
 
     def _render(self, messages: list[dict[str, str]], tools: Any = None) -> str:
@@ -152,7 +152,7 @@ class ChatTokenizer:
         return self._prompts[key]
 
     def _hide_controls(self, schemas: list[dict[str, Any]]) -> tuple[Any, dict[str, str]]:
-        """Schemas with markers for control tokens: a tool's description is not the template's."""
+        """Replaces control tokens in the schemas by markers: a description is not glue."""
         text = json.dumps(schemas, ensure_ascii=False)
         names = [n for n, (_, token) in self._added.items() if token.special and n in text]
         markers = {f"GSPOENVMARKCONTROL{place}END": name for place, name in enumerate(names)}
@@ -161,7 +161,7 @@ class ChatTokenizer:
         return json.loads(text), markers
 
     def _tail(self, role: str) -> list[Part]:
-        """What follows an action: its end, the next message, the next action's start."""
+        """Returns what follows an action: its end, the next message, the next action's start."""
         messages = [
             {"role": "user", "content": _FIRST},
             {"role": "assistant", "content": _ACTION},
@@ -176,7 +176,7 @@ class ChatTokenizer:
         return self._parts(tail)
 
     def _check_history(self, history: str) -> None:
-        """Detects templates that render an earlier turn otherwise than it was sampled."""
+        """Detects templates that render an earlier turn differently from how it was sampled."""
         if (reason := self._rewrites()) is None:
             return
         if history == "refuse":
@@ -233,13 +233,13 @@ class ChatTokenizer:
         ids = tuple(self._plain.encode(text, add_special_tokens=False).ids)
         if self._tokens.keys().isdisjoint(ids) or len(text) < 2:
             return tuple(i for i in ids if i not in self._tokens)
-        # The vocabulary itself spells a control token: cut the text until none can form.
+        # The vocabulary itself can form a control token: split the text until it cannot.
         middle = len(text) // 2
         return self._encode_plain(text[:middle]) + self._encode_plain(text[middle:])
 
 
 class Transcript:
-    """The token ids of one conversation; they only ever grow."""
+    """The token ids of one conversation, which are only ever appended to."""
 
     def __init__(self, chat: ChatTokenizer, prompt: Prompt) -> None:
         self.chat, self.prompt = chat, prompt
@@ -260,9 +260,9 @@ class Transcript:
 
 
 def tokenize(episode: Episode, chat: ChatTokenizer) -> Episode:
-    """Gives a text-only episode the ids that a rollout of the same actions has.
+    """Adds to a text-only episode the ids that a rollout of the same actions would have.
 
-    The turns keep no `info`: judgements of tokens belong to the tokens that a policy sampled.
+    The turns lose their `info`, because its per-token values refer to sampled tokens.
     """
     end = chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn
     transcript = Transcript(chat, episode.prompt)

@@ -1,7 +1,7 @@
 """The program that isolates itself and then runs untrusted Python; uses the standard library only.
 
 It has three processes. The launcher enters new namespaces and waits. `init` is process 1 of the new
-PID namespace; when it ends, the kernel kills every other process in there. Its child drops all
+PID namespace; when it ends, the kernel kills every other process in it. Its child drops all
 privileges and runs the code. If a step fails, the run stops before the code begins.
 
 The status pipe carries `unshared`, then `running`, then `exit N` or `error WHY`.
@@ -180,7 +180,7 @@ def _guarded(status: int, work: Any) -> NoReturn:
 
 
 def _init(request: dict[str, Any], status: int, alive: int) -> None:
-    """Process 1: build the file system, start the code and wait for it; the rest dies with it."""
+    """Runs process 1: builds the file system, starts the code and waits for it."""
     _die_with_parent()
     if select.select([alive], [], [], 0)[0]:  # the launcher died before the line above
         os._exit(1)
@@ -229,7 +229,7 @@ def _build_root(request: dict[str, Any]) -> None:
 
 
 def _readable(extra: list[str]) -> list[str]:
-    """Resolved paths of the readable folders, none inside another."""
+    """Returns the resolved paths of the readable folders, none inside another."""
     base = os.path.realpath(sys.base_prefix)
     wanted = [f"{base}/lib", f"{base}/{sys.platlibdir}", "/usr/lib", "/usr/lib64", "/lib", "/lib64"]
     found = {os.path.realpath(path) for path in (*wanted, *extra) if os.path.isdir(path)}

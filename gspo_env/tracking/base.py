@@ -1,4 +1,4 @@
-"""The contract of trackers: what they are told of a run and what they record. Imports no library.
+"""The interface of trackers. Imports no tracking library.
 
 A tracker is chosen by its settings, a frozen dataclass with a method `start` (`TrackerChoice`).
 """
@@ -23,7 +23,7 @@ MODEL = "model"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInfo:
-    """What a tracker is told when a run starts."""
+    """What a tracker gets when a run starts."""
 
     name: str
     folder: Path
@@ -74,14 +74,14 @@ class NoTracker:
     """Records nothing."""
 
     def start(self, run: RunInfo) -> Tracker:
-        """Starts none."""
+        """Returns a tracker that does nothing."""
         from gspo_env.tracking.several import Several
 
         return Several({}, run)
 
 
 def flatten(tree: object, *, mappings: bool = True) -> dict[str, Any]:
-    """Gives the leaves of nested mappings and dataclasses by dotted name.
+    """Returns the leaves of nested mappings and dataclasses by dotted name.
 
     Args:
         tree: A mapping or a dataclass.

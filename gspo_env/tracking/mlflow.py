@@ -44,7 +44,7 @@ class MLflow:
     """Records in MLflow."""
 
     experiment: str = "gspo_env"
-    """The experiment that the run belongs to; made where it does not exist."""
+    """The experiment that the run belongs to; created if it does not exist."""
     run_name: str = ""
     """Name of the run; empty is the name of its folder."""
     tracking_uri: str = ""
@@ -60,7 +60,7 @@ class MLflow:
             )
 
     def start(self, run: RunInfo) -> MLflowTracker:
-        """Begins the run and opens the store in the background.
+        """Starts the run and opens the store in the background.
 
         A run that resumes is open when this returns, so that its children find its id.
 
@@ -151,7 +151,7 @@ class MLflowTracker:
 
     @property
     def how_to_look(self) -> str:
-        """The run's page on a tracking server, or the command that shows a local store."""
+        """Returns the run's page on a tracking server, or the command that shows a local store."""
         uri = self._uri
         if not uri:
             return "mlflow ui"
@@ -167,7 +167,7 @@ class MLflowTracker:
         return self._settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
 
     def _answers(self) -> bool:
-        """Waits for the store until it is open or an error is known; False if neither comes."""
+        """Waits until the store is open or has failed; False if neither happens."""
         known = self._ready.wait(_PATIENCE)
         if not known:
             self._fail(f"start: the store {self._uri!r} does not answer")
@@ -207,7 +207,7 @@ def _open_run(settings: MLflow, info: RunInfo) -> _Run:
     from mlflow.tracking import MlflowClient
     from mlflow.tracking.context.registry import resolve_tags
 
-    # Creating the store reports each of its tables' migrations.
+    # Creating the store logs each of its tables' migrations.
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri=settings.tracking_uri or None)
@@ -240,12 +240,12 @@ def _note(folder: Path) -> Path:
 
 
 def _noted(folder: Path) -> str:
-    """The id of the run that was recorded for a folder, empty if there is none."""
+    """Returns the id of the run that was recorded for a folder, empty if there is none."""
     return str(json.loads(_note(folder).read_text())["run_id"]) if _note(folder).exists() else ""
 
 
 def _resume(client: MlflowClient, run_id: str) -> bool:
-    """Sets a run to running again; False where the store does not have it."""
+    """Sets a run to running again; False if the store does not have it."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -285,7 +285,7 @@ def _cut(text: str) -> str:
 
 
 def _key(name: str) -> str:
-    """Makes `name` a key that MLflow takes."""
+    """Makes `name` a key that MLflow accepts."""
     return _KEY_REFUSED.sub("_", name)[:_MAX_KEY]
 
 

@@ -1,4 +1,4 @@
-"""Progress on the terminal: a live line per phase; plain lines where stdout is no terminal."""
+"""Progress on the terminal: a live line per phase; plain lines if stdout is not a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
-        """Write to `stream` (stdout by default); `live` None asks whether it is a terminal."""
+        """Writes to `stream` (stdout by default); `live` is by default whether it is a terminal."""
         stream = sys.stdout if stream is None else stream
         terminal = stream.isatty() if live is None else live
         self._console = Console(file=stream, highlight=False, force_terminal=terminal)
@@ -40,11 +40,11 @@ class Progress:
         )
 
     def __enter__(self) -> Progress:
-        """Return itself; a live line appears with the first update of its phase."""
+        """Returns itself; a live line appears with the first update of its phase."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Take the live lines away, also after an exception, and give the cursor back."""
+        """Removes the live lines, also after an exception, and restores the cursor."""
         self._rich.stop()
 
     def update(
@@ -57,7 +57,7 @@ class Progress:
         tokens_per_second: float | None = None,
         loss: float | None = None,
     ) -> None:
-        """Show where a phase ("warm-up", "train", "evaluate") stands after `step` of `total`."""
+        """Shows the progress of a phase ("warm-up", "train", "evaluate"): `step` of `total`."""
         values = {
             "loss {:.4f}": loss,
             "success {:.1%}": success,
@@ -82,5 +82,5 @@ class Progress:
             self._rich.refresh()
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Prints a line that stays."""
         self._console.print(Text(text), soft_wrap=True)

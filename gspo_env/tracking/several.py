@@ -18,14 +18,14 @@ from gspo_env.tracking.base import RunInfo, Status, Tracker, TrackerChoice, flat
 _log = logging.getLogger(__name__)
 
 NON_FINITE = "tracking/non_finite"
-"""The metric that counts the values of a step that are no finite numbers and were dropped."""
+"""The metric that counts the values of a step that were dropped because they are not finite."""
 
 
 class Several:
     """The started trackers of a run, as a context manager that finishes them.
 
     No method raises an error of a tracker: the first of each is logged at once, the others are
-    counted, and `problems` tells at the end which tracker did not record everything.
+    counted, and `problems` lists at the end the trackers that did not record everything.
 
     Example:
         with start(MLflow(), RunInfo(name="first", folder=Path("runs/first"))) as tracker:
@@ -36,7 +36,7 @@ class Several:
         """Starts each tracker.
 
         Raises:
-            ConfigError: A setting is impossible.
+            ConfigError: A setting is invalid.
             MissingExtraError: A tracker's package is not installed.
         """
         self._trackers: dict[str, Tracker] = {}
@@ -138,17 +138,17 @@ def _number(value: Any) -> float:
 
 
 def start(choice: TrackerChoice, run: RunInfo) -> Several:
-    """Starts what was chosen: one tracker, or each of those that `combine` put together.
+    """Starts the chosen tracker, or each of those that `combine` combined.
 
     Raises:
-        ConfigError: A setting is impossible.
+        ConfigError: A setting is invalid.
         MissingExtraError: A tracker's package is not installed.
     """
     return Several(parts(choice), run)
 
 
 def parts(choice: TrackerChoice) -> dict[str, TrackerChoice]:
-    """The chosen trackers by name."""
+    """Returns the chosen trackers by name."""
     if not hasattr(choice, "_names"):
         return {name_of("tracker", choice): choice}
     values = [getattr(choice, f.name) for f in fields(choice)]  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def combine(names: str) -> type[Any]:
         'gspo_env'
 
     Raises:
-        ConfigError: A name is unknown or there twice.
+        ConfigError: A name is unknown or repeated.
     """
     chosen = [name.strip() for name in names.split(",")]
     keys = [re.sub(r"\W", "_", name.rpartition(":")[2]).lower() for name in chosen]

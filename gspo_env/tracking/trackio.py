@@ -21,7 +21,7 @@ class Trackio:
     """The Space that shows it; empty is `TRACKIO_SPACE_ID`, else local files (`TRACKIO_DIR`)."""
 
     def start(self, run: RunInfo) -> TrackioTracker:
-        """Begins the run; a comparison's runs form a group."""
+        """Starts the run; a comparison's runs form a group."""
         with needs("trackio"):
             import trackio
         resume = "allow" if run.resume else "never"

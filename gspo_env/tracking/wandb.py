@@ -21,7 +21,7 @@ class WandB:
     """`offline` writes to the run's folder only; `wandb sync` uploads it later."""
 
     def start(self, run: RunInfo) -> WandBTracker:
-        """Begins the run; a comparison's runs form a group."""
+        """Starts the run; a comparison's runs form a group."""
         with needs("wandb"):
             import wandb
         who = {**asdict(self), "name": run.name, "group": run.group, "dir": run.folder}
@@ -30,7 +30,7 @@ class WandB:
 
 
 class WandBTracker:
-    """One run. Texts and files lie under its Files, folders under its Artifacts."""
+    """One run. Texts and files are under its Files, folders under its Artifacts."""
 
     def __init__(self, run: Any) -> None:
         self._run, folder = run, shlex.quote(str(Path(run.dir).parent))

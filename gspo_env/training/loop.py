@@ -1,4 +1,4 @@
-"""The training loop: tasks, episodes, credit, update, weights; on one screen."""
+"""The training loop: tasks, episodes, credit, update, weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ History = list[tuple[int, dict[str, float]]]
 
 
 class Reporter(Protocol):
-    """Shows and records what a run does."""
+    """Shows and records the progress of a run."""
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Is called after each update, with every metric of the step."""
@@ -68,7 +68,7 @@ class Loop:
         return self.history
 
     async def _sync(self, version: int) -> float:
-        """Gives the engine the learner's weights; returns the seconds it took."""
+        """Sends the learner's weights to the engine; returns the seconds it took."""
         started = time.perf_counter()
         await self.collector.engine.update_weights(named_weights(self.learner.policy), version)
         return time.perf_counter() - started
@@ -83,7 +83,7 @@ class Loop:
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
     ) -> list[Sample]:
-        """Every episode with a token to train on, with its credit."""
+        """Returns a sample for every episode that has a token to train on."""
         keep_cut = self.config.credit.train_on_truncated
         samples = (
             to_sample(episode, values)
@@ -102,7 +102,7 @@ class Loop:
 
 
 def held_out_tasks(env_id: str, count: int) -> list[Task]:
-    """The evaluation's tasks: the same in every run, never trained on."""
+    """Returns the evaluation's tasks: the same in every run, never trained on."""
     return [Task(env_id=env_id, seed=HELD_OUT + n) for n in range(count)]
 
 

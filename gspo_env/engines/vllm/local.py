@@ -65,8 +65,8 @@ class VLLMEngine:
     Args:
         model: The learner's causal LM, which defines the architecture and the first weights.
         config: vLLM's settings.
-        max_slots: The most sequences at once.
-        max_context: The most tokens of one sequence.
+        max_slots: Maximum number of concurrent sequences.
+        max_context: Maximum tokens of one sequence.
 
     Raises:
         MissingExtraError: vLLM is not installed or cannot be imported.
@@ -132,7 +132,7 @@ class VLLMEngine:
             self._asleep = True
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Copies the learner's weights and forgets every cached key and value.
+        """Copies the learner's weights and clears the prefix cache.
 
         Raises:
             EngineError: Requests are running, or the cache could not be reset.

@@ -111,7 +111,7 @@ def _command(folder: Path) -> list[str]:
 
 
 def free_port(host: str) -> int:
-    """A port of an address of this machine that nothing listens on."""
+    """Returns a free port of an address of this machine."""
     with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
 

@@ -39,13 +39,13 @@ _MAX_FAILURES = 512
 
 
 class VLLMServerEngine:
-    """Samples on vLLM servers.
+    """Samples actions on vLLM servers.
 
     Args:
         model: The learner's causal LM, which defines the architecture and the first weights.
         config: Which servers, and vLLM's settings for those that are started.
-        max_slots: The most requests in flight at once.
-        max_context: The most tokens of one sequence.
+        max_slots: Maximum number of requests in flight.
+        max_context: Maximum tokens of one sequence.
 
     Raises:
         MissingExtraError: Servers are to be started and vLLM is not installed.
@@ -216,7 +216,7 @@ class VLLMServerEngine:
         self._source.set(self._exporter.weights(named_tensors))
 
     def _send_to(self, server: Server) -> str:
-        """Sends the weights to one server; returns what failed, or an empty string."""
+        """Sends the weights to one server; returns an error message, or an empty string."""
         try:
             with httpx.Client(base_url=server.address, timeout=600.0) as client:
                 if self._transfer == "folder":

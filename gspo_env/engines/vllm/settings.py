@@ -1,4 +1,4 @@
-"""The settings of vLLM, in this process and served; importing them imports neither it nor torch."""
+"""Settings of vLLM, in this process or on servers; imports neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from gspo_env.registry import check_literals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMSettings:
-    """What vLLM takes, in this process and served."""
+    """Settings of vLLM, whether it runs in this process or on servers."""
 
     tensor_parallel_size: int = 1
     """GPUs that share the model."""
     gpu_memory_utilization: float = 0.45
-    """Share of a GPU's memory, which the learner has the rest of."""
+    """Fraction of GPU memory for vLLM; the learner uses the rest."""
     kv_cache_gib: float = 1.0
-    """Size of the cache of keys and values on a CPU; a GPU's follows from its memory share."""
+    """Size of the KV cache on a CPU; on a GPU it follows from the memory fraction."""
     dtype: str = "auto"
-    """`auto` is the learner's."""
+    """Dtype of vLLM's weights; `auto` is the learner's."""
     enforce_eager: bool = False
-    """No CUDA graphs and no compilation: a slower engine that starts sooner."""
+    """Disables CUDA graphs and compilation: faster start, slower sampling."""
     quantization: str = ""
-    """Such as `fp8`; empty for none."""
+    """Quantization method, such as `fp8`; empty for none."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Any other argument of vLLM's engine; wins over all of the above."""
+    """Other arguments of vLLM's engine; they override all of the above."""
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         self._check("tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
         self._check("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "a share of 1")
         self._check("kv_cache_gib", self.kv_cache_gib > 0, "a number above 0")
@@ -42,10 +42,10 @@ class VLLMSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLM(VLLMSettings):
-    """vLLM in this process, over a copy of the learner's weights."""
+    """vLLM in this process, with a copy of the learner's weights."""
 
     sleep_during_update: bool = True
-    """Whether a GPU engine gives its memory to the learner during an update."""
+    """Whether the engine frees its GPU memory during an update."""
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
         """Starts vLLM with the weights of a model; see `Transformers.start`."""
@@ -56,24 +56,26 @@ class VLLM(VLLMSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMServer(VLLMSettings):
-    """A fleet of `vllm serve` processes, started here or given."""
+    """vLLM servers, started by the run or already running."""
 
     addresses: tuple[str, ...] = ()
-    """Running servers, such as `http://node1:8000`; none starts `replicas` of our own. They need
-    VLLM_SERVER_DEV_MODE=1, `--enable-scale-out` and `--logprobs-mode processed_logprobs`."""
+    """Addresses of running servers, such as `http://node1:8000`; empty starts `replicas` servers.
+    Running servers need VLLM_SERVER_DEV_MODE=1, `--enable-scale-out` and `--logprobs-mode
+    processed_logprobs`."""
     replicas: int = 1
     """How many servers to start."""
     transfer: Literal["auto", "folder", "gloo", "nccl", "ipc"] = "auto"
-    """How weights get to the servers. Given servers need `--weight-transfer-config
-    '{"backend": "nccl"}'` for all but `folder`, and `ipc` the trainer's own GPU. `auto` is `folder`
-    for a model on a CPU; on a GPU `ipc` for servers of our own and `nccl` for given ones."""
+    """How weights are sent to the servers. For all but `folder`, running servers need
+    `--weight-transfer-config '{"backend": "nccl"}'`; for `ipc` they also need the trainer's GPU.
+    `auto` is `folder` if the model is on a CPU; on a GPU it is `ipc` for servers that the run
+    starts and `nccl` for running ones."""
     shared_folder: str = ""
-    """Where weights are written for servers to read; empty is a temporary folder here."""
+    """Folder through which servers read weights; empty is a temporary folder on this machine."""
     server_start_timeout: float = 600.0
     """Seconds that a server may take to become healthy."""
 
     def __post_init__(self) -> None:
-        """Refuses impossible values."""
+        """Rejects invalid values."""
         VLLMSettings.__post_init__(self)
         check_literals(self)
         self._check("replicas", self.replicas >= 1, "at least 1")

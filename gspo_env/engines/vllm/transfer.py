@@ -44,7 +44,7 @@ from gspo_env.engines.base import NamedTensors
 from gspo_env.engines.vllm.process import free_port
 
 _TIMEOUT = timedelta(minutes=5)
-"""The longest that the trainer and a worker wait for each other."""
+"""Maximum time that the trainer and a worker wait for each other."""
 
 
 def register() -> None:
@@ -108,7 +108,7 @@ def _own_address(server: str) -> tuple[str, int]:
 
 @dataclass(kw_only=True)
 class GlooInfo(WeightTransferInitInfo, TrainerInitInfo):  # type: ignore[misc]
-    """Where the workers connect to the trainer, whose rank is 0; both sides take it."""
+    """Address at which the workers join the trainer (rank 0); used by both sides."""
 
     backend: ClassVar[str] = "gloo"
 
