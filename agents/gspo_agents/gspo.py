@@ -145,9 +145,8 @@ class GSPOAgent:
             task = Task(env_id=self.env_id, seed=task)
         seed = self.config.seed
         with self._collector(keep_engine=True) as collector:
-            (group,) = asyncio.run(
-                collector.collect([task], seed=seed, group_size=1, temperature=temperature)
-            )
+            played = collector.collect([task], seed=seed, group_size=1, temperature=temperature)
+            (group,) = asyncio.run(played)
         return group.episodes[0]
 
     def act(self, observation: str, *, prompt: Prompt | None = None, role: Role = "user") -> str:
@@ -166,10 +165,8 @@ class GSPOAgent:
         if self._talk is None:
             raise ConfigError("act has no conversation; expected a prompt with the first call")
         self._talk.read(observation, role)
-        limits = self.config.rollout
-        sampling = Sampling(
-            max_tokens=limits.max_turn_tokens, temperature=0.0, stop_ids=self.chat.stop_ids
-        )
+        most = self.config.rollout.max_turn_tokens
+        sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=self.chat.stop_ids)
         completion = asyncio.run(self._new_engine().generate(self._talk.ids, sampling))
         self._talk.write(completion.token_ids)
         return self.chat.decode(completion.token_ids)

@@ -20,7 +20,6 @@ from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.importing import load_function
 from gspo_envs.rows import Message
 
-_TRAINER = ("trainer_state", "log_extra", "log_metric")
 _IDLE = 0.005
 """Seconds without a further request after which a reward model begins its batch."""
 
@@ -140,7 +139,7 @@ def _trl(function: Callable[..., Any]) -> Callable[[Attempt], Any]:
     def call(attempt: Attempt) -> Any:
         messages = list(attempt.completion)
         given: dict[str, Any] = {key: [value] for key, value in attempt.row.items()}
-        given |= dict.fromkeys(_TRAINER, _nothing) | {"trainer_state": None}
+        given |= {"trainer_state": None, "log_extra": _nothing, "log_metric": _nothing}
         prompt = attempt.prompt[-1]["content"] if attempt.plain else list(attempt.prompt)
         given |= {
             "prompts": [attempt.row.get("prompt", prompt)],

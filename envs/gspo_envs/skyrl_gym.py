@@ -48,15 +48,14 @@ class SkyRLEnv(RowEnv):
         """Find the environment and open the dataset."""
         super().__init__(max_turns)
         package = load("skyrl_gym", "SkyRL-Gym", "skyrl-gym")
-        if ":" not in task:
-            check_name("SkyRL-Gym", task, package.registry)
         self.task = task
-        self._make: Callable[..., Any] = (
-            load_function(task, "task") if ":" in task else partial(package.make, task)
-        )
-        self._config = load("omegaconf", "SkyRL-Gym", "skyrl-gym").OmegaConf.create(
-            dict(config or {})
-        )
+        if ":" in task:
+            self._make: Callable[..., Any] = load_function(task, "task")
+        else:
+            check_name("SkyRL-Gym", task, package.registry)
+            self._make = partial(package.make, task)
+        omegaconf = load("omegaconf", "SkyRL-Gym", "skyrl-gym")
+        self._config = omegaconf.OmegaConf.create(dict(config or {}))
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self._game: Any = None
 

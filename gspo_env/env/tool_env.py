@@ -87,9 +87,8 @@ class ToolEnv(TextEnv):
 
     def _answer_calls(self, calls: list[ToolCall | ToolCallError]) -> list[_Answer]:
         if len(calls) > self.max_calls_per_turn:
-            allowed = self.max_calls_per_turn
-            message = f"{len(calls)} tool calls in one turn, at most {allowed} may be made."
-            return [self._error(message)]
+            most = f"at most {self.max_calls_per_turn} may be made"
+            return [self._error(f"{len(calls)} tool calls in one turn, {most}.")]
         return [self._answer_call(call) for call in calls]
 
     def _answer_call(self, call: ToolCall | ToolCallError) -> _Answer:

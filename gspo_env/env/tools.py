@@ -51,12 +51,8 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The OpenAI function form."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.parameters,
-        }
-        return {"type": "function", "function": function}
+        told = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**told, "parameters": self.parameters}}
 
     def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Give the keyword arguments for a call.
