@@ -14,7 +14,7 @@ HELD_OUT = 10**9
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 64-bit seed that depends on every part."""
+    """Returns a 64-bit seed that depends on every part."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

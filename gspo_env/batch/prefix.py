@@ -124,7 +124,7 @@ def _split(order: Order, low: int, high: int) -> list[tuple[int, int]]:
 def split_minibatches(
     sequences: Sequence[IntArray], count: int, generator: np.random.Generator
 ) -> list[list[int]]:
-    """Random partition into minibatches that keeps sequences with a common prefix together.
+    """Partitions into random minibatches that keep sequences with a common prefix together.
 
     The units are the largest parts of the tree that fit a minibatch. In random order and from a
     random offset they fill a cycle of `len(sequences)` slots, which is cut into `count` equal

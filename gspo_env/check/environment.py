@@ -169,7 +169,7 @@ class _Check:
             twin.close()
 
     def reset_at_any_time(self, seed: int) -> None:
-        """Reset in the middle of an episode and after `close`."""
+        """Resets in the middle of an episode and after `close`."""
         first = self.episode(seed)
         self.finish(self.running(self.env, seed + 1, "leave"))
         self.same(first, self.episode(seed), "after a reset in mid-episode")
@@ -200,7 +200,7 @@ class _Check:
         return play(env, task, act, max_turns=self.max_turns if action is None else 1)
 
     def finish(self, running: Running, beside: Running | None = None) -> Episode:
-        """Play an episode to its end, turn by turn with another one."""
+        """Plays an episode to its end, turn by turn with another one."""
         while True:
             try:
                 running.send(None)
@@ -227,7 +227,7 @@ class _Check:
             self.fail(f"the key {key!r} of info belongs to {belongs}(), {method}() has it.")
 
     def text(self, observation: str, prompt: Prompt | None) -> None:
-        """Check that a text fits its space and can be tokenised without a control token."""
+        """Checks that a text fits its space and can be tokenised without a control token."""
         if not self.env.observation_space.contains(observation):
             space = self.env.observation_space
             self.fail(f"an observation of {len(observation)} characters is outside {space}.")
@@ -268,7 +268,7 @@ class _Check:
 
 @types.coroutine
 def _pause() -> Iterator[None]:
-    """Suspend an episode, so that another one can take a turn."""
+    """Suspends an episode, so that another one can take a turn."""
     yield
 
 

@@ -54,7 +54,7 @@ def success_interval(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Estimates, without bias, P(at least one of k samples succeeds) from c of n successes.
+    """Estimates without bias that at least one of k samples succeeds, given c of n successes.
 
     Raises:
         ConfigError: `0 <= c <= n` or `1 <= k <= n` does not hold.
@@ -67,7 +67,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """Estimates, without bias, P(all of k samples succeed) from c of n successes.
+    """Estimates without bias that all of k samples succeed, given c of n successes.
 
     Raises:
         ConfigError: `0 <= c <= n` or `1 <= k <= n` does not hold.

@@ -61,7 +61,7 @@ class KVCache:
         return logits
 
     def layer(self, index: int, key: Tensor) -> Tensor:
-        """A layer's keys and values, allocated at its first use."""
+        """Returns a layer's keys and values, allocated at its first use."""
         if index not in self._layers:
             shape = (2, self._slots, key.shape[1], self._capacity, key.shape[2])
             self._layers[index] = key.new_zeros(shape)

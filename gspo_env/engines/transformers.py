@@ -272,7 +272,7 @@ def sample(
 
 
 def _common(held: list[int], prompt: list[int]) -> int:
-    """The number of leading ids that two sequences share."""
+    """Returns the number of leading ids that two sequences share."""
     if prompt[: len(held)] == held:
         return len(held)
     pairs = enumerate(zip(held, prompt, strict=False))

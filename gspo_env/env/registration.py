@@ -124,7 +124,7 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
 
 
 def load_agent(name: str) -> Any:
-    """Give the class of a built-in agent: `gspo` or `scripted`."""
+    """Returns the class of a built-in agent: `gspo` or `scripted`."""
     from transformers.utils.logging import disable_progress_bar
 
     # its progress bars for loading and saving would break up ours
@@ -134,7 +134,7 @@ def load_agent(name: str) -> Any:
 
 
 def describe_envs() -> list[EnvDescription]:
-    """Describe the environments of this package, of its plugins and of resolved files."""
+    """Describes the environments of this package, of its plugins and of resolved files."""
     return [_describe(env_id) for env_id in sorted(_OURS) if env_id in registry]
 
 

@@ -28,7 +28,7 @@ class UnicodeText(Text):
     def __init__(
         self, max_length: int, min_length: int = 0, *, seed: int | np.random.Generator | None = None
     ) -> None:
-        """Set the bounds."""
+        """Sets the bounds."""
         super().__init__(max_length, min_length=min_length, charset=_SAMPLE_CHARACTERS, seed=seed)
 
     def sample(
@@ -59,5 +59,5 @@ class UnicodeText(Text):
         return hash((UnicodeText, self.min_length, self.max_length))
 
     def __repr__(self) -> str:
-        """Show the bounds."""
+        """Shows the bounds."""
         return f"UnicodeText({self.max_length}, min_length={self.min_length})"

@@ -193,12 +193,12 @@ class Learner:
         return replace(microbatch, trainer_logprobs_N=trainer_N, reference_logprobs_N=reference_N)
 
     def logprobs(self, row: PackedBatch) -> Tensor:
-        """Log-probabilities of the model tokens without gradient, (N,)."""
+        """Computes the log-probabilities of the model tokens without gradient, (N,)."""
         with torch.no_grad():
             return self.scorer(row)[0].logprobs_N
 
     def reference_logprobs(self, row: PackedBatch) -> Tensor:
-        """Log-probabilities of the model tokens by the model as it was given, (N,)."""
+        """Computes the log-probabilities of the model tokens by the initial model, (N,)."""
         if self._reference is None:
             with self.policy.disable_adapter():
                 return self.logprobs(row)
@@ -334,6 +334,6 @@ def _adapted(model: Any) -> bool:
 
 
 def _adapter_is_zero(model: Any) -> bool:
-    """Whether a model equals its base: it has no adapter, or the adapter adds nothing yet."""
+    """Returns whether a model equals its base: no adapter, or one that adds nothing yet."""
     up = [p for name, p in model.named_parameters() if "lora_B" in name]
     return not _adapted(model) or (bool(up) and not any(bool(p.any()) for p in up))

@@ -88,7 +88,7 @@ class UpdateStats:
         return _weighted([(value(b), n) for b, n in rows if b is not None])
 
     def _mismatch(self) -> dict[str, float | None]:
-        """How far the engine's log-probabilities are from the trainer's, before the update."""
+        """Measures the engine's log-probabilities against the trainer's, before the update."""
         known = [(p.row, p.mismatch_N) for p in self.passes if p.mismatch_N is not None]
         if not known:
             return {}
@@ -106,13 +106,13 @@ class UpdateStats:
 
 
 def _weighted(values: list[tuple[Tensor, int]]) -> float | None:
-    """The weighted mean; None without values."""
+    """Returns the weighted mean; None without values."""
     total = sum(float(value) * weight for value, weight in values)
     return total / sum(weight for _, weight in values) if values else None
 
 
 def _outside(row: PackedBatch, mismatch_N: Tensor, low: float, high: float) -> Tensor:
-    """The share of sequences whose mismatch alone takes their ratio outside the clip."""
+    """Returns the share of sequences whose mismatch alone takes their ratio outside the clip."""
     count = len(row.lengths_B)
     sum_B = mismatch_N.new_zeros(count).index_add_(0, row.sequence_N, mismatch_N)
     lengths_B = torch.bincount(row.sequence_N, minlength=count).clamp(min=1)

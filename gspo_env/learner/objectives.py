@@ -46,7 +46,7 @@ def policy_loss(
     importance_weights: Tensor | None = None,
     **options: Unpack[ClipOptions],
 ) -> ObjectiveOutput:
-    """The clipped policy loss of padded sequences.
+    """Computes the clipped policy loss of padded sequences.
 
     The options, their defaults and what they mean are the fields of
     `gspo_env.learner.loss.ClipSettings`: `ratio_level`, `ratio_mean`, `clip_low`, `clip_high`,
@@ -112,7 +112,7 @@ def packed_policy_loss(
     normaliser: float | None = None,
     **options: Unpack[ClipOptions],
 ) -> ObjectiveOutput:
-    """The clipped policy loss of the model tokens alone; training runs this one.
+    """Computes the clipped policy loss of the model tokens alone; training uses this one.
 
     The arguments are those of `policy_loss`. `normaliser` is the denominator of the aggregation:
     the number of non-empty sequences, or of model tokens for `token_mean`. Microbatches that pass
@@ -216,7 +216,7 @@ def importance_weights(
 def _segments(
     sequence_ids_N: Tensor, num_sequences: int, ratio_level: RatioLevel, turn_ids_N: Tensor | None
 ) -> tuple[Tensor, int]:
-    """The segment of each token, whose tokens share one ratio, and the number of segments."""
+    """Returns the segment (tokens with one common ratio) of each token, and their number."""
     if ratio_level == "token":
         return torch.arange(len(sequence_ids_N), device=sequence_ids_N.device), len(sequence_ids_N)
     if ratio_level == "sequence":
@@ -231,7 +231,7 @@ def _segments(
 def _log_ratios(
     log_ratio_N: Tensor, segments_N: Tensor, count: int, power: float
 ) -> tuple[Tensor, Tensor]:
-    """Logarithms of s, the power mean of a segment's token ratios w, and of each token's carrier.
+    """Computes log s, with s the power mean of a segment's token ratios w, and log carriers.
 
     s = mean(w^p)^(1/p), and the carrier is s^(1-p) w^p: s itself for the geometric mean, p = 0.
     """
@@ -249,7 +249,7 @@ def _log_ratios(
 
 
 def _segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
-    """The mean of each segment, for each of its tokens."""
+    """Returns the mean of each segment, for each of its tokens."""
     sums_S = values_N.new_zeros(count).index_add(0, segments_N, values_N)
     sizes_S = torch.bincount(segments_N, minlength=count).clamp(min=1)
     return (sums_S / sizes_S)[segments_N]
@@ -258,7 +258,7 @@ def _segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
 def _clipped_objective(
     ratio_N: Tensor, carrier_N: Tensor, adv_N: Tensor, settings: ClipSettings
 ) -> tuple[Tensor, Tensor]:
-    """min(s A, clip(s) A) with the gradient of the carrier, and whether the clip blocks it."""
+    """Computes min(s A, clip(s) A) with the carrier's gradient, and whether the clip blocks it."""
     low, high, dual_clip = 1 - settings.clip_low, 1 + settings.clip_high, settings.dual_clip
     clipped_N = ((adv_N > 0) & (ratio_N > high)) | ((adv_N < 0) & (ratio_N < low))
     objective_N = torch.where(clipped_N, ratio_N.clamp(low, high), carrier_N) * adv_N
@@ -270,7 +270,7 @@ def _clipped_objective(
 
 
 def _k3(lp_N: Tensor, reference_N: Tensor) -> Tensor:
-    """k3 = r - 1 - log r with r = pi_ref / pi; exactly zero if the two agree."""
+    """Computes k3 = r - 1 - log r with r = pi_ref / pi; exactly zero if the two agree."""
     log_r_N = (reference_N.detach().to(lp_N.dtype) - lp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(log_r_N) - log_r_N
 
@@ -282,7 +282,7 @@ def _aggregate(
     settings: ClipSettings,
     normaliser: float | None,
 ) -> Tensor:
-    """One number from the objective of every token."""
+    """Reduces the objectives of all tokens to one number."""
     if normaliser is not None and not normaliser > 0:
         raise BatchError(f"normaliser is {normaliser!r}; expected a number above 0")
     if settings.aggregation == "token_mean":

@@ -96,7 +96,7 @@ def policy_loss(
 def truncated_importance_weights(
     old_trainer_logprobs: ArrayLike, engine_logprobs: ArrayLike, *, cap: float = 2.0
 ) -> FloatArray:
-    """min(rho, cap) with rho = pi_old(trainer) / pi_rollout(engine), any shape.
+    """Computes min(rho, cap) with rho = pi_old(trainer) / pi_rollout(engine), any shape.
 
     Source:
         arXiv 1802.01561, eq. 1 (rho-bar).
@@ -111,7 +111,7 @@ def _or(values: ArrayLike | None, default: FloatArray) -> FloatArray:
 
 
 def _bound(s: float, a: float, settings: ClipSettings) -> float | None:
-    """The bound that replaces s in min(s a, clip(s) a), or None if s itself stays."""
+    """Returns the bound that replaces s in min(s a, clip(s) a), or None if s itself stays."""
     if settings.dual_clip and a < 0 and s > settings.dual_clip:
         return settings.dual_clip
     bounded = min(max(s, 1 - settings.clip_low), 1 + settings.clip_high)
@@ -121,7 +121,7 @@ def _bound(s: float, a: float, settings: ClipSettings) -> float | None:
 def _ratio(
     log_ratio: FloatArray, keep: BoolArray, turns: IntArray | None, settings: ClipSettings
 ) -> FloatArray:
-    """Power mean of the token ratios that a token belongs to; eq. 7 for power 0."""
+    """Computes the power mean of the token ratios of each token's segment; eq. 7 for power 0."""
     level, power = settings.ratio_level, settings.ratio_mean
     if level == "turn" and turns is None:
         raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")

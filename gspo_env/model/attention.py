@@ -82,7 +82,7 @@ def use_ragged_attention(model: Any) -> None:
 def sdpa(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """`scaled_dot_product_attention` with grouped queries; (B, H, L, D) each."""
+    """Runs `scaled_dot_product_attention` with grouped queries; (B, H, L, D) each."""
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped

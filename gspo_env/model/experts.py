@@ -21,7 +21,7 @@ class RouterBalance:
 
 
 def router_coefficient(model: Any) -> float:
-    """The weight of the router's auxiliary loss; 0 for a dense model."""
+    """Returns the weight of the router's auxiliary loss; 0 for a dense model."""
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if experts else 0.0

@@ -156,12 +156,12 @@ class _Tree(torch.autograd.Function):
 
 
 def _heads(rows: Tensor) -> Tensor:
-    """(L, H, D) to (1, H, L, D)."""
+    """Converts (L, H, D) to (1, H, L, D)."""
     return rows.transpose(0, 1)[None]
 
 
 def _tokens(heads: Tensor) -> Tensor:
-    """(1, H, L, D) to (L, H, D)."""
+    """Converts (1, H, L, D) to (L, H, D)."""
     return heads[0].transpose(0, 1)
 
 

@@ -38,7 +38,7 @@ _SERIES: dict[str, dict[str, Any]] = {
 
 
 def learning_curve(history: History, title: str) -> Figure:
-    """Draw the success rates over training steps, 1200 by 675 pixels.
+    """Draws the success rates over training steps, 1200 by 675 pixels.
 
     It does not use pyplot, so it needs no display, has no global state and works in any thread.
     """
@@ -56,7 +56,7 @@ def learning_curve(history: History, title: str) -> Figure:
 
 
 def _draw(axes: Axes, history: History, metric: str, label: str, **style: Any) -> bool:
-    """Draw the finite values of a metric; False if there are none."""
+    """Draws the finite values of a metric; False if there are none."""
     points = [
         (step, metrics[metric])
         for step, metrics in sorted(history, key=lambda entry: entry[0])
@@ -72,7 +72,7 @@ def _draw(axes: Axes, history: History, metric: str, label: str, **style: Any) -
 
 
 def _style(axes: Axes, title: str) -> None:
-    """Set the title, labels and scales."""
+    """Sets the title, labels and scales."""
     from matplotlib.ticker import PercentFormatter
 
     frame(axes, size=13)
@@ -84,7 +84,7 @@ def _style(axes: Axes, title: str) -> None:
 
 
 def frame(axes: Axes, size: int) -> None:
-    """Set up the axis of training steps, draw horizontal grid lines and remove the box."""
+    """Sets up the axis of training steps, draws horizontal grid lines and removes the box."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("training step", fontsize=size, color=INK)

@@ -10,7 +10,7 @@ _WIDTH = 80
 
 
 def render_episode(episode: Episode) -> str:
-    """Render the task, every turn and how the episode ended."""
+    """Renders the task, every turn and how the episode ended."""
     prompt = episode.prompt
     told = [] if prompt.system is None else [("system prompt", prompt.system)]
     told += [(f"earlier {message.role} message", message.content) for message in prompt.messages]
@@ -47,7 +47,7 @@ def _footer(episode: Episode) -> str:
 
 
 def _block(title: str, text: str) -> str:
-    """Indent every line, empty ones too, so that text cannot pass for a heading of this report."""
+    """Indents every line, empty ones too, so that text cannot pass for a heading of this report."""
     return f"{title}:\n" + indent(text or "(nothing)", "  | ", lambda _line: True)
 
 

@@ -106,11 +106,11 @@ class ChatTokenizer:
         return self._fill(parts, {_NEXT: observation})
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of plain text; no control token is among them."""
+        """Returns the ids of plain text; no control token is among them."""
         return self._encode(text)
 
     def decode(self, action_ids: Sequence[int]) -> str:
-        """The text of an action, without the id that ended it."""
+        """Returns the text of an action, without the id that ended it."""
         ids = tuple(action_ids)
         if ids and ids[-1] in self.stop_ids:
             ids = ids[:-1]

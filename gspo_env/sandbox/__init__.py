@@ -92,7 +92,7 @@ class Sandbox:
     """Run without isolation if this machine has none: with limits, but without protection."""
 
     def __post_init__(self) -> None:
-        """Validate.
+        """Validates the limits.
 
         Raises:
             ConfigError: A limit is not positive, or a folder does not exist.
@@ -107,7 +107,7 @@ class Sandbox:
                 raise ConfigError(f"Sandbox: readable folder {folder!r} does not exist.")
 
     def check(self) -> bool:
-        """Whether this machine can isolate code; tested once per process.
+        """Tests once per process whether this machine can isolate code.
 
         Raises:
             SandboxUnavailableError: It cannot, and `allow_unsafe` is not set.
@@ -118,7 +118,7 @@ class Sandbox:
         return missing is None
 
     def run(self, code: str, *, stdin: str = "", echo: bool = False) -> SandboxResult:
-        """Run Python code in a new process.
+        """Runs Python code in a new process.
 
         Args:
             code: The source.
@@ -133,7 +133,7 @@ class Sandbox:
 
 @functools.cache
 def find_missing() -> str | None:
-    """Name what this machine lacks to isolate code; None if a trial run was isolated."""
+    """Names what this machine lacks to isolate code; None if a trial run was isolated."""
     if sys.platform != "linux":
         return f"Linux namespaces (this is {sys.platform})"
     probe = Sandbox(seconds=20.0, cpu_seconds=20)
@@ -183,7 +183,7 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
 
 
 def _launch(stack: contextlib.ExitStack, isolated: bool, folder: str | None) -> tuple[Any, int]:
-    """Start the process that isolates itself; returns it and the status pipe."""
+    """Starts the process that isolates itself; returns it and the status pipe."""
     home = folder or "/sandbox"
     # With a fixed hash seed a program prints its sets in the same order each time.
     environment = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
@@ -213,7 +213,7 @@ def _launch(stack: contextlib.ExitStack, isolated: bool, folder: str | None) -> 
 
 
 def _stop(process: Any, isolated: bool) -> None:
-    """Stop the run; the launcher of an isolated run ends after all processes inside."""
+    """Stops the run; the launcher of an isolated run ends after all processes inside."""
     if isolated:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -224,7 +224,7 @@ def _stop(process: Any, isolated: bool) -> None:
 
 
 def _expect(status: int, expected: str) -> None:
-    """Wait for a line on the status pipe."""
+    """Waits for a line on the status pipe."""
     line, deadline = b"", time.monotonic() + _SETUP_SECONDS
     with selectors.DefaultSelector() as selector:
         selector.register(status, selectors.EVENT_READ)
@@ -242,7 +242,7 @@ def _expect(status: int, expected: str) -> None:
 
 
 def _map_ids(pid: int) -> bool:
-    """Map the user and group inside to ids outside; True if those belong to no other user.
+    """Maps the user and group inside to ids outside; True if those belong to no other user.
 
     Root is mapped to an unused id, because the kernel does not limit the processes of root.
     """
@@ -279,7 +279,7 @@ def _limits(box: Sandbox, isolated: bool, *, unused_id: bool) -> dict[str, Any]:
 
 
 def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> SandboxResult:
-    """Read the output until the code has ended or exceeds a limit."""
+    """Reads the output until the code has ended or exceeds a limit."""
     started, limit = time.monotonic(), box.output_kib << 10
     received = {process.stdout: bytearray(), process.stderr: bytearray(), status: bytearray()}
     stopped: Stop | None = None

@@ -99,7 +99,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def deny(denied: dict[str, tuple[int, int]]) -> None:
-    """Make system calls fail with EPERM in this process and its descendants, irrevocably."""
+    """Makes system calls fail with EPERM in this process and its descendants, irrevocably."""
     machine = os.uname().machine
     if machine not in _ARCHITECTURES or sys.maxsize < 2**32:
         known = " and ".join(_ARCHITECTURES)
@@ -125,7 +125,7 @@ def deny(denied: dict[str, tuple[int, int]]) -> None:
 
 
 def main() -> NoReturn:
-    """Set up the run that standard input describes, and exit when the code has ended."""
+    """Sets up the run that standard input describes, and exits when the code has ended."""
     status = int(sys.argv[1])
     _guarded(status, lambda: _launch(status))
 
@@ -170,7 +170,7 @@ def _supervise(request: dict[str, Any], status: int) -> NoReturn:
 
 
 def _guarded(status: int, work: Any) -> NoReturn:
-    """Run a process's work, report an OSError on the status pipe, and exit."""
+    """Runs a process's work, reports an OSError on the status pipe, and exits."""
     try:
         work()
     except OSError as error:
@@ -197,7 +197,7 @@ def _init(request: dict[str, Any], status: int, alive: int) -> None:
 
 
 def _build_root(request: dict[str, Any]) -> None:
-    """Make a root file system that holds, of the host's files, only read-only libraries."""
+    """Makes a root file system that holds, of the host's files, only read-only libraries."""
     folders = _readable(request["readable"])
     links = {name: os.readlink(name) for name in ("/lib", "/lib64") if os.path.islink(name)}
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)

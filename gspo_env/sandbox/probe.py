@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 def possible(action: Callable[[], object]) -> bool:
-    """Whether an action succeeds."""
+    """Returns whether an action succeeds."""
     try:
         action()
     except (OSError, MemoryError):
@@ -19,13 +19,13 @@ def possible(action: Callable[[], object]) -> bool:
 
 
 def second_process() -> None:
-    """Fork; the child ends at once."""
+    """Forks; the child exits at once."""
     if os.fork() == 0:
         os._exit(0)
 
 
 def read_only(path: str) -> bool:
-    """Whether the file system of a path is mounted read-only."""
+    """Returns whether the file system of a path is mounted read-only."""
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 

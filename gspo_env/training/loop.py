@@ -24,11 +24,11 @@ class Reporter(Protocol):
     """Shows and records the progress of a run."""
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
-        """Is called after each update, with every metric of the step."""
+        """Reports an update, with every metric of the step."""
         ...
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Is called after each evaluation."""
+        """Reports an evaluation."""
         ...
 
 

@@ -27,7 +27,7 @@ from gspo_env.model.export import Exporter, named_weights
 def engine_arguments(
     config: VLLMSettings, dtype: torch.dtype, max_slots: int, max_context: int
 ) -> dict[str, Any]:
-    """The arguments of vLLM's engine, for an engine in this process and for a server."""
+    """Returns the arguments of vLLM's engine, for an engine in this process and for a server."""
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch.") if config.dtype == "auto" else config.dtype,
         "max_model_len": max_context,
@@ -239,7 +239,7 @@ class VLLMEngine:
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """The sampling parameters of vLLM, for an engine in this process and for a server."""
+    """Returns the sampling parameters of vLLM, for an engine in this process and for a server."""
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,

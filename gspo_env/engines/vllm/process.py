@@ -101,7 +101,7 @@ def wait(servers: Sequence[Server], timeout: float) -> None:
 
 
 def _command(folder: Path) -> list[str]:
-    """The command that serves a folder: `vllm serve`, or its module if that cannot run."""
+    """Returns the command that serves a folder: `vllm serve`, or its module if that cannot run."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -117,7 +117,7 @@ def free_port(host: str) -> int:
 
 
 def healthy(address: str) -> bool:
-    """Whether a server answers its health check."""
+    """Returns whether a server answers its health check."""
     try:
         return bool(httpx.get(f"{address}/health", timeout=5.0).status_code == 200)
     except httpx.TransportError:

@@ -65,7 +65,7 @@ class Weights(WeightSource):  # type: ignore[misc]
         self._pairs = list(pairs)
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and shape of each pair, in the order of iteration."""
+        """Returns name, dtype and shape of each pair, in the order of iteration."""
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -98,7 +98,7 @@ def open_channel(backend: str, address: str, workers: int, source: Weights) -> A
 
 
 def _own_address(server: str) -> tuple[str, int]:
-    """An address of this machine that the server can reach, and a free port."""
+    """Returns an address of this machine that the server can reach, and a free port."""
     url = urlsplit(server)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((url.hostname, url.port or 80))
