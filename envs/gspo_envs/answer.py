@@ -1,4 +1,4 @@
-"""Environments that draw a task from the seed, which an episode solves or not."""
+"""Base classes of environments that draw a task from the seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gspo_env.errors import ConfigError
 
 
 class TaskEnv(ToolEnv):
-    """Each episode has an outcome from 0 to 1, and 1 is a success; `on_final` sets it."""
+    """Base of environments whose outcome, from 0 to 1, is set by `on_final`; 1 is a success."""
 
     blocking: bool | None = False
     gives_outcome = True
@@ -19,15 +19,15 @@ class TaskEnv(ToolEnv):
 
     @abstractmethod
     def draw(self, options: dict[str, Any]) -> str:
-        """Draw a task and give the first observation."""
+        """Draws a task and returns the first observation."""
 
     @property
     @abstractmethod
     def _state_key(self) -> str:
-        """What of the state decides the rest of the episode."""
+        """Returns the part of the state that determines the rest of the episode."""
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Draw a new task.
+        """Draws a new task.
 
         Raises:
             ConfigError: The options ask for a task that does not exist.
@@ -37,7 +37,7 @@ class TaskEnv(ToolEnv):
         return self.draw(options or {}), {"state_key": self._state_key}
 
     def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
-        """Give the state, and at the end the outcome."""
+        """Returns the state key and, at the end, the outcome."""
         info: dict[str, Any] = {"state_key": self._state_key}
         if terminated or truncated:
             info["success"] = self.outcome == 1.0
@@ -47,56 +47,56 @@ class TaskEnv(ToolEnv):
 
 
 class AnswerEnv(TaskEnv):
-    """A right answer gives 1.0 and ends the episode with success; a wrong one just ends it."""
+    """A right answer earns 1.0 and ends the episode with success; a wrong one only ends it."""
 
     early_answer: float = 0.0
-    """Probability that the noisy demonstrator answers before it knows."""
+    """Probability that the noisy demonstrator answers too early."""
     _early: bool | None = None
 
     @abstractmethod
     def is_right(self, text: str) -> bool:
-        """Judge an action without a call."""
+        """Judges an action without a call."""
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Draw a new task."""
+        """Draws a new task."""
         self._early = None
         return super().reset(seed=seed, options=options)
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
-        """End with the answer."""
+        """Ends the episode with the answer."""
         self.outcome = float(self.is_right(text))
         return "correct" if self.outcome else "wrong", self.outcome, True
 
     def _is_early(self, noise: float) -> bool:
-        """Whether the noisy demonstrator answers early, drawn once an episode."""
+        """Returns whether the noisy demonstrator answers early, drawn once per episode."""
         if noise > 0.0 and self._early is None:
             self._early = bool(self.np_random.random() < self.early_answer)
         return noise > 0.0 and self._early is True
 
 
 class ChainEnv(AnswerEnv):
-    """A chain of values, each found from the one before; the answer is the last.
+    """A chain of values, each computed from the one before; the answer is the last.
 
-    Each right value, in order, gives 0.2 once; the right answer gives 1.0.
+    Each right value, in order, earns 0.2 once; the right answer earns 1.0.
 
     Args:
-        lengths: Fewest and most steps of an episode, inclusive.
-        longest: Most steps that the options of `reset` may ask for.
+        lengths: Minimum and maximum steps of an episode, inclusive.
+        longest: Maximum steps that the options of `reset` may request.
         early_answer: Probability that the noisy demonstrator answers one step early.
     """
 
     length_option: str
-    """Names the option of `reset` that fixes the number of steps."""
+    """Name of the option of `reset` that fixes the number of steps."""
 
     def __init__(self, lengths: tuple[int, int], longest: int, early_answer: float) -> None:
-        """Set the range of episodes."""
+        """Sets the range of the number of steps."""
         super().__init__(lengths[1] + 4)
         self._lengths, self._longest, self.early_answer = lengths, longest, early_answer
         self._values: list[Any] = []
         self._progress = 0
 
     def draw_length(self, options: dict[str, Any]) -> int:
-        """Draw the number of steps and begin the chain."""
+        """Draws the number of steps and starts the chain."""
         length = options.get(self.length_option)
         if length is None:
             length = int(self.np_random.integers(self._lengths[0], self._lengths[1] + 1))
@@ -110,7 +110,7 @@ class ChainEnv(AnswerEnv):
         return length
 
     def is_right(self, text: str) -> bool:
-        """Compare the answer with the end of the chain."""
+        """Compares the answer with the end of the chain."""
         return extract_tag(text, "answer") == str(self._values[-1])
 
     def _advance(self) -> float:

@@ -16,10 +16,10 @@ _FUNCTIONS = {"add": operator.add, "subtract": operator.sub, "multiply": operato
 class CalculatorEnv(ChainEnv):
     """Work out an expression with calculator tools, then answer with its value.
 
-    Each right intermediate result, in order, gives 0.2 once; the right answer gives 1.0.
+    Each right intermediate result, in order, earns 0.2 once; the right answer earns 1.0.
 
     Args:
-        operations: Operations of an episode, or the fewest and the most, inclusive;
+        operations: Operations of an episode, or their minimum and maximum, inclusive;
             `reset(options={"operations": 3})` fixes it.
         early_answer: Probability that the noisy demonstrator answers one operation early.
     """
@@ -33,7 +33,7 @@ class CalculatorEnv(ChainEnv):
     def __init__(
         self, operations: int | tuple[int, int] = (2, 4), early_answer: float = 0.6
     ) -> None:
-        """Set the range of episodes."""
+        """Sets the range of the number of operations."""
         low, high = (operations, operations) if isinstance(operations, int) else operations
         if not 1 <= low <= high <= 16:
             raise ConfigError(f"Calculator: operations is {operations}, expected within 1 to 16.")
@@ -41,7 +41,7 @@ class CalculatorEnv(ChainEnv):
         self._steps: list[tuple[str, int, int]] = []
 
     def draw(self, options: dict[str, Any]) -> str:
-        """Draw the operations; the expression goes without its outer parentheses."""
+        """Draws the operations; the expression has no outer parentheses."""
         count = self.draw_length(options)
         value = int(self.np_random.integers(1, 10))
         text = str(value)
@@ -88,7 +88,7 @@ class CalculatorEnv(ChainEnv):
         return a * b
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
-        """Pay for the next right intermediate result."""
+        """Rewards the next right intermediate result."""
         if self._left == 0:
             return 0.0
         name, a, b = self._steps[self._progress]
@@ -99,7 +99,7 @@ class CalculatorEnv(ChainEnv):
         return self._advance()
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Make the next operation or answer; with noise, answer early or slip on a number."""
+        """Returns the next operation or the answer; with noise, early or with a wrong number."""
         early = self._is_early(noise)
         slip = 0
         if noise > 0.0 and self.np_random.random() < noise:

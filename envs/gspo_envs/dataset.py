@@ -19,30 +19,30 @@ _COLUMNS = ("prompt", "messages")
 class DatasetEnv(ToolEnv):
     """Answer the prompts of a dataset, judged by reward functions or a reward model.
 
-    The seed picks the row. Seeds from 10**9 on, which evaluation has, pick held-out rows.
+    The seed picks the row. Evaluation seeds, from 10**9 on, pick held-out rows.
 
     Args:
         data: Rows as a sequence of dictionaries, a `.jsonl` or `.parquet` file, a folder that
             `save_to_disk` wrote, or the name of a Hugging Face dataset.
-        rewards: One or several of what `gspo_envs.rewards.load_reward` reads.
+        rewards: One or several reward specifications; see `gspo_envs.rewards.load_reward`.
         weights: One for each reward; 1 by default.
         split: Split of a Hugging Face dataset.
         subset: Configuration of a Hugging Face dataset.
-        held_out: Share of the rows that only evaluation sees, or where evaluation has its own:
-            a split of a Hugging Face dataset, a file, or rows.
-        column: The prompt's; `prompt` or `messages` by default.
-        chat: What the messages of a chat are: "context" of one answer, or "turns" that the
-            policy answers one after the other.
-        reply: Function of the `Attempt` so far that gives the next message of the user, or None
-            at the end; it may be asynchronous.
+        held_out: Share of the rows reserved for evaluation, or separate evaluation rows: a split of
+            a Hugging Face dataset, a file, or rows.
+        column: Column of the prompt; `prompt` or `messages` by default.
+        chat: Use of a chat's messages: "context" for one answer, or "turns" that the policy answers
+            one after the other.
+        reply: Function of the `Attempt` so far that returns the user's next message, or None at the
+            end; it may be asynchronous.
         score: When rewards are given: at the "end" of the episode or at every "turn".
-        success: Least reward of the last turn that counts as success; by default any outcome
+        success: Minimum reward of the last turn that counts as success; by default any outcome
             above 0 does.
-        system_prompt: Where the row has none.
-        max_turns: Steps before the episode is truncated; by default 8 with `reply` or else as
-            many as there are messages to answer.
-        blocking: Whether a reward or `reply` waits and runs in threads; by default true with
-            `reply`, asynchronous functions and reward models.
+        system_prompt: System prompt for rows without one.
+        max_turns: Turns before the episode is truncated; by default 8 with `reply`, or else the
+            number of messages to answer.
+        blocking: Whether a reward or `reply` blocks, so that the environment runs in a thread; by
+            default true with `reply`, asynchronous functions and reward models.
     """
 
     gives_outcome = False
@@ -65,7 +65,7 @@ class DatasetEnv(ToolEnv):
         max_turns: int | None = None,
         blocking: bool | None = None,
     ) -> None:
-        """Open the dataset and load the rewards."""
+        """Opens the dataset and loads the rewards."""
         choices = {"chat": (chat, "context", "turns"), "score": (score, "end", "turn")}
         for name, (value, *allowed) in choices.items():
             if value not in allowed:
@@ -82,7 +82,7 @@ class DatasetEnv(ToolEnv):
         self._system, self._limit = system_prompt, max_turns
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Pick a row; `options={"row": 3}` names it.
+        """Picks a row; `options={"row": 3}` selects row 3.
 
         Raises:
             ConfigError: The row does not exist or has no chat.
@@ -103,7 +103,7 @@ class DatasetEnv(ToolEnv):
         return begin_chat(prompt, index)
 
     def step(self, action: str) -> StepResult:
-        """Take the answer of a turn and, at the end or at every turn, judge it."""
+        """Takes the answer of a turn and, at the end or at every turn, scores it."""
         self.require_episode()
         self._messages.append({"role": "assistant", "content": str(action)})
         if isinstance(action, Action):
@@ -121,12 +121,12 @@ class DatasetEnv(ToolEnv):
         return observation, float(reward), terminated, truncated, info
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
-        """Give the next message of the user, if there is one."""
+        """Returns the user's next message, if there is one."""
         following = self._asked.popleft() if self._asked else self._reply()
         return following or "", 0.0, following is None
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Give the row's own answer; with noise, sometimes another row's.
+        """Returns the row's own answer; with noise, sometimes another row's.
 
         Raises:
             NotImplementedError: The row has no answer.
@@ -185,7 +185,7 @@ def _weights(weights: Sequence[float], names: list[str]) -> dict[str, float]:
 
 
 def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:
-    """Give the answers that a row holds: of every turn, or of the last alone."""
+    """Returns the answers in a row: of every turn, or only of the last."""
     completion = row.get("completion")
     if isinstance(completion, str):
         return [completion]

@@ -1,7 +1,8 @@
-"""Six small problems, each with one property that credit assignment meets or misses.
+"""Six small problems, each with one property that is hard for credit assignment.
 
 A turn shows a few words and takes one word as the action, so that a tiny model learns them in
-seconds. Warmed up on demonstrations with many slips, it speaks the language and knows little.
+seconds. After a warm-up on demonstrations with many errors, the model answers in the right format
+but mostly wrongly.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
 
 
 class _OneWord(TaskEnv):
-    """An episode of turns with one word each; subclasses say what a word does."""
+    """An episode of turns with one word each; subclasses define what a word does."""
 
     words: ClassVar[tuple[str, ...]] = ("red", "green", "blue", "gold")
 
     def __init__(self, turns: int, *, fewest: int = 1) -> None:
-        """Set the most turns of an episode."""
+        """Sets the maximum number of turns."""
         if not fewest <= turns <= 64:
             name = type(self).__name__
             raise ConfigError(f"{name}: turns is {turns}, expected {fewest} to 64.")
@@ -31,41 +32,41 @@ class _OneWord(TaskEnv):
         self.turns = turns
 
     def draw(self, options: dict[str, Any]) -> str:
-        """Draw a new task."""
+        """Draws a new task."""
         self._draw()
         return self._show()
 
     def step(self, action: str) -> StepResult:
-        """Play one word."""
+        """Plays one word."""
         _, reward, terminated, truncated, info = super().step(action)
         return "over" if self._ended else self._show(), reward, terminated, truncated, info
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
-        """Play one word; `step` gives the observation."""
+        """Plays one word; `step` gives the observation."""
         reward, ended, self.outcome = self._play(text.strip())
         return "", reward, ended
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """The right word; with probability `noise` any word."""
+        """Returns the right word, or with probability `noise` any word."""
         if noise > 0.0 and self.np_random.random() < noise:
             return self.words[int(self.np_random.integers(len(self.words)))]
         return self._right()
 
     @abstractmethod
     def _draw(self) -> None:
-        """Draw what the seed decides, and begin."""
+        """Draws the task from the seed."""
 
     @abstractmethod
     def _show(self) -> str:
-        """The observation of a turn."""
+        """Returns the observation of a turn."""
 
     @abstractmethod
     def _right(self) -> str:
-        """The right word."""
+        """Returns the right word."""
 
     @abstractmethod
     def _play(self, word: str) -> tuple[float, bool, float]:
-        """The reward, whether the episode ends, and its outcome so far."""
+        """Returns the reward, whether the episode ends, and its outcome so far."""
 
     @property
     def _last(self) -> bool:
@@ -91,9 +92,9 @@ class _Cued(_OneWord):
 
 
 class AdditiveEnv(_Cued):
-    """Independent turns: each right word, for the cue shown, gives 1 / turns.
+    """Independent turns: each right word for the shown cue earns 1 / turns.
 
-    The more turns, the less an episode's total says about one of them.
+    The more turns, the less the return of an episode depends on each one.
 
     Args:
         turns: Turns of every episode, K.
@@ -102,7 +103,7 @@ class AdditiveEnv(_Cued):
     gives_outcome = False
 
     def __init__(self, turns: int = 8) -> None:
-        """Set the number of turns."""
+        """Sets the number of turns."""
         super().__init__(turns)
 
     def _play(self, word: str) -> tuple[float, bool, float]:
@@ -112,9 +113,9 @@ class AdditiveEnv(_Cued):
 
 
 class KeyDoorEnv(_OneWord):
-    """A delayed effect: taking the key gives nothing, leaving it 0.1, and only it opens the door.
+    """A delayed effect: taking the key earns 0, leaving it 0.1, and only the key opens the door.
 
-    The door, in the last turn, gives 1. Credit for immediate rewards alone must fail.
+    Opening the door on the last turn earns 1. Credit for immediate rewards alone must fail.
 
     Args:
         turns: Turns of every episode, at least 2.
@@ -123,7 +124,7 @@ class KeyDoorEnv(_OneWord):
     words = ("take", "leave", "open")
 
     def __init__(self, turns: int = 4) -> None:
-        """Set the number of turns."""
+        """Sets the number of turns."""
         super().__init__(turns, fewest=2)
 
     def _draw(self) -> None:
@@ -151,19 +152,18 @@ class KeyDoorEnv(_OneWord):
 
 
 class RecurringEnv(_OneWord):
-    """Recurring states: walk a ring of rooms to a goal; the same rooms are met again and again.
+    """Recurring states: walk a ring of rooms to a goal; episodes revisit the same rooms.
 
-    Arriving gives 1. What was done in a room can be compared across turns (`gigpo`, `group_gae`).
+    Arriving earns 1. Actions in the same room can be compared across turns (`gigpo`, `group_gae`).
 
     Args:
-        turns: The most turns.
-        rooms: Rooms of the ring.
+        turns: Maximum turns. rooms: Rooms of the ring.
     """
 
     words = ("left", "right")
 
     def __init__(self, turns: int = 8, rooms: int = 6) -> None:
-        """Set the size of the ring."""
+        """Sets the maximum turns and the size of the ring."""
         if not 3 <= rooms <= 16:
             raise ConfigError(f"Recurring: rooms is {rooms}, expected 3 to 16.")
         super().__init__(turns)
@@ -189,10 +189,10 @@ class RecurringEnv(_OneWord):
 
 
 class VariableLengthEnv(_OneWord):
-    """The policy decides the length: stop at the turn that was named.
+    """Variable length: the policy must stop at a given turn.
 
-    Stopping gives 1, less the distance to that turn as a share of all turns; going on nothing.
-    A baseline of turn k is one of the episodes that went that far.
+    Stopping earns 1 minus the distance to that turn as a share of all turns; continuing earns
+    nothing. The baseline of turn k includes only the episodes that reached it.
 
     Args:
         turns: The most turns.
@@ -201,7 +201,7 @@ class VariableLengthEnv(_OneWord):
     words = ("go", "stop")
 
     def __init__(self, turns: int = 6) -> None:
-        """Set the most turns."""
+        """Sets the maximum turns."""
         super().__init__(turns)
 
     def _draw(self) -> None:
@@ -221,9 +221,9 @@ class VariableLengthEnv(_OneWord):
 
 
 class DistractorEnv(_Cued):
-    """Distractor turns: every other turn's reward is noise of the word's own, of mean zero.
+    """Distractor turns: every other turn's reward is zero-mean noise that depends on the word.
 
-    Right words in the other turns give 1 in all.
+    Right words in the remaining turns earn 1 in total.
 
     Args:
         turns: Turns of every episode, at least 2.
@@ -231,7 +231,7 @@ class DistractorEnv(_Cued):
     """
 
     def __init__(self, turns: int = 8, noise: float = 0.5) -> None:
-        """Set the number of turns and the noise."""
+        """Sets the number of turns and the noise."""
         super().__init__(turns, fewest=2)
         self.noise = noise
 
@@ -257,9 +257,9 @@ class DistractorEnv(_Cued):
 
 
 class MisleadingEnv(_OneWord):
-    """A misleading dense reward: a bait pays 0.1 in each turn, the right words only all together.
+    """A misleading dense reward: a bait earns 0.1 per turn, right words only if all are right.
 
-    Right words in every turn give 1 in the last.
+    Right words in every turn earn 1 on the last.
 
     Args:
         turns: Turns of every episode.
@@ -268,7 +268,7 @@ class MisleadingEnv(_OneWord):
     words = ("work", "bait", "rest")
 
     def __init__(self, turns: int = 3) -> None:
-        """Set the number of turns."""
+        """Sets the number of turns."""
         super().__init__(turns)
 
     def _draw(self) -> None:

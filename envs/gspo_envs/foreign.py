@@ -1,4 +1,4 @@
-"""What the adapters of other packages' environments share: seeds, isolation and clean text."""
+"""Base classes of adapters to other packages' environments: seeds, isolation, clean text."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _LOCK = threading.RLock()
 
 
 class PrivateRandom:
-    """Python's and NumPy's global generators as one environment alone sees them.
+    """Private states of Python's and NumPy's global generators for one environment.
 
-    Many packages seed and draw from the global generators; beside other environments that gives
-    other episodes for the same seed, and it would reseed the whole program.
+    Many packages seed and draw from the global generators. Next to other environments, the same
+    seed would then give other episodes, and the whole program would be reseeded.
     """
 
     def __init__(self, seed: int) -> None:
-        """Begin both streams from a seed."""
+        """Seeds both streams."""
         legacy = np.random.RandomState(seed % 2**32)
         self._states = random.Random(seed).getstate(), legacy.get_state()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Put the streams in the place of the global ones for a while."""
+        """Replaces the global streams by these inside the context."""
         with _LOCK, global_generators_kept():
             random.setstate(self._states[0])
             np.random.set_state(self._states[1])
@@ -50,28 +50,29 @@ class PrivateRandom:
 
 
 class ForeignEnv(TextEnv):
-    """Base of an adapter: a subclass gives `begin` and `act` in terms of the other package.
+    """Base of an adapter: a subclass implements `begin` and `act` with the other package.
 
-    Both run under private random streams that the seed decides. An action on which the package
-    raises ends the episode: truncated, without reward, `info["env_error"]` says why.
+    Both run with private random streams from the seed. If the package raises on an action, the
+    episode is truncated without reward, and `info["env_error"]` has the reason.
     """
 
-    blocking: bool | None = False  # private streams are installed by one thread at a time
+    blocking: bool | None = False  # only one thread at a time may install private streams
     gives_outcome = False
     draws = True
-    """Whether the package draws from global generators; where it does not, many may run at once."""
+    """Whether the package draws from global generators; if not, several environments may run at
+    once."""
     _random: PrivateRandom | None = None
 
     @abstractmethod
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Begin an episode that the seed decides."""
+        """Begins an episode that follows from the seed."""
 
     @abstractmethod
     def act(self, action: str) -> StepResult:
-        """Take an action."""
+        """Takes an action."""
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Begin an episode with a seed drawn from ours."""
+        """Begins an episode with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         drawn = int(self.np_random.integers(2**31))
         self._random = PrivateRandom(drawn) if self.draws else None
@@ -80,7 +81,7 @@ class ForeignEnv(TextEnv):
         return clean(observation, MAX_TEXT_LENGTH), info
 
     def step(self, action: str) -> StepResult:
-        """Take an action.
+        """Takes an action.
 
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
@@ -98,7 +99,7 @@ class ForeignEnv(TextEnv):
     def _try(self, action: str) -> StepResult:
         try:
             return self.act(action)
-        except Exception as error:  # the package's fault, yet an action must not break a run
+        except Exception as error:  # an error of the package must not break a run
             reason = f"{type(error).__name__}: {error}"
             logger.warning("%s raised on an action: %s", type(self).__name__, reason, exc_info=True)
             info = {"env_error": reason, "success": False}
@@ -106,7 +107,7 @@ class ForeignEnv(TextEnv):
 
 
 class RowEnv(ForeignEnv):
-    """Base of an adapter whose seed picks a row; `options={"row": 3}` names it."""
+    """Base of an adapter whose seed picks a row; `options={"row": 3}` selects row 3."""
 
     blocking = True
     draws = False
@@ -115,10 +116,10 @@ class RowEnv(ForeignEnv):
 
     @abstractmethod
     def open(self, row: Any, index: int, seed: int) -> Any:
-        """Begin an episode of a row and give its chat."""
+        """Begins an episode of a row and returns its chat."""
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Begin an episode of a row.
+        """Begins an episode of a row.
 
         Raises:
             ConfigError: The row does not exist or does not fit the environment.
@@ -127,7 +128,7 @@ class RowEnv(ForeignEnv):
         return super().reset(seed=seed, options=options)
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Begin an episode of the row that the seed picks."""
+        """Begins an episode of the row that the seed picks."""
         row, index = self._rows.pick(self.np_random, self._seed, options.get("row"))
         self.close()
         chat = self.open(row, index, seed)
@@ -137,7 +138,7 @@ class RowEnv(ForeignEnv):
 
 
 def load(module: str, package: str, extra: str) -> ModuleType:
-    """Import a module of another package without its grip on our logging.
+    """Imports a module of another package and keeps our logging unchanged.
 
     Raises:
         MissingExtraError: The package, or one that it needs, is not installed.
@@ -156,15 +157,15 @@ def load(module: str, package: str, extra: str) -> ModuleType:
 
 @contextlib.contextmanager
 def making(name: str, how: str, *refusals: type[Exception]) -> Iterator[None]:
-    """Try something of a package out, under private random streams.
+    """Tries out something of a package with private random streams.
 
     Args:
-        name: What is made.
+        name: Name of what is made.
         how: Follows "cannot be" in the message.
-        refusals: What the package raises on wrong arguments.
+        refusals: Exceptions that the package raises on wrong arguments.
 
     Raises:
-        ConfigError: The package refused.
+        ConfigError: The package raised one of `refusals`.
         MissingExtraError: It needs word lists of NLTK, or another package.
     """
     try:
@@ -183,10 +184,10 @@ def making(name: str, how: str, *refusals: type[Exception]) -> Iterator[None]:
 
 
 def check_name(package: str, name: str, known: Iterable[str]) -> None:
-    """Refuse a name that a package does not know.
+    """Rejects a name that a package does not have.
 
     Raises:
-        ConfigError: The name is unknown; the message has the nearest.
+        ConfigError: The name is unknown; the message lists the nearest.
     """
     names = list(known)
     if name not in names:

@@ -13,16 +13,16 @@ _END = "TERMINAL_STATE"
 class GEMEnv(ForeignEnv):
     r"""An environment of GEM (`gem-llm`); actions are written as `\boxed{action}`.
 
-    What GEM puts into `info["prefix"]` and `info["suffix"]` is part of the observation. A success
-    is a last turn with a reward of 1.
+    GEM's `info["prefix"]` and `info["suffix"]` are part of the observation. An episode succeeds if
+    its last turn has a reward of 1.
 
     Args:
         task: GEM's id, such as "game:GuessTheNumber-v0-easy" or "rg:chain_sum".
-        max_turns: Steps before truncation; GEM's games have limits of their own.
+        max_turns: Turns before truncation; GEM's games have their own limits.
         kwargs: Arguments of the environment, such as `max_number=20`.
 
     Raises:
-        ConfigError: The task is unknown or cannot be made so.
+        ConfigError: The task is unknown or does not accept the arguments.
         MissingExtraError: GEM, or what the task needs, is not installed.
     """
 
@@ -33,7 +33,7 @@ class GEMEnv(ForeignEnv):
         max_turns: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Make the environment."""
+        """Makes the environment."""
         super().__init__(max_turns)
         self._gem = load("gem", "GEM", "gem")
         registry = load("gem.envs.registration", "GEM", "gem").ENV_REGISTRY
@@ -43,16 +43,16 @@ class GEMEnv(ForeignEnv):
             self._inner = self._gem.make(task, **kwargs)
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Reset GEM's environment; a game is made anew, so that nothing of it is left."""
+        """Resets GEM's environment; a game is made anew, so that no state remains."""
         if self.task.startswith("game:"):
             self._inner = self._gem.make(self.task, **self._kwargs)
         elif hasattr(self._inner, "idx"):
-            self._inner.idx = 0  # how many episodes there were decides when it draws new data
+            self._inner.idx = 0  # the number of past episodes decides when it draws new data
         observation, info = self._inner.reset(seed=seed)
         return _with_frame(observation, info), {}
 
     def act(self, action: str) -> StepResult:
-        """Take an action."""
+        """Takes an action."""
         said, reward, terminated, truncated, info = self._inner.step(action)
         reward = float(reward)
         if not (terminated or truncated):
@@ -61,7 +61,7 @@ class GEMEnv(ForeignEnv):
         return said, reward, terminated, truncated, {"success": reward >= 1.0}
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Demonstrate the grammar alone: GEM's own random action.
+        """Returns GEM's own random action, which demonstrates only the format.
 
         Raises:
             NotImplementedError: This task has none.

@@ -10,9 +10,9 @@ from gspo_envs.answer import TaskEnv
 
 
 class GuessNumberEnv(TaskEnv):
-    """Guess a hidden number; each guess is answered by "higher" or "lower".
+    """Guess a hidden number; the reply to each guess is "higher" or "lower".
 
-    A guess that is still possible gives 0.1; the right guess gives 1.0 and ends the episode.
+    A guess that is still possible earns 0.1; the right guess earns 1.0 and ends the episode.
 
     Args:
         high: The largest possible number; the smallest is 1.
@@ -25,20 +25,20 @@ class GuessNumberEnv(TaskEnv):
     )
 
     def __init__(self, high: int = 31, max_turns: int = 8) -> None:
-        """Set the range of numbers and the number of guesses."""
+        """Sets the range of numbers and the number of guesses."""
         super().__init__(max_turns)
         if high < 1:
             raise ConfigError(f"GuessNumber: high is {high}, expected at least 1.")
         self.high = high
 
     def draw(self, options: dict[str, Any]) -> str:
-        """Draw a new number."""
+        """Draws a new number."""
         self._number = int(self.np_random.integers(1, self.high + 1))
         self._low, self._high = 1, self.high
         return f"I think of a number from 1 to {self.high}."
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
-        """Answer a guess."""
+        """Replies to a guess."""
         guess = _read_guess(text)
         if guess is None:
             return "Write your guess as <guess>number</guess>.", 0.0, False
@@ -54,7 +54,7 @@ class GuessNumberEnv(TaskEnv):
         return "lower", reward, False
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Guess the middle of what is possible; with probability `noise` any number."""
+        """Guesses the middle of the possible range, or with probability `noise` any number."""
         guess = (self._low + self._high) // 2
         if noise > 0.0 and self.np_random.random() < noise:
             guess = int(self.np_random.integers(1, self.high + 1))

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment as text: its spaces are written out, and actions are read back."""
+"""Any Gymnasium environment as text: observations are written as text, actions parsed from it."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from gspo_env.env.base import (
 from gspo_env.errors import ConfigError
 
 MAX_NUMBERS = 1024
-"""More numbers than this in one observation or action are refused: pixels are not text."""
+"""Maximum numbers in one observation or action; pixels are not text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Known:
-    """What the spaces of an environment do not say."""
+    """Facts about an environment that its spaces do not contain."""
 
     rules: str
     actions: tuple[str, ...]
     success: float
     """A terminal step with at least this reward is a success."""
     describe: Callable[[Any, Any], str]
-    """From the bare environment and its observation."""
+    """Describes an observation, given the bare environment."""
 
 
 def _blackjack(env: Any, observation: Any) -> str:
@@ -93,14 +93,14 @@ _KNOWN = {
 class GymTextEnv(TextEnv):
     """Any Gymnasium environment as text, `env="FrozenLake-v1"` by default.
 
-    An action is written `<action>left</action>`: a name or number where actions are discrete,
-    JSON for all other spaces. The system prompt gives the grammar.
+    An action is written `<action>left</action>`: a name or number if actions are discrete, JSON for
+    all other spaces. The system prompt gives the grammar.
 
     Args:
-        env: Id of the Gymnasium environment; further keyword arguments are its own.
-        invalid_reward: The turn's reward of an action that cannot be read.
-        invalid_steps: Whether the environment then takes a random action; else it waits.
-        max_turns: Turns before truncation, unreadable actions included; by default the
+        env: Id of the Gymnasium environment.
+        invalid_reward: Reward of a turn whose action cannot be parsed.
+        invalid_steps: Whether the environment then takes a random action, or no step.
+        max_turns: Turns before truncation, including unreadable actions; by default the
             environment's own limit, else 100.
         action_names: Names of discrete actions, in order; known for Gymnasium's `toy_text`.
         kwargs: Arguments of the environment, such as `is_slippery=False`.
@@ -122,7 +122,7 @@ class GymTextEnv(TextEnv):
         action_names: tuple[str, ...] = (),
         **kwargs: Any,
     ) -> None:
-        """Make the inner environment and the prompt."""
+        """Makes the inner environment and the prompt."""
         super().__init__(max_turns)
         if not math.isfinite(invalid_reward):
             raise ConfigError(f"GymText: invalid_reward is {invalid_reward}, expected a number.")
@@ -145,7 +145,7 @@ class GymTextEnv(TextEnv):
         self.system_prompt = f"{rules} Each turn, write one action as {self._grammar}."
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Reset the inner environment with a seed drawn from ours."""
+        """Resets the inner environment with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
         observation, _ = self.inner.reset(seed=inner_seed, options=options or None)
@@ -154,7 +154,7 @@ class GymTextEnv(TextEnv):
         return self._show(observation), self._info(observation)
 
     def step(self, action: str) -> StepResult:
-        """Read an action and take it.
+        """Parses an action and takes it.
 
         Raises:
             EnvironmentContractError: The episode has ended or has not begun.
@@ -179,13 +179,13 @@ class GymTextEnv(TextEnv):
         return "\n".join(said), gained + penalty, terminated, truncated, info
 
     def close(self) -> None:
-        """Close the inner environment; `reset` may still be called."""
+        """Closes the inner environment; `reset` may still be called."""
         self.inner.close()
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Play well where the environment has a table `P` of its transitions, else at random.
+        """Plays optimally if the environment has a table `P` of its transitions, else at random.
 
-        With probability `noise` the action is any of the space.
+        With probability `noise` the action is drawn from the whole space.
         """
         if self._policy and self.np_random.random() >= noise:
             return f"<action>{self._write(self._policy[int(self._seen)])}</action>"
@@ -216,7 +216,7 @@ class GymTextEnv(TextEnv):
 
 
 def write_value(space: spaces.Space[Any], value: Any) -> str:
-    """Write an element of a space as text: JSON, or the bare text or number.
+    """Formats an element of a space as text: JSON, or the bare text or number.
 
     Example:
         >>> write_value(spaces.Tuple((spaces.Discrete(3), spaces.Box(0, 1, (2,)))), (1, [0.5, 1]))
@@ -226,7 +226,7 @@ def write_value(space: spaces.Space[Any], value: Any) -> str:
 
 
 def read_action(space: spaces.Space[Any], text: str, names: tuple[str, ...] = ()) -> Any:
-    """Read an element of a space from text; None where the text is none of its elements.
+    """Parses an element of a space from text; None if the text is not one of its elements.
 
     Example:
         >>> read_action(spaces.Discrete(2), "Hit", ("stick", "hit"))
@@ -282,7 +282,7 @@ def _from_json(space: spaces.Space[Any], value: Any) -> Any:
 
 
 def _solve(table: dict[int, dict[int, list[tuple[float, int, float, bool]]]]) -> dict[int, int]:
-    """Give the best action of each state by value iteration, discounted by 0.99 a turn."""
+    """Computes the best action of each state by value iteration with a discount of 0.99."""
     values = dict.fromkeys(table, 0.0)
 
     def worth(outcomes: list[tuple[float, int, float, bool]]) -> float:
@@ -361,7 +361,7 @@ def _make(env: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
 
 
 def _plain(ansi: str) -> str:
-    """Show a coloured background as @ and drop all other colours and the last action."""
+    """Replaces a coloured background by @ and removes other colours and the last action."""
     marked = re.sub(r"\x1b\[(?:\d+;)*4\d(?:;\d+)*m.\x1b\[0m", "@", ansi)
     lines = re.sub(r"\x1b\[[\d;]*m", "", marked).splitlines()
     return "\n".join(line for line in lines if line.strip() and not line.startswith("  ("))

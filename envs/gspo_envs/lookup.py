@@ -20,12 +20,12 @@ WORDS = tuple(_WORDS.split())
 class LookupEnv(ChainEnv):
     """Follow a chain of links with a lookup tool, then answer with the last word.
 
-    Each right hop, in order, gives 0.2 once; the right answer gives 1.0.
+    Each right hop, in order, earns 0.2 once; the right answer earns 1.0.
 
     Args:
-        hops: Links of an episode, or the fewest and the most, inclusive;
-            `reset(options={"hops": 3})` fixes it.
-        entries: How many words the table links.
+        hops: Links of an episode, or their minimum and maximum, inclusive; `reset(options={"hops":
+            3})` fixes it.
+        entries: Number of words in the table.
         early_answer: Probability that the noisy demonstrator answers one hop early.
     """
 
@@ -38,7 +38,7 @@ class LookupEnv(ChainEnv):
     def __init__(
         self, hops: int | tuple[int, int] = (2, 4), entries: int = 24, early_answer: float = 0.6
     ) -> None:
-        """Set the range of episodes."""
+        """Sets the range of the number of hops."""
         low, high = (hops, hops) if isinstance(hops, int) else hops
         if not 1 <= low <= high < entries <= len(WORDS):
             raise ConfigError(
@@ -50,9 +50,9 @@ class LookupEnv(ChainEnv):
         self._links: dict[str, str] = {}
 
     def draw(self, options: dict[str, Any]) -> str:
-        """Draw a new table and a new chain."""
+        """Draws a new table and a new chain."""
         hops = self.draw_length(options)
-        # One cycle through all words: no chain meets a word twice.
+        # One cycle through all words, so no chain has a word twice.
         cycle = [WORDS[i] for i in self.np_random.permutation(len(WORDS))[: self.entries]]
         self._links = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
         self._values = cycle[: hops + 1]
@@ -68,13 +68,13 @@ class LookupEnv(ChainEnv):
         return self._links.get(key, "unknown key")
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
-        """Pay for the next right hop."""
+        """Rewards the next right hop."""
         if self._left == 0 or call.arguments["key"] != self._values[self._progress]:
             return 0.0
         return self._advance()
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Look up the next word or answer; with noise, answer early or slip on a word."""
+        """Returns the next lookup or the answer; with noise, early or with a wrong word."""
         early = self._is_early(noise)
         word = self._values[self._progress]
         answers = self._left == 0 or (self._left == 1 and early)

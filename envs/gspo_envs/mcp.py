@@ -1,4 +1,4 @@
-"""The tools of Model Context Protocol servers, as tools of an environment."""
+"""Offers the tools of Model Context Protocol servers in an environment."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gspo_envs.mcp_session import MCPServer, MCPSession, list_tools
 class MCPTools(ToolEnv):
     """Gives a `ToolEnv` the tools of MCP servers, after its own.
 
-    A server that hangs, dies or answers with an error is an observation `Error: ...`; its
-    connection is made anew at the next call. `super().reset` and `super().close` must be called.
+    If a server hangs, exits or returns an error, the observation is `Error: ...`, and the next call
+    reconnects. `super().reset` and `super().close` must be called.
     """
 
     mcp_servers: Mapping[str, Any] = {}
@@ -30,12 +30,12 @@ class MCPTools(ToolEnv):
     mcp_only: Sequence[str] = ()
     """The tools to offer; empty offers all."""
     mcp_session: Literal["episode", "env", "process"] = "episode"
-    """How long a connection, and a started server, lives: one episode, one environment, or the
-    whole process for all environments. Servers that remember need "episode"."""
+    """Lifetime of a connection and of a started server: one episode, one environment, or the whole
+    process for all environments. Stateful servers need "episode"."""
     mcp_timeout: float = 30.0
-    """The most seconds of one call, starting the server included."""
+    """Maximum seconds of one call, including starting the server."""
     mcp_result_length: int = 8192
-    """The most characters of a result that the policy reads."""
+    """Maximum characters of a result; the rest is cut."""
     blocking = True
 
     @cached_property
@@ -59,15 +59,15 @@ class MCPTools(ToolEnv):
         return tuple(made)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
-        """Begin an episode; with `mcp_session="episode"` every server begins anew too."""
+        """Begins an episode; with `mcp_session="episode"` every server restarts too."""
         if self.mcp_session == "episode":
             self._drop_sessions()
         result = super().reset(seed=seed, options=options)
-        _ = self.tools  # connects, the first time: what cannot be reached fails here
+        _ = self.tools  # connects the first time, so an unreachable server fails here
         return result
 
     def close(self) -> None:
-        """End the connections of this environment and the servers it started."""
+        """Closes the connections of this environment and the servers that it started."""
         self._drop_sessions()
         super().close()
 
@@ -80,7 +80,7 @@ class MCPTools(ToolEnv):
         if self.mcp_session == "process":
             return _PROCESS_SESSIONS
         made: dict[MCPServer, MCPSession] = {}
-        # the rollout forgets an environment whose episode ran out of time
+        # the rollout drops an environment whose episode timed out
         weakref.finalize(self, _forget, made)
         return made
 
@@ -109,13 +109,12 @@ class MCPEnv(MCPTools, DatasetEnv):
     Args:
         servers: The servers by name, each an http address, a command as a list, or a table as in
             `mcpServers` files.
-        data: See `gspo_envs.dataset.DatasetEnv`, which takes the further arguments too.
-        session: How long a server lives: "episode", "env" or "process".
+        data: See `gspo_envs.dataset.DatasetEnv`.
+        session: Lifetime of a server: "episode", "env" or "process".
         only: Tools to offer; all by default.
-        timeout: The most seconds of one call.
-        calls: The most tool calls of one turn.
-        max_turns: Steps before the episode is truncated.
-        **dataset: Arguments of `DatasetEnv`.
+        timeout: Maximum seconds of one call.
+        calls: Maximum tool calls of one turn.
+        max_turns: Turns before the episode is truncated. **dataset: Arguments of `DatasetEnv`.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class MCPEnv(MCPTools, DatasetEnv):
         max_turns: int = 8,
         **dataset: Any,
     ) -> None:
-        """Note how to reach the servers; the first use connects."""
+        """Stores how to reach the servers; the first use connects."""
         if session not in ("episode", "env", "process"):
             raise ConfigError(f"MCP: session is {session!r}, expected episode, env or process.")
         super().__init__(data, max_turns=max_turns, **dataset)
@@ -143,7 +142,7 @@ _PROCESS_SESSIONS: dict[MCPServer, MCPSession] = {}
 
 
 def _forget(sessions: dict[MCPServer, MCPSession]) -> None:
-    """Close without waiting: the collector of garbage may run in any thread."""
+    """Closes without waiting, because the garbage collector may run in any thread."""
     for session in sessions.values():
         session.forget()
 
@@ -153,7 +152,7 @@ def _as_tool(listed: Any, function: Callable[..., Any]) -> Tool:
     from referencing import Registry
 
     parameters = {"properties": {}, **listed.input_schema}
-    # an empty registry: a schema must not make this process fetch addresses
+    # an empty registry, so that a schema cannot make this process fetch URLs
     checker = Draft202012Validator(parameters, registry=Registry())
 
     def check(arguments: dict[str, Any]) -> dict[str, Any]:

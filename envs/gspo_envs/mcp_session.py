@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _LOOP = "mcp"
 _CLOSING = 15.0
-"""Seconds that an orderly end of a server may take before it is left to the background."""
+"""Seconds to wait for a server to shut down; after that, it ends in the background."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,17 +30,17 @@ class MCPServer:
     name: str
     command: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-    """Environment variables beside a few harmless ones; the rest is not inherited."""
+    """Environment variables in addition to a few harmless ones; no others are inherited."""
     cwd: str | None = None
     url: str = ""
     headers: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def parse(cls, name: str, spec: Any) -> MCPServer:
-        """Read a server in the form of the common `mcpServers` files.
+        """Parses a server in the format of the common `mcpServers` files.
 
         Args:
-            name: What messages call it.
+            name: Name of the server in messages.
             spec: An http address, a command as a list, or a table with `command`, `args`, `env`
                 and `cwd`, or with `url` and `headers`.
 
@@ -69,7 +69,7 @@ class MCPServer:
 
 
 class MCPSession:
-    """One connection, opened when first needed; all of it happens on the background loop."""
+    """One connection, opened at its first use; all of its code runs on the background loop."""
 
     def __init__(self, server: MCPServer) -> None:
         self.server = server
@@ -82,20 +82,20 @@ class MCPSession:
         _ALIVE.add(self)
 
     def ask(self, question: Callable[[Any], Awaitable[T]], timeout: float) -> T:
-        """Put a question to the server.
+        """Sends a request to the server.
 
         Raises:
-            ToolServerError: There was no answer, for whatever reason.
+            ToolServerError: The server did not answer.
         """
         return background.run(self._ask(question, timeout), _LOOP)
 
     def close(self) -> None:
-        """End the connection, and the server where it was started here; wait for both."""
+        """Closes the connection, and the server if it was started here; waits for both."""
         if self._task is not None or self._ending:
             background.run(self._finish(), _LOOP)
 
     def forget(self) -> None:
-        """End the connection without waiting."""
+        """Closes the connection without waiting."""
         if self._task is not None:
             background.post(self._finish(), _LOOP)
 
@@ -106,14 +106,14 @@ class MCPSession:
                 client = await self._connected()
                 answer = await question(client)
         except TimeoutError:
-            if client is self._client and self._answers == before:  # it answers nobody: it hangs
+            if client is self._client and self._answers == before:  # no call is answered: it hangs
                 self._drop()
             raise ToolServerError(f"the server gave no answer in {timeout:g} seconds") from None
         except ToolServerError:
             raise
         except Exception as error:
             if _lost(error):
-                if client is self._client:  # else somebody has connected anew
+                if client is self._client:  # else another call has reconnected
                     self._drop()
                 raise ToolServerError("the connection to the server was lost") from error
             raise ToolServerError(f"the server refused: {error}") from error
@@ -130,7 +130,7 @@ class MCPSession:
             return self._client
 
     async def _live(self, opened: asyncio.Future[Any], end: asyncio.Event) -> None:
-        """Hold the connection open; what enters a connection must also leave it."""
+        """Holds the connection open; the task that enters its context must also exit it."""
         from mcp import Client
 
         with tempfile.TemporaryFile("w+", errors="replace") as log:
@@ -152,11 +152,11 @@ class MCPSession:
                     )
 
     def _drop(self) -> None:
-        """Let the connection end in the background; a server that hangs is killed on the way."""
+        """Ends the connection in the background and kills a server that hangs."""
         task, self._task = self._task, None
         self._end.set()
         if task is not None:
-            if self._client is None:  # it is still greeting
+            if self._client is None:  # it is still in the handshake
                 task.cancel()
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
@@ -174,13 +174,13 @@ _ALIVE: weakref.WeakSet[MCPSession] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Leave no server behind, not even one that does not notice the end of its input."""
+    """Ends all servers, including those that ignore the end of their input."""
     for session in list(_ALIVE):
         session.close()
 
 
 def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[Any]:
-    """List a server's tools; once for all environments, since a listing outlives its server."""
+    """Lists a server's tools, once for all environments."""
     if server not in _LISTINGS:
         try:
             from mcp import Client  # noqa: F401  # from version 2 on
@@ -206,7 +206,7 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        # a server may hold a stream open for long; each call has a limit of its own
+        # a server may hold a stream open for long; each call has its own limit
         limits = httpx2.Timeout(30.0, read=None)
         client = httpx2.AsyncClient(headers=dict(server.headers), timeout=limits)
         http = await stack.enter_async_context(client)
@@ -233,7 +233,7 @@ def _lost(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Give the first cause in a group of exceptions, in words."""
+    """Describes the first cause in a group of exceptions."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Walk through rooms of which little is seen: MiniGrid and BabyAI in words."""
+"""MiniGrid and BabyAI as text: partially observed grid worlds."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _PASSABLE = ("empty", "floor", "goal")
 
 
 class MiniGridEnv(ForeignEnv):
-    """Walk through rooms of which little is seen, to a goal told in words (MiniGrid, BabyAI).
+    """Walk through partially observed rooms to a goal given in words (MiniGrid, BabyAI).
 
-    The reward is the game's own: reaching the goal gives 1 - 0.9 x (turns / most turns), all else
-    nothing. An action that is none of the words takes a turn and changes nothing.
+    The reward is the game's own: reaching the goal earns 1 - 0.9 x (turns / maximum turns), all
+    else nothing. An unknown action takes a turn and changes nothing.
 
     Args:
         game: A Gymnasium id of the package, `BabyAI-...` or `MiniGrid-...`.
@@ -35,7 +35,7 @@ class MiniGridEnv(ForeignEnv):
 
     Raises:
         MissingExtraError: The package `minigrid` is not installed.
-        ConfigError: It has no such game.
+        ConfigError: The package has no such game.
     """
 
     draws = False
@@ -47,13 +47,13 @@ class MiniGridEnv(ForeignEnv):
     )
 
     def __init__(self, game: str = "BabyAI-GoToLocal-v0", max_turns: int | None = None) -> None:
-        """Make the game."""
+        """Makes the game."""
         super().__init__(max_turns)
         self._game: Any = _make(game)
         self.game, self._limit = game, max_turns
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Draw new rooms."""
+        """Draws new rooms."""
         seen, _ = self._game.reset(seed=seed)
         self._bot: Any = None
         self._done: int | None = None
@@ -62,7 +62,7 @@ class MiniGridEnv(ForeignEnv):
         return f"Mission: {seen['mission']}.\n{describe(seen)}", self._info()
 
     def act(self, action: str) -> StepResult:
-        """Do an action."""
+        """Takes an action."""
         word = " ".join(action.lower().split()).strip(".")
         reward, terminated, truncated = 0.0, False, self._turn + 1 == self.max_turns
         if word in _ACTIONS:
@@ -78,12 +78,12 @@ class MiniGridEnv(ForeignEnv):
         return observation, float(reward), terminated, truncated, info
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Do what the package's own bot would; with probability `noise` anything.
+        """Returns the action of the package's own bot, or with probability `noise` any action.
 
-        The bot gives up where a box that it needs was opened; from then on anything is done.
+        The bot fails if a box that it needs was opened; all later actions are then random.
 
         Raises:
-            NotImplementedError: The game is none of BabyAI's, which alone has a bot.
+            NotImplementedError: The game is not one of BabyAI's; only they have a bot.
         """
         from minigrid.utils.baby_ai_bot import BabyAIBot, DisappearedBoxError
 
@@ -104,12 +104,12 @@ class MiniGridEnv(ForeignEnv):
         return _ACTIONS[action]
 
     def close(self) -> None:
-        """Close the game."""
+        """Closes the game."""
         self._game.close()
         self._ended = True
 
     def _info(self) -> dict[str, Any]:
-        """Give the state, where the rooms are all of it (a mission in two parts remembers)."""
+        """Returns the state key, unless the state is more than the rooms (two-part missions)."""
         game = self._game.unwrapped
         if not hasattr(getattr(game, "instrs", None), "instr_a"):
             carried = game.carrying
@@ -119,7 +119,7 @@ class MiniGridEnv(ForeignEnv):
 
 
 def describe(seen: dict[str, Any]) -> str:
-    """Say what is seen, from where the walker stands; the walker is at the bottom, in the middle.
+    """Describes the view of the agent, which is at the bottom in the middle.
 
     Example:
         `You face east. The way ahead is free for 2 squares, then a wall. You see a green key 2
@@ -175,7 +175,7 @@ def _passable(square: NDArray[np.uint8]) -> bool:
 def _make(game: str) -> Any:
     load("minigrid", "MiniGrid", "minigrid")
     level = load("minigrid.envs.babyai.core.roomgrid_level", "MiniGrid", "minigrid")
-    vars(level).setdefault("print", lambda *_: None)  # it tells of each draw it rejects
+    vars(level).setdefault("print", lambda *_: None)  # it prints each draw that it rejects
     ids = [i for i in gymnasium.registry if i.startswith(("MiniGrid-", "BabyAI-"))]
     check_name("MiniGrid", game, ids)
     try:

@@ -21,23 +21,23 @@ _CLOSING = 15.0
 
 
 class OpenEnvEnv(ForeignEnv):
-    """An environment on a running OpenEnv server; each copy holds one of its sessions.
+    """An environment on a running OpenEnv server; each copy has its own session.
 
-    The session is opened at the first reset and freed by `close`, or when the copy is forgotten,
-    as the rollout does with one that failed. A step that the server does not answer or refuses
-    truncates the episode; the next reset connects again.
+    The first reset opens the session. It is closed by `close`, or when the copy is
+    garbage-collected, as after a failed episode. A step that the server refuses or does not answer
+    truncates the episode; the next reset reconnects.
 
     Args:
         url: Address of the server.
-        action: Field of the action that takes the policy's text, "json" where the policy writes
-            the whole action, or a function (`file.py:function`) from text to a dictionary.
-        observation: Field of the observation that the policy reads, by default all of them as
-            JSON, or a function (`file.py:function`) from the dictionary to a text.
-        system_prompt: What the policy is told first; the server says nothing of the kind.
-        headers: Sent when connecting.
-        timeout: The most seconds of one answer.
-        max_turns: Steps before the episode is truncated.
-        reset: Further arguments of the server's `reset`.
+        action: Field of the action for the policy's text, "json" if the policy writes the whole
+            action, or a function (`file.py:function`) from text to a dictionary.
+        observation: Field of the observation that the policy reads, by default all fields as JSON,
+            or a function (`file.py:function`) from the dictionary to a text.
+        system_prompt: The system prompt; the server has none.
+        headers: HTTP headers for the connection.
+        timeout: Maximum seconds of one request.
+        max_turns: Turns before the episode is truncated.
+        reset: Additional arguments of the server's `reset`.
 
     Raises:
         MissingExtraError: OpenEnv is not installed.
@@ -58,7 +58,7 @@ class OpenEnvEnv(ForeignEnv):
         max_turns: int | None = None,
         reset: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare the client; the first reset connects."""
+        """Prepares the client; the first reset connects."""
         super().__init__(max_turns)
         core = load("openenv.core", "OpenEnv", "openenv")
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
@@ -71,14 +71,14 @@ class OpenEnvEnv(ForeignEnv):
             message_timeout_s=timeout,
             headers=dict(headers or {}),
         )
-        # a session that nobody closes would hold its slot for ever
+        # a session that is never closed would keep its slot
         self._forgotten = weakref.finalize(self, _free, self._client)
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Begin an episode in this copy's session.
+        """Begins an episode in this copy's session.
 
         Raises:
-            ToolServerError: The server cannot be reached, is full or refuses.
+            ToolServerError: The server cannot be reached, is full or refuses the session.
         """
         arguments = {"seed": seed, **self._reset, **options}
         try:
@@ -91,7 +91,7 @@ class OpenEnvEnv(ForeignEnv):
         return self._read(result), {}
 
     def act(self, action: str) -> StepResult:
-        """Send an action; an action that is no JSON where it has to be costs the turn."""
+        """Sends an action; an action that has to be JSON and is not uses up the turn."""
         try:
             payload = self._payload(action)
         except ValueError as error:
@@ -101,7 +101,7 @@ class OpenEnvEnv(ForeignEnv):
         return self._read(result), float(result.reward or 0.0), bool(result.done), False, info
 
     def close(self) -> None:
-        """Free the session; a reset opens another."""
+        """Closes the session; a reset opens another."""
         try:
             background.run(_close(self._client), _LOOP, timeout=_CLOSING)
         except Exception as error:  # the server frees it when the connection ends
@@ -142,5 +142,5 @@ async def _close(client: Any) -> None:
 
 
 def _free(client: Any) -> None:
-    """Close without waiting: the collector of garbage may run in any thread."""
+    """Closes without waiting, because the garbage collector may run in any thread."""
     background.post(_close(client), _LOOP)

@@ -1,4 +1,4 @@
-"""Solve sums that want a program: a tool runs Python in the sandbox."""
+"""Number problems that need a program: a tool runs Python in the sandbox."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ _KINDS: tuple[Kind, ...] = (
 class PythonToolEnv(AnswerEnv):
     """Solve a problem about whole numbers with a tool that runs Python in the sandbox.
 
-    The first run that prints the right number on a line of its own gives 0.2, the right answer 1.0.
-    The same actions give the same episode unless the code asks for the time or for randomness, or
-    is so slow that only chance says whether it ends within its limits.
+    The first run that prints the right number on its own line earns 0.2, the right answer 1.0. The
+    same actions give the same episode, unless the code uses the time or randomness, or runs so
+    close to its limits that whether it finishes varies.
 
     Args:
-        sandbox: Limits of the tool; `Sandbox(allow_unsafe=True)` runs where there is no isolation.
+        sandbox: Limits of the tool; `Sandbox(allow_unsafe=True)` also runs without isolation.
         max_turns: Turns before the episode is truncated.
         early_answer: Probability that the noisy demonstrator guesses instead of running a program.
 
     Raises:
-        SandboxUnavailableError: Code cannot be isolated here.
+        SandboxUnavailableError: This machine cannot isolate code.
     """
 
     blocking = True
@@ -122,14 +122,14 @@ class PythonToolEnv(AnswerEnv):
     def __init__(
         self, sandbox: Sandbox | None = None, max_turns: int = 6, early_answer: float = 0.6
     ) -> None:
-        """Set the limits and find out whether code can be isolated."""
+        """Sets the limits and checks whether code can be isolated."""
         super().__init__(max_turns)
         self.sandbox = sandbox or Sandbox(seconds=10.0, cpu_seconds=2)
         self.sandbox.check()
         self.early_answer = early_answer
 
     def draw(self, options: dict[str, Any]) -> str:
-        """Draw a new problem."""
+        """Draws a new problem."""
         question, self._program, self._value = _draw(self.np_random)
         self._printed = False
         self._ran: tuple[str, ...] = ()
@@ -147,17 +147,17 @@ class PythonToolEnv(AnswerEnv):
         return _shown(self.sandbox, result)
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
-        """Pay for the first run that prints the value."""
+        """Rewards the first run that prints the value."""
         new = not self._printed and str(self._value) in result.split("\n")
         self._printed |= new
         return 0.2 * new
 
     def is_right(self, text: str) -> bool:
-        """Compare the answer with the value."""
+        """Compares the answer with the value."""
         return extract_tag(text, "answer") == str(self._value)
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Run the program, then answer; with noise, guess, answer one off or slip in the code."""
+        """Runs the program, then answers; with noise, guesses, is off by one or breaks the code."""
         early = self._is_early(noise)
         slip = early or (noise > 0.0 and bool(self.np_random.random() < noise))
         if self._printed or early:
@@ -170,7 +170,7 @@ class PythonToolEnv(AnswerEnv):
 
 
 def _draw(random: np.random.Generator) -> tuple[str, str, int]:
-    """A question, a program that prints its answer, and the answer worked out otherwise."""
+    """Draws a question, a program that prints its answer, and the answer found another way."""
     question, code, solve = _KINDS[int(random.integers(len(_KINDS)))]
     a, b, c = (int(random.integers(*bounds)) for bounds in ((20, 100), (6, 20), (2, 6)))
     values = {"a": a, "b": b, "c": c, "a20": a * 20, "a10": a * 10, "ab": a * b, "bc": b * c}

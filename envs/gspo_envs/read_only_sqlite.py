@@ -1,11 +1,11 @@
-"""An SQLite database that can be read and nothing else, with bounded work for each query."""
+"""A read-only SQLite database with bounded work per query."""
 
 from __future__ import annotations
 
 import sqlite3
 from typing import Any
 
-# What the same database answers alike whenever it is asked: no clock, no chance, no files.
+# Deterministic functions only: no clock, no randomness, no files.
 _FUNCTION_NAMES = """
 abs avg char coalesce count cume_dist dense_rank first_value format glob group_concat hex ifnull
 instr lag last_value lead length like lower ltrim max min nth_value ntile nullif percent_rank printf
@@ -24,7 +24,7 @@ _LIMITS = {
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
 }
 _STEPS = 500_000
-"""Steps of SQLite's virtual machine that a query may take."""
+"""Maximum steps of SQLite's virtual machine per query."""
 MOST_ROWS = 200
 
 Row = tuple[Any, ...]
@@ -35,14 +35,14 @@ class SQLError(Exception):
 
 
 class Database:
-    """An SQLite database in memory that can only be read once it is made.
+    """An SQLite database in memory that is read-only after its creation.
 
     Args:
-        script: Statements that make it.
+        script: Statements that create it.
     """
 
     def __init__(self, script: str) -> None:
-        """Make the database, then close it to all but reading."""
+        """Creates the database, then makes it read-only."""
         self._connection = sqlite3.connect(":memory:", check_same_thread=False)
         self._connection.text_factory = lambda data: data.decode("utf-8", "replace")
         self._connection.executescript(script)
@@ -53,10 +53,10 @@ class Database:
         self._left = 0
 
     def query(self, sql: str, *values: str) -> tuple[list[str], list[Row]]:
-        """Give the columns and at most 201 rows; `values` stand for the `?` of the statement.
+        """Returns the columns and at most 201 rows; `values` replace the `?` of the statement.
 
         Raises:
-            SQLError: It is not one statement that only reads, or it takes too much work.
+            SQLError: It is not a single read-only statement, or it takes too much work.
         """
         self._left = _STEPS // 1000
         try:
@@ -70,7 +70,7 @@ class Database:
         return [column[0] for column in cursor.description or ()], rows
 
     def close(self) -> None:
-        """Free it."""
+        """Frees the database."""
         self._connection.close()
 
     def _count(self) -> int:

@@ -19,17 +19,17 @@ _RIGHT = 0.99
 class ReasoningGymEnv(ForeignEnv):
     """A task of reasoning-gym, answered in one turn or in several attempts with feedback.
 
-    The reward of an attempt is what it adds to the best score so far, so that an episode's return
-    is its best score. An answer that the package's scorer cannot take scores 0.
+    The reward of an attempt is its gain over the best score so far, so an episode's return is its
+    best score. An answer on which the package's scorer raises scores 0.
 
     Args:
         task: Name of the data set, such as "chain_sum".
-        attempts: Answers that the policy may give.
-        feedback: Whether a wrong answer is told its score.
+        attempts: Maximum number of answers.
+        feedback: Whether the reply to a wrong answer contains its score.
         kwargs: The data set's own configuration, such as `min_terms=2`.
 
     Raises:
-        ConfigError: The task is unknown or cannot be configured so.
+        ConfigError: The task is unknown or does not accept the configuration.
         MissingExtraError: reasoning-gym is not installed.
     """
 
@@ -38,7 +38,7 @@ class ReasoningGymEnv(ForeignEnv):
     def __init__(
         self, task: str = "chain_sum", *, attempts: int = 1, feedback: bool = True, **kwargs: Any
     ) -> None:
-        """Try the task out."""
+        """Tries out the task."""
         super().__init__()
         package = load("reasoning_gym", "reasoning-gym", "reasoning-gym")
         factory = load("reasoning_gym.factory", "reasoning-gym", "reasoning-gym")
@@ -51,14 +51,14 @@ class ReasoningGymEnv(ForeignEnv):
             self.begin(0, {})
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Draw a data set of one entry."""
+        """Draws a data set of one entry."""
         self._data = self._create(self.task, seed=seed, size=1, **self._kwargs)
         self._entry = self._data[0]
         self._left, self._best = self.attempts, 0.0
         return str(self._entry["question"]), {}
 
     def act(self, action: str) -> StepResult:
-        """Score an answer."""
+        """Scores an answer."""
         self._left -= 1
         answer = extract_tag(action, "answer")
         info: dict[str, Any] = {}
@@ -72,7 +72,7 @@ class ReasoningGymEnv(ForeignEnv):
         return self._hint(answer, score), reward, False, False, info
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Give the entry's answer; with probability `noise` a digit or word of the question."""
+        """Returns the answer, or with probability `noise` a digit or word of the question."""
         answer = str(self._entry["answer"])
         if noise > 0.0 and self.np_random.random() < noise:
             words = str(self._entry["question"]).split()

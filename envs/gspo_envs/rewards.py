@@ -1,4 +1,4 @@
-"""Reward functions and reward models: from a finished conversation to named numbers."""
+"""Reward functions and reward models: a finished conversation in, named numbers out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gspo_env.importing import load_function
 from gspo_envs.rows import Message
 
 _IDLE = 0.005
-"""Seconds without a further request after which a reward model begins its batch."""
+"""Seconds without a new request after which a reward model runs its batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,35 +35,35 @@ class Attempt:
     row: Mapping[str, Any]
     """The row of the dataset."""
     plain: bool = False
-    """Whether the row's prompt was a text and not a list of messages."""
+    """Whether the row's prompt is a string and not a list of messages."""
     token_ids: tuple[int, ...] = ()
-    """What the policy sampled, where the rollout says so."""
+    """The sampled ids, if the rollout provides them."""
 
     @property
     def texts(self) -> list[str]:
-        """What the policy wrote, turn by turn."""
+        """The policy's actions, turn by turn."""
         return [m["content"] for m in self.completion if m["role"] == "assistant"]
 
     @property
     def text(self) -> str:
-        """What the policy wrote last."""
+        """The policy's last action."""
         return self.texts[-1] if self.texts else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reward:
-    """A reward function with the name that its metric has."""
+    """A reward function and the name of its metric."""
 
     name: str
     function: Callable[[Attempt], Any]
     waits: bool
     """Whether it is asynchronous or a model, so that `step` waits for it."""
     batched: bool = False
-    """Whether it answers with a list of one number, as TRL's functions do."""
+    """Whether it returns a list of one number, as TRL's functions do."""
 
 
 def load_reward(spec: Any) -> Reward:
-    """Make a reward of what the user gave.
+    """Makes a reward from a user's specification.
 
     Args:
         spec: A function of an `Attempt`, a function with TRL's signature (it has a parameter
@@ -88,7 +88,7 @@ def load_reward(spec: Any) -> Reward:
 
 
 def judge(rewards: Sequence[Reward], attempt: Attempt) -> dict[str, float]:
-    """Ask every reward, asynchronous ones together; one that says None is left out.
+    """Computes every reward, asynchronous ones concurrently; a reward of None is left out.
 
     Raises:
         EnvironmentContractError: A reward is not a finite number.
@@ -99,7 +99,7 @@ def judge(rewards: Sequence[Reward], attempt: Attempt) -> dict[str, float]:
 
 
 def settle(answers: Sequence[Any]) -> list[Any]:
-    """Wait for the asynchronous ones among answers, all together."""
+    """Awaits the asynchronous ones among the answers concurrently."""
     waiting = [answer for answer in answers if inspect.isawaitable(answer)]
     done = iter(background.run(_together(waiting), "rewards") if waiting else ())
     return [next(done) if inspect.isawaitable(answer) else answer for answer in answers]
@@ -127,12 +127,12 @@ def _number(reward: Reward, answer: Any) -> float | None:
 
 @lru_cache(maxsize=64)
 def _load_named(spec: str) -> Reward:
-    """Load once for all environments of the process."""
+    """Loads a reward once for all environments of the process."""
     return load_reward(load_function(spec, "reward") if ":" in spec else RewardModel(spec))
 
 
 def _trl(function: Callable[..., Any]) -> Callable[[Attempt], Any]:
-    """Call a function with TRL's signature for one completion, as a batch of one."""
+    """Wraps a function with TRL's signature to score one completion, as a batch of one."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
@@ -154,19 +154,19 @@ def _trl(function: Callable[..., Any]) -> Callable[[Attempt], Any]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for TRL's own logging."""
+    """Replaces TRL's logging functions."""
 
 
 class RewardModel:
     """A `transformers` sequence classifier as a reward.
 
-    Episodes that end at the same time are judged in one batch.
+    Episodes that end at the same time are scored in one batch.
 
     Args:
         path: Folder or hub id.
-        name: Its metric's name; the last part of the path by default.
-        label: With more than one label, the one whose probability is the reward.
-        batch_size: The most conversations of one forward pass.
+        name: Name of its metric; the last part of the path by default.
+        label: The label whose probability is the reward, if there are several.
+        batch_size: Maximum conversations of one forward pass.
 
     Raises:
         ModelError: It cannot be loaded.
@@ -174,7 +174,7 @@ class RewardModel:
     """
 
     def __init__(self, path: str, *, name: str = "", label: str = "", batch_size: int = 32) -> None:
-        """Load the model; a thread of its own serves it from the first request on."""
+        """Loads the model; a separate thread serves it from the first request on."""
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -194,13 +194,13 @@ class RewardModel:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.tokenizer.padding_side = "right"
-        self.tokenizer.truncation_side = "left"  # the answer stands at the end
+        self.tokenizer.truncation_side = "left"  # the answer is at the end
         self._requests: queue.SimpleQueue[tuple[str, Future[float]]] = queue.SimpleQueue()
         self._serving = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def __call__(self, attempt: Attempt) -> float:
-        """Give the score of the whole conversation."""
+        """Scores the whole conversation."""
         with self._serving:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
@@ -210,7 +210,7 @@ class RewardModel:
         return request[1].result()
 
     def score(self, texts: Sequence[str]) -> list[float]:
-        """Give the scores of texts in one forward pass."""
+        """Scores texts in one forward pass."""
         import torch
 
         batch = self.tokenizer(
@@ -259,7 +259,7 @@ class RewardModel:
                 pass
             try:
                 scores = self.score([text for text, _ in requests])
-            except Exception as error:  # the episodes that asked fail, the others go on
+            except Exception as error:  # only the episodes of this batch fail
                 for _, future in requests:
                     future.set_exception(error)
                 continue

@@ -1,4 +1,4 @@
-"""The rows of a dataset: where they are, which of them a seed picks, what chat they hold."""
+"""Opens the rows of a dataset, picks rows by seed and reads their chats."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class TaskRows:
-    """The rows of a dataset, some of them for evaluation alone.
+    """The rows of a dataset, some of them reserved for evaluation.
 
     Args:
         data: See `gspo_envs.dataset.DatasetEnv`.
-        split: Of a Hugging Face dataset.
-        subset: Of a Hugging Face dataset.
+        split: Split of a Hugging Face dataset. subset: Configuration of a Hugging Face dataset.
         held_out: A share of the rows, a split, a file or rows.
     """
 
     def __init__(
         self, data: Any, *, split: str = "train", subset: str | None = None, held_out: Any = 0.1
     ) -> None:
-        """Open them."""
+        """Opens the rows."""
         self._train = open_rows(data, split, subset)
         self._share, self._eval = _held_out(held_out, data, subset)
 
     def pick(
         self, rng: np.random.Generator, seed: int | None = None, wanted: Any = None
     ) -> tuple[Any, int]:
-        """Give a row and its place; a seed of evaluation gives a held-out row.
+        """Returns a row and its index; an evaluation seed picks a held-out row.
 
         Raises:
             ConfigError: There is no row `wanted`.
@@ -50,7 +49,7 @@ class TaskRows:
             if type(wanted) is not int or not 0 <= wanted < len(rows):
                 raise ConfigError(f"Dataset: row is {wanted!r}, expected 0 to {len(rows) - 1}.")
             return rows[wanted], wanted
-        # every k-th row is held out: no list of them is needed, whatever the size
+        # every k-th row is held out, so that no list of them is needed
         every = round(1 / self._share) if self._share else 0
         held = len(rows) // every if every else 0
         drawn = int(rng.integers(held if evaluation and held else len(rows) - held))
@@ -60,10 +59,10 @@ class TaskRows:
 
 
 def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
-    """Read a prompt: its system message, and the others of user and assistant in turn.
+    """Parses a prompt: its system message, and the alternating user and assistant messages.
 
     Raises:
-        ConfigError: It is neither a text nor such a chat.
+        ConfigError: It is neither a string nor such a chat.
     """
     chat = [{"role": "user", "content": value}] if isinstance(value, str) else value
     messages, system = _messages(chat, where), None
@@ -79,7 +78,7 @@ def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
 
 
 def begin_chat(messages: Sequence[Message], index: int) -> ResetResult:
-    """Give the result of `reset` for the chat of a row; its last message is the observation."""
+    """Returns the result of `reset` for a row's chat; the last message is the observation."""
     info: dict[str, Any] = {"row": index}
     if len(messages) > 1:
         info["messages"] = list(messages[:-1])
@@ -87,11 +86,11 @@ def begin_chat(messages: Sequence[Message], index: int) -> ResetResult:
 
 
 def open_rows(source: Any, split: str = "train", subset: str | None = None) -> Rows:
-    """Open a dataset; see `DatasetEnv` for what it may be.
+    """Opens a dataset; see `DatasetEnv` for the accepted sources.
 
     Raises:
         ConfigError: It cannot be read, or has no rows.
-        MissingExtraError: Its form needs a package that is not installed.
+        MissingExtraError: Its format needs a package that is not installed.
     """
     if isinstance(source, (str, os.PathLike)):
         path = Path(source).expanduser()
@@ -107,7 +106,7 @@ def open_rows(source: Any, split: str = "train", subset: str | None = None) -> R
 
 @lru_cache(maxsize=16)
 def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
-    """Open once for all environments of the process; `stamp` sees a changed file."""
+    """Opens a dataset once per process; a changed `stamp` reopens a changed file."""
     path = Path(source).expanduser()
     if path.suffix in (".jsonl", ".ndjson", ".parquet") and not path.is_file():
         raise ConfigError(f"Dataset: the file {source} does not exist.")
@@ -145,7 +144,7 @@ def _read_jsonl(path: Path) -> Rows:
 
 
 class _Parquet(Sequence[Mapping[str, Any]]):
-    """The rows of a Parquet file; only those asked for become Python values."""
+    """The rows of a Parquet file; only requested ones are converted to Python values."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow.parquet
@@ -163,7 +162,7 @@ class _Parquet(Sequence[Mapping[str, Any]]):
 
 
 def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows | None]:
-    """Give the share of the rows that is held out, or the rows that evaluation has instead."""
+    """Returns the share of the rows that is held out, or the separate evaluation rows."""
     if isinstance(held_out, (int, float)):
         if not 0 <= held_out <= 0.5:
             raise ConfigError(f"Dataset: held_out is {held_out}, expected a share of 0 to 0.5.")
@@ -175,7 +174,7 @@ def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows
 
 
 def _messages(value: Any, where: str) -> list[Message]:
-    """Read a chat: text only, neighbours of one role joined."""
+    """Parses a text-only chat and joins consecutive messages of one role."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(m, Mapping) for m in value):
         raise ConfigError(f"{where} is {value!r}, expected a text or a list of messages.")
     read: list[Message] = []

@@ -14,20 +14,20 @@ from gspo_envs.rows import TaskRows
 
 
 class SkyRLEnv(RowEnv):
-    """An environment of SkyRL-Gym over the rows of a dataset in SkyRL's form.
+    """An environment of SkyRL-Gym over the rows of a dataset in SkyRL's format.
 
-    A row holds `prompt`, a chat, and what the environment asks for, such as `reward_spec`. As in
-    SkyRL each episode makes the environment anew, with the row as its `extras`. SkyRL-Gym knows
-    no seed: ours picks the row, and `extras["seed"]` has one for environments that want it.
+    A row has `prompt`, a chat, and the columns that the environment needs, such as `reward_spec`.
+    As in SkyRL, each episode makes a new environment with the row as its `extras`. SkyRL-Gym has no
+    seeds: ours picks the row, and `extras["seed"]` has one for environments that use it.
 
     Args:
         task: SkyRL-Gym's id, or `module:Class` or `file.py:Class`.
         data: Rows, as `gspo_envs.dataset.DatasetEnv` takes them.
-        config: The environment's `env_config`.
+        config: The `env_config` of the environment.
         split: Split of a Hugging Face dataset.
         subset: Configuration of a Hugging Face dataset.
-        held_out: What only evaluation sees; see `DatasetEnv`.
-        max_turns: Steps before truncation; the environment is told too.
+        held_out: Rows reserved for evaluation; see `DatasetEnv`.
+        max_turns: Turns before truncation; also passed to the environment.
 
     Raises:
         ConfigError: The task is unknown.
@@ -45,7 +45,7 @@ class SkyRLEnv(RowEnv):
         held_out: Any = 0.1,
         max_turns: int | None = None,
     ) -> None:
-        """Find the environment and open the dataset."""
+        """Finds the environment and opens the dataset."""
         super().__init__(max_turns)
         package = load("skyrl_gym", "SkyRL-Gym", "skyrl-gym")
         self.task = task
@@ -60,7 +60,7 @@ class SkyRLEnv(RowEnv):
         self._game: Any = None
 
     def open(self, row: Any, index: int, seed: int) -> Any:
-        """Make the environment of a row."""
+        """Makes the environment of a row."""
         extras = {"seed": seed, **row}
         if self.max_turns is not None:
             extras["max_turns"] = self.max_turns
@@ -75,7 +75,7 @@ class SkyRLEnv(RowEnv):
             ) from error
 
     def act(self, action: str) -> StepResult:
-        """Take a step; what SkyRL-Gym says to several roles is read as one text."""
+        """Takes an action; messages of several roles are joined into one observation."""
         result = self._game.step(action)
         said = "\n".join(str(message["content"]) for message in result["observations"])
         info = {
@@ -85,7 +85,7 @@ class SkyRLEnv(RowEnv):
         return said, float(result["reward"]), bool(result["done"]), False, info
 
     def close(self) -> None:
-        """Close the running environment."""
+        """Closes the running environment."""
         if self._game is not None:
             self._game.close()
             self._game = None

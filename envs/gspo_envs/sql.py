@@ -1,4 +1,4 @@
-"""Answer a question about a database: explore its schema, try queries, hand in one."""
+"""Answer a question about a database: explore its schema, try queries, submit one."""
 
 from __future__ import annotations
 
@@ -89,22 +89,23 @@ class _Problem:
     question: str
     gold: str
     tables: tuple[str, ...]
-    """What the right query reads, in the order of the schema."""
+    """The tables that the right query reads, in the order of the schema."""
     names: dict[str, str]
 
 
 class SQLEnv(AnswerEnv):
-    """Answer a question about an SQLite database with tools, then hand in the query.
+    """Answer a question about an SQLite database with tools, then submit the query.
 
-    The first look at each table that the answer needs gives 0.1, the first query that gives what
-    was asked 0.2, and the right query as the answer 1.0. The answer must give the right rows on
-    this database and on a hidden one with the same tables and other rows, so that a constant
-    copied from an observation is wrong.
+    The first look at each table that the answer needs earns 0.1, the first query with the right
+    rows 0.2, and the right query as the answer 1.0. The answer must return the right rows on this
+    database and on a hidden one with the same tables and other rows, so a constant copied from an
+    observation is wrong.
 
     Args:
         rows: Rows of the largest table.
         max_turns: Turns before the episode is truncated.
-        early_answer: Probability that the noisy demonstrator answers without a try, and wrongly.
+        early_answer: Probability that the noisy demonstrator answers wrongly without trying a
+            query.
     """
 
     system_prompt = (
@@ -114,7 +115,7 @@ class SQLEnv(AnswerEnv):
     )
 
     def __init__(self, rows: int = 40, max_turns: int = 12, early_answer: float = 0.6) -> None:
-        """Set the size of the database."""
+        """Sets the size of the database."""
         super().__init__(max_turns)
         if not 10 <= rows <= 1000:
             raise ConfigError(f"SQL: rows is {rows}, expected 10 to 1000.")
@@ -122,7 +123,7 @@ class SQLEnv(AnswerEnv):
         self._databases: list[Database] = []
 
     def draw(self, options: dict[str, Any]) -> str:
-        """Draw a new database and a question that has an answer."""
+        """Draws a new database and a question that has an answer."""
         self._seen: set[str] = set()
         self._queried: set[str] = set()
         self._found = self._listed = False
@@ -131,7 +132,7 @@ class SQLEnv(AnswerEnv):
         return self._problem.question
 
     def close(self) -> None:
-        """Free the databases; an episode that was under way has ended."""
+        """Frees the databases and ends a running episode."""
         self.end_episode()
         self._free()
 
@@ -175,7 +176,7 @@ class SQLEnv(AnswerEnv):
         return "\n".join([*lines, f"({many} row{'s' * (many != '1')})"])
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
-        """Pay for the first look at a table that is needed, and for the right rows."""
+        """Rewards the first look at a table that is needed, and the right rows."""
         if call.name == "schema":
             table = call.arguments["table"].lower()
             new = table in self._problem.tables and table not in self._seen
@@ -188,13 +189,13 @@ class SQLEnv(AnswerEnv):
         return 0.2 * self._found
 
     def is_right(self, text: str) -> bool:
-        """Compare what the answer gives, here and on the hidden database."""
+        """Compares the rows of the answer on this database and on the hidden one."""
         sql = extract_tag(text, "answer") or ""
         given = [_rows(database, sql) for database in self._databases]
         return given == self._expected
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """List, look at each table, try the query, answer; with noise, answer early or wrongly."""
+        """Lists the tables, reads each, tries the query, answers; with noise, early or wrongly."""
         sql, early = self._problem.gold, self._is_early(noise)
         if early or (noise > 0.0 and self.np_random.random() < noise):
             sql = f"SELECT * FROM {self._problem.tables[0]}"
@@ -211,7 +212,7 @@ class SQLEnv(AnswerEnv):
         return repr((self._listed, sorted(self._seen), sorted(self._queried)))
 
     def _draw(self) -> bool:
-        """Draw a problem; False if the answer is empty, ambiguous, or the same on both."""
+        """Draws a problem; False if its answer is empty, ambiguous, or the same on both."""
         self._free()
         self._problem = _draw_problem(self.np_random)
         self._databases = [
@@ -250,7 +251,7 @@ def _draw_problem(random: np.random.Generator) -> _Problem:
 
 
 def _draw_script(random: np.random.Generator, names: dict[str, str], rows: int) -> str:
-    """Statements that make the three tables, with rows of their own at each call."""
+    """Returns statements that create the three tables, with new rows at each call."""
 
     def insert(table: str, values: str) -> str:
         return f"INSERT INTO {table} VALUES {values};"
@@ -276,7 +277,7 @@ def _draw_script(random: np.random.Generator, names: dict[str, str], rows: int) 
 
 
 def _tied(database: Database, gold: str) -> bool:
-    """Whether the two highest totals are equal."""
+    """Returns whether the two highest totals are equal."""
     order = gold.partition("ORDER BY ")[2].partition(" DESC")[0]
     totals = gold.replace("SELECT t.name", f"SELECT {order}", 1).replace("LIMIT 1", "LIMIT 2")
     rows = database.query(totals)[1]
@@ -284,7 +285,7 @@ def _tied(database: Database, gold: str) -> bool:
 
 
 def _rows(database: Database, sql: str) -> Counter[Row] | None:
-    """The rows of a query as they are compared; None where it fails or gives too many."""
+    """Returns the rows of a query for comparison; None if it fails or returns too many."""
     try:
         rows = database.query(sql)[1]
     except SQLError:

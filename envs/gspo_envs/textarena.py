@@ -12,13 +12,13 @@ from gspo_env.importing import load_function
 from gspo_envs.foreign import ForeignEnv, check_name, load, making
 
 Opponent = Callable[[random.Random, str], str]
-"""Gives the action of another player for what that player reads."""
+"""Chooses the action of another player from that player's observation."""
 
 _MOST_MOVES = 1000
 
 
 def random_opponent(rng: random.Random, observation: str) -> str:
-    """Choose among the last actions in brackets that the game has shown."""
+    """Chooses among the last actions in brackets that the game has shown."""
     shown = re.findall(r"\[[^\[\]\n]{1,24}\]", observation)[-40:]
     return rng.choice(shown) if shown else "[0]"
 
@@ -26,14 +26,14 @@ def random_opponent(rng: random.Random, observation: str) -> str:
 class TextArenaEnv(ForeignEnv):
     """A game of TextArena; the reward of the whole game comes with its last turn.
 
-    The game is made anew at each reset, and an observation holds only what is new: TextArena's
-    own wrappers repeat the whole history, also that of the episode before.
+    Each reset makes a new game, and an observation contains only what is new: TextArena's own
+    wrappers repeat the whole history, even that of the previous episode.
 
     Args:
         game: TextArena's id, such as "TowerOfHanoi-v0".
-        players: How many the game needs; the policy is the first.
+        players: Number of players that the game needs; the policy is the first.
         opponent: `module:function`, `file.py:function` or a function that plays all others.
-        max_turns: Steps before truncation; most games have a limit of their own.
+        max_turns: Turns before truncation; most games have their own limit.
         kwargs: Arguments of the game, such as `num_disks=4`.
 
     Raises:
@@ -50,7 +50,7 @@ class TextArenaEnv(ForeignEnv):
         max_turns: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Try the game out."""
+        """Tries out the game."""
         super().__init__(max_turns)
         self._textarena = load("textarena", "TextArena", "textarena")
         registry = load("textarena.envs.registration", "TextArena", "textarena").ENV_REGISTRY
@@ -59,26 +59,26 @@ class TextArenaEnv(ForeignEnv):
         if isinstance(opponent, str):
             opponent = load_function(opponent, "opponent")
         self._opponent = opponent
-        # games refuse a number of players in many ways
+        # games reject a number of players in many ways
         with making(game, f"played by {players} with arguments {kwargs}", Exception):
             self.begin(0, {})
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Make the game anew."""
+        """Makes a new game."""
         self._outer: Any = self._textarena.make(self.game, **self._kwargs)
         self._outer.reset(num_players=self.players, seed=seed)
         self._rng = random.Random(seed)
         return self._read(self._let_others_move()), {}
 
     def act(self, action: str) -> StepResult:
-        """Take the policy's turn and those of all others."""
+        """Plays the policy's turn and those of all other players."""
         done, _ = self._outer.step(action)
         if not (done or self._let_others_move()):
             return self._read(False), 0.0, False, False, {}
         rewards, notes = self._bare.close()
         note = (notes or {}).get(0, {})
         reward, reason = (rewards or {}).get(0, 0.0), str(note.get("reason") or "")
-        if isinstance(reward, str):  # some games hand these two over in the wrong order
+        if isinstance(reward, str):  # some games return these two in the wrong order
             reward, reason = reason.removeprefix("Invalid Move: "), reward
         reward = float(reward)
         info = {"success": reward >= 1.0, "invalid_move": bool(note.get("invalid_move"))}
@@ -102,14 +102,14 @@ class TextArenaEnv(ForeignEnv):
 
     def _read(self, done: bool) -> str:
         state = self._bare.state
-        if done:  # it may be anybody's turn now
+        if done:  # it may be any player's turn
             messages, state.observations[0] = state.observations[0], []
         else:
             messages = self._bare.get_observation()[1]
         return self._say(messages, 0)
 
     def _say(self, messages: Any, reader: int) -> str:
-        """Join messages; the transcript has a player's own actions already."""
+        """Joins messages, without the player's own actions, which the transcript already has."""
         game = self._textarena.GAME_ID
         own = (reader, game) if self.players == 1 else (reader,)
         lines = []

@@ -23,19 +23,19 @@ _LOOP = "verifiers"
 
 
 class VerifiersEnv(RowEnv):
-    """A taskset of verifiers: its prompts, its rewards, metrics and judges, its conversations.
+    """A taskset of verifiers with its prompts, rewards, metrics, judges and conversations.
 
     verifiers calls the model itself; here the policy answers. A plain taskset is one turn. An
-    installed taskset with an environment of its own (`vf.Env.run`) is a conversation: whenever its
-    agent would call the model, an action is awaited. What needs a runtime, a container, tool
-    servers or more than one agent is refused.
+    installed taskset with its own environment (`vf.Env.run`) is a conversation: each time its agent
+    would call the model, the policy acts. Tasks that need a runtime, a container, tool servers or
+    more than one agent are refused.
 
     Args:
         taskset: Id of an installed taskset, or `module:Class` or `file.py:Class`.
         config: Fields of the taskset's configuration.
-        limit: The most tasks to read; an infinite taskset needs one.
-        held_out: Share of the tasks that only evaluation sees.
-        max_turns: Steps before truncation; the conversation is then ended and judged as it is.
+        limit: Maximum tasks to read; an infinite taskset needs a limit.
+        held_out: Share of the tasks reserved for evaluation.
+        max_turns: Turns before truncation; the conversation is then scored as it is.
 
     Raises:
         ConfigError: The taskset cannot be loaded, or its tasks need more than answers.
@@ -51,7 +51,7 @@ class VerifiersEnv(RowEnv):
         held_out: float = 0.1,
         max_turns: int | None = None,
     ) -> None:
-        """Load the tasks."""
+        """Loads the tasks."""
         super().__init__(max_turns)
         settings = json.dumps(config or {}, sort_keys=True)
         self._play, tasks = _load_tasks(taskset, settings, limit)
@@ -59,7 +59,7 @@ class VerifiersEnv(RowEnv):
         self._talk: _Conversation | None = None
 
     def open(self, row: Any, index: int, seed: int) -> Any:
-        """Begin the conversation of a task."""
+        """Begins the conversation of a task."""
         self._talk = _Conversation(row)
         asked = background.run(self._talk.begin(self._play), _LOOP)
         if asked is None:
@@ -69,7 +69,7 @@ class VerifiersEnv(RowEnv):
         return [*told, *_plain(asked)]
 
     def act(self, action: str) -> StepResult:
-        """Answer; at the end of the conversation the task and its environment judge it."""
+        """Answers; at the end of the conversation the task and its environment score it."""
         if self._talk is None:
             raise RuntimeError("the conversation was closed")
         asked = background.run(self._talk.answer(action), _LOOP)
@@ -84,20 +84,20 @@ class VerifiersEnv(RowEnv):
         return "", float(trace.reward), not cut, cut, {"reward_parts": parts}
 
     def close(self) -> None:
-        """Leave the running conversation."""
+        """Ends the running conversation."""
         if self._talk is not None:
             background.run(self._talk.leave(), _LOOP)
             self._talk = None
 
 
 Play = Callable[[Any, Any], Awaitable[None]]
-"""Plays a task with agents: `vf.Env.run`, and what surrounds it."""
+"""Plays a task with agents: `vf.Env.run` with its set-up and scoring."""
 
 
 class _Conversation:
-    """Stands in for verifiers' agents and their only agent; lives on the background loop.
+    """Replaces verifiers' agents and their only agent; runs on the background loop.
 
-    Where the agent would call the model, `turn` hands over the new messages and waits.
+    When the agent would call the model, `turn` passes on the new messages and waits.
     """
 
     def __init__(self, task: Any) -> None:
@@ -108,7 +108,7 @@ class _Conversation:
         self._playing: asyncio.Task[None]
 
     def __getattr__(self, name: str) -> _Conversation:
-        """Be the agent under whatever name the environment gives it."""
+        """Returns itself as the agent, under any name that the environment uses."""
         if name.startswith("_"):
             raise AttributeError(name)
         return self
@@ -118,7 +118,7 @@ class _Conversation:
         return await self._next()
 
     async def answer(self, action: str | None) -> list[Any] | None:
-        """Give the next messages, None at the end; an action that is None ends it."""
+        """Returns the next messages, or None at the end; the action None ends the conversation."""
         self._answer.set_result(action)
         return await self._next()
 
@@ -127,14 +127,14 @@ class _Conversation:
         await asyncio.wait({self._playing})
 
     async def run(self, task: Any, **borrowed: Any) -> Any:
-        """As `vf.Agent.run`: one answer, scored."""
+        """Plays one answer and scores it, as `vf.Agent.run`."""
         async with self.interaction(task, **borrowed):
             await self.turn()
         return self.trace
 
     @contextlib.asynccontextmanager
     async def interaction(self, task: Any, **borrowed: Any) -> AsyncIterator[_Conversation]:
-        """As `vf.Agent.interaction`: turns, scored when it is left."""
+        """Opens a conversation and scores it on exit, as `vf.Agent.interaction`."""
         if self.trace is not None or any(value is not None for value in borrowed.values()):
             raise ConfigError(
                 "verifiers: an episode here is one conversation, without a runtime or tools; this "
@@ -146,7 +146,7 @@ class _Conversation:
         await task.score(self.trace)
 
     async def turn(self, message: Any = None) -> Any:
-        """As `vf.Interaction.turn`: the policy's answer, or the end."""
+        """Returns the policy's answer or the end, as `vf.Interaction.turn`."""
         import verifiers.v1 as vf
 
         data = self.task.data
@@ -193,7 +193,7 @@ def _new_trace(task: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def _load_tasks(name: str, config: str, limit: int | None) -> tuple[Play, list[Any]]:
-    """Load once for all environments of the process; `config` is JSON."""
+    """Loads a taskset once for all environments of the process; `config` is JSON."""
     vf = load("verifiers.v1", "verifiers", "verifiers")
     try:
         play, taskset = _taskset(vf, name, json.loads(config))
@@ -216,7 +216,7 @@ def _load_tasks(name: str, config: str, limit: int | None) -> tuple[Play, list[A
 
 
 def _taskset(vf: ModuleType, name: str, settings: dict[str, Any]) -> tuple[Play, Any]:
-    """Give how a taskset is played, and the taskset."""
+    """Returns the function that plays a taskset, and the taskset."""
     if ":" in name:
         from verifiers.v1.utils.generic import concrete_type
 
@@ -252,7 +252,7 @@ def _player(vf: ModuleType, env: Any) -> Play:
 
 
 def _beyond(vf: ModuleType, taskset: Any, task: Any) -> str:
-    """Give what a task needs beyond an answer, if anything."""
+    """Names what a task needs beyond an answer, if anything."""
     kind = type(task)
     for hook in ("setup", "finalize", "stage_verifier"):
         if getattr(kind, hook) is not getattr(vf.Task, hook):

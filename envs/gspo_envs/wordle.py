@@ -16,11 +16,11 @@ _FIRST = "crane"
 
 
 class WordleEnv(TaskEnv):
-    """Find a hidden word of five letters; each guess is answered letter by letter.
+    """Find a hidden word of five letters; the reply to a guess marks each letter.
 
-    `G` is the right letter at its place, `Y` a letter that the word has elsewhere, `-` one that it
-    does not have (any more). A place that is right for the first time gives 0.1, finding the word
-    1.0 and the end.
+    `G` marks the right letter at its place, `Y` a letter that the word has elsewhere, `-` a letter
+    that the word does not have (any more). A place that is right for the first time earns 0.1; the
+    word earns 1.0 and ends the episode.
 
     Args:
         max_turns: Guesses before the episode is truncated.
@@ -34,12 +34,12 @@ class WordleEnv(TaskEnv):
     )
 
     def __init__(self, max_turns: int = 6, words_only: bool = False) -> None:
-        """Set the number of guesses."""
+        """Sets the number of guesses."""
         super().__init__(max_turns)
         self._limit, self.words_only = max_turns, words_only
 
     def draw(self, options: dict[str, Any]) -> str:
-        """Draw a new word; `options={"word": "crane"}` gives it."""
+        """Draws a new word; `options={"word": "crane"}` sets it."""
         word = options.get("word")
         if word is not None and word not in WORDS:
             raise ConfigError(f"Wordle: word is {word!r}, expected one of the {len(WORDS)} listed.")
@@ -49,7 +49,7 @@ class WordleEnv(TaskEnv):
         return f"Guess the word. You have {self._limit} guesses."
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
-        """Answer a guess."""
+        """Replies to a guess."""
         guess = (extract_tag(text, "guess") or "").lower()
         if not (len(guess) == 5 and guess.isascii() and guess.isalpha()):
             return "Write your guess of five letters as <guess>word</guess>.", 0.0, False
@@ -67,13 +67,13 @@ class WordleEnv(TaskEnv):
         return f"{guess} {marks} ({left} left)", reward, False
 
     def expert_action(self, noise: float = 0.0) -> str:
-        """Guess the possible word that tells most; with probability `noise` any word."""
+        """Guesses the most informative word, or with probability `noise` any word."""
         if noise > 0.0 and self.np_random.random() < noise:
             return f"<guess>{WORDS[int(self.np_random.integers(len(WORDS)))]}</guess>"
         possible = [w for w in WORDS if all(mark(w, g) == m for g, m in self._known.items())]
         if not self._known:
             return f"<guess>{_FIRST}</guess>"
-        # With few left, a word that is not the answer may tell more.
+        # With few words left, one that is not the answer may be more informative.
         pool = WORDS if 2 < len(possible) <= 8 else tuple(possible)
         best = max(pool, key=lambda guess: (_information(guess, possible), guess in possible))
         return f"<guess>{best}</guess>"
@@ -84,7 +84,7 @@ class WordleEnv(TaskEnv):
 
 
 def mark(word: str, guess: str) -> str:
-    """Mark a guess as the game does: a letter is marked no more often than the word has it.
+    """Marks a guess as the game does: a letter is marked at most as often as the word has it.
 
     Example:
         >>> mark("abide", "added")
@@ -101,6 +101,6 @@ def mark(word: str, guess: str) -> str:
 
 
 def _information(guess: str, possible: list[str]) -> float:
-    """Bits that the answer to a guess is worth, rounded so that equal ones are equal."""
+    """Returns the information of a guess in bits, rounded so that ties are exact."""
     counts = Counter(mark(word, guess) for word in possible)
     return round(-sum(n / len(possible) * math.log2(n / len(possible)) for n in counts.values()), 9)
