@@ -1,4 +1,4 @@
-"""Tasks from the rows of a dataset, judged by reward functions."""
+"""Tasks from the rows of a dataset, scored by reward functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS = ("prompt", "messages")
 
 
 class DatasetEnv(ToolEnv):
-    """Answer the prompts of a dataset, judged by reward functions or a reward model.
+    """Answer the prompts of a dataset, scored by reward functions or a reward model.
 
     The seed picks the row. Evaluation seeds, from 10**9 on, pick held-out rows.
 

@@ -157,7 +157,8 @@ class RecurringEnv(_OneWord):
     Arriving earns 1. Actions in the same room can be compared across turns (`gigpo`, `group_gae`).
 
     Args:
-        turns: Maximum turns. rooms: Rooms of the ring.
+        turns: Maximum turns.
+        rooms: Rooms of the ring.
     """
 
     words = ("left", "right")

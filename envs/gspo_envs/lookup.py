@@ -23,8 +23,8 @@ class LookupEnv(ChainEnv):
     Each right hop, in order, earns 0.2 once; the right answer earns 1.0.
 
     Args:
-        hops: Links of an episode, or their minimum and maximum, inclusive; `reset(options={"hops":
-            3})` fixes it.
+        hops: Links of an episode, or their minimum and maximum, inclusive;
+            `reset(options={"hops": 3})` fixes it.
         entries: Number of words in the table.
         early_answer: Probability that the noisy demonstrator answers one hop early.
     """

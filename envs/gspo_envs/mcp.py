@@ -114,7 +114,8 @@ class MCPEnv(MCPTools, DatasetEnv):
         only: Tools to offer; all by default.
         timeout: Maximum seconds of one call.
         calls: Maximum tool calls of one turn.
-        max_turns: Turns before the episode is truncated. **dataset: Arguments of `DatasetEnv`.
+        max_turns: Turns before the episode is truncated.
+        **dataset: Arguments of `DatasetEnv`.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ class TaskRows:
 
     Args:
         data: See `gspo_envs.dataset.DatasetEnv`.
-        split: Split of a Hugging Face dataset. subset: Configuration of a Hugging Face dataset.
+        split: Split of a Hugging Face dataset.
+        subset: Configuration of a Hugging Face dataset.
         held_out: A share of the rows, a split, a file or rows.
     """
 

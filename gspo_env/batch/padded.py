@@ -148,7 +148,7 @@ def _check_rows(real: BoolArray, model: BoolArray, turns: IntArray) -> None:
 
 
 def _array(name: str, values: Any, shape: Sequence[int] | None, dtype: Any) -> Any:
-    """Converts a list, an array or a tensor, whatever its device and gradient."""
+    """Converts a list, an array or a tensor, with any device and gradient."""
     array = np.asarray(values.detach().cpu() if hasattr(values, "detach") else values)
     if dtype is np.int64 and array.dtype.kind not in "iu":
         raise BatchError(f"{name} has dtype {array.dtype}; expected integers")

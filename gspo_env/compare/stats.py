@@ -54,7 +54,7 @@ def success_interval(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Estimates without bias that at least one of k samples succeeds, given c of n successes.
+    """Estimates P(at least one of k samples succeeds) without bias, from c of n successes.
 
     Raises:
         ConfigError: `0 <= c <= n` or `1 <= k <= n` does not hold.
@@ -67,7 +67,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """Estimates without bias that all of k samples succeed, given c of n successes.
+    """Estimates P(all of k samples succeed) without bias, from c of n successes.
 
     Raises:
         ConfigError: `0 <= c <= n` or `1 <= k <= n` does not hold.
@@ -80,7 +80,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 
 
 def interquartile_mean(values: Any, axis: int = -1) -> Any:
-    """Computes the mean of the middle half: almost as robust as the median and less noisy.
+    """Computes the mean of the middle half: robust to outliers, and less noisy than the median.
 
     Source:
         rliable, arXiv 2108.13264, section 4.3.

@@ -237,11 +237,12 @@ class GroupGAE(Estimator):
     """Generalised advantage estimation with the group in place of a critic.
 
     V_ik is the mean return-to-go of the other episodes from the same `Turn.state_key`, if at least
-    3 episodes, including i, visited it; else the leave-one-out baseline at turn k. delta_ik = r_ik
-    + gamma * V_i(k+1) - V_ik and A_ik = sum over l >= k of (gamma * lam)^(l-k) delta_il, over the
-    group's standard deviation. V is 0 after termination; after truncation it is the mean
-    return-to-go of the others from the state that was cut, else of those that had one turn more,
-    else 0. With lam = 1, no state keys and no truncation these are `returns_to_go` before scaling.
+    3 episodes, including i, visited it; else the leave-one-out baseline at turn k.
+    delta_ik = r_ik + gamma * V_i(k+1) - V_ik and A_ik = sum over l >= k of
+    (gamma * lam)^(l-k) delta_il, over the group's standard deviation. V is 0 after termination;
+    after truncation it is the mean return-to-go of the others from the state that was cut, else of
+    those that had one turn more, else 0. With lam = 1, no state keys and no truncation these are
+    `returns_to_go` before scaling.
 
     Source:
         GAE, arXiv 1506.02438, eq. 16; leave-one-out values: VinePPO, arXiv 2410.01679.

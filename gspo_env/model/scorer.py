@@ -25,7 +25,7 @@ class Scorer:
         model: The model, or the wrapper that trains it.
         policy: The model itself.
         temperature: Logits are divided by it.
-        bf16: Computes in bfloat16, whatever the dtype of the weights.
+        bf16: Computes in bfloat16, for weights of any dtype.
     """
 
     def __init__(self, model: Any, policy: Any, temperature: float, bf16: bool) -> None:

@@ -138,7 +138,7 @@ def _number(value: Any) -> float:
 
 
 def start(choice: TrackerChoice, run: RunInfo) -> Several:
-    """Starts the chosen tracker, or each of those that `combine` combined.
+    """Starts the chosen tracker, or each of those that `combine` joined.
 
     Raises:
         ConfigError: A setting is invalid.
