@@ -66,7 +66,7 @@ def _names(kind: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """A file, and classes by name; the settings of each class are options too."""
+    """A config file, and classes by name; the settings of each class are options too."""
 
     config: str = ""
     """TOML file with any of the settings below; flags win."""
