@@ -176,8 +176,8 @@ def _print_page(config: Config, group: str) -> NoReturn:
         raise ConfigError(f"there is no section {group!r}; expected one of: {', '.join(sections)}")
     section: Any = values[group]
     page: Any = dataclasses.make_dataclass("Page", [(group, type(section), field(default=section))])
-    config = (tyro.conf.FlagConversionOff,)
-    tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=config)
+    markers = (tyro.conf.FlagConversionOff,)
+    tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=markers)
     raise SystemExit(0)
 
 
