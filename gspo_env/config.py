@@ -59,7 +59,7 @@ class Config:
     eval_tasks: int = 256
     """Held-out tasks of an evaluation."""
     output: str = ""
-    """Folder for the results; empty makes a new one under `runs`."""
+    """Folder for the results; by default a new one under `runs`, or `comparisons/comparison`."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: Any = field(default_factory=ReturnsToGo)
     credit: CreditConfig = field(default_factory=CreditConfig)
@@ -156,15 +156,20 @@ def to_toml(config: Config) -> str:
     TOML has no null, so fields that are None are left out. An object that TOML cannot hold, such as
     a function among the arguments of an environment, is written as its `repr`.
     """
-    return tomli_w.dumps(_without_none(to_jsonable_python(to_dict(config), fallback=repr)))
+    return tomli_w.dumps(_without_null(to_jsonable_python(to_dict(config), fallback=repr), ""))
 
 
-def _without_none(tree: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _without_none(value) if isinstance(value, dict) else value
-        for name, value in tree.items()
-        if value is not None
-    }
+def _without_null(value: Any, where: str) -> Any:
+    if isinstance(value, dict):
+        given = {name: item for name, item in value.items() if item is not None}
+        return {name: _without_null(item, f"{where}.{name}") for name, item in given.items()}
+    if not isinstance(value, list):
+        return value
+    if None in value:
+        raise ConfigError(
+            f"{where[1:]} is {value!r}; expected a list without null, which TOML lacks"
+        )
+    return [_without_null(item, where) for item in value]
 
 
 def resolve(config: Config, name: str) -> str:
@@ -191,19 +196,21 @@ def resolve(config: Config, name: str) -> str:
 def _hint(config: Config, name: str, paths: list[str]) -> str:
     """Returns a hint: the choice that has the setting, or the fields with similar names."""
     section, _, last = name.rpartition(".")
-    for kind, builtin in BUILTIN.items():
-        owners = [n for n in builtin if any(f.name == last for f in _settings(kind, n))]
-        if section in ("", kind) and owners:
-            chosen = getattr(config, kind)
-            takes = ", ".join(f.name for f in dataclasses.fields(chosen)) or "nothing"
-            return (
-                f": it is a setting of {', '.join(owners)}, and {kind} is "
-                f"{name_of(kind, chosen)!r}, which takes {takes}"
-            )
+    for kind in BUILTIN:
+        if section in ("", kind) and (hint := _owners(kind, getattr(config, kind), last)):
+            return hint
     lasts = {path.rpartition(".")[2]: path for path in paths}
     near = difflib.get_close_matches(last, lasts, n=3)
     found = " or ".join(lasts[n] for n in near)
     return f"; perhaps you mean {found}" if found else "; `gspo-env train --help` lists all"
+
+
+def _owners(kind: str, chosen: Any, setting: str) -> str:
+    """Says which choices of a kind have a setting, and what the chosen one takes."""
+    owners = [n for n in BUILTIN[kind] if any(f.name == setting for f in _settings(kind, n))]
+    takes = ", ".join(f.name for f in dataclasses.fields(chosen)) or "nothing"
+    other = f"{kind} is {name_of(kind, chosen)!r}, which takes {takes}"
+    return f": it is a setting of {', '.join(owners)}, and {other}" if owners else ""
 
 
 def _settings(kind: str, name: str) -> tuple[dataclasses.Field[Any], ...]:
@@ -217,9 +224,12 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
     hints = get_type_hints(type(default))
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        if name not in (f.name for f in dataclasses.fields(default)):  # type: ignore[arg-type]
-            near = difflib.get_close_matches(name, hints, n=3) or sorted(hints)
-            raise ConfigError(f"unknown field {where}{name!r}; expected one of: {', '.join(near)}")
+        known = [f.name for f in dataclasses.fields(default)]  # type: ignore[arg-type]
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known, n=3) or sorted(known))
+            hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
+            hint = hint or f"; expected one of: {near or 'nothing'}"
+            raise ConfigError(f"unknown field {where}{name!r}{hint}")
         old = getattr(default, name)
         if not where and name in BUILTIN:
             values[name] = _choose(name, old, value)

@@ -49,6 +49,14 @@ BUILTIN: dict[str, dict[str, str]] = {
 }
 """Each kind's choices by name, as import strings."""
 
+_METHODS = {
+    "advantage": "advantages",
+    "engine": "start",
+    "loss": "compute",
+    "recipe": "build",
+    "tracker": "start",
+}
+"""The one method of each kind."""
 _NAMES: dict[type, str] = {}
 
 
@@ -82,7 +90,9 @@ def find(kind: str, name: str) -> type[Any]:
             "file.py:Class"
         )
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise ConfigError(f"{kind} is {name!r}, which is {found!r}; expected a dataclass")
+        raise ConfigError(f"{kind} is {name!r}; expected the name of a dataclass")
+    if not callable(getattr(found, _METHODS[kind], None)):
+        raise ConfigError(f"{kind} is {name!r}; expected a class with a method {_METHODS[kind]!r}")
     _NAMES[found] = name
     return found
 

@@ -52,13 +52,18 @@ def test_a_users_class_is_a_choice_by_file(tmp_path):
         "@dataclass(frozen=True)\n"
         "class Own:\n"
         "    weight: float = 1.0\n"
+        "    def advantages(self, group): ...\n"
         "@dataclass(frozen=True)\n"
         "class Needy:\n"
         "    weight: float\n"
+        "    def advantages(self, group): ...\n"
         "class Plain: ...\n"
         "@dataclass(frozen=True)\n"
         "class Raises:\n"
         "    def __post_init__(self): raise RuntimeError('boom')\n"
+        "    def advantages(self, group): ...\n"
+        "@dataclass(frozen=True)\n"
+        "class Idle: ...\n"
     )
     config = from_dict({"advantage": {"name": f"{file}:Own", "weight": 2}})
     assert config.advantage.weight == 2.0
@@ -68,7 +73,9 @@ def test_a_users_class_is_a_choice_by_file(tmp_path):
         from_dict({"advantage": f"{file}:Needy"})
     with pytest.raises(ConfigError, match=r"Raises' cannot be made with its defaults: .*boom"):
         from_dict({"advantage": f"{file}:Raises"})
-    with pytest.raises(ConfigError, match="expected a dataclass"):
+    with pytest.raises(ConfigError, match="expected a class with a method 'advantages'"):
+        from_dict({"advantage": f"{file}:Idle"})
+    with pytest.raises(ConfigError, match="expected the name of a dataclass"):
         from_dict({"advantage": f"{file}:Plain"})
     with pytest.raises(ConfigError, match=r"expected one of: returns_to_go"):
         from_dict({"advantage": "return_to_go"})
@@ -84,6 +91,7 @@ def test_a_users_settings_may_have_any_type_that_toml_can_say(tmp_path):
         "    levels: tuple[int, ...] = ()\n"
         "    where: Path = Path('here')\n"
         "    maybe: float | None = None\n"
+        "    def advantages(self, group): ...\n"
     )
     table = {"name": f"{file}:Odd", "levels": [1, 2], "where": "there", "maybe": 3}
     for tree in ({"advantage": table}, {"advantage": f"{file}:Odd"}):
@@ -117,6 +125,11 @@ def test_a_setting_is_found_by_path_or_last_part_and_one_of_another_choice_is_ex
         ("learner = 3", "learner is 3; expected a table"),
         ("[rollout]\nmax_turn_tokens = 512", "max_turn_tokens is 512; expected less"),
         ("steps = ", "not valid TOML"),
+        (
+            "[advantage]\nlam = 0.9",
+            "advantage.'lam': it is a setting of group_gae, and adv",
+        ),
+        ("[loss]\nclip_lo = 1", "unknown field loss.'clip_lo'; expected one of: clip_low"),
         ("model = 3", "model is 3; input should be a valid string"),
     ],
 )
@@ -125,6 +138,12 @@ def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_toml(path)
+
+
+def test_an_argument_that_toml_cannot_hold_is_named():
+    with pytest.raises(ConfigError, match=r"env_kwargs.c.x is \[1, None\]; expected a list"):
+        to_toml(Config(env_kwargs={"c": {"x": [1, None]}}))
+    assert "gone" not in to_toml(Config(env_kwargs={"gone": None}))
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -99,12 +99,7 @@ def check_env(
     check = _Check(made, name, actions or random_policy, max_turns)
     with global_generators_kept():
         try:
-            check.spaces()
-            check.hostile_actions(seed)
-            for n in range(seed, seed + episodes):
-                check.repeats(n)
-            check.reset_at_any_time(seed)
-            check.by_gymnasium()
+            check.everything(seed, episodes)
         except EnvironmentCheckError:
             raise
         except EnvironmentContractError as error:
@@ -122,6 +117,14 @@ class _Check:
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise EnvironmentCheckError(f"{self.name}: {what}") from cause
+
+    def everything(self, seed: int, episodes: int) -> None:
+        self.spaces()
+        self.hostile_actions(seed)
+        for n in range(seed, seed + episodes):
+            self.repeats(n)
+        self.reset_at_any_time(seed)
+        self.by_gymnasium()
 
     def spaces(self) -> None:
         for name in ("observation_space", "action_space"):

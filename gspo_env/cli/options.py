@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -54,10 +56,12 @@ def _pair(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is not KEY=VALUE, such as hops=4")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    for read in (json.loads, ast.literal_eval):  # True and None are Python's spelling
+        with contextlib.suppress(ValueError, SyntaxError):
+            return key, read(value)
+    if value[:1] in ("[", "{"):
+        raise ConfigError(f"{text!r} is no JSON value; put texts inside it into double quotes")
+    return key, value
 
 
 def _names(kind: str) -> Any:
@@ -139,8 +143,8 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     choices = Choices(config=start.config, **chosen)
     known = {"help", *(f.name for f in dataclasses.fields(command))}
     match arguments[-2:]:
-        case ["--help", group] if dataclasses.is_dataclass(getattr(config, group, None)):
-            _print_page(getattr(config, group), group)
+        case ["--help", group]:
+            _print_page(config, group)
     made = command(choices=choices, settings=_sections(config, _unchecked), **own)
     return made, [_spell_out(argument, config, known) for argument in rest]
 
@@ -164,11 +168,16 @@ def _sections(config: Config, change: Callable[[Any], Any]) -> Config:
     return dataclasses.replace(config, **changed)
 
 
-def _print_page(section: Any, group: str) -> NoReturn:
+def _print_page(config: Config, group: str) -> NoReturn:
     """Prints the options of one section and exits."""
-    page = dataclasses.make_dataclass("Page", [(group, type(section), field(default=section))])
-    config = (tyro.conf.FlagConversionOff,)
-    tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=config)
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    sections = [name for name, value in values.items() if dataclasses.is_dataclass(value)]
+    if group not in sections:
+        raise ConfigError(f"there is no section {group!r}; expected one of: {', '.join(sections)}")
+    section: Any = values[group]
+    page: Any = dataclasses.make_dataclass("Page", [(group, type(section), field(default=section))])
+    markers = (tyro.conf.FlagConversionOff,)
+    tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=markers)
     raise SystemExit(0)
 
 

@@ -45,7 +45,10 @@ class Comparison:
         names = [arm.name for arm in self.arms]
         twice = next((n for n in names if names.count(n) > 1), None)
         if len(names) < 2 or twice is not None:
-            raise ConfigError(f"arms are {names}; expected two or more, each with its own name")
+            raise ConfigError(
+                f"arms are {names}; expected at least two with different names, such as those of "
+                "`--arm loss=gspo,grpo`"
+            )
         if self.seeds < 1 or self.workers < 0:
             raise ConfigError("seeds has to be at least 1 and workers at least 0")
         for name in self.problems:

@@ -98,22 +98,27 @@ def compare(
     with Recorder(tracker, output, _describe(comparison), say) as record:
         for run in played:
             _keep(record, read(run))
-        workers = comparison.workers or os.cpu_count() or 1
-        # The first run of each missing start makes it.
-        starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
-        for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
-            say(f"warmed up {done}/{len(starts)}")
-        begun = time.perf_counter()
-        for done, run in enumerate(_parallel(_play, waiting, workers), 1):
+        for run in _played(waiting, comparison.workers or os.cpu_count() or 1, say):
             result = read(run)
             _keep(record, result)
-            left = (time.perf_counter() - begun) / done * (len(waiting) - done) / 60
-            score = _score(result, comparison.metric)
-            say(f"{done}/{len(waiting)}  {run.name}: {score}  ({left:.0f} min left)")
+            say(f"{run.name}: {_score(result, comparison.metric)}")
         results = [read(run) for run in runs]
         for path in report(results):
             record.artifact(path)
     return results
+
+
+def _played(waiting: Sequence[Run], workers: int, say: Callable[[str], None]) -> Iterator[Run]:
+    """Makes the starts that are missing, then plays the runs; yields each that is done."""
+    # The first run of each missing start makes it.
+    starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
+    for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
+        say(f"warmed up {done}/{len(starts)}")
+    begun = time.perf_counter()
+    for done, run in enumerate(_parallel(_play, waiting, workers), 1):
+        left = (time.perf_counter() - begun) / done * (len(waiting) - done) / 60
+        say(f"played {done}/{len(waiting)}  ({left:.0f} min left)")
+        yield run
 
 
 def _keep(record: Recorder, result: Result) -> None:

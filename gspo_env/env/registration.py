@@ -109,7 +109,9 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
     env_id = resolve_env(spec)
     try:
         env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
-    except TypeError as error:
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
         reason = str(error).split(" was raised from")[0]
         if not kwargs and "__init__() missing" not in reason:
             raise

@@ -77,7 +77,10 @@ class Learner:
         temperature: float = 1.0,
     ) -> None:
         if not isinstance(loss, Loss):
-            raise ConfigError(f"loss is {loss!r}; expected a loss such as GSPO()")
+            raise ConfigError(
+                f"loss is {loss!r}; expected a loss such as GSPO(), or a subclass of "
+                "gspo_env.learner.Loss"
+            )
         self.loss, self.config = loss, config
         use_ragged_attention(model)
         self.accelerator = Accelerator()

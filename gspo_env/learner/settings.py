@@ -20,7 +20,9 @@ class LearnerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up."""
     weight_decay: float = 0.0
+    """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm; 0 does not clip."""
     minibatches: int = 4
     """Optimiser steps for each rollout batch."""
     microbatch_tokens: int = 16384

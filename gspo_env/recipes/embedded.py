@@ -39,6 +39,9 @@ from gspo_env.types import Episode, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
+_LONGEST = 128
+"""Turns after which a demonstration is cut."""
+
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}"
@@ -140,7 +143,7 @@ def demonstrate(env: TextEnvironment, tasks: Sequence[Task], slips: float) -> li
         RolloutError: More than half of the episodes failed; the others are left out.
     """
     expert = demonstrator(slips)
-    episodes = [play_now(env, task, expert) for task in tasks]
+    episodes = [play_now(env, task, expert, max_turns=_LONGEST) for task in tasks]
     refuse_failures(episodes)
     played = [e for e in episodes if e.stop_reason is not StopReason.ERROR]
     if len(played) < len(episodes):

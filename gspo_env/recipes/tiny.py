@@ -26,8 +26,11 @@ class Tiny(Recipe):
     }
 
     hidden_size: int = 128
+    """Width of the model."""
     layers: int = 2
+    """Transformer layers."""
     heads: int = 4
+    """Attention heads."""
     demonstrations: int = 4000
     """Scripted episodes to imitate."""
     slips: float = 0.1
@@ -35,7 +38,9 @@ class Tiny(Recipe):
     imitation_steps: int = 450
     """Steps of maximum likelihood; 0 skips the warm-up."""
     imitation_batch: int = 64
+    """Episodes of a warm-up step."""
     imitation_learning_rate: float = 3e-3
+    """Largest learning rate of the warm-up."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""

@@ -136,6 +136,9 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
         (["--env-kwargs", "hopps=3"], "hopps"),
         (["--clip-low", "3"], "clip_low is 3.0; expected a number in [0, 1)"),
         (["--advantage", "outcome", "--gamma", "0.9"], "which takes scale, ddof, baseline, score"),
+        (["--env-kwargs", "hops=four"], "cannot be made with {'hops': 'four'}"),
+        (["--env-kwargs", "hops=[3,"], "is no JSON value"),
+        (["--help", "los"], "there is no section 'los'; expected one of: rollout"),
         (["--advantage", "group_gea"], "expected one of: group_gae"),
         (["--num-generations", "4"], "here it is --rollout.group-size"),
         (["--beta=0.1"], "here it is --loss.kl-coef"),
@@ -220,6 +223,9 @@ def test_settings_of_the_chosen_class_are_flags_by_path_and_by_last_part(tmp_pat
     assert config.advantage == GroupGAE(lam=0.9)
     assert config.loss == GRPO(clip_low=0.1)
     assert config.env_kwargs == {"a": 1, "b": [2]}
+    odd = ["a=True", "b=None", "c=false", "d=x=y", "e='q'"]
+    config = parse(["train", "--env-kwargs", *odd]).resolved
+    assert config.env_kwargs == {"a": True, "b": None, "c": False, "d": "x=y", "e": "q"}
     (tmp_path / "run.toml").write_text("[advantage]\nname = 'group_gae'\nlam = 0.5\n")
     again = parse(["train", "--config", "run.toml", "--scale", "none"]).resolved
     assert again.advantage == GroupGAE(lam=0.5, scale="none")

@@ -208,7 +208,7 @@ def test_an_unknown_metric_is_named_with_those_that_there_are(tmp_path):
 def test_arms_with_other_budgets_are_refused():
     with pytest.raises(ConfigError, match="differ in"):
         Comparison(problems={"one": small()}, arms=grid({"steps": [1, 2]}))
-    with pytest.raises(ConfigError, match="two or more"):
+    with pytest.raises(ConfigError, match="at least two with different names"):
         Comparison(problems={"one": small()}, arms=grid({"gamma": [1.0]}))
 
 

@@ -17,7 +17,7 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.types import Task
+from gspo_env.types import StopReason, Task
 
 
 @given(st.text(max_size=60))
@@ -204,3 +204,22 @@ def test_the_same_seed_builds_the_same_model(player):
 def test_an_impossible_value_is_named(values, words):
     with pytest.raises(ConfigError, match=words):
         Tiny(**values)
+
+
+def test_a_demonstration_of_an_environment_that_never_ends_is_cut():
+    class Endless(TextEnv):
+        blocking = False
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "go", {}
+
+        def step(self, action):
+            return "on", 0.0, False, False, {}
+
+        def expert_action(self, noise=0.0):
+            return "yes"
+
+    [episode] = demonstrate(Endless(), [Task(env_id="endless", seed=0)], 0.0)
+    assert episode.stop_reason is StopReason.MAX_TURNS
+    assert len(episode.turns) == 128
