@@ -211,8 +211,9 @@ def _play(run: Run) -> None:
     shutil.rmtree(run.folder, ignore_errors=True)
     try:
         config = dataclasses.replace(run.config, output=str(run.folder))
+        agent = load_agent("gspo")  # before a model, whose progress bar it turns off
         model, tokenizer = load_model(str(run.start)) if run.start else ("", None)
-        history = load_agent("gspo")(model=model, tokenizer=tokenizer, config=config).train()
+        history = agent(model=model, tokenizer=tokenizer, config=config).train()
         shutil.rmtree(run.folder / "model")  # hundreds of runs would fill a disk
     except Exception as problem:
         logger.exception("%s failed", run.name)
