@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -122,9 +123,7 @@ def _sequences(
     """Yields the queries, the keys and the mask of each sequence; the last ones are aligned."""
     left = -1 if left is None else left
     right = 0 if causal else -1 if right is None else right
-    starts = zip(cum_q.tolist(), cum_k.tolist(), strict=True)
-    bounds = list(starts)
-    for (q0, k0), (q1, k1) in zip(bounds, bounds[1:], strict=False):
+    for (q0, k0), (q1, k1) in pairwise(zip(cum_q.tolist(), cum_k.tolist(), strict=True)):
         place = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0)
         ahead = torch.arange(k1 - k0) - place
         seen = torch.ones_like(ahead, dtype=torch.bool)

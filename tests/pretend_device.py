@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import flash_reference
 import torch
 from accelerate import Accelerator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
-
-import flash_reference
 
 CUDA = torch.device("cuda:0")
 FREE_MEMORY = (20 * 2**30, 24 * 2**30)
@@ -203,7 +202,8 @@ def _target(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _uploaded(tensor: Any, args: Any, kwargs: Any) -> Any:
-    dtype = kwargs.get("dtype") or next((a for a in args[1:] if isinstance(a, torch.dtype)), None)
+    named = [a if isinstance(a, torch.dtype) else getattr(a, "dtype", None) for a in args[1:]]
+    dtype = kwargs.get("dtype") or next((d for d in named if d is not None), None)
     waits = not kwargs.get("non_blocking") or not getattr(tensor, "is_pinned_here", False)
     if isinstance(tensor, PretendTensor):
         return tensor if dtype is None else tensor.to(dtype)

@@ -1,9 +1,13 @@
 """The embedded engine on a GPU: the CPU's ids and log-probabilities."""
 
 from __future__ import annotations
-import asyncio, copy, random
-import pytest
+
+import asyncio
+import copy
+import random
+
 from pretend_device import pretend_gpu
+
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.transformers import TransformersEngine
 

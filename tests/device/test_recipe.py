@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from gspo_agents.gspo import GSPOAgent
-from pretend_device import FREE_MEMORY, PretendTensor, pretend_gpu
+from pretend_device import PretendTensor, pretend_gpu
 from safetensors.torch import load_file
 
+from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import from_dict
 from gspo_env.model.export import Exporter, named_weights
-from gspo_env.model.load import add_adapter, load_model
+from gspo_env.model.load import add_adapter
 
 SHORT = {
     "steps": 3,
