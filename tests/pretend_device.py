@@ -95,6 +95,15 @@ class PretendTensor(torch.Tensor):
         return f"PretendTensor({self.inner})"
 
     @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        special = _special(func, args, kwargs)
+        if special is not None:
+            return special()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         name, device = str(func).removeprefix("aten."), kwargs.get("device")
@@ -173,25 +182,32 @@ class _Mode(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        first = args[0] if args else None
+        special = _special(func, args, kwargs)
+        if special is not None:
+            return special()
         if func is torch.Tensor.pin_memory:
-            pinned = first.clone()
+            pinned = args[0].clone()
             pinned.is_pinned_here = True
             return pinned
-        if func in (torch.Tensor.to, torch.Tensor.cuda):
-            target = _target(func, args, kwargs)
-            if _names_cuda(target):
-                return _uploaded(first, args, kwargs)
-            if target is not None and isinstance(first, PretendTensor):
-                return _Download.apply(first).to(*args[1:], **kwargs)
-        if isinstance(first, PretendTensor) and func in _LEAVE:
-            return _LEAVE[func](first, *args[1:])
         if _names_cuda(kwargs.get("device")):
             if func in (torch.tensor, torch.as_tensor):
                 _waits(func.__name__)
             kwargs["device"] = "cpu"
             return _wrapped(func(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
         return func(*args, **kwargs)
+
+
+def _special(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a call does that leads to the device or away from it; None for any other call."""
+    if func in (torch.Tensor.to, torch.Tensor.cuda):
+        target = _target(func, args, kwargs)
+        if _names_cuda(target):
+            return lambda: _uploaded(args, kwargs)
+        if target is not None and isinstance(args[0], PretendTensor):
+            return lambda: _Download.apply(args[0]).to(*args[1:], **kwargs)
+    if func in _LEAVE and isinstance(args[0], PretendTensor):
+        return lambda: _LEAVE[func](*args)
+    return None
 
 
 def _target(func: Any, args: Any, kwargs: Any) -> Any:
@@ -201,12 +217,13 @@ def _target(func: Any, args: Any, kwargs: Any) -> Any:
     return "cuda" if func is torch.Tensor.cuda and given is None else given
 
 
-def _uploaded(tensor: Any, args: Any, kwargs: Any) -> Any:
+def _uploaded(args: Any, kwargs: Any) -> Any:
+    tensor = args[0]
     named = [a if isinstance(a, torch.dtype) else getattr(a, "dtype", None) for a in args[1:]]
     dtype = kwargs.get("dtype") or next((d for d in named if d is not None), None)
     waits = not kwargs.get("non_blocking") or not getattr(tensor, "is_pinned_here", False)
     if isinstance(tensor, PretendTensor):
-        return tensor if dtype is None else tensor.to(dtype)
+        return tensor if dtype is None else torch.Tensor.to(tensor, dtype)
     if waits:
         _waits("upload from memory that is not pinned")
     else:
@@ -320,6 +337,7 @@ _ENGINE = torch.autograd._engine_run_backward
 def pretend_gpu() -> Iterator[Device]:
     """A context in which cuda:0 is there; yields what happens on it."""
     flash_reference.register()
+    Accelerator()  # its state is shared and outlives the context, so it is made on the CPU
     gpu = PretendTensor.gpu = Device()
     with ExitStack() as stack:
         for owner, name, value in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -141,6 +142,14 @@ def test_a_call_that_does_not_wait_is_not_counted(gpu, call):
     gpu.clear()
     call(a)
     assert not gpu.waits
+
+
+def test_another_thread_reads_it_like_this_one(gpu):
+    a = torch.arange(3.0, device="cuda")
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(lambda: ((a + 1).cpu(), a.device.type)).result()
+    assert not isinstance(found[0], PretendTensor)
+    assert (found[0].tolist(), found[1]) == ([1, 2, 3], "cuda")
 
 
 def test_nothing_is_left_behind():
