@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from gspo_env.config import Config, from_dict, to_dict, to_toml
-from gspo_env.engines import Engine, Sampling
+from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.env.info import try_out
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
+from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
 from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.report.curves import learning_curve
@@ -81,13 +82,15 @@ class GSPOAgent:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
 
         Raises:
+            ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
         """
         config = self.config
+        check = self._check()
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder = folder
         (folder / "config.toml").write_text(to_toml(config))
-        tags = {"env": self.env_id}
+        tags = {"env": self.env_id, "way": check.way.value}
         info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
         with Progress() as progress, start(config.tracker, info) as tracker:
             self.warm_up(progress)
@@ -208,6 +211,12 @@ class GSPOAgent:
 
         warm_up(self.model, samples, settings, self.config.seed, show)
         self._demonstrations = []
+
+    def _check(self) -> ModelCheck:
+        """Decides how the model is run; says so if the slower way is needed."""
+        embedded = isinstance(self.config.engine, Transformers)
+        decide = check_engine if embedded else check_model
+        return decide(self.model, max_context=self.config.rollout.max_context)
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
