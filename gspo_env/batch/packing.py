@@ -12,17 +12,19 @@ from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.batch.upload import upload
 
 
-def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> PackedBatch:
+def pack(
+    samples: Sequence[Sample], device: torch.device | str = "cpu", *, share: bool = True
+) -> PackedBatch:
     """Packs samples end to end; the first token of a sequence is never a model token.
 
-    A prefix that samples share is packed once if that saves enough.
+    If `share`, a prefix that samples share is packed once where that saves enough.
     """
     sequences = [s.token_ids for s in samples]
     sizes = np.array([len(row) for row in sequences])
     turns = np.concatenate([s.turn_ids for s in samples])
     tokens = np.concatenate(sequences)
     order = sort_by_prefix(sequences)
-    tree = build_tree(sequences, order) if order.pays else None
+    tree = build_tree(sequences, order) if share and order.pays else None
     positions = np.concatenate([np.arange(n) for n in sizes])
     place = np.concatenate(tree.places) if tree else np.arange(len(tokens))
     model = np.flatnonzero(turns >= 0)
@@ -55,17 +57,20 @@ def pack(samples: Sequence[Sample], device: torch.device | str = "cpu") -> Packe
     )
 
 
-def microbatches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+def microbatches(
+    samples: Sequence[Sample], max_tokens: int, *, share: bool = True
+) -> list[list[Sample]]:
     """Splits samples into rows of at most `max_tokens`, or of one sample.
 
-    Samples that share a prefix go together, and its tokens count once, if that saves enough.
-    Otherwise the longest come first, so that the lengths of a row are alike.
+    If `share`, samples with a common prefix go together, and its tokens count once, where that
+    saves enough. Otherwise the longest come first, so that the lengths of a row are alike.
     """
     order = sort_by_prefix([s.token_ids for s in samples])
     by_size = sorted(range(len(samples)), key=lambda n: -len(samples[n].token_ids))
     rows: list[list[Sample]] = [[]]
     used = 0
-    ids, saved = (order.ids, order.saved) if order.pays else (by_size, np.zeros_like(order.saved))
+    shares = share and order.pays
+    ids, saved = (order.ids, order.saved) if shares else (by_size, np.zeros_like(order.saved))
     for n, shared in zip(ids, saved.tolist(), strict=True):
         length = len(samples[n].token_ids)
         if rows[-1] and used + length - shared > max_tokens:

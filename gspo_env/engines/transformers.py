@@ -21,9 +21,9 @@ from torch import Tensor
 
 from gspo_env.batch.upload import upload
 from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
-from gspo_env.engines.kv_cache import KVCache
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.kv_cache import KVCache
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from gspo_env.batch.upload import upload
@@ -53,8 +53,8 @@ def _ragged_attention(
 ) -> tuple[Tensor, None]:
     if ragged is None:
         raise ModelError(
-            "this model runs on packed rows inside gspo_env: call "
-            "`model.set_attn_implementation('sdpa')` before using it elsewhere"
+            "the model's attention got no packed row: outside gspo_env, call "
+            "`model.set_attn_implementation('sdpa')` before using the model"
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(
@@ -63,7 +63,11 @@ def _ragged_attention(
         )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ragged.attend(module.layer_idx, q, k, v, scale, sliding_window)[None], None
+    size, values = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    # keys and values of one size share a cache and a kernel; zeros change no score and no sum
+    q, k, v = (pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (q, k, v))
+    out = ragged.attend(module.layer_idx, q, k, v, scale, sliding_window)
+    return out[None, ..., :values], None
 
 
 def use_ragged_attention(model: Any) -> None:
