@@ -2,9 +2,9 @@
 
     python benchmarks/pretend_device.py --steps 3
 
-The pretend GPU of the tests computes on the CPU and raises where tensors of two devices meet. Prints
-where the host waited for the device, and how often. Exit code 1 if a metric differs by more than
-the order of additions explains: float32 and packed rows with a shared prefix.
+The pretend GPU of the tests computes on the CPU and raises where tensors of two devices meet. The
+command prints where the host waited for the device, and how often. Exit code 1 if a metric differs
+by more than the order of additions explains.
 """
 
 from __future__ import annotations
