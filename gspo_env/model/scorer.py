@@ -93,7 +93,7 @@ class Scorer:
         """Does the same with a pass for each sequence."""
         states, routers, start = [], [], 0
         for length, source in zip(
-            batch.lengths_B, torch.split(batch.source_N, batch.counts_B), strict=True
+            batch.lengths_B, torch.split(batch.source_N, list(batch.counts_B)), strict=True
         ):
             output = self.model(
                 input_ids=batch.input_ids_T[None, start : start + length],
