@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import socket
 import subprocess
 import sys
@@ -44,6 +45,16 @@ def tokenizer():
     return build_tokenizer(
         WORDS, ['<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>']
     )
+
+
+@pytest.fixture(scope="session")
+def families():
+    """Functions that make the tokenizers of well-known model families, by name."""
+    path = Path(__file__).parents[1] / "benchmarks" / "chat_families.py"
+    spec = importlib.util.spec_from_file_location("chat_families", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FAMILIES
 
 
 @pytest.fixture(scope="session")

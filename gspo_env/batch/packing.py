@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from gspo_env.batch.prefix import build_tree, sort_by_prefix
 from gspo_env.batch.sample import PackedBatch, Sample
+from gspo_env.batch.upload import upload
 
 
 def pack(
@@ -31,29 +31,29 @@ def pack(
     first, uses = np.unique(place, return_index=True, return_counts=True)[1:]
     source, target = place[model - 1], tokens[model]
 
-    def tensor(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    distinct = expand = None
+    arrays = {
+        "input_ids_T": tokens[first],
+        "positions_T": positions[first],
+        "uses_T": uses,
+        "source_N": source,
+        "target_N": target,
+        "sequence_N": np.repeat(np.arange(len(samples)), sizes)[model],
+        "turn_N": turns[model],
+        "advantages_N": np.concatenate([s.advantages for s in samples]).astype(np.float32),
+    }
+    engine = [s.engine_logprobs for s in samples if s.engine_logprobs is not None]
+    if len(engine) == len(samples):
+        arrays["engine_logprobs_N"] = np.concatenate(engine).astype(np.float32)
     if tree:
         pairs = source * (int(tokens.max()) + 1) + target
-        distinct, expand = map(tensor, np.unique(pairs, return_index=True, return_inverse=True)[1:])
-    engine = [s.engine_logprobs for s in samples if s.engine_logprobs is not None]
-    known = len(engine) == len(samples)
+        distinct, expand = np.unique(pairs, return_index=True, return_inverse=True)[1:]
+        arrays |= {"distinct_M": distinct, "expand_N": expand}
+    tensors = dict(zip(arrays, upload(list(arrays.values()), device), strict=True))
     return PackedBatch(
-        input_ids_T=tensor(tokens[first]),
-        positions_T=tensor(positions[first]),
+        **tensors,
         lengths_B=tuple(sizes.tolist()),
+        num_turns=int(turns.max()) + 1,
         runs=tree.runs if tree else (),
-        uses_T=tensor(uses),
-        distinct_M=distinct,
-        expand_N=expand,
-        source_N=tensor(source),
-        target_N=tensor(target),
-        sequence_N=tensor(np.repeat(np.arange(len(samples)), sizes)[model]),
-        turn_N=tensor(turns[model]),
-        advantages_N=tensor(np.concatenate([s.advantages for s in samples])).float(),
-        engine_logprobs_N=tensor(np.concatenate(engine)).float() if known else None,
     )
 
 

@@ -263,6 +263,7 @@ class Learner:
             reference_logprobs_N=reference_N,
             engine_logprobs_N=row.engine_logprobs_N,
             num_sequences=len(row.lengths_B),
+            num_turns=row.num_turns,
             episodes=minibatch.episodes,
             tokens=minibatch.tokens,
         )
