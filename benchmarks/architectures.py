@@ -242,6 +242,14 @@ CALM = {"mamba", "mamba2", "falcon_mamba", "minicpm3"}
 """Weights that are five times larger make these models chaotic."""
 
 
+class Wrong(Exception):
+    """What is wrong beside the log-probabilities."""
+
+    def __init__(self, what: str, text: str) -> None:
+        super().__init__(f"{what}: {text}")
+        self.what = what
+
+
 def build(name: str, scale: float | None = None) -> Any:
     """Builds a tiny model of an architecture; `scale` multiplies its random matrices."""
     kind, settings = ARCHITECTURES[name]
@@ -301,11 +309,11 @@ def learner_difference(learner: Learner, plain: Any, samples: list[Sample]) -> f
     (truth * torch.linspace(-1, 1, len(truth))).sum().backward()
     grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     if set(grads) != set(ours_grads):
-        raise ModelError(f"gradients of {set(grads) ^ set(ours_grads)} are missing")
+        raise Wrong("gradients", f"those of {set(grads) ^ set(ours_grads)} are missing")
     total = math.sqrt(sum(float(g.norm()) ** 2 for g in grads.values()))
     moved = math.sqrt(sum(float((ours_grads[n] - g).norm()) ** 2 for n, g in grads.items()))
     if not moved <= 1e-3 * total:
-        raise ModelError(f"gradients differ by {moved / total:.1g} of their norm")
+        raise Wrong("gradients", f"differ by {moved / total:.1g} of their norm")
     return float((ours - truth.detach()).abs().max())
 
 
@@ -348,7 +356,7 @@ def export_difference(model: Any) -> float:
     exported = dict(named_weights(model))
     if set(saved) != set(exported):
         odd = sorted(set(saved) ^ set(exported))
-        raise ModelError(f"other names: {odd[0]} and {len(odd) - 1} more")
+        raise Wrong("names", f"{odd[0]} and {len(odd) - 1} more")
     return max(float((exported[name] - tensor).abs().max()) for name, tensor in saved.items())
 
 
@@ -363,7 +371,7 @@ def adapter_difference(name: str) -> float:
     up = [p for n, p in model.named_parameters() if "lora_B" in n]
     moved = [bool(p.abs().max() > 0) for p in up]  # some models do not use a layer, or its weight
     if sum(moved) <= len(up) / 2 or not (after - before).abs().max() > 1e-3:
-        raise ModelError("the step left parts of the adapter, or the policy, as they were")
+        raise Wrong("gradients", f"the step changed {sum(moved)} of {len(up)} parts")
     merged = copy.deepcopy(model).merge_and_unload()
     own = check_model(model).attention
     merged.set_attn_implementation("sdpa" if own == "gspo_ragged" else own)
@@ -377,7 +385,7 @@ def export_difference_of(model: Any, merged: Any) -> float:
     """Compares the export of a model that has an adapter with that of the merged model."""
     ours, theirs = dict(named_weights(model)), dict(named_weights(merged))
     if set(ours) != set(theirs):
-        raise ModelError("the export of the adapter has other names")
+        raise Wrong("names", str(sorted(set(ours) ^ set(theirs))[0]))
     return max(float((ours[name] - tensor).abs().max()) for name, tensor in theirs.items())
 
 
@@ -388,7 +396,9 @@ def cell(measure: Callable[[], float], fast: bool) -> str:
     except Exception as error:
         text = str(error).strip().splitlines()[0] if str(error).strip() else ""
         logging.info("%s: %s", type(error).__name__, text)
-        return "refused" if isinstance(error, ModelError) else f"fails: {type(error).__name__}"
+        if isinstance(error, ModelError):
+            return "refused"
+        return f"**wrong** {error.what if isinstance(error, Wrong) else type(error).__name__}"
     if not value <= BOUND:
         return f"**wrong** {value:.0e}"
     return f"{'right' if fast else 'slower way'} {value:.0e}"
