@@ -66,6 +66,8 @@ class TextEnv(gymnasium.Env[str, str]):
     must not exceed the worst outcome of a finished episode, or the policy learns to be cut."""
     max_turns: int | None = None
     """Turns after which `end_turn` truncates the episode."""
+    num_tasks: int | None = None
+    """Number of different tasks that `reset` can draw, if they are few; None if it is unknown."""
 
     _turn: int = 0
     """Turns that `end_turn` has counted in this episode."""
