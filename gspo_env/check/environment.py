@@ -21,7 +21,7 @@ from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
 from gspo_env.credit.scores import ScoreChoice
-from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv, attribute
+from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv, attribute, clean
 from gspo_env.env.info import declared_score
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
@@ -265,16 +265,14 @@ class _Check:
         if not self.env.observation_space.contains(observation):
             space = self.env.observation_space
             self.fail(f"an observation of {len(observation)} characters is outside {space}.")
+        if observation != clean(observation):
+            self.fail(f"{_short(observation)} cannot be tokenised: it has lone surrogates.")
         plain = prompt
         if prompt is not None:
             prompt = replace(prompt, system=prompt.system or "x")
             messages = tuple(replace(message, content="x") for message in prompt.messages)
             plain = Prompt(system="x", messages=messages)
-        try:
-            ids = self.ids(observation, prompt)
-        except Exception as error:
-            self.fail(f"{_short(observation)} cannot be tokenised: {error}", error)
-        if self.controls(ids) != self.controls(self.ids("x", plain)):
+        if self.controls(self.ids(observation, prompt)) != self.controls(self.ids("x", plain)):
             self.fail("its text became a control token when it was tokenised.")
 
     def ids(self, observation: str, prompt: Prompt | None) -> tuple[int, ...]:
