@@ -23,6 +23,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
+from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
@@ -74,6 +75,7 @@ class GSPOAgent:
             self.model, self.tokenizer, self._demonstrations = made
         if torch.cuda.is_available():
             self.model.to("cuda")
+        use_threads(self.model)
         self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
         if self.config.learner.lora_rank:
             self.model = add_adapter(self.model, self.config.learner.lora_rank, self.config.seed)
