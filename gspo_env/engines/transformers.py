@@ -267,7 +267,7 @@ def sample(
         draws: (B,) uniform numbers in [0, 1).
         rows: (B,) positions of rows; None for all.
     """
-    arrays = [
+    arrays: list[np.ndarray[Any, Any]] = [
         np.array([t or 1.0 for t in temperatures], dtype=np.float32),
         np.array(draws, dtype=np.float64),
         np.array([t == 0 for t in temperatures]),

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.upload import upload
 from gspo_env.errors import ModelError
 
 _NAMES = ("past_key_values", "cache_params")
@@ -40,8 +42,9 @@ class OwnCache:
         start = len(self.tokens)
         if self._model.training:
             self._model.eval()
+        (new,) = upload([np.array([ids], dtype=np.int64)], device)
         output = self._model(
-            input_ids=torch.tensor([list(ids)], device=device),
+            input_ids=new,
             position_ids=torch.arange(start, start + len(ids), device=device)[None],
             use_cache=True,
             logits_to_keep=1,
