@@ -76,6 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", default=[*SHAPES])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--imitation", type=int, default=200)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -83,8 +84,9 @@ def main() -> None:
         started = time.perf_counter()
         with TemporaryDirectory() as folder:
             history = train(
-                Hybrid(kind=kind, imitation_steps=200),
+                Hybrid(kind=kind, imitation_steps=arguments.imitation),
                 str(Path(folder) / "run"),
+                env_kwargs={"hops": 1, "entries": 12},
                 steps=arguments.steps,
                 tasks_per_step=8,
                 eval_every=0,
