@@ -85,7 +85,8 @@ class Learner:
         self.loss, self.config = loss, config
         way = check_model(model).way
         self._share, packed = way is Way.SHARED, way is not Way.ALONE
-        self.accelerator = Accelerator()
+        # Accelerate would move the model to Apple's GPU, on which nothing here was tested
+        self.accelerator = Accelerator(cpu=torch.backends.mps.is_available())
         if self.accelerator.num_processes > 1:
             raise ConfigError(
                 f"{self.accelerator.num_processes} processes were launched; expected 1, since "
