@@ -11,6 +11,7 @@ import numpy as np
 from gspo_env.env.base import extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
+from gspo_env.seeding import derive_seed
 from gspo_envs.answer import AnswerEnv
 from gspo_envs.read_only_sqlite import MOST_ROWS, Database, Row, SQLError
 
@@ -208,6 +209,10 @@ class SQLEnv(AnswerEnv):
         return f"<answer>{sql}</answer>" if answers else format_tool_call("query", {"sql": sql})
 
     @property
+    def _task_key(self) -> int:
+        return derive_seed(self._problem.question, *self._scripts)
+
+    @property
     def _state_key(self) -> str:
         return repr((self._listed, sorted(self._seen), sorted(self._queried)))
 
@@ -215,9 +220,10 @@ class SQLEnv(AnswerEnv):
         """Draws a problem; False if its answer is empty, ambiguous, or the same on both."""
         self._free()
         self._problem = _draw_problem(self.np_random)
-        self._databases = [
-            Database(_draw_script(self.np_random, self._problem.names, self.rows)) for _ in range(2)
+        self._scripts = [
+            _draw_script(self.np_random, self._problem.names, self.rows) for _ in range(2)
         ]
+        self._databases = [Database(script) for script in self._scripts]
         answers = [_rows(database, self._problem.gold) for database in self._databases]
         ambiguous = "LIMIT 1" in self._problem.gold and any(
             _tied(database, self._problem.gold) for database in self._databases

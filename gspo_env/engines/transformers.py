@@ -269,7 +269,7 @@ def sample(
     """
     if logits.device.type == "mps":  # it has no float64
         logits = logits.cpu()
-    arrays = [
+    arrays: list[np.ndarray[Any, Any]] = [
         np.array([t or 1.0 for t in temperatures], dtype=np.float32),
         np.array(draws, dtype=np.float64),
         np.array([t == 0 for t in temperatures]),

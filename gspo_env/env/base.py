@@ -69,6 +69,8 @@ class TextEnv(gymnasium.Env[str, str]):
     turn, or the sum of both; None infers it from the first episodes of a run."""
     max_turns: int | None = None
     """Turns after which `end_turn` truncates the episode."""
+    num_tasks: int | None = None
+    """Number of different tasks that `reset` can draw, if they are few; None if it is unknown."""
 
     _turn: int = 0
     """Turns that `end_turn` has counted in this episode."""

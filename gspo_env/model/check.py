@@ -65,9 +65,9 @@ class Difference:
     def __str__(self) -> str:
         """Describes the difference in a few words."""
         if math.isinf(self.nats):
-            return f"they fail with {self.cause}"
+            return f"fail with {self.cause}"
         where = f", first in {self.cause}" if self.cause else ""
-        return f"they change log-probabilities by {self.nats:.2g}{where}"
+        return f"change log-probabilities by {self.nats:.2g}{where}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,8 +129,8 @@ def check_engine(model: Any, max_context: int) -> ModelCheck:
         )
     if check.own_cache is not None and not check.own_cache.within(check.bound):
         raise ModelError(
-            f"{_name(model)} cannot be sampled with its own cache: turns {check.own_cache} "
-            f"(bound {check.bound:.2g}); expected the engine vllm, or another model"
+            f"{_name(model)} cannot be sampled by the embedded engine: {check.reason}, and turns "
+            f"with its own cache {check.own_cache}; expected the engine vllm, or another model"
         )
     return check
 
@@ -207,16 +207,16 @@ class _Checker:
         )
         found = replace(found, longest=_rope_limit(self.model))
         if not packed.within(self.bound):
-            return replace(found, way=Way.ALONE, reason=f"in packed rows {packed}")
+            return replace(found, way=Way.ALONE, reason=f"packed rows {packed}")
         if not engine.within(self.bound):
-            return replace(found, way=Way.ALONE, reason=f"in batches of the engine {engine}")
+            return replace(found, way=Way.ALONE, reason=f"batches of the engine {engine}")
         limit = min(_attention_limit(self.model), found.longest or math.inf)
         if limit < (max_context or math.inf):
             length = "not known" if max_context is None else str(max_context)
-            reason = f"packed rows hold up to {limit} tokens, and max_context is {length}"
+            reason = f"packed rows need at most {limit} tokens a sequence; max_context is {length}"
             return replace(found, way=Way.ALONE, reason=reason)
         if not shared.within(self.bound):
-            return replace(found, way=Way.PACKED, reason=f"with shared prefixes {shared}")
+            return replace(found, way=Way.PACKED, reason=f"shared prefixes {shared}")
         return found
 
     def slower(self, found: ModelCheck) -> ModelCheck:
@@ -231,7 +231,7 @@ class _Checker:
         scored = self.measure(lambda causes: self.scored(causes, share=False, packed=False))
         if not scored.within(self.bound):
             raise ModelError(
-                f"{_name(self.model)} cannot be trained: {found.reason}; one by one {scored}"
+                f"{_name(self.model)} cannot be trained: {found.reason}; single sequences {scored}"
             )
         whole = self.measure(self.continued)
         if whole.within(self.bound):

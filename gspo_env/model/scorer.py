@@ -91,10 +91,9 @@ class Scorer:
         self, batch: PackedBatch, options: dict[str, Any]
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Does the same with a pass for each sequence."""
-        counts = batch.sequence_N.bincount(minlength=len(batch.lengths_B)).tolist()
         states, routers, start = [], [], 0
         for length, source in zip(
-            batch.lengths_B, torch.split(batch.source_N, counts), strict=True
+            batch.lengths_B, torch.split(batch.source_N, list(batch.counts_B)), strict=True
         ):
             output = self.model(
                 input_ids=batch.input_ids_T[None, start : start + length],

@@ -62,6 +62,8 @@ Policy = Callable[[Situation], "str | Move | Awaitable[str | Move]"]
 """Chooses an action, as text or a `Move`. For a human player: `lambda now: input(...)`."""
 Call = Callable[..., Awaitable[Any]]
 """Calls an environment's method with its arguments, such as `EnvPool.call` in a thread."""
+Redraw = Callable[[Task, ResetInfo], Task | None]
+"""Judges a task after its `reset`: returns the task to play instead, or None to play it."""
 
 
 async def play(
@@ -73,6 +75,7 @@ async def play(
     timeout: float | None = None,
     call: Call | None = None,
     gives_outcome: bool | None = None,
+    redraw: Redraw | None = None,
 ) -> Episode:
     """Plays one episode.
 
@@ -87,10 +90,11 @@ async def play(
         timeout: Seconds after which the episode is cut; needs a running event loop.
         call: Calls the environment's methods; directly by default.
         gives_outcome: See `conclude`; by default what the environment declares.
+        redraw: Replaces tasks that are not to be played; by default all are.
     """
     if gives_outcome is None:
         gives_outcome = bool(attribute(env, "gives_outcome", False))
-    game = _Game(env, task, call)
+    game = _Game(env, task, call, redraw)
     clock = asyncio.timeout(timeout) if timeout is not None else contextlib.nullcontext()
     error = None
     try:
@@ -117,6 +121,11 @@ def play_now(
         return episode
     running.close()
     raise RolloutError("this policy waits, so it needs an event loop: use `play`")
+
+
+def look(now: Situation) -> Move:
+    """A policy that ends the episode before its first turn, to see what `reset` gives."""
+    return Move(stop=StopReason.MAX_TURNS)
 
 
 def demonstrator(noise: float = 0.0) -> Policy:
@@ -181,19 +190,15 @@ class _EnvironmentFailed(Exception):
 class _Game:
     """The state of one running episode."""
 
-    def __init__(self, env: TextEnvironment, task: Task, call: Call | None) -> None:
-        self.env, self.task, self.call = env, task, call
+    def __init__(
+        self, env: TextEnvironment, task: Task, call: Call | None, redraw: Redraw | None
+    ) -> None:
+        self.env, self.task, self.call, self.redraw = env, task, call, redraw
         self.turns: list[Turn] = []
         self.prompt, self.reset, self.observation = Prompt(), ResetInfo(), ""
 
     async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
-        task = self.task
-        result = await self._call("reset", seed=task.seed, options=dict(task.options))
-        try:
-            self.observation, self.reset = parse_reset(task.env_id, result)
-            self.prompt = read_prompt(self.env, self.reset)
-        except Exception as error:
-            raise _failure("reading its prompt", error) from error
+        await self._begin()
         role: Role = "user"
         while max_turns is None or len(self.turns) < max_turns:
             move = policy(
@@ -212,6 +217,20 @@ class _Game:
                 return stop
             role = self.turns[-1].info.observation_role
         return StopReason.MAX_TURNS
+
+    async def _begin(self) -> None:
+        while True:
+            task = self.task
+            result = await self._call("reset", seed=task.seed, options=dict(task.options))
+            try:
+                self.observation, self.reset = parse_reset(task.env_id, result)
+                self.prompt = read_prompt(self.env, self.reset)
+            except Exception as error:
+                raise _failure("reading its prompt", error) from error
+            other = self.redraw(task, self.reset) if self.redraw else None
+            if other is None:
+                return
+            self.task = other
 
     async def _turn(self, move: Move) -> StopReason | None:
         stop, before = move.stop, self.observation
