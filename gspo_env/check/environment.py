@@ -20,7 +20,9 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv, attribute
+from gspo_env.credit.scores import ScoreChoice
+from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv, attribute, clean
+from gspo_env.env.info import declared_score
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.rollout.play import Situation, play
@@ -71,7 +73,7 @@ def check_env(
     seed: int = 0,
     actions: Policy | None = None,
     max_turns: int = 32,
-) -> None:
+) -> ScoreChoice:
     """Checks that an environment keeps the contract of `TextEnv`, and closes it.
 
     Runs Gymnasium's own checker, then plays episodes. The checks are: types and spaces; finite
@@ -87,6 +89,10 @@ def check_env(
         actions: Policy that plays the episodes; by default a random and hostile one.
         max_turns: Turns after which an episode is abandoned.
 
+    Returns:
+        The rewards that training uses (`score`) and why (`reason`): those that the environment
+        declares, or else what the episodes of the check contain.
+
     Raises:
         EnvironmentCheckError: A check failed; the message says which and how.
         ConfigError: `episodes` or `max_turns` is below 1.
@@ -101,9 +107,10 @@ def check_env(
     with global_generators_kept():
         try:
             check.everything(seed, episodes)
+            return check.score()
         except EnvironmentCheckError:
             raise
-        except EnvironmentContractError as error:
+        except (ConfigError, EnvironmentContractError) as error:
             raise EnvironmentCheckError(str(error)) from error
         finally:
             made.close()
@@ -115,6 +122,7 @@ class _Check:
     def __init__(self, env: Any, name: str, policy: Policy, max_turns: int) -> None:
         self.env, self.name, self.policy, self.max_turns = env, name, policy, max_turns
         self.chat = _chat()
+        self.played: list[Episode] = []
         self.num_tasks = attribute(env, "num_tasks", None)
         self.tasks: set[str | None] = set()
         """The task keys that were drawn."""
@@ -129,6 +137,13 @@ class _Check:
             self.repeats(n)
         self.reset_at_any_time(seed)
         self.by_gymnasium()
+
+    def score(self) -> ScoreChoice:
+        """Returns the rewards that training would use."""
+        declared = declared_score(self.name, self.env)
+        choice = ScoreChoice(self.name, declared, "the environment declares it" if declared else "")
+        choice.see(self.played, attribute(self.env, "gives_outcome", None))
+        return choice
 
     def spaces(self) -> None:
         for name in ("observation_space", "action_space"):
@@ -221,6 +236,7 @@ class _Check:
                     beside = None
         if episode.error is not None:
             self.fail(episode.error)
+        self.played.append(episode)
         self.text(episode.final_observation, None if episode.turns else episode.prompt)
         self.task(episode)
         self.misplaced("reset", episode.reset.extra, StepInfo)
@@ -249,16 +265,14 @@ class _Check:
         if not self.env.observation_space.contains(observation):
             space = self.env.observation_space
             self.fail(f"an observation of {len(observation)} characters is outside {space}.")
+        if observation != clean(observation):
+            self.fail(f"{_short(observation)} cannot be tokenised: it has lone surrogates.")
         plain = prompt
         if prompt is not None:
             prompt = replace(prompt, system=prompt.system or "x")
             messages = tuple(replace(message, content="x") for message in prompt.messages)
             plain = Prompt(system="x", messages=messages)
-        try:
-            ids = self.ids(observation, prompt)
-        except Exception as error:
-            self.fail(f"{_short(observation)} cannot be tokenised: {error}", error)
-        if self.controls(ids) != self.controls(self.ids("x", plain)):
+        if self.controls(self.ids(observation, prompt)) != self.controls(self.ids("x", plain)):
             self.fail("its text became a control token when it was tokenised.")
 
     def ids(self, observation: str, prompt: Prompt | None) -> tuple[int, ...]:

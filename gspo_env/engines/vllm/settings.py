@@ -60,8 +60,8 @@ class VLLMServer(VLLMSettings):
 
     addresses: tuple[str, ...] = ()
     """Addresses of running servers, such as `http://node1:8000`; empty starts `replicas` servers.
-    Running servers need VLLM_SERVER_DEV_MODE=1, `--enable-scale-out` and `--logprobs-mode
-    processed_logprobs`."""
+    Running servers need VLLM_SERVER_DEV_MODE=1, `--enable-scale-out`, `--logprobs-mode
+    processed_logprobs` and `--worker-extension-cls gspo_env.engines.vllm.worker.CheckedWorker`."""
     replicas: int = 1
     """How many servers to start."""
     transfer: Literal["auto", "folder", "gloo", "nccl", "ipc"] = "auto"
