@@ -122,6 +122,8 @@ def gradients_and_metrics(learner, samples):
     stats = UpdateStats(
         passes=tuple(learner.backward(minibatch)),
         grad_norms=(0.0,),
+        skipped_steps=0,
+        loss_scale=None,
         learning_rate=0.0,
         seconds=1.0,
         clip_range=learner.loss.clip_range,

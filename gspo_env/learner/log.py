@@ -42,8 +42,13 @@ class UpdateStats:
     """Results of an update."""
 
     passes: tuple[PassStats, ...]
+    """Those of the steps that were not skipped."""
     grad_norms: tuple[float, ...]
-    """One for each optimiser step."""
+    """One for each step that was not skipped."""
+    skipped_steps: int
+    """Steps whose gradient was not finite."""
+    loss_scale: float | None
+    """None unless the model has float16 weights."""
     learning_rate: float
     seconds: float
     clip_range: tuple[float, float] | None
@@ -51,13 +56,22 @@ class UpdateStats:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name, without those that are not known."""
+        always: dict[str, float | None] = {
+            "train/skipped_steps": float(self.skipped_steps),
+            "train/learning_rate": self.learning_rate,
+            "train/loss_scale": self.loss_scale,
+            "time/update": self.seconds,
+        }
+        metrics = always | (self._of_passes() if self.passes else {})
+        return {name: value for name, value in metrics.items() if value is not None}
+
+    def _of_passes(self) -> dict[str, float | None]:
         steps = len(self.grad_norms)
         computed = sum(len(p.row.input_ids_T) for p in self.passes)
         tokens = sum(sum(p.row.lengths_B) for p in self.passes)
-        metrics = {
+        return {
             "train/loss": sum(float(p.output.loss) for p in self.passes) / steps,
             "train/grad_norm": sum(self.grad_norms) / steps,
-            "train/learning_rate": self.learning_rate,
             "train/ratio": self._mean(lambda p: p.output.ratio),
             "train/ratio_min": self._extreme(torch.min, lambda p: p.output.ratio),
             "train/ratio_max": self._extreme(torch.max, lambda p: p.output.ratio),
@@ -71,9 +85,7 @@ class UpdateStats:
             **self._mismatch(),
             "train/shared_fraction": 1 - computed / tokens,
             "train/tokens_per_second": tokens / self.seconds,
-            "time/update": self.seconds,
         }
-        return {name: value for name, value in metrics.items() if value is not None}
 
     def _mean(self, values: Callable[[PassStats], Tensor | None]) -> float | None:
         known = [v for v in map(values, self.passes) if v is not None]

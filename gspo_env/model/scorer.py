@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -25,11 +24,10 @@ class Scorer:
         model: The model, or the wrapper that trains it.
         policy: The model itself.
         temperature: Logits are divided by it.
-        bf16: Computes in bfloat16, for weights of any dtype.
     """
 
-    def __init__(self, model: Any, policy: Any, temperature: float, bf16: bool) -> None:
-        self.model, self.temperature, self.bf16 = model, temperature, bf16
+    def __init__(self, model: Any, policy: Any, temperature: float) -> None:
+        self.model, self.temperature = model, temperature
         self.head = head.linear_head(policy)
         self.router_coefficient = router_coefficient(policy)
         self._experts_per_token = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
@@ -48,8 +46,7 @@ class Scorer:
         device = batch.input_ids_T.device
         tree = TreeAttention(batch.runs, device) if batch.runs else None
         attention = tree or PackedAttention(batch.lengths_B, device)
-        lower = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
-        with lower, nullcontext() if self.head is None else head.without_head(self.head):
+        with nullcontext() if self.head is None else head.without_head(self.head):
             output = self.model(
                 input_ids=batch.input_ids_T[None],
                 position_ids=batch.positions_T[None],
@@ -58,7 +55,7 @@ class Scorer:
                 ragged=attention,
                 **({"output_router_logits": True} if routers else {}),
             )
-        states = output.logits[0].bfloat16() if self.bf16 else output.logits[0]
+        states = output.logits[0]
         if self.head is None:
             predictions = head.predict_from_logits(states, target_M, self.temperature)
         else:
