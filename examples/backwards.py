@@ -9,6 +9,7 @@ class Backwards(TextEnv):
     """Say a list of words backwards, one word a turn."""
 
     system_prompt = "Say the list backwards, one word a turn."
+    credit_score = "turns"  # learn from the rewards of turns, not from the outcome
     blocking = False  # step never waits, so it needs no thread
 
     def reset(self, *, seed=None, options=None):

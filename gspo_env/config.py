@@ -79,6 +79,12 @@ class Config:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
+        score = self.credit.score
+        if score != "auto" and not getattr(self.advantage, "uses_score", True):
+            raise ConfigError(
+                f"credit.score is {score!r}, which the estimator {type(self.advantage).__name__} "
+                "does not use; expected 'auto'"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles nested dictionaries, so that another process finds a user's classes."""

@@ -20,6 +20,10 @@ BoolArray = NDArray[np.bool_]
 Role = Literal["user", "tool"]
 """Source of an observation: the user, or a tool that the policy called."""
 
+Score = Literal["turns", "outcome", "sum"]
+"""The rewards that estimators of returns use: those of the turns, the outcome at the last turn, or
+their sum; see `gspo_env.credit.turn_rewards`."""
+
 
 class StopReason(StrEnum):
     """Why an episode ended; the name reaches the metrics as `rollout/stop/REASON`."""
@@ -217,6 +221,8 @@ class Group:
 
     task: Task
     episodes: tuple[Episode, ...]
+    score: Score = "turns"
+    """The rewards to learn from, for `gspo_env.credit.turn_rewards`; `estimate` sets it."""
 
 
 def bare_episode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import socket
 import subprocess
 import sys
@@ -44,6 +45,16 @@ def tokenizer():
     return build_tokenizer(
         WORDS, ['<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>']
     )
+
+
+@pytest.fixture(scope="session")
+def families():
+    """Functions that make the tokenizers of well-known model families, by name."""
+    path = Path(__file__).parents[1] / "benchmarks" / "chat_families.py"
+    spec = importlib.util.spec_from_file_location("chat_families", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FAMILIES
 
 
 @pytest.fixture(scope="session")
@@ -128,8 +139,8 @@ def gradients_and_metrics(learner, samples):
         seconds=1.0,
         clip_range=learner.loss.clip_range,
     )
-    parameters = learner.policy.named_parameters()
-    found = {n: p.grad.clone() for n, p in parameters if p.grad is not None}
+    trained = learner.masters.tensors.items()
+    found = {n: p.grad.clone() for n, p in trained if p.grad is not None}
     learner.optimizer.zero_grad()
     return found, stats.metrics()
 

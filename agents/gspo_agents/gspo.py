@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from gspo_env.config import Config, from_dict, to_dict, to_toml
-from gspo_env.engines import Engine, Sampling
-from gspo_env.env.info import try_out
+from gspo_env.engines import Engine, Sampling, Transformers
+from gspo_env.env.base import attribute
+from gspo_env.env.info import declared_score, try_out
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
+from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
 from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.report.curves import learning_curve
@@ -32,7 +34,7 @@ from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several, start
 from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
-from gspo_env.types import Episode, Group, Prompt, Role, Task
+from gspo_env.types import Episode, Group, Prompt, Role, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ class GSPOAgent:
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
+        self._take_score()
         self._demonstrations: list[Episode] = []
         dtype = self.config.model_dtype
         if not isinstance(model, str):
@@ -87,13 +90,15 @@ class GSPOAgent:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
 
         Raises:
+            ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
         """
         config = self.config
+        check = self._check()
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder = folder
         (folder / "config.toml").write_text(to_toml(config))
-        tags = {"env": self.env_id}
+        tags = {"env": self.env_id, "way": check.way.value}
         info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
         with Progress() as progress, start(config.tracker, info) as tracker:
             self.warm_up(progress)
@@ -105,10 +110,11 @@ class GSPOAgent:
                 total_steps=config.steps * config.learner.minibatches,
                 temperature=config.rollout.temperature,
             )
-            report = _Reporter(config.steps, progress, tracker, folder)
+            report = _Reporter(config, progress, tracker, folder)
             with self._collector() as collector:
                 loop = Loop(config, self.env_id, collector, learner, report)
                 history = asyncio.run(loop.train())
+            self.config = report.config
             self._finish(folder, history, tracker)
             tracker.finish()
             progress.line(self._summary(folder, report.evaluations, tracker))
@@ -188,6 +194,10 @@ class GSPOAgent:
     def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
 
+        Args:
+            path: The folder.
+            env: Another environment than the saved one; the saved score is not taken over to it.
+
         Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
         so that the folder loads without that file.
         """
@@ -199,6 +209,8 @@ class GSPOAgent:
         for kind in ("advantage", "loss", "tracker"):
             if ":" in tree.get(kind, {}).get("name", ""):
                 logger.warning("%s of %s is not loaded: %s", kind, path, tree.pop(kind)["name"])
+        if env and env != tree.get("env"):
+            tree.get("credit", {}).pop("score", None)
         return cls(str(folder), env, from_dict(tree))
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -222,6 +234,25 @@ class GSPOAgent:
         if rank and not hasattr(self.model, "disable_adapter"):
             self.close()  # an engine that `play` started holds the model without the adapter
             self.model = add_adapter(self.model, rank, self.config.seed)
+
+    def _check(self) -> ModelCheck:
+        """Decides how the model is run; says so if the slower way is needed."""
+        embedded = isinstance(self.config.engine, Transformers)
+        decide = check_engine if embedded else check_model
+        return decide(self.model, max_context=self.config.rollout.max_context)
+
+    def _take_score(self) -> None:
+        """Takes the score that the environment declares, unless the config has one.
+
+        Raises:
+            ConfigError: The score is `sum`, and the environment declares that it has no outcome.
+        """
+        self.config = _with_score(self.config, declared_score(self.env_id, self._env))
+        without = attribute(self._env, "gives_outcome", None) is False
+        if self.config.credit.score == "sum" and without:
+            raise ConfigError(
+                f"credit.score is 'sum', but {self.env_id} gives no outcome; expected 'turns'"
+            )
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
@@ -269,8 +300,8 @@ class GSPOAgent:
 class _Reporter:
     """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
 
-    def __init__(self, total: int, progress: Progress, tracker: Several, folder: Path) -> None:
-        self._total, self._progress, self._tracker = total, progress, tracker
+    def __init__(self, config: Config, progress: Progress, tracker: Several, folder: Path) -> None:
+        self.config, self._progress, self._tracker = config, progress, tracker
         self._folder = folder
         self.evaluations: list[Evaluation] = []
 
@@ -286,12 +317,29 @@ class _Reporter:
         (self._folder / f"episodes-{step:04d}.txt").write_text(shown)
         self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
 
+    def scored(self, score: Score, reason: str) -> None:
+        logger.info("credit.score is %r: %s", score, reason)
+        self.config = _with_score(self.config, score)
+        (self._folder / "config.toml").write_text(to_toml(self.config))
+        self._tracker.text("score.txt", f"{score}: {reason}")
+
     def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:
         self._progress.update(
             phase=phase,
             step=step,
-            total=self._total,
+            total=self.config.steps,
             success=what.success,
             return_=what.mean_return,
             tokens_per_second=speed,
         )
+
+
+def _with_score(config: Config, score: Score | None) -> Config:
+    """Sets a score that the config leaves open, if the estimator uses one."""
+    if (
+        score is None
+        or config.credit.score != "auto"
+        or not getattr(config.advantage, "uses_score", True)
+    ):
+        return config
+    return replace(config, credit=replace(config.credit, score=score))

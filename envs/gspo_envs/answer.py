@@ -15,6 +15,7 @@ class TaskEnv(ToolEnv):
 
     blocking: bool | None = False
     gives_outcome = True
+    credit_score = "turns"  # the rewards of turns contain the reward of success
     outcome: float = 0.0
 
     @abstractmethod

@@ -20,7 +20,9 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv
+from gspo_env.credit.scores import ScoreChoice
+from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv, attribute
+from gspo_env.env.info import declared_score
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.rollout.play import Situation, play
@@ -71,7 +73,7 @@ def check_env(
     seed: int = 0,
     actions: Policy | None = None,
     max_turns: int = 32,
-) -> None:
+) -> ScoreChoice:
     """Checks that an environment keeps the contract of `TextEnv`, and closes it.
 
     Runs Gymnasium's own checker, then plays episodes. The checks are: types and spaces; finite
@@ -85,6 +87,10 @@ def check_env(
         seed: The first seed.
         actions: Policy that plays the episodes; by default a random and hostile one.
         max_turns: Turns after which an episode is abandoned.
+
+    Returns:
+        The rewards that training uses (`score`) and why (`reason`): those that the environment
+        declares, or else what the episodes of the check contain.
 
     Raises:
         EnvironmentCheckError: A check failed; the message says which and how.
@@ -100,9 +106,10 @@ def check_env(
     with global_generators_kept():
         try:
             check.everything(seed, episodes)
+            return check.score()
         except EnvironmentCheckError:
             raise
-        except EnvironmentContractError as error:
+        except (ConfigError, EnvironmentContractError) as error:
             raise EnvironmentCheckError(str(error)) from error
         finally:
             made.close()
@@ -114,6 +121,7 @@ class _Check:
     def __init__(self, env: Any, name: str, policy: Policy, max_turns: int) -> None:
         self.env, self.name, self.policy, self.max_turns = env, name, policy, max_turns
         self.chat = _chat()
+        self.played: list[Episode] = []
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise EnvironmentCheckError(f"{self.name}: {what}") from cause
@@ -125,6 +133,13 @@ class _Check:
             self.repeats(n)
         self.reset_at_any_time(seed)
         self.by_gymnasium()
+
+    def score(self) -> ScoreChoice:
+        """Returns the rewards that training would use."""
+        declared = declared_score(self.name, self.env)
+        choice = ScoreChoice(self.name, declared, "the environment declares it" if declared else "")
+        choice.see(self.played, attribute(self.env, "gives_outcome", None))
+        return choice
 
     def spaces(self) -> None:
         for name in ("observation_space", "action_space"):
@@ -217,6 +232,7 @@ class _Check:
                     beside = None
         if episode.error is not None:
             self.fail(episode.error)
+        self.played.append(episode)
         self.text(episode.final_observation, None if episode.turns else episode.prompt)
         self.misplaced("reset", episode.reset.extra, StepInfo)
         for turn in episode.turns:

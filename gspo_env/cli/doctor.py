@@ -173,14 +173,17 @@ def _vllm_import() -> str:
 
 def _model(name: str) -> Finding:
     from gspo_env.errors import GspoEnvError
+    from gspo_env.model.check import check_engine
     from gspo_env.model.load import load_model
+    from gspo_env.rollout.settings import RolloutConfig
     from gspo_env.rollout.transcript import ChatTokenizer
 
     try:
         model, tokenizer = load_model(name)
         ChatTokenizer(tokenizer)
+        check = check_engine(model, RolloutConfig().max_context)
     except GspoEnvError as error:
         return Finding(name="model", ok=False, text=str(error))
-    return Finding(
-        name="model", ok=True, text=f"{model.num_parameters():,} parameters, chat template"
-    )
+    way = f"{check.way}: {check.reason}" if check.reason else str(check.way)
+    text = f"{model.num_parameters():,} parameters, chat template, {way}"
+    return Finding(name="model", ok=True, text=text)

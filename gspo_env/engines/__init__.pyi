@@ -4,3 +4,4 @@ from .base import NamedTensors as NamedTensors
 from .base import Sampling as Sampling
 from .base import Transformers as Transformers
 from .transformers import TransformersEngine as TransformersEngine
+from .unbatched import UnbatchedEngine as UnbatchedEngine

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentContractError
-from gspo_env.types import Message, Prompt, ResetInfo, StepInfo
+from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
 Reader = tuple[Callable[[Any], Any], str]
@@ -70,6 +70,26 @@ def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
         system, messages = messages[0].content, messages[1:]
     tools = attribute(env, "tools", ()) if info.tools is None else info.tools
     return Prompt(system=system, tools=tuple(tools), messages=messages)
+
+
+def declared_score(env_id: str, env: TextEnvironment) -> Score | None:
+    """Returns the score that an environment declares, looked up through its wrappers.
+
+    An environment that declares that it gives no outcome has only the rewards of its turns.
+
+    Raises:
+        EnvironmentContractError: `credit_score` is not a score, or is `sum` without outcomes.
+    """
+    score: Score | None = attribute(env, "credit_score", None)
+    without = attribute(env, "gives_outcome", None) is False
+    if score is None:
+        return "turns" if without else None
+    if score not in get_args(Score):
+        expected = f"one of {get_args(Score)}"
+        raise _fault(env_id, "credit_score", score, expected)
+    if score == "sum" and without:
+        raise _fault(env_id, "credit_score", score, "'turns', because gives_outcome is False")
+    return score
 
 
 def try_out(env_id: str, env: TextEnvironment) -> None:

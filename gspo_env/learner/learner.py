@@ -25,7 +25,7 @@ from gspo_env.learner.loss import Loss, LossInput
 from gspo_env.learner.masters import Masters
 from gspo_env.learner.objectives import ObjectiveOutput
 from gspo_env.learner.settings import LearnerConfig
-from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class Learner:
 
     Raises:
         ConfigError: `loss` is not a loss, or more than one process was launched.
+        ModelError: No way to run the model gives its own log-probabilities.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Learner:
                 "gspo_env.learner.Loss"
             )
         self.loss, self.config = loss, config
-        use_ragged_attention(model)
+        way = check_model(model).way
+        self._share, packed = way is Way.SHARED, way is not Way.ALONE
         self.accelerator = Accelerator(mixed_precision="no")
         if self.accelerator.num_processes > 1:
             raise ConfigError(
@@ -102,14 +104,14 @@ class Learner:
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
         self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.optimizer = self.accelerator.prepare(optimizer)
-        self.scorer = Scorer(self.model, self.policy, temperature)
+        self.scorer = Scorer(self.model, self.policy, temperature, packed=packed)
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = 0
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False)
-            self._reference = Scorer(reference, reference, temperature)
+            self._reference = Scorer(reference, reference, temperature, packed=packed)
 
     @property
     def policy(self) -> Any:
@@ -172,7 +174,7 @@ class Learner:
         return [self._minibatch([samples[i] for i in part], n == 0) for n, part in enumerate(parts)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
-        rows = microbatches(samples, self.config.microbatch_tokens)
+        rows = microbatches(samples, self.config.microbatch_tokens, share=self._share)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row)) for row in rows),
             first=first,
@@ -182,7 +184,7 @@ class Learner:
 
     def pack(self, samples: Sequence[Sample]) -> PackedBatch:
         """Packs samples into one row on the learner's device."""
-        return pack(samples, self.accelerator.device)
+        return pack(samples, self.accelerator.device, share=self._share)
 
     def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Adds the log-probabilities of pi_old and of the reference; call it before the first step.
@@ -272,6 +274,7 @@ class Learner:
             reference_logprobs_N=reference_N,
             engine_logprobs_N=row.engine_logprobs_N,
             num_sequences=len(row.lengths_B),
+            num_turns=row.num_turns,
             episodes=minibatch.episodes,
             tokens=minibatch.tokens,
         )
@@ -327,13 +330,12 @@ class Learner:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
         minibatch = self._minibatch(_with_model_tokens(samples), first=True)
-        loss_sum = 0.0
         for microbatch in minibatch.microbatches:
-            loss = -self.scorer(microbatch.row)[0].logprobs_N.sum() / minibatch.tokens
-            self._add_gradient(loss)
-            loss_sum += float(loss.detach())
+            logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
+            self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
+        loss = sum(self._losses)
         self.step()
-        return loss_sum
+        return float(loss)
 
 
 def _with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:

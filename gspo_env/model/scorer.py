@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_env.batch.sample import PackedBatch
@@ -16,7 +18,7 @@ from gspo_env.model.tree_attention import TreeAttention
 
 
 class Scorer:
-    """Runs a causal LM that has ragged attention on packed rows.
+    """Runs a causal LM on packed rows.
 
     Dropout is off, with and without gradient.
 
@@ -24,11 +26,14 @@ class Scorer:
         model: The model, or the wrapper that trains it.
         policy: The model itself.
         temperature: Logits are divided by it.
+        packed: Runs a row in one pass, which needs ragged attention. Otherwise each sequence of a
+            row gets a pass of its own with the model's own attention; they cannot share tokens.
     """
 
-    def __init__(self, model: Any, policy: Any, temperature: float) -> None:
+    def __init__(self, model: Any, policy: Any, temperature: float, *, packed: bool = True) -> None:
         self.model, self.temperature = model, temperature
-        self.head = head.linear_head(policy)
+        self._run = self._run_packed if packed else self._run_alone
+        self.head = head.linear_head(policy, packed)
         self.router_coefficient = router_coefficient(policy)
         self._experts_per_token = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
         self._checkpointed = _checkpointed_layers(policy)
@@ -40,22 +45,13 @@ class Scorer:
         self.model.eval()
         for layer in self._checkpointed:
             layer.training = True
-        source_M, target_M = batch.source_N, batch.target_N
+        target_M = batch.target_N
         if batch.distinct_M is not None:
-            source_M, target_M = source_M[batch.distinct_M], target_M[batch.distinct_M]
-        device = batch.input_ids_T.device
-        tree = TreeAttention(batch.runs, device) if batch.runs else None
-        attention = tree or PackedAttention(batch.lengths_B, device)
+            target_M = target_M[batch.distinct_M]
         with nullcontext() if self.head is None else head.without_head(self.head):
-            output = self.model(
-                input_ids=batch.input_ids_T[None],
-                position_ids=batch.positions_T[None],
-                use_cache=False,
-                logits_to_keep=source_M,
-                ragged=attention,
-                **({"output_router_logits": True} if routers else {}),
+            states, router_logits = self._run(
+                batch, {"output_router_logits": True} if routers else {}
             )
-        states = output.logits[0]
         if self.head is None:
             predictions = head.predict_from_logits(states, target_M, self.temperature)
         else:
@@ -65,8 +61,46 @@ class Scorer:
             predictions = predictions.at(batch.expand_N)
         if not routers:
             return predictions, None
-        logits = output.router_logits
-        return predictions, balance_router(logits, self._experts_per_token, batch.uses_T)
+        return predictions, balance_router(router_logits, self._experts_per_token, batch.uses_T)
+
+    def _run_packed(
+        self, batch: PackedBatch, options: dict[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the head's inputs (or the logits) of the model tokens, and router logits."""
+        source_M = batch.source_N
+        if batch.distinct_M is not None:
+            source_M = source_M[batch.distinct_M]
+        device = batch.input_ids_T.device
+        tree = TreeAttention(batch.runs, device) if batch.runs else None
+        output = self.model(
+            input_ids=batch.input_ids_T[None],
+            position_ids=batch.positions_T[None],
+            use_cache=False,
+            logits_to_keep=source_M,
+            ragged=tree or PackedAttention(batch.lengths_B, device),
+            **options,
+        )
+        return output.logits[0], output.router_logits if options else ()
+
+    def _run_alone(
+        self, batch: PackedBatch, options: dict[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Does the same with a pass for each sequence."""
+        counts = batch.sequence_N.bincount(minlength=len(batch.lengths_B)).tolist()
+        states, routers, start = [], [], 0
+        for length, source in zip(
+            batch.lengths_B, torch.split(batch.source_N, counts), strict=True
+        ):
+            output = self.model(
+                input_ids=batch.input_ids_T[None, start : start + length],
+                use_cache=False,
+                logits_to_keep=source - start,
+                **options,
+            )
+            states.append(output.logits[0])
+            routers.append(output.router_logits if options else ())
+            start += length
+        return torch.cat(states), [torch.cat(layer) for layer in zip(*routers, strict=True)]
 
 
 def _checkpointed_layers(model: Any) -> list[nn.Module]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from gspo_env.batch.sample import Sample, to_sample
 from gspo_env.config import Config
-from gspo_env.credit.estimate import estimate
+from gspo_env.credit.estimate import Credit, estimate
+from gspo_env.credit.scores import ScoreChoice
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
+from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.types import FloatArray, Group, StopReason, Task
+from gspo_env.types import FloatArray, Group, Score, StopReason, Task
+
+logger = logging.getLogger(__name__)
 
 History = list[tuple[int, dict[str, float]]]
 
@@ -31,6 +36,10 @@ class Reporter(Protocol):
         """Reports an evaluation."""
         ...
 
+    def scored(self, score: Score, reason: str) -> None:
+        """Reports which rewards the run learns from, once its first episodes have decided it."""
+        ...
+
 
 @dataclass(slots=True)
 class Loop:
@@ -42,12 +51,20 @@ class Loop:
     learner: Learner
     report: Reporter
     history: History = field(default_factory=list)
+    score: ScoreChoice = field(init=False)
+    """Which rewards the estimator learns from."""
+    _warned: bool = False
+
+    def __post_init__(self) -> None:
+        """Takes the score of the config, if it has one."""
+        given = self.config.credit.score
+        self.score = ScoreChoice(self.env_id, None if given == "auto" else given)
 
     async def train(self) -> History:
         """Runs every step; returns the metrics of each."""
         config = self.config
         await self._sync(0)
-        await self._evaluate(0)
+        before = await self._evaluate(0)
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             groups = await self.collector.collect(
@@ -55,7 +72,7 @@ class Loop:
             )
             stats = RolloutStats.of(groups, time.perf_counter() - started)
             metrics = stats.metrics()
-            credit = estimate(groups, config.advantage, config.credit)
+            credit = self._credit(groups, [*before, *groups] if step == 1 else groups)
             samples = self._samples(groups, credit.advantages)
             await self.collector.engine.sleep()
             if samples:
@@ -66,6 +83,30 @@ class Loop:
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
                 await self._evaluate(step)
         return self.history
+
+    def _credit(self, groups: Sequence[Group], seen: Sequence[Group]) -> Credit:
+        """Computes the advantages with the score that all episodes before the first update decide.
+
+        Args:
+            groups: The groups to train on.
+            seen: The groups whose episodes are new.
+        """
+        settings = self.config.credit
+        if getattr(self.config.advantage, "uses_score", True):
+            episodes = [episode for group in seen for episode in group.episodes]
+            if self.score.see(episodes, self.collector.pool.gives_outcome):
+                self.report.scored(self.score.score or "turns", self.score.reason)
+            settings = replace(settings, score=self.score.score or "turns")
+        credit = estimate(groups, self.config.advantage, settings)
+        if credit.blind(groups) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "every advantage of this step is 0, although the outcomes of episodes differ: "
+                "the rewards that %s reads (score %r) do not",
+                name_of("advantage", self.config.advantage),
+                settings.score,
+            )
+        return credit
 
     async def _sync(self, version: int) -> float:
         """Sends the learner's weights to the engine; returns the seconds it took."""
@@ -95,10 +136,12 @@ class Loop:
         )
         return [sample for sample in samples if sample.mask.any()]
 
-    async def _evaluate(self, step: int) -> None:
+    async def _evaluate(self, step: int) -> Sequence[Group]:
+        """Evaluates; returns the sampled groups."""
         evaluation = await evaluate(self.collector, self.env_id, self.config.eval_tasks)
         self.history.append((step, evaluation.metrics()))
         self.report.evaluated(step, evaluation)
+        return evaluation.groups
 
 
 def held_out_tasks(env_id: str, count: int) -> list[Task]:

@@ -18,7 +18,7 @@ TASK = Task(env_id="test", seed=0)
 FINITE = st.floats(-5, 5).map(lambda value: round(value, 2))
 
 
-def episode(*rewards: float, stop: StopReason = StopReason.TERMINATED, score: float = 0) -> Episode:
+def episode(*rewards: float, stop: StopReason = StopReason.TERMINATED) -> Episode:
     turns = tuple(
         Turn(prompt_ids=(1,), action_ids=(2,), logprobs=(-1.0,), text="", observation="", reward=r)
         for r in rewards
@@ -26,7 +26,7 @@ def episode(*rewards: float, stop: StopReason = StopReason.TERMINATED, score: fl
     return Episode(
         task=TASK,
         turns=turns,
-        outcome=score,
+        outcome=sum(rewards),
         stop_reason=stop,
         terminated=stop is StopReason.TERMINATED,
         truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
@@ -60,11 +60,6 @@ def test_outcome_by_hand() -> None:
         [4] * 2,
     )
     check(Outcome(ddof=1).advantages(UNEQUAL), [0, 0], [0], [-3 / 6**0.5] * 3, [3 / 6**0.5] * 2)
-
-
-def test_outcome_may_use_the_episodic_reward() -> None:
-    pair = group(episode(5, 5, score=1.0), episode(0, score=0.0))
-    check(Outcome(score="outcome").advantages(pair), [1, 1], [-1])
 
 
 def test_returns_to_go_by_hand() -> None:

@@ -92,6 +92,7 @@ def inputs_of(seed=0):
         reference_logprobs_N=old - 0.1,
         engine_logprobs_N=old + 0.2,
         num_sequences=2,
+        num_turns=2,
         episodes=5,
         tokens=40,
     )
@@ -261,5 +262,6 @@ def test_the_packed_loss_has_no_kl_without_a_reference():
         inputs.advantages_N,
         inputs.sequence_N,
         num_sequences=2,
+        num_turns=2,
     )
     assert output.kl is None

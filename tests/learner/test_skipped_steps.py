@@ -95,9 +95,9 @@ def test_a_good_step_ends_the_row(model, samples):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_imitation_stops_too(model, samples, dtype):
-    with torch.no_grad():
-        next(model.parameters())[5:60] = torch.nan
     learner = learner_of(model, dtype=dtype)
+    with torch.no_grad():
+        next(learner.policy.parameters())[5:60] = torch.nan
     for _ in range(2):
         assert np.isnan(learner.imitate(samples))
     with pytest.raises(TrainingError, match="the loss is nan"):
