@@ -87,9 +87,11 @@ class Learner:
                 "gspo_env.learner.Loss"
             )
         self.loss, self.config = loss, config
-        way = check_model(model).way
-        self._share, packed = way is Way.SHARED, way is not Way.ALONE
-        self.accelerator = Accelerator(mixed_precision="no")
+        check = check_model(model)
+        self._share = check.way is Way.SHARED
+        how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
+        # Accelerate would move the model to Apple's GPU, on which nothing here was tested
+        self.accelerator = Accelerator(cpu=torch.backends.mps.is_available(), mixed_precision="no")
         if self.accelerator.num_processes > 1:
             raise ConfigError(
                 f"{self.accelerator.num_processes} processes were launched; expected 1, since "
@@ -104,14 +106,14 @@ class Learner:
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
         self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.optimizer = self.accelerator.prepare(optimizer)
-        self.scorer = Scorer(self.model, self.policy, temperature, packed=packed)
+        self.scorer = Scorer(self.model, self.policy, temperature, **how)
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = 0
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False)
-            self._reference = Scorer(reference, reference, temperature, packed=packed)
+            self._reference = Scorer(reference, reference, temperature, **how)
 
     @property
     def policy(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from gspo_env.model.load import replaced_folder
 from gspo_env.model.merge import Weights, effective_weights, plain_model
 
 _LAYER = re.compile(r".*?\.\d+\.")
+_SHARD = 4 << 30
 
 
 @torch.no_grad()
@@ -65,14 +67,36 @@ class Exporter:
                 yield self._copies[name], tensor
 
     def write(self, named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-        """Writes config and weights, all or nothing; replaces the folder if it exists."""
+        """Writes config and weights, all or nothing; replaces the folder if it exists.
+
+        Large models become several files, so that at most one of them is in memory.
+        """
         from safetensors.torch import save_file
 
-        # save_file refuses tensors that share memory, as an untied head does with its embeddings
-        tensors = {n: t.detach().cpu().clone().contiguous() for n, t in self.weights(named)}
         with replaced_folder(folder) as part:
             self.config.save_pretrained(part)
-            save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+            files: dict[str, str] = {}
+            for number, shard in enumerate(_shards(self.weights(named)), 1):
+                file = f"model-{number:05d}.safetensors"
+                save_file(shard, part / file, metadata={"format": "pt"})
+                files |= dict.fromkeys(shard, file)
+            index = {"metadata": {}, "weight_map": files}
+            (part / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields copies of the weights on the CPU, in parts of about `_SHARD` bytes."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        # save_file refuses tensors that share memory, as an untied head does with its embeddings
+        shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+        if size >= _SHARD:
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
 
 
 def _tensor(weight: Any) -> Tensor:
