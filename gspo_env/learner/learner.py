@@ -86,7 +86,8 @@ class Learner:
         check = check_model(model)
         self._share = check.way is Way.SHARED
         how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
-        self.accelerator = Accelerator()
+        # Accelerate would move the model to Apple's GPU, on which nothing here was tested
+        self.accelerator = Accelerator(cpu=torch.backends.mps.is_available())
         if self.accelerator.num_processes > 1:
             raise ConfigError(
                 f"{self.accelerator.num_processes} processes were launched; expected 1, since "
