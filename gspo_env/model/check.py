@@ -85,6 +85,8 @@ class ModelCheck:
     """Of the model's own cache; None if it is not used."""
     whole_turns: bool = True
     """Whether the own cache takes several new tokens in one pass."""
+    padded: bool = False
+    """Whether sequences of similar length may run as one padded batch with the own attention."""
     reason: str = ""
     """Why no faster way is taken; empty for the fastest."""
     attention: str = RAGGED
@@ -195,7 +197,7 @@ class _Checker:
         """Measures ragged attention; the way is ALONE if it gives other numbers."""
         try:
             use_ragged_attention(self.model)
-            packed = self.measure(lambda causes: self.scored(causes, share=False))
+            packed = self.measure(self.scored)
         except ModelError as error:
             packed = Difference(nats=math.inf, cause=str(error))
         shared = engine = packed
@@ -228,7 +230,10 @@ class _Checker:
         if self.model.config._attn_implementation != self.own:
             self.model.set_attn_implementation(self.own)
         found = replace(found, attention=self.own)
-        scored = self.measure(lambda causes: self.scored(causes, share=False, packed=False))
+        if found.longest is None:  # otherwise the longest of a batch changes the others
+            batch = self.measure(lambda causes: self.scored(causes, packed=False, padded=True))
+            found = replace(found, padded=batch.within(self.bound))
+        scored = self.measure(lambda causes: self.scored(causes, packed=False))
         if not scored.within(self.bound):
             raise ModelError(
                 f"{_name(self.model)} cannot be trained: {found.reason}; single sequences {scored}"
@@ -251,10 +256,10 @@ class _Checker:
             return Difference(nats=math.inf, cause=f"{type(error).__name__}: {text[0]}")
         return Difference(nats=nats, cause=causes[0] if causes else "")
 
-    def scored(self, causes: list[str], *, share: bool, packed: bool = True) -> float:
+    def scored(self, causes: list[str], share: bool = False, **how: bool) -> float:
         """Scores both sequences in one row, as the learner does."""
         row = pack(self.samples, self.device, share=share)
-        scorer = Scorer(self.model, self.model, 1.0, False, packed=packed)
+        scorer = Scorer(self.model, self.model, 1.0, False, **how)
         places = np.arange(_LONG + _SHORT)
         if row.runs:
             tree = build_tree(self.ids, sort_by_prefix(self.ids))
