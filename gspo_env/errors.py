@@ -34,7 +34,7 @@ class EngineError(GspoEnvError, RuntimeError):
 
 
 class RolloutError(GspoEnvError, RuntimeError):
-    """Too many episodes failed in their environment."""
+    """Too many episodes failed in their environment, or there is no task to train on."""
 
 
 class SandboxUnavailableError(GspoEnvError, RuntimeError):

@@ -80,7 +80,8 @@ class ResetInfo:
     state_key: str | None = None
     """Name of the first state; equal keys mean equal states."""
     task_key: str | None = None
-    """Name of the drawn task; equal keys mean equal tasks."""
+    """Name of the drawn task; equal keys mean equal tasks. Training does not play tasks whose key
+    the evaluation has. A first observation is a key only if it contains the whole task."""
     messages: tuple[Message, ...] = ()
     """Messages (`role`, `content`) before the first observation: user and assistant in turn. A
     system message may come first and replaces the environment's `system_prompt`."""
@@ -223,6 +224,8 @@ class Group:
     episodes: tuple[Episode, ...]
     score: Score = "turns"
     """The rewards to learn from, for `gspo_env.credit.turn_rewards`; `estimate` sets it."""
+    redrawn: int | None = None
+    """Tasks drawn before this one that are held out; None if no tasks are held out by key."""
 
 
 def bare_episode(

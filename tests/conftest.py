@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from gspo_env.recipes.embedded import (
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.transcript import ChatTokenizer
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many test processes as cores
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
 hypothesis.settings.load_profile("shared")
 

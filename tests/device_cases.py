@@ -6,7 +6,12 @@ import numpy as np
 import torch
 from conftest import make_samples
 from peft import LoraConfig, get_peft_model
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from gspo_env.batch import Sample
 from gspo_env.learner import GRPO, GSPO, DrGRPO
@@ -39,14 +44,14 @@ def with_prefix(rng, count=6, length=40):
 
 
 def adapted(model):
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
         return get_peft_model(model, adapter)
 
 
 def experts():
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         shape = MixtralConfig(
             vocab_size=200,
@@ -60,3 +65,27 @@ def experts():
             router_aux_loss_coef=0.1,
         )
         return MixtralForCausalLM(shape)
+
+
+def hybrid():
+    """A model with linear attention, which takes one sequence a row."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        shape = Qwen3NextConfig(
+            vocab_size=260,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "full_attention"],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=0,
+            decoder_sparse_step=1,
+            mlp_only_layers=[0, 1],
+        )
+        return Qwen3NextForCausalLM(shape)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,10 @@ class PretendTensor(torch.Tensor):
             if torch.Tag.inplace_view in func.tags:
                 return_and_correct_aliasing(func, args, kwargs, args[0])  # the new shape
             return args[0]
-        return tree_map(_wrapped, out)
+        # a view in inference mode is an inference tensor only if its base is one
+        view = any(r.alias_info is not None for r in func._schema.returns) and args
+        with torch.inference_mode(args[0].is_inference()) if view else nullcontext():
+            return tree_map(_wrapped, out)
 
 
 def _is_plain(value: Any) -> bool:

@@ -148,10 +148,11 @@ class GymTextEnv(TextEnv):
         """Resets the inner environment with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
-        observation, _ = self.inner.reset(seed=inner_seed, options=options or None)
+        observation, info = self.inner.reset(seed=inner_seed, options=options or None)
         self._actions.seed(action_seed)
         self._seen = observation
-        return self._show(observation), self._info(observation)
+        task = {"task_key": self._task_key(observation, info)}
+        return self._show(observation), self._info(observation) | task
 
     def step(self, action: str) -> StepResult:
         """Parses an action and takes it.
@@ -194,6 +195,19 @@ class GymTextEnv(TextEnv):
     @cached_property
     def _policy(self) -> dict[int, int]:
         return _solve(getattr(self.inner.unwrapped, "P", None) or {})
+
+    @property
+    def num_tasks(self) -> int | None:  # type: ignore[override]
+        """The number of first states, if the environment has a table of their probabilities."""
+        starts = getattr(self.inner.unwrapped, "initial_state_distrib", None)
+        return None if starts is None else int(np.count_nonzero(starts))
+
+    def _task_key(self, observation: Any, info: dict[str, Any]) -> Any:
+        """Returns the inner environment's own key, else its first state if that is known."""
+        if info.get("task_key") is not None or self.num_tasks is None:
+            hands = [getattr(self.inner.unwrapped, name, None) for name in ("player", "dealer")]
+            return info.get("task_key", str(hands) if all(hands) else None)
+        return str(observation)
 
     def _write(self, action: Any) -> str:
         space = self._actions

@@ -52,6 +52,7 @@ def pack(
     return PackedBatch(
         **tensors,
         lengths_B=tuple(sizes.tolist()),
+        counts_B=tuple(int(s.mask.sum()) for s in samples),
         num_turns=int(turns.max()) + 1,
         runs=tree.runs if tree else (),
     )

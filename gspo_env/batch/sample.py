@@ -46,6 +46,8 @@ class PackedBatch:
     input_ids_T: Tensor
     positions_T: Tensor
     lengths_B: tuple[int, ...]
+    counts_B: tuple[int, ...]
+    """Model tokens of each sequence."""
     num_turns: int
     """One more than the largest turn."""
     runs: tuple[Run, ...]

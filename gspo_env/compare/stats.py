@@ -13,17 +13,28 @@ from gspo_env.types import FloatArray
 
 
 def success_interval(
-    successes_per_task: Sequence[Sequence[float]], *, confidence: float = 0.95, seed: int = 0
+    successes_per_task: Sequence[Sequence[float]],
+    *,
+    tasks: int | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
 ) -> tuple[float, float]:
     """Computes a confidence interval of the success rate over tasks.
 
     Uses Wilson's interval if each task has one sample. Otherwise a percentile bootstrap resamples
     tasks and keeps the samples of a task together, because they are not independent. Two
     cases leave a bootstrap nothing to resample: for a single task, Wilson's interval over its
-    samples is used; for equal rates in all tasks, Wilson's interval with one trial per task.
+    samples is used; for equal rates in all tasks, Wilson's interval with one trial per task. If
+    there are fewer tasks than rows, Wilson's interval with one trial per task is used too.
 
     Shapes:
         successes_per_task: one row per task with its samples, 0 or 1.
+
+    Args:
+        successes_per_task: The samples; tasks may have different numbers of them.
+        tasks: The number of different tasks; by default every row is one.
+        confidence: Probability that the interval contains the rate.
+        seed: Seed of the bootstrap.
 
     Raises:
         ConfigError: There is no task, a task has no samples, or a value is not 0 or 1.
@@ -40,15 +51,21 @@ def success_interval(
     if not np.isin(values, (0.0, 1.0)).all():
         raise ConfigError("successes_per_task has other values; expected 0 or 1 for each sample")
     means = np.array([row.mean() for row in rows])
+    if tasks is not None and tasks < len(rows):
+        return _wilson(round(float(values.mean()) * tasks), tasks, confidence)
     if len(rows) == 1 or all(len(row) == 1 for row in rows):
         return _wilson(int(values.sum()), len(values), confidence)
     if np.ptp(means) == 0:
         return _wilson(round(float(means.sum())), len(means), confidence)
     from scipy.stats import bootstrap
 
-    result = bootstrap(
-        (means,), np.mean, confidence_level=confidence, method="percentile", rng=seed
-    )
+    sums, sizes = np.array([row.sum() for row in rows]), np.array([len(row) for row in rows])
+
+    def rate(sums: FloatArray, sizes: FloatArray, axis: int) -> Any:
+        return sums.sum(axis) / sizes.sum(axis)
+
+    options = {"confidence_level": confidence, "method": "percentile", "rng": seed}
+    result = bootstrap((sums, sizes), rate, paired=True, vectorized=True, **options)
     low, high = result.confidence_interval
     return float(low), float(high)
 

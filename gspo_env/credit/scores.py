@@ -38,13 +38,13 @@ def turn_rewards(episode: Episode, score: Score) -> FloatArray:
 
 def contents(episodes: Sequence[Episode]) -> tuple[bool, bool]:
     """Returns whether any turn has a reward, and any episode an outcome of its own."""
-    turns = any(turn.reward for episode in episodes for turn in episode.turns)
-    return turns, any(map(_has_outcome, episodes))
+    played = [e for e in episodes if e.stop_reason is not StopReason.ERROR]
+    return any(e.rewards.any() for e in played), any(map(_has_outcome, played))
 
 
 def _has_outcome(episode: Episode) -> bool:
     """Returns whether the environment gave the outcome: it is no default if it is another sum."""
-    if not episode.turns or episode.stop_reason is StopReason.ERROR:
+    if not episode.turns:
         return False
     if not math.isclose(episode.outcome, episode.rewards.sum(), abs_tol=1e-9):
         return True

@@ -69,6 +69,8 @@ class TextEnv(gymnasium.Env[str, str]):
     turn, or the sum of both; None infers it from the first episodes of a run."""
     max_turns: int | None = None
     """Turns after which `end_turn` truncates the episode."""
+    num_tasks: int | None = None
+    """Number of different tasks that `reset` can draw, if they are few; None if it is unknown."""
 
     _turn: int = 0
     """Turns that `end_turn` has counted in this episode."""
@@ -87,6 +89,14 @@ class TextEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed, options=options)
         self._turn, self._ended = 0, False
         return "", {}
+
+    def blocks(self, action: str) -> bool:
+        """Returns whether `step` may take long for this action although `blocking` is False.
+
+        The rollout runs such a step in a thread. The answer must depend on the action alone, so
+        that the same actions run in the same order.
+        """
+        return False
 
     def require_episode(self) -> None:
         """Raises an error if no episode is running; `step` calls it first.

@@ -83,9 +83,11 @@ class Learner:
                 "gspo_env.learner.Loss"
             )
         self.loss, self.config = loss, config
-        way = check_model(model).way
-        self._share, packed = way is Way.SHARED, way is not Way.ALONE
-        self.accelerator = Accelerator()
+        check = check_model(model)
+        self._share = check.way is Way.SHARED
+        how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
+        # Accelerate would move the model to Apple's GPU, on which nothing here was tested
+        self.accelerator = Accelerator(cpu=torch.backends.mps.is_available())
         if self.accelerator.num_processes > 1:
             raise ConfigError(
                 f"{self.accelerator.num_processes} processes were launched; expected 1, since "
@@ -102,12 +104,12 @@ class Learner:
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
         self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.scorer = Scorer(self.model, self.policy, temperature, bf16, packed=packed)
+        self.scorer = Scorer(self.model, self.policy, temperature, bf16, **how)
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False)
-            self._reference = Scorer(reference, reference, temperature, bf16, packed=packed)
+            self._reference = Scorer(reference, reference, temperature, bf16, **how)
 
     @property
     def policy(self) -> Any:

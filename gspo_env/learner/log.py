@@ -118,7 +118,7 @@ def read(rows: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
     tensors = [tensor for row in rows for tensor in row.values()]
     wide = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
     flat = torch.cat([tensor.detach().flatten().to(wide) for tensor in tensors]).cpu()
-    parts = iter(flat.split([tensor.numel() for tensor in tensors]))
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
     return [{n: next(parts).view(t.shape).to(t.dtype) for n, t in row.items()} for row in rows]
 
 

@@ -53,13 +53,13 @@ def _ragged_attention(
 ) -> tuple[Tensor, None]:
     if ragged is None:
         raise ModelError(
-            "the model's attention got no packed row: outside gspo_env, call "
-            "`model.set_attn_implementation('sdpa')` before using the model"
+            "the model does not pass the packed row on to its attention; outside gspo_env, call "
+            "`model.set_attn_implementation('sdpa')` first"
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(
-            "this model caps its attention scores or has attention sinks, which packed rows do not "
-            "support; expected plain scaled dot-product attention"
+            "the model caps its attention scores or has attention sinks; expected plain scaled "
+            "dot-product attention"
         )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

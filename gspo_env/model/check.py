@@ -65,9 +65,9 @@ class Difference:
     def __str__(self) -> str:
         """Describes the difference in a few words."""
         if math.isinf(self.nats):
-            return f"they fail with {self.cause}"
+            return f"fail with {self.cause}"
         where = f", first in {self.cause}" if self.cause else ""
-        return f"they change log-probabilities by {self.nats:.2g}{where}"
+        return f"change log-probabilities by {self.nats:.2g}{where}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +85,8 @@ class ModelCheck:
     """Of the model's own cache; None if it is not used."""
     whole_turns: bool = True
     """Whether the own cache takes several new tokens in one pass."""
+    padded: bool = False
+    """Whether sequences of similar length may run as one padded batch with the own attention."""
     reason: str = ""
     """Why no faster way is taken; empty for the fastest."""
     attention: str = RAGGED
@@ -129,8 +131,8 @@ def check_engine(model: Any, max_context: int) -> ModelCheck:
         )
     if check.own_cache is not None and not check.own_cache.within(check.bound):
         raise ModelError(
-            f"{_name(model)} cannot be sampled with its own cache: turns {check.own_cache} "
-            f"(bound {check.bound:.2g}); expected the engine vllm, or another model"
+            f"{_name(model)} cannot be sampled by the embedded engine: {check.reason}, and turns "
+            f"with its own cache {check.own_cache}; expected the engine vllm, or another model"
         )
     return check
 
@@ -195,7 +197,7 @@ class _Checker:
         """Measures ragged attention; the way is ALONE if it gives other numbers."""
         try:
             use_ragged_attention(self.model)
-            packed = self.measure(lambda causes: self.scored(causes, share=False))
+            packed = self.measure(self.scored)
         except ModelError as error:
             packed = Difference(nats=math.inf, cause=str(error))
         shared = engine = packed
@@ -207,16 +209,16 @@ class _Checker:
         )
         found = replace(found, longest=_rope_limit(self.model))
         if not packed.within(self.bound):
-            return replace(found, way=Way.ALONE, reason=f"in packed rows {packed}")
+            return replace(found, way=Way.ALONE, reason=f"packed rows {packed}")
         if not engine.within(self.bound):
-            return replace(found, way=Way.ALONE, reason=f"in batches of the engine {engine}")
+            return replace(found, way=Way.ALONE, reason=f"batches of the engine {engine}")
         limit = min(_attention_limit(self.model), found.longest or math.inf)
         if limit < (max_context or math.inf):
             length = "not known" if max_context is None else str(max_context)
-            reason = f"packed rows hold up to {limit} tokens, and max_context is {length}"
+            reason = f"packed rows need at most {limit} tokens a sequence; max_context is {length}"
             return replace(found, way=Way.ALONE, reason=reason)
         if not shared.within(self.bound):
-            return replace(found, way=Way.PACKED, reason=f"with shared prefixes {shared}")
+            return replace(found, way=Way.PACKED, reason=f"shared prefixes {shared}")
         return found
 
     def slower(self, found: ModelCheck) -> ModelCheck:
@@ -228,10 +230,13 @@ class _Checker:
         if self.model.config._attn_implementation != self.own:
             self.model.set_attn_implementation(self.own)
         found = replace(found, attention=self.own)
-        scored = self.measure(lambda causes: self.scored(causes, share=False, packed=False))
+        if found.longest is None:  # otherwise the longest of a batch changes the others
+            batch = self.measure(lambda causes: self.scored(causes, packed=False, padded=True))
+            found = replace(found, padded=batch.within(self.bound))
+        scored = self.measure(lambda causes: self.scored(causes, packed=False))
         if not scored.within(self.bound):
             raise ModelError(
-                f"{_name(self.model)} cannot be trained: {found.reason}; one by one {scored}"
+                f"{_name(self.model)} cannot be trained: {found.reason}; single sequences {scored}"
             )
         whole = self.measure(self.continued)
         if whole.within(self.bound):
@@ -251,10 +256,10 @@ class _Checker:
             return Difference(nats=math.inf, cause=f"{type(error).__name__}: {text[0]}")
         return Difference(nats=nats, cause=causes[0] if causes else "")
 
-    def scored(self, causes: list[str], *, share: bool, packed: bool = True) -> float:
+    def scored(self, causes: list[str], share: bool = False, **how: bool) -> float:
         """Scores both sequences in one row, as the learner does."""
         row = pack(self.samples, self.device, share=share)
-        scorer = Scorer(self.model, self.model, 1.0, False, packed=packed)
+        scorer = Scorer(self.model, self.model, 1.0, False, **how)
         places = np.arange(_LONG + _SHORT)
         if row.runs:
             tree = build_tree(self.ids, sort_by_prefix(self.ids))

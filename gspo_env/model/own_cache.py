@@ -6,9 +6,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.upload import upload
 from gspo_env.errors import ModelError
 
 _NAMES = ("past_key_values", "cache_params")
@@ -26,10 +28,12 @@ class OwnCache:
         self._state: dict[str, Any] = {}
         self.tokens: list[int] = []
         """The ids that were fed."""
+        self.logits: Tensor | None = None
+        """Of the last id, (1, V)."""
 
     @torch.no_grad()
     def feed(self, ids: Sequence[int]) -> Tensor:
-        """Feeds the next ids in one forward pass; returns the logits of the last one, (1, V).
+        """Feeds the next ids in one forward pass; returns the logits of the last, (1, V).
 
         Raises:
             ModelError: The model returns no cache.
@@ -38,8 +42,9 @@ class OwnCache:
         start = len(self.tokens)
         if self._model.training:
             self._model.eval()
+        (new,) = upload([np.array([ids], dtype=np.int64)], device)
         output = self._model(
-            input_ids=torch.tensor([list(ids)], device=device),
+            input_ids=new,
             position_ids=torch.arange(start, start + len(ids), device=device)[None],
             use_cache=True,
             logits_to_keep=1,
@@ -50,10 +55,12 @@ class OwnCache:
             raise ModelError(f"{type(self._model).__name__} returns no cache that can be kept")
         self.tokens.extend(ids)
         logits: Tensor = output.logits[:, -1]
+        self.logits = logits
         return logits
 
     def copy(self) -> OwnCache:
         """Returns an independent copy, to continue the same tokens in another way."""
         other = OwnCache(self._model)
         other._state, other.tokens = copy.deepcopy(self._state), list(self.tokens)
+        other.logits = self.logits
         return other

@@ -27,16 +27,26 @@ class Scorer:
         policy: The model itself.
         temperature: Logits are divided by it.
         bf16: Computes in bfloat16, for weights of any dtype.
-        packed: Runs a row in one pass, which needs ragged attention. Otherwise each sequence of a
-            row gets a pass of its own with the model's own attention; they cannot share tokens.
+        packed: Runs a row in one pass, which needs ragged attention. Otherwise the sequences of a
+            row are taken apart for the model's own attention; they cannot share tokens.
+        padded: Runs those of similar length as one padded batch, not each in a pass of its own.
     """
 
     def __init__(
-        self, model: Any, policy: Any, temperature: float, bf16: bool, *, packed: bool = True
+        self,
+        model: Any,
+        policy: Any,
+        temperature: float,
+        bf16: bool,
+        *,
+        packed: bool = True,
+        padded: bool = False,
     ) -> None:
         self.model, self.temperature, self.bf16 = model, temperature, bf16
-        self._run = self._run_packed if packed else self._run_alone
         self.head = head.linear_head(policy, packed)
+        # without a linear head, a batch would have logits of every token in memory
+        apart = self._run_alone if not padded or self.head is None else self._run_padded
+        self._run = self._run_packed if packed else apart
         self.router_coefficient = router_coefficient(policy)
         self._experts_per_token = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
         self._checkpointed = _checkpointed_layers(policy)
@@ -90,11 +100,10 @@ class Scorer:
     def _run_alone(
         self, batch: PackedBatch, options: dict[str, Any]
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Does the same with a pass for each sequence."""
-        counts = batch.sequence_N.bincount(minlength=len(batch.lengths_B)).tolist()
+        """Does the same with the model's own attention and a pass for each sequence."""
         states, routers, start = [], [], 0
         for length, source in zip(
-            batch.lengths_B, torch.split(batch.source_N, counts), strict=True
+            batch.lengths_B, torch.split(batch.source_N, list(batch.counts_B)), strict=True
         ):
             output = self.model(
                 input_ids=batch.input_ids_T[None, start : start + length],
@@ -106,6 +115,24 @@ class Scorer:
             routers.append(output.router_logits if options else ())
             start += length
         return torch.cat(states), [torch.cat(layer) for layer in zip(*routers, strict=True)]
+
+    def _run_padded(
+        self, batch: PackedBatch, options: dict[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Does the same with a batch for sequences of similar length, padded on the right.
+
+        No token sees what is to its right, so no mask is needed.
+        """
+        rows = PackedAttention(batch.lengths_B, batch.input_ids_T.device)
+        states, routers = [], []
+        for ids in rows.padded(batch.input_ids_T[:, None, None]):
+            ids_BL = ids[:, 0, :, 0]
+            output = self.model(input_ids=ids_BL, use_cache=False, **options)
+            states.append(output.logits[:, None])
+            layers = output.router_logits if options else ()
+            routers.append([layer.view(len(ids_BL), 1, *ids_BL.shape[1:], -1) for layer in layers])
+        router_logits = [rows.unpadded(layer)[:, 0] for layer in zip(*routers, strict=True)]
+        return rows.unpadded(states)[batch.source_N, 0], router_logits
 
 
 def _checkpointed_layers(model: Any) -> list[nn.Module]:

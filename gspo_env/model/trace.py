@@ -104,6 +104,7 @@ def _rows(value: Any, tokens: int) -> Tensor | None:
         value = value[0]
     elif value.ndim == 0 or value.shape[0] != tokens:
         return None
+    value = torch.view_as_real(value) if value.is_complex() else value
     rows: Tensor = value.detach().reshape(tokens, -1)[:, :_CHANNELS].float()
     return rows
 

@@ -45,7 +45,7 @@ class TreeAttention(PackedAttention):
         window = None if window is None or window >= self._longest else window
         if varlen.has_kernel(q, k, v):
             if window is None:
-                return varlen.attend_parts(q, k, v, self._parts, scale)
+                return varlen.attend_forks(q, k, v, self._spans, self._levels, scale)
             spans, seen = self._windows(window)
             k, v = (varlen.gathered(t, seen) for t in (k, v))
             return varlen.attend(q, k, v, spans, scale, window)
@@ -56,26 +56,18 @@ class TreeAttention(PackedAttention):
         return self._masked(q, k, v, scale, window)
 
     @cached_property
-    def _parts(self) -> list[varlen.Part]:
-        """Every run with itself, then the forks of each level with the runs that continue them.
-
-        Forks of one level share no token, so one call takes them all.
-        """
-        levels = _levels(self._runs)
-        lengths = [run.length for run in self._runs]
-        pairs: list[Any] = [(lengths, lengths)]
+    def _levels(self) -> list[varlen.Fork]:
+        """The forks of each level; those of one level share no token, so one call takes them."""
+        levels = _forks(self._runs)
+        pairs = [([f.end - f.stop for f in level], [f.length for f in level]) for level in levels]
         indices = []
         for level in levels:
-            pairs.append(([f.end - f.stop for f in level], [f.length for f in level]))
             indices.append(np.concatenate([np.arange(f.stop, f.end) for f in level]))
             indices.append(np.concatenate([np.arange(f.start, f.stop) for f in level]))
         spans, moved = varlen.make_spans(pairs, indices, self._device)
         return [
-            varlen.Part(spans=spans[0], causal=True),
-            *(
-                varlen.Part(spans=each, causal=False, queries=queries, keys=keys)
-                for each, queries, keys in zip(spans[1:], moved[::2], moved[1::2], strict=True)
-            ),
+            varlen.Fork(spans=each, queries=queries, keys=keys)
+            for each, queries, keys in zip(spans, moved[::2], moved[1::2], strict=True)
         ]
 
     def _windows(self, window: int) -> tuple[varlen.Spans, Tensor]:
@@ -134,7 +126,7 @@ class TreeAttention(PackedAttention):
         return list(zip(moved[::3], moved[1::3], moved[2::3], strict=True)), moved_restore
 
 
-def _levels(runs: Sequence[Run]) -> list[list[Run]]:
+def _forks(runs: Sequence[Run]) -> list[list[Run]]:
     """Returns the runs that others continue, by the number of runs before them."""
     levels: list[list[Run]] = []
     above: list[Run] = []

@@ -54,14 +54,13 @@ class Spans:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One of the calls whose softmaxes are combined."""
+class Fork:
+    """Queries of a row that also see earlier keys of it, in a call of their own."""
 
     spans: Spans
-    causal: bool
-    queries: Tensor | None = None
-    """Positions of its queries in the row; None for all of them."""
-    keys: Tensor | None = None
+    queries: Tensor
+    """Positions in the row; no position twice."""
+    keys: Tensor
 
 
 def make_spans(
@@ -89,7 +88,8 @@ def attend(
 ) -> Tensor:
     """Runs causal attention in each sequence; (T, H, D), and fewer heads in keys and values."""
     query, key, value = (_prepared(t, value.dtype) for t in (query, key, value))
-    return varlen_attn(
+    run: Any = varlen_attn
+    return run(  # type: ignore[no-any-return]
         query,
         key,
         value,
@@ -103,13 +103,13 @@ def attend(
     )
 
 
-def attend_parts(
-    query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float
+def attend_forks(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, forks: Sequence[Fork], scale: float
 ) -> Tensor:
-    """Runs attention over keys that come in several parts; the first has every query."""
+    """Runs causal attention in each sequence, whose queries also see the keys of their forks."""
     query, key, value = (_prepared(t, value.dtype) for t in (query, key, value))
-    apply: Any = _Parts.apply
-    return apply(query, key, value, parts, scale)  # type: ignore[no-any-return]
+    apply: Any = _Forks.apply
+    return apply(query, key, value, spans, forks, scale)  # type: ignore[no-any-return]
 
 
 def _prepared(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -117,75 +117,90 @@ def _prepared(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-class _Parts(torch.autograd.Function):
-    """Combines the softmaxes of all parts; their backward passes get the common normaliser.
+class _Forks(torch.autograd.Function):
+    """Combines the softmaxes of all calls; their backward passes get the common normaliser.
 
     Flash attention has no gradient for its log-sum-exp. It needs none: with the combined output and
-    log-sum-exp, the backward pass of a part gives exactly the part's share of each gradient.
+    log-sum-exp, the backward pass of a call gives exactly the call's share of each gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Sequence[Part], scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Spans,
+        forks: Sequence[Fork],
+        scale: float,
     ) -> Tensor:
-        whole, *others = parts
-        out, norm = _forward(query, key, value, whole, scale)
+        out, norm = _forward((query, key, value), spans, True, scale)
         out = out.to(norm.dtype)
-        for part in others:
-            part_out, part_norm = _forward(query, key, value, part, scale)
-            before = norm.index_select(1, part.queries)
+        for fork in forks:
+            rows = _rows(fork, query, key, value)
+            part, part_norm = _forward(rows, fork.spans, False, scale)
+            before = norm.index_select(1, fork.queries)
             total = torch.logaddexp(before, part_norm)
             own, new = ((n - total).exp().T[..., None] for n in (before, part_norm))
-            both = out.index_select(0, part.queries) * own + part_out * new
-            out.index_copy_(0, part.queries, both)
-            norm.index_copy_(1, part.queries, total)
+            both = out.index_select(0, fork.queries) * own + part * new
+            out.index_copy_(0, fork.queries, both)
+            norm.index_copy_(1, fork.queries, total)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, norm)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.spans, ctx.forks, ctx.scale = spans, forks, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, norm = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)  # which is off
-        # sums over parts in float32 at least
-        sums = [torch.zeros_like(t, dtype=norm.dtype) for t in (query, key, value)]
-        for part in ctx.parts:
-            q, g, o = (_rows(part.queries, t) for t in (query, gradient, out))
-            k, v = (_rows(part.keys, t) for t in (key, value))
-            n = norm if part.queries is None else norm.index_select(1, part.queries)
-            call, rest = _call(part), (dropout, dropout.new_empty(0))
-            found = _flash_backward(g, q, k, v, o, n, *call, *rest, scale=ctx.scale)
-            for total, place, d in zip(
-                sums, (part.queries, part.keys, part.keys), found, strict=True
-            ):
-                _ = (
-                    total.add_(d)
-                    if place is None
-                    else total.index_add_(0, place, d.to(total.dtype))
-                )
+        found = _backward((query, key, value), gradient, out, norm, ctx.spans, True, ctx.scale)
+        sums = [d.to(norm.dtype) for d in found]  # float32 at least
+        for fork in ctx.forks:
+            rows = _rows(fork, query, key, value)
+            g, o = (t.index_select(0, fork.queries) for t in (gradient, out))
+            n = norm.index_select(1, fork.queries)
+            found = _backward(rows, g, o, n, fork.spans, False, ctx.scale)
+            places = fork.queries, fork.keys, fork.keys
+            for total, place, part in zip(sums, places, found, strict=True):
+                total.index_add_(0, place, part.to(total.dtype))
         d_query, d_key, d_value = (d.to(query.dtype) for d in sums)
-        return d_query, d_key, d_value, None, None
+        return d_query, d_key, d_value, None, None, None
 
 
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the output (T, H, D) and the log-sum-exp (H, T) of a part."""
-    q, k, v = _rows(part.queries, query), _rows(part.keys, key), _rows(part.keys, value)
-    found = _flash(q, k, v, *_call(part), False, scale=scale)
+_Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def _rows(fork: Fork, query: Tensor, key: Tensor, value: Tensor) -> _Rows:
+    k, v = (t.index_select(0, fork.keys) for t in (key, value))
+    return query.index_select(0, fork.queries), k, v
+
+
+def _forward(rows: _Rows, spans: Spans, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns the output (T, H, D) and the log-sum-exp (H, T)."""
+    found = _flash(*rows, *_call(spans, causal), False, scale=scale)
     return found[0], found[1]
 
 
-def _call(part: Part) -> tuple[Tensor, Tensor, int, int, float, bool]:
-    spans = part.spans
-    longest = spans.longest_query, spans.longest_key
-    return spans.queries, spans.keys, *longest, 0.0, part.causal
+def _backward(
+    rows: _Rows,
+    gradient: Tensor,
+    out: Tensor,
+    norm: Tensor,
+    spans: Spans,
+    causal: bool,
+    scale: float,
+) -> _Rows:
+    dropout = torch.zeros(2, dtype=torch.uint64, device=out.device)  # which is off
+    call = _call(spans, causal)
+    d_query, d_key, d_value = _flash_backward(
+        gradient, *rows, out, norm, *call, dropout, dropout.new_empty(0), scale=scale
+    )
+    return d_query, d_key, d_value
 
 
-def _rows(index: Tensor | None, rows: Tensor) -> Tensor:
-    return rows if index is None else rows.index_select(0, index)
+def _call(spans: Spans, causal: bool) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    return spans.queries, spans.keys, spans.longest_query, spans.longest_key, 0.0, causal
 
 
 def gathered(rows: Tensor, index: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training.probe import check_sync
+from gspo_env.training.split import Split
 from gspo_env.types import FloatArray, Group, Score, StopReason, Task
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Loop:
     collector: Collector
     learner: Learner
     report: Reporter
+    split: Split
     history: History = field(default_factory=list)
     score: ScoreChoice = field(init=False)
     """Which rewards the estimator learns from."""
@@ -65,14 +67,18 @@ class Loop:
         """Runs every step; returns the metrics of each."""
         config = self.config
         await self._sync(0)
-        before = await self._evaluate(0)
+        before = await self._evaluate(0, 0)
+        played = 0
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             groups = await self.collector.collect(
-                self._tasks(step), seed=derive_seed("rollout", config.seed, step)
+                self._tasks(step),
+                seed=derive_seed("rollout", config.seed, step),
+                held_out=self.split.held_out,
             )
             stats = RolloutStats.of(groups, time.perf_counter() - started)
-            metrics = stats.metrics()
+            metrics = stats.metrics() | {"rollout/episodes_before": float(played)}
+            played += sum(len(group.episodes) for group in groups)
             credit = self._credit(groups, [*before, *groups] if step == 1 else groups)
             samples = self._samples(groups, credit.advantages)
             await self.collector.engine.sleep()
@@ -82,7 +88,7 @@ class Loop:
             self.history.append((step, metrics))
             self.report.trained(step, stats, metrics)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-                await self._evaluate(step)
+                await self._evaluate(step, played)
         return self.history
 
     def _credit(self, groups: Sequence[Group], seen: Sequence[Group]) -> Credit:
@@ -138,23 +144,18 @@ class Loop:
         )
         return [sample for sample in samples if sample.mask.any()]
 
-    async def _evaluate(self, step: int) -> Sequence[Group]:
+    async def _evaluate(self, step: int, played: int) -> Sequence[Group]:
         """Evaluates; returns the sampled groups."""
-        evaluation = await evaluate(self.collector, self.env_id, self.config.eval_tasks)
-        self.history.append((step, evaluation.metrics()))
+        evaluation = await evaluate(self.collector, self.split.tasks)
+        metrics = evaluation.metrics() | {"eval/episodes_before": float(played)}
+        self.history.append((step, metrics))
         self.report.evaluated(step, evaluation)
         return evaluation.groups
 
 
-def held_out_tasks(env_id: str, count: int) -> list[Task]:
-    """Returns the evaluation's tasks: the same in every run, never trained on."""
-    return [Task(env_id=env_id, seed=HELD_OUT + n) for n in range(count)]
-
-
-async def evaluate(collector: Collector, env_id: str, tasks: int) -> Evaluation:
-    """Plays the held-out tasks once sampled at the training temperature and once greedily."""
+async def evaluate(collector: Collector, tasks: Sequence[Task]) -> Evaluation:
+    """Plays the tasks once sampled at the training temperature and once greedily."""
     started = time.perf_counter()
-    held_out = held_out_tasks(env_id, tasks)
-    sampled = await collector.collect(held_out, seed=0, group_size=1)
-    greedy = await collector.collect(held_out, seed=0, group_size=1, temperature=0.0)
+    sampled = await collector.collect(tasks, seed=0, group_size=1)
+    greedy = await collector.collect(tasks, seed=0, group_size=1, temperature=0.0)
     return Evaluation.of(sampled, greedy, time.perf_counter() - started)

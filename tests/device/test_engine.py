@@ -6,10 +6,14 @@ import asyncio
 import copy
 import random
 
+import pytest
+from device_cases import experts, hybrid
 from pretend_device import pretend_gpu
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.unbatched import UnbatchedEngine
+from gspo_env.model.check import check_model
 
 
 async def episode(engine, seed):
@@ -27,11 +31,17 @@ async def episode(engine, seed):
     return done
 
 
-def played(model):
-    engine = TransformersEngine(model, max_slots=5, max_context=300, max_step_tokens=37)
+def batched(model):
+    return TransformersEngine(model, max_slots=5, max_context=300, max_step_tokens=37)
 
+
+def unbatched(model):
+    return UnbatchedEngine(model, max_slots=5, max_context=300)
+
+
+def played(engine, episodes=8):
     async def play():
-        first = await asyncio.gather(*(episode(engine, n) for n in range(12)))
+        first = await asyncio.gather(*(episode(engine, n) for n in range(episodes)))
         await engine.sleep()
         await engine.update_weights([], 1)
         return [first, await episode(engine, 99)]
@@ -42,6 +52,26 @@ def played(model):
 
 
 def test_episodes_are_those_of_the_cpu(model):
-    expected = played(copy.deepcopy(model))
+    expected = played(batched(copy.deepcopy(model)))
     with pretend_gpu():
-        assert played(copy.deepcopy(model).to("cuda")) == expected
+        assert played(batched(copy.deepcopy(model).to("cuda"))) == expected
+
+
+def test_episodes_of_a_hybrid_model_are_those_of_the_cpu():
+    model = hybrid()
+    expected = played(unbatched(copy.deepcopy(model)), 2)
+    with pretend_gpu() as gpu:
+        engine = unbatched(copy.deepcopy(model).to("cuda"))
+        assert played(engine, 2) == expected
+    own = [n for (_, place), n in gpu.waits.items() if place.startswith("gspo_env")]
+    assert sum(own) <= engine.fed_tokens
+
+
+@pytest.mark.parametrize("make", [experts, hybrid])
+def test_the_check_at_start_finds_the_same_way(make):
+    model = make()
+    here = check_model(copy.deepcopy(model))
+    with pretend_gpu():
+        there = check_model(copy.deepcopy(model).to("cuda"))
+    assert (there.way, there.whole_turns) == (here.way, here.whole_turns)
+    assert there.bound == pytest.approx(here.bound)

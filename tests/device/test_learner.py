@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from device_cases import LOSSES, adapted, experts, with_prefix
+from device_cases import LOSSES, adapted, experts, hybrid, with_prefix
 from pretend_device import PretendTensor, pretend_gpu
 
 from gspo_env.learner import GSPO, Learner, LearnerConfig
@@ -48,6 +48,11 @@ def test_adapters_and_checkpointing_have_the_numbers_of_the_cpu(model, samples, 
 
 def test_the_balance_of_the_routers_has_the_numbers_of_the_cpu(samples):
     same_on_both(experts(), GSPO(), samples)
+
+
+def test_a_hybrid_model_has_the_numbers_of_the_cpu(samples):
+    """It runs one sequence a row."""
+    same_on_both(hybrid(), GSPO(), samples[:3])
 
 
 @pytest.mark.parametrize("wide", [False, True])

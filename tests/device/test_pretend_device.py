@@ -72,6 +72,14 @@ def test_a_shape_that_changes_in_place_is_seen(gpu):
     assert (a @ torch.ones(3, 2, device="cuda")).shape == (2,)
 
 
+def test_a_view_in_inference_mode_is_possible(gpu):
+    a = torch.ones(1, 3, device="cuda")
+    with torch.inference_mode():
+        assert (a.T @ a).transpose(0, 1)[0].tolist() == [1, 1, 1]
+        assert not a.T.is_inference()
+        assert (a + 1).T.is_inference()
+
+
 def test_gradients_and_recomputation_give_the_numbers_of_the_cpu(gpu):
     torch.manual_seed(0)
     layer = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))

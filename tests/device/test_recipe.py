@@ -16,11 +16,17 @@ from gspo_env.model.load import add_adapter
 
 SHORT = {
     "steps": 3,
-    "tasks_per_step": 4,
+    "tasks_per_step": 2,
     "eval_every": 0,
-    "eval_tasks": 4,
+    "rollout": {"max_turns": 3, "max_turn_tokens": 8, "max_context": 256, "group_size": 4},
+    "eval_tasks": 2,
     "tracker": "none",
-    "recipe": {"hidden_size": 32, "demonstrations": 100, "imitation_steps": 10},
+    "recipe": {
+        "hidden_size": 32,
+        "demonstrations": 100,
+        "imitation_steps": 6,
+        "imitation_batch": 16,
+    },
 }
 
 

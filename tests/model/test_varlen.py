@@ -59,12 +59,6 @@ def results(attend, tensors):
     return [out, *torch.autograd.grad(out, tensors, gradient)]
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    """Takes the flash kernels for every dtype and device."""
-    monkeypatch.setattr(varlen, "has_kernel", lambda *_: True)
-
-
 def compare(make, tensors, window, tolerance):
     with pytest.MonkeyPatch.context() as patched:
         plain = make()
@@ -99,20 +93,19 @@ def test_trees_have_the_output_and_gradients_of_the_cpu(runs, heads):
 
 
 @given(trees())
-def test_a_part_without_its_share_of_the_normaliser_would_be_noticed(runs):
-    """The check of the check: with its own log-sum-exp, the gradient of a part is wrong."""
+def test_forks_that_are_left_out_would_be_noticed(runs):
     forks = [run for run in runs if run.end > run.stop]
     if not forks:
         return
     tensors = rows(sum(run.length for run in runs), (2, 2))
     attention = TreeAttention(runs)
     expected = results(lambda q, k, v: attention.attend(0, q, k, v, 0.3, None), tensors)
-    whole, *_ = attention._parts
-    found = results(lambda q, k, v: varlen.attend_parts(q, k, v, [whole], 0.3), tensors)
+    spans = attention._spans
+    found = results(lambda q, k, v: varlen.attend_forks(q, k, v, spans, [], 0.3), tensors)
     assert all((a - b).abs().max() > 1e-6 for a, b in zip(found, expected, strict=True))
 
 
-def test_the_number_of_calls_is_that_of_the_levels_and_no_key_is_copied_twice(monkeypatch):
+def test_one_call_takes_all_forks_of_a_level():
     """Two prefixes of 4 with 3 runs each, one of which is continued twice."""
     runs = []
     for start in (0, 14):
@@ -123,12 +116,11 @@ def test_the_number_of_calls_is_that_of_the_levels_and_no_key_is_copied_twice(mo
             Run(start=start + 8, length=2, depth=6, end=start + 10),
             Run(start=start + 10, length=4, depth=4, end=start + 14),
         ]
-    parts = TreeAttention(runs)._parts
-    assert [p.causal for p in parts] == [True, False, False]
-    assert [len(p.queries) for p in parts[1:]] == [20, 8]
-    assert [len(p.keys) for p in parts[1:]] == [8, 4]
-    assert parts[1].spans.queries.tolist() == [0, 10, 20]
-    assert (parts[1].spans.longest_query, parts[1].spans.longest_key) == (10, 4)
+    first, second = TreeAttention(runs)._levels
+    assert [len(level.queries) for level in (first, second)] == [20, 8]
+    assert [len(level.keys) for level in (first, second)] == [8, 4]
+    assert first.spans.queries.tolist() == [0, 10, 20]
+    assert (first.spans.longest_query, first.spans.longest_key) == (10, 4)
 
 
 def tensors_of(dtype=torch.bfloat16, sizes=(16, 16, 16), device="cuda"):
