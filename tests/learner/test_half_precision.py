@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo_env.batch import pack
 from gspo_env.learner import GSPO, Learner, LearnerConfig
@@ -188,22 +187,8 @@ def test_a_saved_model_has_the_dtype_of_its_weights_and_trains_on(
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_a_mixture_of_experts_trains_in_half_precision(samples, dtype):
-    shape = Qwen3MoeConfig(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        router_aux_loss_coef=0.05,
-    )
-    torch.manual_seed(0)
-    learner = learner_of(Qwen3MoeForCausalLM(shape), dtype, learning_rate=1e-6)
+def test_a_mixture_of_experts_trains_in_half_precision(mixture, samples, dtype):
+    learner = learner_of(mixture, dtype, learning_rate=1e-6)
     before = trained(learner)
     metrics = learner.update(samples)
     assert metrics["train/router_loss"] > 1.0

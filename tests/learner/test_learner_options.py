@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from gspo_env.batch.packing import pack
@@ -121,29 +120,6 @@ def test_an_8_bit_optimiser_without_its_library_says_how_to_install_it(model, mo
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtraError, match="pip install bitsandbytes"):
         learner_of(model, optimizer="adamw_8bit")
-
-
-@pytest.fixture
-def mixture():
-    shape = Qwen3MoeConfig(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        router_aux_loss_coef=0.05,
-    )
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(shape)
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            parameter.data.mul_(4)
-    return model
 
 
 @pytest.mark.parametrize("weights", [[1] * 7, [3, 1, 1, 2, 1, 1, 8]])
