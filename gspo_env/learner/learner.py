@@ -91,9 +91,7 @@ class Learner:
         self._share = check.way is Way.SHARED
         how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
         # Accelerate would move the model to Apple's GPU, on which nothing here was tested
-        self.accelerator = Accelerator(
-            cpu=torch.backends.mps.is_available(), mixed_precision="no"
-        )
+        self.accelerator = Accelerator(cpu=torch.backends.mps.is_available(), mixed_precision="no")
         if self.accelerator.num_processes > 1:
             raise ConfigError(
                 f"{self.accelerator.num_processes} processes were launched; expected 1, since "
