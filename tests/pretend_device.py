@@ -150,7 +150,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _unwrapped(value: Any, plain: list[torch.Tensor]) -> Any:
-    """The value with CPU tensors in place of pretend ones; lists plain tensors that are no scalar."""
+    """The value with the CPU tensors behind pretend ones; lists plain tensors but scalars."""
     if isinstance(value, PretendTensor):
         return value.inner
     if isinstance(value, torch.Tensor):
@@ -333,13 +333,6 @@ def _moved(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
 _MODULE_TO = torch.nn.Module.to
 
 
-class _Autocast(torch.autocast):
-    """Casts on the CPU, because that is where C++ sees the tensors."""
-
-    def __init__(self, device_type, *args, **kwargs):
-        super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-
 def _by_device_and_dtype(lists: Any, *args: Any, **kwargs: Any) -> Any:
     groups = _GROUPS(lists, *args, **kwargs)
     return {(lists[0][0].device, dtype): group for (_, dtype), group in groups.items()}
@@ -366,7 +359,6 @@ def pretend_gpu() -> Iterator[Device]:
     with ExitStack() as stack:
         for owner, name, value in (
             (torch.nn.Module, "to", _moved),
-            (torch, "autocast", _Autocast),
             (torch.autograd, "_engine_run_backward", _backward),
             (
                 torch.nn.utils.clip_grad,
