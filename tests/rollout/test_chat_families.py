@@ -56,10 +56,12 @@ def answer(text):
 
 
 def harmless(tokenizer, *texts):
-    """Whether the tokenizer itself finds no control token in the texts."""
+    """Whether the tokenizer itself finds no special token in the texts, written out."""
     control = ATTACK.control_ids(tokenizer)
     return all(
-        control.isdisjoint(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts
+        control.isdisjoint(tokenizer(text, add_special_tokens=False)["input_ids"])
+        and str(tokenizer.unk_token) not in text
+        for text in texts
     )
 
 
