@@ -169,7 +169,7 @@ class _Draw:
             return None
         if task == self.task:
             self._count += 1
-            if self._count == _MOST_DRAWS:
+            if self._count >= _MOST_DRAWS:
                 options = f" with options {dict(task.options)}" if task.options else ""
                 raise RolloutError(
                     f"{task.env_id}: the last {_MOST_DRAWS} tasks drawn{options} are held out for "

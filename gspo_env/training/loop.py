@@ -19,6 +19,7 @@ from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.types import FloatArray, Group, Score, StopReason, Task
 
@@ -90,7 +91,7 @@ class Loop:
             await self.collector.engine.sleep()
             if samples:
                 metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
-            metrics |= credit.metrics() | {"time/sync": await self._sync(step)}
+            metrics |= credit.metrics() | await self._sync(step)
             self.history.append((step, metrics))
             self.report.trained(step, stats, metrics)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
@@ -121,11 +122,12 @@ class Loop:
             )
         return credit
 
-    async def _sync(self, version: int) -> float:
-        """Sends the learner's weights to the engine; returns the seconds it took."""
+    async def _sync(self, version: int) -> dict[str, float]:
+        """Sends the learner's weights to the engine and compares the two; returns the metrics."""
         started = time.perf_counter()
         await self.collector.engine.update_weights(named_weights(self.learner.policy), version)
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        return {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
 
     def _tasks(self, step: int) -> list[Task]:
         seeds = (

@@ -77,14 +77,12 @@ def test_shared_prefixes_have_the_numbers_of_the_cpu(model, wide, gradients):
 @pytest.mark.parametrize("shared", [False, True])
 def test_bfloat16_has_the_numbers_of_the_cpu(model, samples, gradients, shared):
     samples = with_prefix(np.random.default_rng(1)) if shared else samples
-    config = LearnerConfig(minibatches=1, precision="bfloat16")
+    config, model = LearnerConfig(minibatches=1), model.bfloat16()
     found, metrics = gradients(
         Learner(copy.deepcopy(model), GSPO(), config, total_steps=8), samples
     )
     with pretend_gpu() as gpu:
-        given = copy.deepcopy(model).to("cuda").bfloat16()
-        learner = Learner(given, GSPO(), config, total_steps=8)
-        assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
+        learner = Learner(copy.deepcopy(model).to("cuda"), GSPO(), config, total_steps=8)
         gpu.clear()
         there, moved_metrics = gradients(learner, samples)
     expected = "_flash_attention_backward" if shared else "torch_attn._varlen_attn_backward"
