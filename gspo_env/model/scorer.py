@@ -16,6 +16,8 @@ from gspo_env.model.attention import PackedAttention
 from gspo_env.model.experts import RouterBalance, balance_router, router_coefficient
 from gspo_env.model.tree_attention import TreeAttention
 
+_MODE = "_gspo_training"
+
 
 class Scorer:
     """Runs a causal LM on packed rows.
@@ -136,6 +138,7 @@ def _checkpointed_layers(model: Any) -> list[nn.Module]:
 
     `transformers` checkpoints a layer only in training mode, so that mode is on. Hooks turn it off
     inside the layer, so that dropout is off. They run in the forward pass and its recomputation.
+    Afterwards the mode is what it was: a layer in training mode would drop an engine's cache.
     """
     layers: list[nn.Module] = [
         module
@@ -143,6 +146,17 @@ def _checkpointed_layers(model: Any) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]
     for layer in layers:
-        layer.register_forward_pre_hook(lambda m, _: setattr(m, "training", False))
-        layer.register_forward_hook(lambda m, *_: setattr(m, "training", True), always_call=True)
+        if not hasattr(layer, _MODE):  # an earlier scorer may have added the hooks
+            setattr(layer, _MODE, layer.training)
+            layer.register_forward_pre_hook(_enter)
+            layer.register_forward_hook(_leave, always_call=True)
     return layers
+
+
+def _enter(layer: nn.Module, _: Any) -> None:
+    setattr(layer, _MODE, layer.training)
+    layer.training = False
+
+
+def _leave(layer: nn.Module, *_: Any) -> None:
+    layer.training = getattr(layer, _MODE)
