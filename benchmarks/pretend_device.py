@@ -3,8 +3,11 @@
     python benchmarks/pretend_device.py --steps 3
 
 The pretend GPU of the tests computes on the CPU and raises where tensors of two devices meet. The
-command prints where the host waited for the device, and how often. Exit code 1 if a metric differs
-by more than the order of additions explains.
+command prints where the host waited for the device, and how often. Exit code 1 if a metric differs.
+
+A GPU in float32 attends to shared prefixes with a mask, which adds in another order than a CPU.
+Training makes such differences larger, so both take the kernel of the CPU here. The tests compare
+the GPU's own ways with it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -22,8 +26,7 @@ from pretend_device import pretend_gpu
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import from_dict
-
-TOLERANCE = 1e-3
+from gspo_env.model.tree_attention import TreeAttention, _Tree
 
 
 def main() -> None:
@@ -33,11 +36,17 @@ def main() -> None:
     parser.add_argument("--imitation-steps", type=int, default=None, help="the recipe's by default")
     arguments = parser.parse_args()
     here = trained(arguments.steps, arguments.imitation_steps)
-    with pretend_gpu() as gpu:
+    with patch.object(TreeAttention, "_masked", cpu_kernel), pretend_gpu() as gpu:
         there = trained(arguments.steps, arguments.imitation_steps)
     worst = compare(here, there)
     print(f"\nplaces where the host waited for the device, or copied to it:\n{gpu}")
-    sys.exit(worst > TOLERANCE)
+    sys.exit(worst > 0)
+
+
+def cpu_kernel(tree: Any, q: Any, k: Any, v: Any, scale: float, window: int | None) -> Any:
+    """Attends to shared prefixes as on a CPU."""
+    assert window is None
+    return _Tree.apply(q, k, v, scale, tree)
 
 
 def trained(steps: int, imitation_steps: int | None) -> list[tuple[int, dict[str, float]]]:

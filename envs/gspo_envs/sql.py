@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from gspo_env.env.base import extract_tag
-from gspo_env.env.tools import ToolCall, format_tool_call, tool
+from gspo_env.env.tools import ToolCall, format_tool_call, parse_tool_calls, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
 from gspo_envs.answer import AnswerEnv
-from gspo_envs.read_only_sqlite import MOST_ROWS, Database, Row, SQLError
+from gspo_envs.read_only_sqlite import MOST_ROWS, Database, Row, SQLError, is_short
 
 _NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noa Oli Pia Quin Rosa Sam Tess"
 _THINGS = "Amber Birch Cedar Delta Ember Fjord Grove Haven Iris Jade Karst Lotus Maple Nova Onyx"
@@ -122,6 +122,14 @@ class SQLEnv(AnswerEnv):
             raise ConfigError(f"SQL: rows is {rows}, expected 10 to 1000.")
         self.rows, self.early_answer = rows, early_answer
         self._databases: list[Database] = []
+        self._schemas: dict[str, str] = {}
+
+    def blocks(self, action: str) -> bool:
+        """Returns whether a query of the action may take long."""
+        calls = parse_tool_calls(action)
+        given = [call.arguments.get("sql") for call in calls if isinstance(call, ToolCall)]
+        queries = given if calls else [extract_tag(action, "answer")]
+        return not all(is_short(sql) for sql in queries if isinstance(sql, str))
 
     def draw(self, options: dict[str, Any]) -> str:
         """Draws a new database and a question that has an answer."""
@@ -135,12 +143,13 @@ class SQLEnv(AnswerEnv):
     def close(self) -> None:
         """Frees the databases and ends a running episode."""
         self.end_episode()
-        self._free()
+        self._use([])
 
-    def _free(self) -> None:
-        for database in self._databases:
+    def _use(self, databases: list[Database]) -> None:
+        """Replaces the databases; the new ones exist before the old ones are freed."""
+        old, self._databases = self._databases, databases
+        for database in old:
             database.close()
-        self._databases = []
 
     @tool
     def tables(self) -> str:
@@ -155,10 +164,7 @@ class SQLEnv(AnswerEnv):
         Args:
             table: The table's name.
         """
-        try:
-            return str(self._databases[0].query(_SCHEMA, table.replace("\0", ""))[1][0][0])
-        except (SQLError, IndexError):
-            return "no such table"
+        return self._schemas.get(table.lower(), "no such table")
 
     @tool
     def query(self, sql: str) -> str:
@@ -167,10 +173,12 @@ class SQLEnv(AnswerEnv):
         Args:
             sql: One SELECT statement.
         """
+        self._returned = None
         try:
             columns, rows = self._databases[0].query(sql)
         except SQLError as error:
             return f"SQL error: {error}"
+        self._returned = _counted(rows)
         self._queried.add(sql)
         lines = [" | ".join(_shown(cell) for cell in row) for row in (columns, *rows[:10])]
         many = f"more than {MOST_ROWS}" if len(rows) > MOST_ROWS else str(len(rows))
@@ -181,19 +189,19 @@ class SQLEnv(AnswerEnv):
         if call.name == "schema":
             table = call.arguments["table"].lower()
             new = table in self._problem.tables and table not in self._seen
-            if result != "no such table":
+            if table in self._schemas:
                 self._seen.add(table)
             return 0.1 * new
-        if call.name != "query" or self._found or result.startswith("SQL error"):
+        if call.name != "query" or self._found:
             return 0.0
-        self._found = _rows(self._databases[0], call.arguments["sql"]) == self._expected[0]
+        self._found = self._returned == self._expected[0]
         return 0.2 * self._found
 
     def is_right(self, text: str) -> bool:
         """Compares the rows of the answer on this database and on the hidden one."""
         sql = extract_tag(text, "answer") or ""
-        given = [_rows(database, sql) for database in self._databases]
-        return given == self._expected
+        pairs = zip(self._databases, self._expected, strict=True)
+        return all(_rows(database, sql) == expected for database, expected in pairs)
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Lists the tables, reads each, tries the query, answers; with noise, early or wrongly."""
@@ -218,22 +226,21 @@ class SQLEnv(AnswerEnv):
 
     def _draw(self) -> bool:
         """Draws a problem; False if its answer is empty, ambiguous, or the same on both."""
-        self._free()
         self._problem = _draw_problem(self.np_random)
         self._scripts = [
             _draw_script(self.np_random, self._problem.names, self.rows) for _ in range(2)
         ]
-        self._databases = [Database(script) for script in self._scripts]
-        answers = [_rows(database, self._problem.gold) for database in self._databases]
-        ambiguous = "LIMIT 1" in self._problem.gold and any(
-            _tied(database, self._problem.gold) for database in self._databases
-        )
+        self._use([Database(script) for script in self._scripts])
+        self._schemas = dict(self._databases[0].select(_SCHEMA))
+        gold = self._problem.gold
+        answers = [_counted(database.select(gold)) for database in self._databases]
+        ambiguous = "LIMIT 1" in gold and any(_tied(d, gold) for d in self._databases)
         self._expected = [answer for answer in answers if answer]
         empty = len(self._expected) < 2 or any((None,) in answer for answer in self._expected)
         return not (empty or ambiguous or answers[0] == answers[1])
 
 
-_SCHEMA = "SELECT sql FROM sqlite_master WHERE type = 'table' AND lower(name) = lower(?)"
+_SCHEMA = "SELECT lower(name), sql FROM sqlite_master WHERE type = 'table'"
 
 
 def _draw_problem(random: np.random.Generator) -> _Problem:
@@ -286,17 +293,21 @@ def _tied(database: Database, gold: str) -> bool:
     """Returns whether the two highest totals are equal."""
     order = gold.partition("ORDER BY ")[2].partition(" DESC")[0]
     totals = gold.replace("SELECT t.name", f"SELECT {order}", 1).replace("LIMIT 1", "LIMIT 2")
-    rows = database.query(totals)[1]
+    rows = database.select(totals)
     return len(rows) == 2 and rows[0] == rows[1]
 
 
 def _rows(database: Database, sql: str) -> Counter[Row] | None:
     """Returns the rows of a query for comparison; None if it fails or returns too many."""
     try:
-        rows = database.query(sql)[1]
+        return _counted(database.query(sql)[1])
     except SQLError:
         return None
-    return Counter(tuple(_cell(c) for c in row) for row in rows) if len(rows) <= 200 else None
+
+
+def _counted(rows: list[Row]) -> Counter[Row] | None:
+    few = len(rows) <= MOST_ROWS
+    return Counter(tuple(_cell(cell) for cell in row) for row in rows) if few else None
 
 
 def _cell(value: Any) -> Any:

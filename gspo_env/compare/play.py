@@ -20,7 +20,7 @@ from typing import Any
 
 from gspo_env.compare.plan import Arm, Comparison, start_settings
 from gspo_env.compare.record import Recorder
-from gspo_env.config import Config, to_toml
+from gspo_env.config import Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
@@ -112,6 +112,8 @@ def compare(
             _keep(record, result)
             say(f"{run.name}: {_score(result, comparison.metric)}")
         results = [read(run) for run in runs]
+        for line in mixed_scores(results):
+            say(line)
         for path in report(results):
             record.artifact(path)
     return results
@@ -154,6 +156,21 @@ def _score(result: Result, metric: str) -> str:
 def read(run: Run) -> Result:
     """Reads the result of a run."""
     return Result(run=run, **json.loads((run.folder / "result.json").read_text()))
+
+
+def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
+    """Yields a warning for each problem whose runs decided to learn from different rewards."""
+    found: dict[str, dict[str, str]] = {}
+    for result in results:
+        run = result.run
+        if run.config.credit.score == "auto" and not result.error:
+            score = read_toml(run.folder / "config.toml")["credit"]["score"]
+            found.setdefault(run.problem, {}).setdefault(score, run.name)
+    for problem, runs in found.items():
+        decided = {score: name for score, name in runs.items() if score != "auto"}
+        if len(decided) > 1:
+            examples = ", ".join(f"{score} ({name})" for score, name in decided.items())
+            yield f"runs of {problem} learned from different rewards: {examples}; set --score"
 
 
 def _describe(comparison: Comparison) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 from .base import Completion as Completion
+from .base import CopiesWeights as CopiesWeights
 from .base import Engine as Engine
 from .base import NamedTensors as NamedTensors
 from .base import Sampling as Sampling

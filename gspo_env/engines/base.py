@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from gspo_env.errors import EngineError
 
@@ -58,6 +58,24 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees everything."""
+
+
+@runtime_checkable
+class CopiesWeights(Protocol):
+    """An engine with its own copies of the weights: training compares them after each update."""
+
+    copies: int
+    """Number of copies, such as one for each server."""
+    dtype: str
+    """Dtype of the weights, such as `bfloat16`."""
+    tolerance: float | None
+    """Greatest mean difference from the trainer's log-probabilities; None follows from the dtype.
+    """
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
+    ) -> Completion:
+        """See `Engine.generate`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -267,6 +267,8 @@ def sample(
         draws: (B,) uniform numbers in [0, 1).
         rows: (B,) positions of rows; None for all.
     """
+    if logits.device.type == "mps":  # it has no float64
+        logits = logits.cpu()
     arrays: list[np.ndarray[Any, Any]] = [
         np.array([t or 1.0 for t in temperatures], dtype=np.float32),
         np.array(draws, dtype=np.float64),

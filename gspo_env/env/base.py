@@ -90,6 +90,14 @@ class TextEnv(gymnasium.Env[str, str]):
         self._turn, self._ended = 0, False
         return "", {}
 
+    def blocks(self, action: str) -> bool:
+        """Returns whether `step` may take long for this action although `blocking` is False.
+
+        The rollout runs such a step in a thread. The answer must depend on the action alone, so
+        that the same actions run in the same order.
+        """
+        return False
+
     def require_episode(self) -> None:
         """Raises an error if no episode is running; `step` calls it first.
 

@@ -63,13 +63,20 @@ def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
 
     The environment's `system_prompt` and `tools` are looked up through wrappers; `info` overrides
     them.
+
+    Raises:
+        EnvironmentContractError: The system prompt is no text, or a tool is no `Tool`.
     """
     info = info or ResetInfo()
+    name = env.spec.id if env.spec else type(env.unwrapped).__name__
     system, messages = attribute(env, "system_prompt", None), info.messages
     if messages and messages[0].role == "system":
         system, messages = messages[0].content, messages[1:]
+    if system is not None:
+        system = _value(name, "system_prompt", system, _TEXT)
     tools = attribute(env, "tools", ()) if info.tools is None else info.tools
-    return Prompt(system=system, tools=tuple(tools), messages=messages)
+    tools = _value(name, "tools", tools, _RESET["tools"])
+    return Prompt(system=system, tools=tools, messages=messages)
 
 
 def declared_score(env_id: str, env: TextEnvironment) -> Score | None:

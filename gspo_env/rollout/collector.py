@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gspo_env.engines.base import Engine, Sampling
 from gspo_env.errors import EnvironmentContractError, RolloutError
@@ -31,6 +31,11 @@ class Collector:
     chat: ChatTokenizer
     pool: EnvPool
     config: RolloutConfig
+    no_room: str = ""
+    """Why no first prompt of the last collection fitted the context; empty if one did."""
+    _unfit: list[int] = field(default_factory=list)
+    """Tokens of each first prompt of this collection that does not fit."""
+    _said: bool = False
 
     async def collect(
         self,
@@ -54,8 +59,9 @@ class Collector:
         Raises:
             RolloutError: More than half of the episodes failed in their environment, or no task
                 without a held-out key was found.
-            EnvironmentContractError: An environment broke the contract.
+            EnvironmentContractError: Episodes of one task have different keys.
         """
+        self._unfit.clear()
         size = group_size or self.config.group_size
         heat = self.config.temperature if temperature is None else temperature
         gate = asyncio.Semaphore(self.config.concurrency)
@@ -76,6 +82,7 @@ class Collector:
             draw.group([job.result() for job in row]) for draw, row in zip(draws, jobs, strict=True)
         ]
         refuse_failures([e for group in groups for e in group.episodes])
+        self._check_room(len(tasks) * size)
         return self._settle(groups)
 
     async def _episode(self, draw: _Draw, seed: int, temperature: float) -> Episode:
@@ -95,6 +102,8 @@ class Collector:
             )
         finally:
             self.engine.release(policy.session)
+        if policy.unfit is not None:
+            self._unfit.append(policy.unfit)
         if episode.error is not None:
             at = episode.task.seed
             logger.error("episode of %s (seed %d): %s", task.env_id, at, episode.error)
@@ -102,6 +111,26 @@ class Collector:
         if episode.stop_reason not in (StopReason.ERROR, StopReason.TIMEOUT):
             self.pool.give_back(env)
         return episode
+
+    def _check_room(self, episodes: int) -> None:
+        """Says once how many first prompts leave no room for an action."""
+        self.no_room = ""
+        if not self._unfit:
+            return
+        limits = self.config
+        room = limits.max_context - limits.max_turn_tokens
+        least, most = min(self._unfit), max(self._unfit)
+        lengths = f"{least} tokens" if least == most else f"{least} to {most} tokens"
+        text = (
+            f"{len(self._unfit)} of {episodes} episodes ended before their first turn, because "
+            f"their prompts have {lengths} and rollout.max_context {limits.max_context} less "
+            f"rollout.max_turn_tokens {limits.max_turn_tokens} leaves {room}: raise max_context or "
+            "lower max_turn_tokens"
+        )
+        self.no_room = text if len(self._unfit) == episodes else ""
+        if not self._said:
+            logger.warning(text)
+        self._said = True
 
     def _settle(self, groups: list[Group]) -> list[Group]:
         """Infers whether the environment gives outcomes, if it does not declare this.
@@ -168,6 +197,7 @@ class _EnginePolicy:
         self.session = f"{task.env_id}:{task.seed}:{seed}"
         self.seed, self.temperature = seed, temperature
         self.transcript: Transcript | None = None
+        self.unfit: int | None = None
 
     async def __call__(self, now: Situation) -> Move:
         """See `gspo_env.rollout.play.Policy`."""
@@ -176,6 +206,7 @@ class _EnginePolicy:
         new = self.transcript.read(now.observation, now.role)
         limit = self.limits.max_turn_tokens
         if len(self.transcript.ids) + limit > self.limits.max_context:
+            self.unfit = None if now.turn else len(self.transcript.ids)
             return Move(stop=StopReason.MAX_CONTEXT)
         sampling = Sampling(
             max_tokens=limit,

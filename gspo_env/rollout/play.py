@@ -79,8 +79,8 @@ async def play(
 ) -> Episode:
     """Plays one episode.
 
-    An exception of the environment ends the episode with `StopReason.ERROR`; an exception of the
-    policy propagates.
+    An exception of the environment, or a result that breaks the contract, ends the episode with
+    `StopReason.ERROR`; an exception of the policy propagates.
 
     Args:
         env: The environment.
@@ -91,9 +91,6 @@ async def play(
         call: Calls the environment's methods; directly by default.
         gives_outcome: See `conclude`; by default what the environment declares.
         redraw: Replaces tasks that are not to be played; by default all are.
-
-    Raises:
-        EnvironmentContractError: The environment broke the contract.
     """
     if gives_outcome is None:
         gives_outcome = bool(attribute(env, "gives_outcome", False))
@@ -187,7 +184,7 @@ def refuse_failures(episodes: Sequence[Episode]) -> None:
 
 
 class _EnvironmentFailed(Exception):
-    """An environment raised; the message names its exception."""
+    """An environment raised or broke the contract; the message says how."""
 
 
 class _Game:
@@ -202,7 +199,6 @@ class _Game:
 
     async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
         await self._begin()
-        self.prompt = read_prompt(self.env, self.reset)
         role: Role = "user"
         while max_turns is None or len(self.turns) < max_turns:
             move = policy(
@@ -226,7 +222,11 @@ class _Game:
         while True:
             task = self.task
             result = await self._call("reset", seed=task.seed, options=dict(task.options))
-            self.observation, self.reset = parse_reset(task.env_id, result)
+            try:
+                self.observation, self.reset = parse_reset(task.env_id, result)
+                self.prompt = read_prompt(self.env, self.reset)
+            except Exception as error:
+                raise _failure("reading its prompt", error) from error
             other = self.redraw(task, self.reset) if self.redraw else None
             if other is None:
                 return
@@ -240,9 +240,12 @@ class _Game:
             started = time.perf_counter()
             result = await self._call("step", Action(move.text, move.action_ids))
             seconds = time.perf_counter() - started
-            self.observation, reward, terminated, truncated, info = parse_step(
-                self.task.env_id, result, len(move.action_ids) or None
-            )
+            try:
+                self.observation, reward, terminated, truncated, info = parse_step(
+                    self.task.env_id, result, len(move.action_ids) or None
+                )
+            except EnvironmentContractError as error:
+                raise _failure("", error) from error
             if terminated:
                 stop = StopReason.TERMINATED
             elif truncated:
@@ -270,12 +273,9 @@ class _Game:
             if self.call is None:
                 return function(*args, **kwargs)
             return await self.call(function, *args, **kwargs)
-        except EnvironmentContractError:
-            raise
         except Exception as error:
             seen = reprlib.repr(args[0]) if args else f"seed={kwargs['seed']}"
-            reason = f"{type(error).__name__}: {error}"
-            raise _EnvironmentFailed(f"{method}({seen}) raised {reason}") from error
+            raise _failure(f"{method}({seen})", error) from error
 
     def episode(self, stop: StopReason, error: str | None, gives_outcome: bool) -> Episode:
         if_cut = float(attribute(self.env, "outcome_if_cut", 0.0))
@@ -293,3 +293,10 @@ class _Game:
             final_observation=self.observation,
             reset=self.reset,
         )
+
+
+def _failure(what: str, error: Exception) -> _EnvironmentFailed:
+    """Names what an environment did when it raised; a broken contract says that itself."""
+    if isinstance(error, EnvironmentContractError):
+        return _EnvironmentFailed(str(error))
+    return _EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}")

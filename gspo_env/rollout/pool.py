@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import gymnasium
+
 from gspo_env.env.base import TextEnvironment, attribute
 
 
@@ -16,7 +18,7 @@ class EnvPool:
     """Environments that are made once and reset for every episode.
 
     Environments that declare `blocking = False` run on the event loop, without overhead; the calls
-    of all others run in threads.
+    of all others, and the steps for which `blocks` is true, run in threads.
     """
 
     make: Callable[[], TextEnvironment]
@@ -49,7 +51,7 @@ class EnvPool:
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs an environment call: on the event loop if it does not block, else in a thread."""
-        if self.blocking is False:
+        if self.blocking is False and not _blocks(function, args):
             return function(*args, **kwargs)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="env")
@@ -73,3 +75,11 @@ class EnvPool:
             self._idle.clear()
         while self._idle:
             self._idle.pop().close()
+
+
+def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Returns whether the environment declares that this step may take long."""
+    env = getattr(function, "__self__", None)
+    if not args or not isinstance(env, gymnasium.Env):
+        return False
+    return bool(env.has_wrapper_attr("blocks") and env.get_wrapper_attr("blocks")(*args))

@@ -12,12 +12,14 @@ from gspo_env.batch.sample import Sample, to_sample
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice
+from gspo_env.errors import RolloutError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.types import FloatArray, Group, Score, StopReason, Task
 
@@ -63,7 +65,11 @@ class Loop:
         self.score = ScoreChoice(self.env_id, None if given == "auto" else given)
 
     async def train(self) -> History:
-        """Runs every step; returns the metrics of each."""
+        """Runs every step; returns the metrics of each.
+
+        Raises:
+            RolloutError: No first prompt of the first step fits the context.
+        """
         config = self.config
         await self._sync(0)
         before = await self._evaluate(0, 0)
@@ -75,6 +81,8 @@ class Loop:
                 seed=derive_seed("rollout", config.seed, step),
                 held_out=self.split.held_out,
             )
+            if step == 1 and self.collector.no_room:
+                raise RolloutError(self.collector.no_room)
             stats = RolloutStats.of(groups, time.perf_counter() - started)
             metrics = stats.metrics() | {"rollout/episodes_before": float(played)}
             played += sum(len(group.episodes) for group in groups)
@@ -83,7 +91,7 @@ class Loop:
             await self.collector.engine.sleep()
             if samples:
                 metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
-            metrics |= credit.metrics() | {"time/sync": await self._sync(step)}
+            metrics |= credit.metrics() | await self._sync(step)
             self.history.append((step, metrics))
             self.report.trained(step, stats, metrics)
             if step == config.steps or (config.eval_every and step % config.eval_every == 0):
@@ -114,11 +122,12 @@ class Loop:
             )
         return credit
 
-    async def _sync(self, version: int) -> float:
-        """Sends the learner's weights to the engine; returns the seconds it took."""
+    async def _sync(self, version: int) -> dict[str, float]:
+        """Sends the learner's weights to the engine and compares the two; returns the metrics."""
         started = time.perf_counter()
         await self.collector.engine.update_weights(named_weights(self.learner.policy), version)
-        return time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        return {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
 
     def _tasks(self, step: int) -> list[Task]:
         seeds = (

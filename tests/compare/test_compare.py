@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
 from gspo_env.compare.plan import check_table
+from gspo_env.compare.play import mixed_scores
 from gspo_env.compare.stats import (
     holm,
     interquartile_interval,
@@ -447,3 +448,22 @@ def test_a_missing_value_is_read_between_its_neighbours(tmp_path):
     whole_row, gap_row = summarise(comparison, results)["one"]
     assert gap_row.episodes == (8.0, 24.0)
     np.testing.assert_allclose(gap_row.areas, whole_row.areas)
+
+
+def test_runs_that_decided_to_learn_from_different_rewards_are_named(tmp_path):
+    arms = (Arm(name="a", changes={"gamma": 1.0}), Arm(name="b", changes={"gamma": 0.5}))
+    runs = list(planned(Comparison(problems={"p": small()}, arms=arms, seeds=2), tmp_path))
+
+    def said(*scores):
+        for run, score in zip(runs, scores, strict=True):
+            run.folder.mkdir(parents=True, exist_ok=True)
+            (run.folder / "config.toml").write_text(f'[credit]\nscore = "{score}"\n')
+        return list(mixed_scores([Result(run=run, history=[], seconds=1.0) for run in runs]))
+
+    assert said("turns", "turns", "turns", "auto") == []
+    (line,) = said("turns", "turns", "outcome", "turns")
+    assert line.startswith(
+        "runs of p learned from different rewards: turns (p · a · seed 0), outcome"
+    )
+    failed = [Result(run=run, history=[], seconds=1.0, error="gone") for run in runs]
+    assert list(mixed_scores(failed)) == []

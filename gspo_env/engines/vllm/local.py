@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -55,6 +56,12 @@ def engine_arguments(
     return {**arguments, **config.engine_args}
 
 
+def tolerance(config: VLLMSettings) -> float | None:
+    """Returns `CopiesWeights.tolerance`: no limit for quantized weights, unless one is set."""
+    quantized = config.quantization or config.engine_args.get("quantization")
+    return math.inf if quantized and config.sync_tolerance is None else config.sync_tolerance
+
+
 @dataclass(slots=True)
 class _Request:
     prompt: list[int]
@@ -84,6 +91,9 @@ class VLLMEngine:
         self._sleeps = config.sleep_during_update and torch.cuda.is_available()
         self._asleep = False
         self._in_place = config.tensor_parallel_size == 1
+        self.copies = 1
+        self.dtype = ""
+        self.tolerance = tolerance(config)
         self._folder = tempfile.TemporaryDirectory(prefix="gspo-env-vllm-")
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._new: dict[str, _Request] = {}
@@ -180,6 +190,7 @@ class VLLMEngine:
         folder = Path(self._folder.name) / "model"
         self._exporter.config.save_pretrained(folder)
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
+        self.dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
         self._load(named_weights(model))
 
     def _load(self, named_tensors: NamedTensors) -> None:

@@ -23,7 +23,12 @@ import httpx2 as httpx
 import torch
 
 from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
-from gspo_env.engines.vllm.local import check_loaded, engine_arguments, sampling_fields
+from gspo_env.engines.vllm.local import (
+    check_loaded,
+    engine_arguments,
+    sampling_fields,
+    tolerance,
+)
 from gspo_env.engines.vllm.process import Server, healthy, start, stop, wait
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.engines.vllm.worker import EXTENSION
@@ -58,6 +63,7 @@ class VLLMServerEngine:
     ) -> None:
         self.weights_version = 0
         self.servers_lost = 0
+        self.tolerance = tolerance(config)
         self._max_context, self._max_slots = max_context, max_slots
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._temporary = tempfile.TemporaryDirectory(prefix="gspo-env-fleet-")
@@ -90,6 +96,16 @@ class VLLMServerEngine:
     def pids(self) -> list[int]:
         """Process ids of the servers that were started here and are still used."""
         return [s.process.pid for s in self._servers if s.alive and s.process is not None]
+
+    @property
+    def copies(self) -> int:
+        """Servers that are still used."""
+        return sum(server.alive for server in self._servers)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the servers' weights; a half-precision one if they differ."""
+        return next((s.dtype for s in self._servers if s.alive and s.dtype != "float32"), "float32")
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
