@@ -153,7 +153,7 @@ class GSPOAgent:
         if not self._trained or not (own := self._draw(self.config.eval_tasks)).held_out:
             return self._draw(count)
         if count > len(own.tasks):
-            logger.warning("%d tasks are more than the %s of the training", count, own)
+            logger.warning("tasks is %d, and training held out only %s", count, own)
         return own.first(count)
 
     def _draw(self, count: int) -> Split:
