@@ -10,6 +10,8 @@ best return it prints
 - the progress: the expected component of an update of 16 groups along the true gradient, over the
   root mean square length of an update. It counts bias and noise; the size of an update cancels.
 
+The last table has the length of an update, relative to its length at 10 % of the best return.
+
 The mixed column has two tasks in equal numbers, one at 10 % and one at 90 % of its best return.
 """
 
@@ -70,6 +72,12 @@ def main() -> None:
             for scale in SCALES:
                 results = directions(problem, "returns_to_go", scale, size)
                 show(f"groups of {size}, {scale}", results)
+    print("\nlength of an update of returns_to_go at 50 and 90 %, relative to that at 10 %")
+    for problem in PROBLEMS:
+        for scale in SCALES:
+            first, *others, _ = (d.length for d in directions(problem, "returns_to_go", scale, 4))
+            cells = "   ".join(f"{length / first:5.2f}" for length in others)
+            print(f"  {problem + ', ' + scale:34} {cells}", flush=True)
 
 
 if __name__ == "__main__":

@@ -163,10 +163,8 @@ def report(times: list[list[float]], run: Callable[[], Any]) -> bool:
 
 def make_learner(size: str, minibatches: int = 1) -> Learner:
     """A learner in bfloat16 on the GPU."""
-    config = LearnerConfig(
-        minibatches=minibatches, learning_rate=1e-9, warmup_steps=0, precision="bfloat16"
-    )
-    return Learner(make_model(size).to("cuda"), GSPO(), config, total_steps=10**6)
+    config = LearnerConfig(minibatches=minibatches, learning_rate=1e-9, warmup_steps=0)
+    return Learner(make_model(size).bfloat16().to("cuda"), GSPO(), config, total_steps=10**6)
 
 
 def update(rounds: int, size: str = "large", own: tuple[int, int] = (64, 512)) -> bool:
@@ -244,6 +242,7 @@ def trained(engine: Any, steps: int = 3) -> list[dict[str, float]]:
         "tracker": "none",
         "rollout": LIMITS,
         "recipe": {"demonstrations": 500, "imitation_steps": 100},
+        "model_dtype": "bfloat16",
     }
     with tempfile.TemporaryDirectory() as folder:
         config = from_dict({**tree, "engine": engine, "output": f"{folder}/run"})

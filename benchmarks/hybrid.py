@@ -75,8 +75,8 @@ def train(recipe: Hybrid, folder: str, **changes: Any) -> list[tuple[int, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", default=[*SHAPES])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--imitation", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--imitation", type=int, default=280)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -87,6 +87,7 @@ def main() -> None:
                 Hybrid(kind=kind, imitation_steps=arguments.imitation),
                 str(Path(folder) / "run"),
                 env_kwargs={"hops": 1, "entries": 12},
+                learner={"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "constant"},
                 steps=arguments.steps,
                 tasks_per_step=8,
                 eval_every=0,

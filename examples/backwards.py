@@ -15,7 +15,8 @@ class Backwards(TextEnv):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.left = self.np_random.permutation(WORDS)[:4].tolist()
-        return " ".join(self.left), {}
+        shown = " ".join(self.left)
+        return shown, {"task_key": shown}  # evaluation tasks are not trained on
 
     def step(self, action):
         right = action.strip() == self.left.pop()

@@ -41,6 +41,10 @@ class SandboxUnavailableError(GspoEnvError, RuntimeError):
     """This machine cannot isolate untrusted code; the message says what is missing."""
 
 
+class TrainingError(GspoEnvError, RuntimeError):
+    """Training cannot go on: steps in a row had a loss or a gradient that was not finite."""
+
+
 class ModelError(GspoEnvError, ValueError):
     """A model or its tokenizer cannot be loaded."""
 

@@ -135,12 +135,14 @@ def gradients_and_metrics(learner, samples):
     stats = UpdateStats(
         passes=tuple(learner.backward(minibatch)),
         grad_norms=(0.0,),
+        skipped_steps=0,
+        loss_scale=None,
         learning_rate=0.0,
         seconds=1.0,
         clip_range=learner.loss.clip_range,
     )
-    parameters = learner.policy.named_parameters()
-    found = {n: p.grad.clone() for n, p in parameters if p.grad is not None}
+    trained = learner.masters.tensors.items()
+    found = {n: p.grad.clone() for n, p in trained if p.grad is not None}
     learner.optimizer.zero_grad()
     return found, stats.metrics()
 

@@ -25,7 +25,6 @@ import torch
 from accelerate import Accelerator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA = torch.device("cuda:0")
 FREE_MEMORY = (20 * 2**30, 24 * 2**30)
@@ -106,8 +105,10 @@ class PretendTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        name, device = str(func).removeprefix("aten."), kwargs.get("device")
-        plain = [t for t in tree_leaves((args, kwargs)) if _is_plain(t) and t.dim() > 0]
+        name, device = _NAMES.get(func) or _name(func), kwargs.get("device")
+        plain: list[torch.Tensor] = []
+        inner_args = _unwrapped(args, plain)
+        inner_kwargs = {key: _unwrapped(value, plain) for key, value in kwargs.items()}
         if plain and name.startswith("copy_"):
             _waits(name)
         elif plain and name.startswith(("index.", "index_put")):
@@ -122,29 +123,48 @@ class PretendTensor(torch.Tensor):
         if name.startswith(_WAITS) or _by_mask(name, args):
             _waits(name)
         if device is not None:  # C++ means the device of its tensors by "cpu"
-            kwargs["device"] = torch.device("cpu")
+            inner_kwargs["device"] = torch.device("cpu")
         if name.startswith("histc"):  # of integers on a GPU only
-            return _wrapped(func(args[0].inner.double(), *args[1:], **kwargs).to(args[0].dtype))
-        out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
-        if func._schema.is_mutable and args and out is _inner(args[0]):
+            counts = func(args[0].inner.double(), *inner_args[1:], **inner_kwargs)
+            return PretendTensor(counts.to(args[0].dtype))
+        out = func(*inner_args, **inner_kwargs)
+        if func._schema.is_mutable and args and out is inner_args[0]:
             if torch.Tag.inplace_view in func.tags:
                 return_and_correct_aliasing(func, args, kwargs, args[0])  # the new shape
             return args[0]
         # a view in inference mode is an inference tensor only if its base is one
         view = any(r.alias_info is not None for r in func._schema.returns) and args
         with torch.inference_mode(args[0].is_inference()) if view else nullcontext():
-            return tree_map(_wrapped, out)
+            return _wrapped(out)
+
+
+_NAMES: dict[Any, str] = {}
+
+
+def _name(func: Any) -> str:
+    return _NAMES.setdefault(func, str(func).removeprefix("aten."))
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, PretendTensor)
 
 
-def _inner(value: Any) -> Any:
-    return value.inner if isinstance(value, PretendTensor) else value
+def _unwrapped(value: Any, plain: list[torch.Tensor]) -> Any:
+    """The value with the CPU tensors behind pretend ones; lists plain tensors but scalars."""
+    if isinstance(value, PretendTensor):
+        return value.inner
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            plain.append(value)
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_unwrapped(each, plain) for each in value)
+    return value
 
 
 def _wrapped(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_wrapped, value))
     return PretendTensor(value) if _is_plain(value) else value
 
 
@@ -196,7 +216,8 @@ class _Mode(TorchFunctionMode):
             if func in (torch.tensor, torch.as_tensor):
                 _waits(func.__name__)
             kwargs["device"] = "cpu"
-            return _wrapped(func(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
+            kwargs = {key: _unwrapped(value, []) for key, value in kwargs.items()}
+            return _wrapped(func(*_unwrapped(args, []), **kwargs))
         return func(*args, **kwargs)
 
 
@@ -312,13 +333,6 @@ def _moved(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
 _MODULE_TO = torch.nn.Module.to
 
 
-class _Autocast(torch.autocast):
-    """Casts on the CPU, because that is where C++ sees the tensors."""
-
-    def __init__(self, device_type, *args, **kwargs):
-        super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-
 def _by_device_and_dtype(lists: Any, *args: Any, **kwargs: Any) -> Any:
     groups = _GROUPS(lists, *args, **kwargs)
     return {(lists[0][0].device, dtype): group for (_, dtype), group in groups.items()}
@@ -345,7 +359,6 @@ def pretend_gpu() -> Iterator[Device]:
     with ExitStack() as stack:
         for owner, name, value in (
             (torch.nn.Module, "to", _moved),
-            (torch, "autocast", _Autocast),
             (torch.autograd, "_engine_run_backward", _backward),
             (
                 torch.nn.utils.clip_grad,

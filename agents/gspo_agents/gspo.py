@@ -46,6 +46,7 @@ class GSPOAgent:
 
     Args:
         model: A `transformers` causal LM, a folder or hub id; empty builds the embedded tiny model.
+            A model is cast to `config.model_dtype`, unless that is `auto`.
         env: Environment id or `file.py:Class`; the config's by default.
         config: All other settings.
         tokenizer: The tokenizer of `model`, if that is not a name.
@@ -61,10 +62,12 @@ class GSPOAgent:
         try_out(self.env_id, self._env)
         self._take_score()
         self._demonstrations: list[Episode] = []
+        dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
         elif model or self.config.model:
-            self.model, self.tokenizer = load_model(model or self.config.model)
+            self.model, self.tokenizer = load_model(model or self.config.model, dtype)
+            dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
         else:
             made = self.config.recipe.build(self._env, self.env_id, self.config.seed)
             if made is None:
@@ -73,12 +76,15 @@ class GSPOAgent:
                     "Config.from_recipe('tiny')"
                 )
             self.model, self.tokenizer, self._demonstrations = made
+        rank = self.config.learner.lora_rank
+        if rank and hasattr(self.model, "disable_adapter"):
+            raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
+        if dtype != "auto":
+            self.model.to(getattr(torch, dtype))
         if torch.cuda.is_available():
             self.model.to("cuda")
         use_threads(self.model)
         self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
-        if self.config.learner.lora_rank:
-            self.model = add_adapter(self.model, self.config.learner.lora_rank, self.config.seed)
         self.folder: Path | None = None
         self._splits: dict[int, Split] = {}
         self._trained, self._left_out = False, 0
@@ -101,6 +107,7 @@ class GSPOAgent:
         info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
         with Progress() as progress, start(config.tracker, info) as tracker:
             self.warm_up(progress)
+            self._add_adapter()
             learner = Learner(
                 self.model,
                 config.loss,
@@ -259,6 +266,13 @@ class GSPOAgent:
                 progress.update(phase="warm-up", step=step, total=total, loss=loss)
 
         warm_up(self.model, samples, settings, self.config.seed, show)
+
+    def _add_adapter(self) -> None:
+        """Adds the LoRA adapter, after the warm-up, which trains every weight."""
+        rank = self.config.learner.lora_rank
+        if rank and not hasattr(self.model, "disable_adapter"):
+            self.close()  # an engine that `play` started holds the model without the adapter
+            self.model = add_adapter(self.model, rank, self.config.seed)
 
     def _check(self) -> ModelCheck:
         """Decides how the model is run; says so if the slower way is needed."""

@@ -29,7 +29,7 @@ class TaskEnv(ToolEnv):
 
     @property
     @abstractmethod
-    def _task_key(self) -> str | int:
+    def _task_key(self) -> str:
         """Returns what `draw` drew."""
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.seeding import derive_seed, global_generators_kept
+from gspo_env.seeding import fingerprint, global_generators_kept
 from gspo_envs.rows import TaskRows, as_json, begin_chat, read_chat
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def load(module: str, package: str, extra: str) -> ModuleType:
         logging.root.setLevel(level)
 
 
-def snapshot(*parts: Mapping[str, Any]) -> int:
+def snapshot(*parts: Mapping[str, Any]) -> str:
     """Returns a task key: a hash of the plain attributes of a game that has just begun.
 
     Attributes that JSON cannot hold, large ones (word lists) and seeds are left out.
@@ -173,7 +173,7 @@ def snapshot(*parts: Mapping[str, Any]) -> int:
             continue
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             plain.append((name, as_json(value)))
-    return derive_seed(repr(sorted(plain)))
+    return fingerprint(repr(sorted(plain)))
 
 
 @contextlib.contextmanager

@@ -61,8 +61,8 @@ class GuessNumberEnv(TaskEnv):
         return f"<guess>{guess}</guess>"
 
     @property
-    def _task_key(self) -> int:
-        return self._number
+    def _task_key(self) -> str:
+        return str(self._number)
 
     @property
     def _state_key(self) -> str:

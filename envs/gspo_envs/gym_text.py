@@ -40,6 +40,8 @@ class _Known:
     """A terminal step with at least this reward is a success."""
     describe: Callable[[Any, Any], str]
     """Describes an observation, given the bare environment."""
+    task: Callable[[Any, Any], str] = lambda env, observation: str(observation)
+    """Names the drawn task, given the bare environment and the first observation."""
 
 
 def _blackjack(env: Any, observation: Any) -> str:
@@ -86,6 +88,7 @@ _KNOWN = {
         actions=("stick", "hit"),
         success=1.0,
         describe=_blackjack,
+        task=lambda env, observation: f"{env.player} {env.dealer}",
     ),
 }
 
@@ -151,8 +154,7 @@ class GymTextEnv(TextEnv):
         observation, info = self.inner.reset(seed=inner_seed, options=options or None)
         self._actions.seed(action_seed)
         self._seen = observation
-        task = {"task_key": self._task_key(observation, info)}
-        return self._show(observation), self._info(observation) | task
+        return self._show(observation), self._info(observation) | self._task(observation, info)
 
     def step(self, action: str) -> StepResult:
         """Parses an action and takes it.
@@ -202,12 +204,12 @@ class GymTextEnv(TextEnv):
         starts = getattr(self.inner.unwrapped, "initial_state_distrib", None)
         return None if starts is None else int(np.count_nonzero(starts))
 
-    def _task_key(self, observation: Any, info: dict[str, Any]) -> Any:
-        """Returns the inner environment's own key, else its first state if that is known."""
-        if info.get("task_key") is not None or self.num_tasks is None:
-            hands = [getattr(self.inner.unwrapped, name, None) for name in ("player", "dealer")]
-            return info.get("task_key", str(hands) if all(hands) else None)
-        return str(observation)
+    def _task(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+        """Returns the inner environment's own task key, or that of a known environment."""
+        key = info.get("task_key")
+        if key is None and self._known is not None:
+            key = self._known.task(self.inner.unwrapped, observation)
+        return {} if key is None else {"task_key": key}
 
     def _write(self, action: Any) -> str:
         space = self._actions

@@ -6,7 +6,7 @@ from typing import Any
 
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
-from gspo_env.seeding import derive_seed
+from gspo_env.seeding import fingerprint
 from gspo_envs.answer import ChainEnv
 
 _WORDS = """
@@ -60,8 +60,8 @@ class LookupEnv(ChainEnv):
         return f'Follow {hops} {"link" if hops == 1 else "links"} from "{cycle[0]}".'
 
     @property
-    def _task_key(self) -> int:
-        return derive_seed(self._left, *self._links)
+    def _task_key(self) -> str:
+        return fingerprint(self._left, *self._links)
 
     @tool
     def lookup(self, key: str) -> str:

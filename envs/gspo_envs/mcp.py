@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -15,7 +16,13 @@ from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, ToolServerError
 from gspo_envs.dataset import DatasetEnv
-from gspo_envs.mcp_session import MCPServer, MCPSession, list_tools
+from gspo_envs.mcp_schema import checker
+from gspo_envs.mcp_session import MCPServer, MCPSession, list_tools, shorten
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+_LONGEST_DESCRIPTION = 20_000
+_MOST_BLOCKS = 100
+"""Blocks of a result that are read; the number of the others is named."""
 
 
 class MCPTools(ToolEnv):
@@ -44,13 +51,14 @@ class MCPTools(ToolEnv):
 
         Raises:
             ToolServerError: A server cannot be reached and its tools were never listed.
+            ToolServerError: A tool to offer has no usable name or schema.
             ConfigError: Two tools have one name, or one of `mcp_only` is missing.
         """
         made = list(super().tools)
         for server in self._servers:
             for one in list_tools(server, self._session(server), self.mcp_timeout):
                 if not self.mcp_only or one.name in self.mcp_only:
-                    made.append(_as_tool(one, partial(self._call, server, one.name)))
+                    made.append(_as_tool(server, one, partial(self._call, server, one.name)))
         names = [one.name for one in made]
         if missing := sorted(set(self.mcp_only) - set(names)):
             raise ConfigError(f"MCP: no server has a tool {missing[0]!r}.")
@@ -95,9 +103,7 @@ class MCPTools(ToolEnv):
     def _call(self, server: MCPServer, name: str, /, **arguments: Any) -> str:
         session = self._session(server)
         result = session.ask(lambda client: client.call_tool(name, arguments), self.mcp_timeout)
-        text = _result_text(result)
-        if len(text) > self.mcp_result_length:
-            text = f"{text[: self.mcp_result_length]}... (cut, {len(text)} characters)"
+        text = shorten(_result_text(result), self.mcp_result_length)
         if result.is_error:
             raise ToolServerError(text or "the server gave no reason")
         return text
@@ -148,20 +154,19 @@ def _forget(sessions: dict[MCPServer, MCPSession]) -> None:
         session.forget()
 
 
-def _as_tool(listed: Any, function: Callable[..., Any]) -> Tool:
-    from jsonschema import Draft202012Validator
-    from referencing import Registry
-
+def _as_tool(server: MCPServer, listed: Any, function: Callable[..., Any]) -> Tool:
     parameters = {"properties": {}, **listed.input_schema}
-    # an empty registry, so that a schema cannot make this process fetch URLs
-    checker = Draft202012Validator(parameters, registry=Registry())
-
-    def check(arguments: dict[str, Any]) -> dict[str, Any]:
-        for error in checker.iter_errors(arguments):
-            where = ".".join(str(part) for part in error.absolute_path)
-            raise ValueError(f"{where}: {error.message}" if where else error.message)
-        return arguments
-
+    try:
+        if not _NAME.fullmatch(listed.name):
+            raise ValueError("its name is not 1 to 128 letters, digits, or one of _ . : / -")
+        if len(listed.description or "") > _LONGEST_DESCRIPTION:
+            raise ValueError(f"its description has more than {_LONGEST_DESCRIPTION} characters")
+        check = checker(parameters)
+    except ValueError as error:
+        raise ToolServerError(
+            f"tool {shorten(listed.name, 128)!r} of MCP server {server.name!r} cannot be used: "
+            f"{shorten(str(error))}; choose other tools with mcp_only"
+        ) from error
     return Tool(
         name=listed.name,
         description=listed.description or listed.name,
@@ -173,11 +178,13 @@ def _as_tool(listed: Any, function: Callable[..., Any]) -> Tool:
 
 def _result_text(result: Any) -> str:
     parts = []
-    for block in result.content:
+    for block in result.content[:_MOST_BLOCKS]:
         text = getattr(block, "text", None) or getattr(
             getattr(block, "resource", None), "text", None
         )
         parts.append(text if text is not None else f"[{block.type} left out]")
+    if len(result.content) > _MOST_BLOCKS:
+        parts.append(f"[{len(result.content) - _MOST_BLOCKS} more blocks left out]")
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content))
     return "\n".join(parts)

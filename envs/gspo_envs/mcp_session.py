@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from gspo_env.env import background
@@ -21,6 +24,12 @@ T = TypeVar("T")
 _LOOP = "mcp"
 _CLOSING = 15.0
 """Seconds to wait for a server to shut down; after that, it ends in the background."""
+MOST_BYTES = 1 << 20
+"""Maximum size of a message over stdio, and of the body of a response over HTTP."""
+_MOST_PAGES = 50
+_MOST_TOOLS = 500
+_LONGEST_REASON = 500
+"""Characters of an error that the policy or the log shows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,8 +124,9 @@ class MCPSession:
             if _lost(error):
                 if client is self._client:  # else another call has reconnected
                     self._drop()
-                raise ToolServerError("the connection to the server was lost") from error
-            raise ToolServerError(f"the server refused: {error}") from error
+                raise ToolServerError("the connection to the server was lost") from None
+            # the log shows a cause whole, and this one can be of any length
+            raise ToolServerError(f"the server refused: {shorten(str(error))}") from None
         self._answers += 1
         return answer
 
@@ -138,12 +148,15 @@ class MCPSession:
                 async with AsyncExitStack() as stack:
                     transport = await _transport(self.server, stack, log)
                     client = await stack.enter_async_context(Client(transport))
+                    # it would match a pattern of the server on this loop, and lists the tools first
+                    client.session.validate_tool_result = _accept
                     if not opened.done():
                         opened.set_result(client)
                         await end.wait()
             except Exception as error:
                 log.seek(0)
-                words = f"{_reason(error)} {log.read()[-500:].strip()}".strip()
+                told = f"{_reason(error)} {log.read()[-_LONGEST_REASON:].strip()}".strip()
+                words = shorten(told, 2 * _LONGEST_REASON)
                 if opened.done():
                     logger.warning("MCP server %s: %s", self.server.name, words)
                 else:
@@ -180,7 +193,12 @@ def _close_all() -> None:
 
 
 def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[Any]:
-    """Lists a server's tools, once for all environments."""
+    """Lists a server's tools, once for all environments.
+
+    Raises:
+        MissingExtraError: The package `mcp` is not installed.
+        ToolServerError: The server does not answer, or lists too many tools or pages.
+    """
     if server not in _LISTINGS:
         try:
             from mcp import Client  # noqa: F401  # from version 2 on
@@ -191,10 +209,17 @@ def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[A
 
         async def every_page(client: Any) -> list[Any]:
             page = await client.list_tools()
-            listed = list(page.tools)
+            listed, pages = list(page.tools), 1
             while page.next_cursor:
+                if pages == _MOST_PAGES or len(listed) > _MOST_TOOLS:
+                    break
                 page = await client.list_tools(cursor=page.next_cursor)
-                listed += page.tools
+                listed, pages = [*listed, *page.tools], pages + 1
+            if page.next_cursor or len(listed) > _MOST_TOOLS:
+                raise ToolServerError(
+                    f"MCP server {server.name!r} lists more than {_MOST_TOOLS} tools or "
+                    f"{_MOST_PAGES} pages of them"
+                )
             return listed
 
         _LISTINGS[server] = session.ask(every_page, timeout)
@@ -208,16 +233,62 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
 
         # a server may hold a stream open for long; each call has its own limit
         limits = httpx2.Timeout(30.0, read=None)
-        client = httpx2.AsyncClient(headers=dict(server.headers), timeout=limits)
+        client = httpx2.AsyncClient(
+            headers={**dict(server.headers), "accept-encoding": "identity"},
+            timeout=limits,
+            event_hooks={"response": [_bound]},
+        )
         http = await stack.enter_async_context(client)
         return streamable_http_client(server.url, http_client=http)
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
     command, *args = server.command
+    if os.name == "posix":
+        launcher = str(Path(__file__).with_name("mcp_launcher.py"))
+        bounds = (str(os.getpid()), str(MOST_BYTES))
+        command, args = sys.executable, ["-I", "-S", launcher, *bounds, *server.command]
     started = StdioServerParameters(
         command=command, args=args, env=dict(server.env), cwd=server.cwd
     )
     return stdio_client(started, errlog=log)
+
+
+async def _accept(name: str, result: Any) -> None:
+    """Stands for the check of a structured result against the schema of the server."""
+
+
+async def _bound(response: Any) -> None:
+    """Refuses a compressed body, and one that is too long while it is read."""
+    import httpx2
+
+    coding = response.headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        await response.aclose()
+        raise httpx2.ReadError(f"the body is compressed ({shorten(coding, 40)})")
+
+    class Bounded(httpx2.AsyncByteStream):
+        """The body, of which at most `MOST_BYTES` are read."""
+
+        def __init__(self, stream: Any) -> None:
+            self.stream = stream
+
+        async def __aiter__(self) -> Any:
+            read = 0
+            async for part in self.stream:
+                read += len(part)
+                if read > MOST_BYTES:
+                    raise httpx2.ReadError(f"the body has more than {MOST_BYTES} bytes")
+                yield part
+
+        async def aclose(self) -> None:
+            await self.stream.aclose()
+
+    response.stream = Bounded(response.stream)
+
+
+def shorten(text: str, length: int = _LONGEST_REASON) -> str:
+    """Cuts a text of the server visibly."""
+    return text if len(text) <= length else f"{text[:length]}... (cut, {len(text)} characters)"
 
 
 def _lost(error: BaseException) -> bool:

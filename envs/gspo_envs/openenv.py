@@ -88,7 +88,8 @@ class OpenEnvEnv(ForeignEnv):
                 f"OpenEnv: {self.url} began no episode ({type(error).__name__}: {error}); a full "
                 "server needs a lower rollout.concurrency or more sessions"
             ) from error
-        return self._read(result), {"task_key": (result.metadata or {}).get("task_key")}
+        key = (result.metadata or {}).get("task_key")
+        return self._read(result), {} if key is None else {"task_key": key}
 
     def act(self, action: str) -> StepResult:
         """Sends an action; an action that has to be JSON and is not uses up the turn."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from gspo_env.env.base import ResetResult, clean
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.seeding import HELD_OUT, fingerprint
 
 Message = dict[str, str]
 Rows = Sequence[Mapping[str, Any]]
@@ -85,7 +85,9 @@ def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
 
 def begin_chat(messages: Sequence[Message], index: int, row: Any) -> ResetResult:
     """Returns the result of `reset` for a row's chat; the last message is the observation."""
-    info: dict[str, Any] = {"row": index, "task_key": _row_key(row)}
+    info: dict[str, Any] = {"row": index}
+    if (key := _row_key(row)) is not None:
+        info["task_key"] = key
     if len(messages) > 1:
         info["messages"] = list(messages[:-1])
     return messages[-1]["content"], info
@@ -111,13 +113,13 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not plain data")
 
 
-def _row_key(row: Any) -> int | None:
+def _row_key(row: Any) -> str | None:
     """Returns a hash of a row, so that equal rows are one task; None if it is not plain data."""
     content = row if isinstance(row, Mapping) else getattr(row, "hash", None)
     if content is None:
         return None
     try:
-        return derive_seed(as_json(content))
+        return fingerprint(as_json(content))
     except (TypeError, ValueError):
         return None
 

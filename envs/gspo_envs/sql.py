@@ -11,7 +11,7 @@ import numpy as np
 from gspo_env.env.base import extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, parse_tool_calls, tool
 from gspo_env.errors import ConfigError
-from gspo_env.seeding import derive_seed
+from gspo_env.seeding import fingerprint
 from gspo_envs.answer import AnswerEnv
 from gspo_envs.read_only_sqlite import MOST_ROWS, Database, Row, SQLError, is_short
 
@@ -217,8 +217,8 @@ class SQLEnv(AnswerEnv):
         return f"<answer>{sql}</answer>" if answers else format_tool_call("query", {"sql": sql})
 
     @property
-    def _task_key(self) -> int:
-        return derive_seed(self._problem.question, *self._scripts)
+    def _task_key(self) -> str:
+        return fingerprint(self._problem.question, *self._scripts)
 
     @property
     def _state_key(self) -> str:

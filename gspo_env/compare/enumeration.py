@@ -40,6 +40,8 @@ class Direction:
     progress: float
     """Expected component of an update along the true gradient, over the root mean square length of
     an update: bias and noise together, from 1 (the true gradient) to 0; the scale cancels."""
+    length: float
+    """Root mean square length of an update."""
 
 
 class Enumeration:
@@ -199,6 +201,7 @@ def _direction(mean: FloatArray, square: float, true: FloatArray) -> Direction:
         cosine=along / max(length, 1e-300),
         bias=float(np.linalg.norm(best * mean - true)) / size,
         progress=along / math.sqrt(max(square, 1e-300)),
+        length=math.sqrt(square),
     )
 
 

@@ -112,8 +112,9 @@ def interquartile_interval(
 ) -> tuple[FloatArray, FloatArray]:
     """Computes a stratified bootstrap interval of the interquartile mean over all runs.
 
-    Runs are resampled within each stratum (a problem), so that each keeps its number of runs. If
-    each stratum has one run, or all runs are equal, both bounds are the interquartile mean.
+    Runs are resampled within each stratum (a problem), so that each keeps its number of runs. The
+    run of a stratum of one is in every resample. If each stratum has one run, or all runs are
+    equal, both bounds are the interquartile mean.
 
     Shapes:
         strata: one (..., runs) array per problem; bounds: (...).
@@ -128,20 +129,29 @@ def interquartile_interval(
 
     if not strata or any(rows.shape[-1] == 0 for rows in strata):
         raise ConfigError("a problem has no runs; expected at least one run of each problem")
-    if all(rows.shape[-1] == 1 for rows in strata):
+    single = [rows for rows in strata if rows.shape[-1] == 1]
+    several = [rows for rows in strata if rows.shape[-1] > 1]
+    if not several:
         value = np.asarray(interquartile_mean(np.concatenate(strata, axis=-1)))
         return value, value
 
     def statistic(*samples: FloatArray, axis: int) -> Any:
-        return interquartile_mean(np.concatenate(samples, axis=axis), axis)
+        lead = samples[0].shape[:-1]
+        rows = [r if r.ndim == samples[0].ndim else r[..., None, :] for r in single]  # (..., B, 1)
+        fixed = [np.broadcast_to(r, (*lead, 1)) for r in rows]
+        return interquartile_mean(np.concatenate([*samples, *fixed], axis=axis), axis)
 
     options = {"n_resamples": resamples, "confidence_level": confidence, "axis": -1, "rng": seed}
-    low, high = bootstrap(strata, statistic, method="percentile", **options).confidence_interval
+    low, high = bootstrap(several, statistic, method="percentile", **options).confidence_interval
     return np.asarray(low), np.asarray(high)
 
 
-def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def probability_of_improvement(
+    ours: Sequence[float] | FloatArray, theirs: Sequence[float] | FloatArray
+) -> float:
     """Estimates P(a run of `ours` scores above a run of `theirs`); ties count one half.
+
+    A run that failed scores minus infinity: it is below every other and ties with its like.
 
     Source:
         Mann-Whitney U divided by the number of pairs; rliable, arXiv 2108.13264, section 4.3.

@@ -42,10 +42,10 @@ class Estimator:
     The built-in subclasses implement `compare`, which gets usable episodes only.
     """
 
-    scale: Literal["batch", "std", "none"] = "batch"
-    """Divisor: the standard deviation of all advantages of the batch, that of the group, or 1.
-    The one of the group is a bias, see docs/credit.md. With `batch`, `advantages` does not divide
-    and `estimate` does."""
+    scale: Literal["none", "batch", "std"] = "none"
+    """Divisor: 1, the standard deviation of all advantages of the batch, or that of the group,
+    which is a bias (see docs/credit.md). With `batch`, `advantages` does not divide and `estimate`
+    does."""
     ddof: int = 0
     """Delta degrees of freedom of the standard deviation, 0 or 1."""
 

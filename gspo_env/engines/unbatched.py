@@ -60,6 +60,7 @@ class UnbatchedEngine:
             await asyncio.sleep(0)
         if self._closed:
             raise EngineError("the engine is closed")
+        self._model.eval()  # layers in training mode that checkpoint would drop the cache
         cache = self._cache_for(list(prompt_ids), session)
         self._running += 1
         try:

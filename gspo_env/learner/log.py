@@ -63,8 +63,13 @@ class UpdateStats:
     """Results of an update."""
 
     passes: tuple[PassStats, ...]
+    """Those of the steps that were not skipped."""
     grad_norms: tuple[float, ...]
-    """One for each optimiser step."""
+    """One for each step that was not skipped."""
+    skipped_steps: int
+    """Steps whose gradient was not finite."""
+    loss_scale: float | None
+    """None unless the model has float16 weights."""
     learning_rate: float
     seconds: float
     clip_range: tuple[float, float] | None
@@ -72,15 +77,24 @@ class UpdateStats:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name, without those that are not known."""
+        always: dict[str, float | None] = {
+            "train/skipped_steps": float(self.skipped_steps),
+            "train/learning_rate": self.learning_rate,
+            "train/loss_scale": self.loss_scale,
+            "time/update": self.seconds,
+        }
+        metrics = always | (self._of_passes() if self.passes else {})
+        return {name: value for name, value in metrics.items() if value is not None}
+
+    def _of_passes(self) -> dict[str, float | None]:
         steps = len(self.grad_norms)
         computed = [len(p.row.input_ids_T) for p in self.passes]
         tokens = sum(sum(p.row.lengths_B) for p in self.passes)
         passes = read([p.numbers(self.clip_range) for p in self.passes])
         own = [len(p.entropy_N) for p in self.passes]
-        metrics = {
+        return {
             "train/loss": sum(float(values["loss"]) for values in passes) / steps,
             "train/grad_norm": sum(self.grad_norms) / steps,
-            "train/learning_rate": self.learning_rate,
             "train/ratio": _mean(passes, "ratio", own),
             "train/ratio_min": _extreme(np.min, passes, "ratio_min"),
             "train/ratio_max": _extreme(np.max, passes, "ratio_max"),
@@ -94,9 +108,7 @@ class UpdateStats:
             **self._mismatch(passes),
             "train/shared_fraction": 1 - sum(computed) / tokens,
             "train/tokens_per_second": tokens / self.seconds,
-            "time/update": self.seconds,
         }
-        return {name: value for name, value in metrics.items() if value is not None}
 
     def _mismatch(self, passes: Sequence[Mapping[str, Tensor]]) -> dict[str, float | None]:
         """Measures the engine's log-probabilities against the trainer's, before the update."""

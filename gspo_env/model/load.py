@@ -68,6 +68,11 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Loads a causal LM and its tokenizer from a folder or the hub.
 
+    Args:
+        name: Folder or hub id.
+        dtype: The dtype of the weights; `auto` is the checkpoint's own on a GPU and float32 on a
+            CPU, where half precision is slower on most machines.
+
     Raises:
         ModelError: The model or the tokenizer is missing or cannot be loaded.
     """
@@ -90,8 +95,9 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     except Exception as error:
         raise ModelError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
     try:
-        kind: Any = "auto" if torch.cuda.is_available() and dtype == "auto" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+        if dtype == "auto" and not torch.cuda.is_available():
+            dtype = "float32"
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except Exception as error:
         raise ModelError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     return model, tokenizer

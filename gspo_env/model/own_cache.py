@@ -40,8 +40,6 @@ class OwnCache:
         """
         device = next(self._model.parameters()).device
         start = len(self.tokens)
-        if self._model.training:
-            self._model.eval()
         (new,) = upload([np.array([ids], dtype=np.int64)], device)
         output = self._model(
             input_ids=new,

@@ -16,6 +16,8 @@ from gspo_env.model.attention import PackedAttention
 from gspo_env.model.experts import RouterBalance, balance_router, router_coefficient
 from gspo_env.model.tree_attention import TreeAttention
 
+_MODE = "_gspo_training"
+
 
 class Scorer:
     """Runs a causal LM on packed rows.
@@ -26,7 +28,6 @@ class Scorer:
         model: The model, or the wrapper that trains it.
         policy: The model itself.
         temperature: Logits are divided by it.
-        bf16: Computes in bfloat16, for weights of any dtype.
         packed: Runs a row in one pass, which needs ragged attention. Otherwise the sequences of a
             row are taken apart for the model's own attention; they cannot share tokens.
         padded: Runs those of similar length as one padded batch, not each in a pass of its own.
@@ -37,12 +38,11 @@ class Scorer:
         model: Any,
         policy: Any,
         temperature: float,
-        bf16: bool,
         *,
         packed: bool = True,
         padded: bool = False,
     ) -> None:
-        self.model, self.temperature, self.bf16 = model, temperature, bf16
+        self.model, self.temperature = model, temperature
         self.head = head.linear_head(policy, packed)
         # without a linear head, a batch would have logits of every token in memory
         apart = self._run_alone if not padded or self.head is None else self._run_padded
@@ -61,12 +61,10 @@ class Scorer:
         target_M = batch.target_N
         if batch.distinct_M is not None:
             target_M = target_M[batch.distinct_M]
-        lower = torch.autocast(batch.target_N.device.type, torch.bfloat16, enabled=self.bf16)
-        with lower, nullcontext() if self.head is None else head.without_head(self.head):
+        with nullcontext() if self.head is None else head.without_head(self.head):
             states, router_logits = self._run(
                 batch, {"output_router_logits": True} if routers else {}
             )
-        states = states.bfloat16() if self.bf16 else states
         if self.head is None:
             predictions = head.predict_from_logits(states, target_M, self.temperature)
         else:
@@ -140,6 +138,7 @@ def _checkpointed_layers(model: Any) -> list[nn.Module]:
 
     `transformers` checkpoints a layer only in training mode, so that mode is on. Hooks turn it off
     inside the layer, so that dropout is off. They run in the forward pass and its recomputation.
+    Afterwards the mode is what it was: a layer in training mode would drop an engine's cache.
     """
     layers: list[nn.Module] = [
         module
@@ -147,6 +146,17 @@ def _checkpointed_layers(model: Any) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]
     for layer in layers:
-        layer.register_forward_pre_hook(lambda m, _: setattr(m, "training", False))
-        layer.register_forward_hook(lambda m, *_: setattr(m, "training", True), always_call=True)
+        if not hasattr(layer, _MODE):  # an earlier scorer may have added the hooks
+            setattr(layer, _MODE, layer.training)
+            layer.register_forward_pre_hook(_enter)
+            layer.register_forward_hook(_leave, always_call=True)
     return layers
+
+
+def _enter(layer: nn.Module, _: Any) -> None:
+    setattr(layer, _MODE, layer.training)
+    layer.training = False
+
+
+def _leave(layer: nn.Module, *_: Any) -> None:
+    layer.training = getattr(layer, _MODE)

@@ -55,7 +55,8 @@ class Trace:
         for (name, _), (before, after) in zip(keys, table, strict=True):
             if not after <= max(self._limit, _JUMP * before):
                 module = self._model.get_submodule(name)
-                found.append(f"{name or 'model'} ({type(module).__name__})")
+                shown = name.removeprefix("base_model.model.") or "model"  # PEFT adds the prefix
+                found.append(f"{shown} ({type(module).__name__})")
                 break
 
     def _differences(

@@ -31,10 +31,10 @@ class Collector:
     chat: ChatTokenizer
     pool: EnvPool
     config: RolloutConfig
+    no_room: str = ""
+    """Why no first prompt of the last collection fitted the context; empty if one did."""
     _unfit: list[int] = field(default_factory=list)
-    """Tokens of each first prompt of this collection that does not fit the context."""
-    _fits: bool = False
-    """Whether a first prompt has fitted."""
+    """Tokens of each first prompt of this collection that does not fit."""
     _said: bool = False
 
     async def collect(
@@ -57,8 +57,8 @@ class Collector:
                 another task, whose seed follows from the task's seed.
 
         Raises:
-            RolloutError: More than half of the episodes failed in their environment, no prompt has
-                ever fitted the context, or no task without a held-out key was found.
+            RolloutError: More than half of the episodes failed in their environment, or no task
+                without a held-out key was found.
             EnvironmentContractError: Episodes of one task have different keys.
         """
         self._unfit.clear()
@@ -113,15 +113,10 @@ class Collector:
         return episode
 
     def _check_room(self, episodes: int) -> None:
-        """Says once how many first prompts leave no room for an action.
-
-        Raises:
-            RolloutError: None has fitted yet.
-        """
-        self._fits = self._fits or len(self._unfit) < episodes
-        if not self._unfit or (self._fits and self._said):
+        """Says once how many first prompts leave no room for an action."""
+        self.no_room = ""
+        if not self._unfit:
             return
-        self._said = True
         limits = self.config
         room = limits.max_context - limits.max_turn_tokens
         least, most = min(self._unfit), max(self._unfit)
@@ -132,9 +127,10 @@ class Collector:
             f"rollout.max_turn_tokens {limits.max_turn_tokens} leaves {room}: raise max_context or "
             "lower max_turn_tokens"
         )
-        if not self._fits:
-            raise RolloutError(text)
-        logger.warning(text)
+        self.no_room = text if len(self._unfit) == episodes else ""
+        if not self._said:
+            logger.warning(text)
+        self._said = True
 
     def _settle(self, groups: list[Group]) -> list[Group]:
         """Infers whether the environment gives outcomes, if it does not declare this.

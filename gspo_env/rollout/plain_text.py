@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 _CACHE = 1 << 14
 _LONGEST_CACHED = 1024
 """Characters of the longest text in the cache, which bounds its memory to some 100 MiB."""
+_RARE = "\U00013000"
+"""A letter that no small vocabulary has."""
 
 
 class PlainText:
@@ -66,6 +68,11 @@ class PlainText:
         self._cached = lru_cache(_CACHE)(self._encode)
         self._cached_text = lru_cache(_CACHE)(self._decode)
         self._warned = False
+        if not self._later.encode(_RARE, add_special_tokens=False).ids:
+            logger.warning(
+                "The tokenizer drops characters that its vocabulary does not know: the model does "
+                "not read them."
+            )
 
     def encode(self, text: str, *, first: bool = False) -> tuple[int, ...]:
         """Returns the ids of a text.

@@ -58,8 +58,28 @@ class Slot:
         return json.dumps(text, ensure_ascii=False)[1:-1] if self.escaped else text
 
 
-Part = int | tuple[str | Slot, ...]
-"""A control token's id, or text with slots."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Text between control tokens."""
+
+    pieces: tuple[str | Slot, ...]
+    left: bool = False
+    """Whether the control token before it takes the white space at its start."""
+    right: bool = False
+    """Whether the control token behind it takes the white space at its end."""
+
+    def show(self, texts: Sequence[str]) -> str:
+        """Returns the text with those of the messages in its slots, by `Slot.index`."""
+        shown = [p if isinstance(p, str) else p.show(texts[p.index]) for p in self.pieces]
+        text = "".join(shown)
+        if self.left:
+            text = re.sub(rf"\A{_SPACE}", "", text)
+        return re.sub(rf"{_SPACE}\Z", "", text) if self.right else text
+
+
+Part = int | Text
+"""A control token's id, or text."""
+Parts = tuple[Part, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,9 +138,7 @@ class ChatTemplate:
             self._say(f"cannot show these tools ({error}); the system message lists them")
             return self._ids(self._fit(list_tools(messages, schemas), ())[0], (), generation)
 
-    def fill(
-        self, parts: Sequence[Part], texts: Sequence[str], *, first: bool = False
-    ) -> list[int]:
+    def fill(self, parts: Parts, texts: Sequence[str], *, first: bool = False) -> list[int]:
         """Returns the ids of a layout with these texts in its slots.
 
         Args:
@@ -129,20 +147,15 @@ class ChatTemplate:
             first: Whether the sequence starts with the first part.
         """
         ids: list[int] = []
-        for place, part in enumerate(parts):
+        for part in parts:
             if isinstance(part, int):
                 ids.append(part)
-                continue
-            text = "".join(p if isinstance(p, str) else p.show(texts[p.index]) for p in part)
-            before, after = parts[place - 1 : place], parts[place + 1 : place + 2]
-            if self._strips(before, "rstrip"):
-                text = re.sub(f"^{_SPACE}", "", text)
-            if self._strips(after, "lstrip"):
-                text = re.sub(f"{_SPACE}$", "", text)
-            ids += self.text.encode(text, first=first and place == 0)
+            else:
+                ids += self.text.encode(part.show(texts), first=first)
+            first = False
         return ids
 
-    def split(self, text: str, slots: Sequence[Slot], foreign: Mapping[int, str]) -> list[Part]:
+    def split(self, text: str, slots: Sequence[Slot], foreign: Mapping[int, str]) -> Parts:
         """Splits a rendering at its control tokens and markers, as the tokenizer does.
 
         Args:
@@ -161,13 +174,21 @@ class ChatTemplate:
         by_marker = {self.marker(slot.index): slot for slot in slots}
         pattern = f"({'|'.join(by_marker)})" if by_marker else r"(?!)"
         parts: list[Part] = []
-        end = 0
+        end, before = 0, None
         for control, start, stop in [*cuts, (None, len(text), len(text))]:
-            pieces = re.split(pattern, text[end:start])
-            part = tuple(by_marker.get(p) or p.translate(foreign) for p in pieces if p)
-            parts += [part] * bool(part) + [control] * (control is not None)
-            end = stop
-        return parts
+            behind = self.text.controls.get(control)
+            pieces = [p for p in re.split(pattern, text[end:start]) if p]
+            if pieces:
+                part = Text(
+                    pieces=tuple(by_marker.get(p) or p.translate(foreign) for p in pieces),
+                    left=before is not None and before.rstrip,
+                    right=behind is not None and behind.lstrip,
+                )
+                parts.append(part)
+            if control is not None:
+                parts.append(control)
+            end, before = stop, behind
+        return tuple(parts)
 
     def marker(self, index: int) -> str:
         """Returns the text that stands for a message."""
@@ -257,24 +278,28 @@ class ChatTemplate:
         return self.fill(self.with_empty(shape, texts, self.layout), texts, first=True)
 
     def with_empty(
-        self, shape: Shape, texts: Sequence[str], layout: Callable[[Shape], list[Part]]
-    ) -> list[Part]:
+        self, shape: Shape, texts: Sequence[str], layout: Callable[[Shape], Parts]
+    ) -> Parts:
         """Returns the layout in which the messages that show nothing are empty.
 
         Stripping an empty message may also strip the glue beside it.
         """
         parts = layout(shape)
-        slots = [s for part in parts if not isinstance(part, int) for s in part]
-        shown = [s for s in slots if isinstance(s, Slot)]
-        empty = frozenset(s.index for s in shown if not s.show(texts[s.index]))
+        empty = {
+            slot.index
+            for part in parts
+            if isinstance(part, Text)
+            for slot in part.pieces
+            if isinstance(slot, Slot) and not slot.show(texts[slot.index])
+        }
         if not empty:
             return parts
         try:
-            return layout(replace(shape, empty=empty))
+            return layout(replace(shape, empty=frozenset(empty)))
         except ChatTemplateError:  # a template may refuse empty messages
             return parts
 
-    def _layout(self, shape: Shape) -> list[Part]:
+    def _layout(self, shape: Shape) -> Parts:
         contents = [token.content for token in self.text.controls.values()]
         schemas, foreign = hide_controls(shape.schemas, contents, self.text.normalize)
         text, slots = self.slots(shape, schemas)
@@ -299,9 +324,6 @@ class ChatTemplate:
 
     def _fitting_roles(self, *roles: str) -> tuple[str, ...]:
         return roles if self.takes_system else roles[1:]
-
-    def _strips(self, neighbour: Sequence[Part], side: str) -> bool:
-        return any(isinstance(p, int) and getattr(self.text.controls[p], side) for p in neighbour)
 
     def _say(self, what: str) -> None:
         if what not in self._said:

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from gspo_env.errors import ChatTemplateError
-from gspo_env.rollout.template import ChatTemplate, Part, Shape
+from gspo_env.rollout.template import ChatTemplate, Parts, Shape, Slot, Text
 from gspo_env.types import Episode, Prompt, Role, StepInfo
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class ChatTokenizer:
         """Returns the text of any ids, including control tokens."""
         return self.template.text.decode(ids)
 
-    def _after_action(self, shape: Shape) -> list[Part]:
+    def _after_action(self, shape: Shape) -> Parts:
         """Returns what follows an action: its end, the next message, the next action's start."""
         first, action, following = map(self.template.marker, range(3))
         text, slots = self.template.slots(shape, ())
@@ -152,12 +152,11 @@ class ChatTokenizer:
     def _check_markers(self) -> None:
         """Detects templates whose roles are marked by text, which a message can contain too."""
         parts = self._after(self._turn["user"])
-        place = next(
-            n
-            for n, part in enumerate(parts)
-            if not isinstance(part, int)
-            and _NEXT in (getattr(piece, "index", None) for piece in part)
+        holds = (
+            isinstance(part, Text) and any(isinstance(piece, Slot) for piece in part.pieces)
+            for part in parts
         )
+        place = list(holds).index(True)
         ends = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id}
         before = {p for p in parts[:place] if isinstance(p, int)} - ends
         behind = {p for p in parts[place:] if isinstance(p, int)} - ends - {self.end_of_turn}
@@ -171,12 +170,12 @@ class ChatTokenizer:
         return {"role": role, "content": self.template.marker(place)}
 
 
-def _split_end(parts: list[Part]) -> tuple[int | None, list[Part]]:
+def _split_end(parts: Parts) -> tuple[int | None, Parts]:
     """Returns the control token that ends an action, if one does, and what follows it."""
     for n, part in enumerate(parts):
         if isinstance(part, int):
             return part, parts[n + 1 :]
-        if not all(isinstance(piece, str) and piece.isspace() for piece in part):
+        if not all(isinstance(piece, str) and piece.isspace() for piece in part.pieces):
             break
     return None, parts
 

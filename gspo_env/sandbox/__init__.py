@@ -272,7 +272,7 @@ def _limits(box: Sandbox, isolated: bool, *, unused_id: bool) -> dict[str, Any]:
         "CORE": 0,
     }
     if sys.platform == "linux":
-        limits |= {"AS": box.memory_mib * _MIB, "MEMLOCK": 0, "MSGQUEUE": 0}
+        limits |= {"AS": box.memory_mib * _MIB, "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64}
     if isolated:  # the launcher and process 1 count if they run as the same user
         limits["NPROC"] = box.processes + (0 if unused_id else 2)
     return limits

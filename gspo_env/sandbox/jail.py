@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import marshal
 import os
 import resource
@@ -41,14 +42,27 @@ _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY_NOSUID = 2, -100, 0x8000, 3
 _SYS_MOUNT_SETATTR = 442
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
+_PR_SET_THP_DISABLE = 41
 
 # The refused system calls with their numbers on (x86-64, arm64): those that could reach outside
-# (sockets, other processes, mounts, programs), those that allocate memory outside the limits, and
-# large parts of the kernel that calculations do not need.
+# (sockets, other processes, mounts, programs), those that hold memory outside the limits (a pipe of
+# spliced pages, memory files, queues, watches), and large parts of the kernel that calculations do
+# not need.
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, _PIVOT_ROOT = (56, 220), (435, 435), (155, 41)
+_MMAP, _PRCTL = (9, 222), (157, 167)
 _DENIED = {
     "socket": (41, 198),
+    "socketpair": (53, 199),
+    "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "inotify_add_watch": (254, 27),
+    "io_setup": (206, 0),
+    "landlock_create_ruleset": (444, 444),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "syslog": (103, 116),
     "execve": (59, 221),
     "execveat": (322, 281),
     "ptrace": (101, 117),
@@ -107,11 +121,18 @@ def deny(denied: dict[str, tuple[int, int]]) -> None:
     column, audit = _ARCHITECTURES[machine]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     kill, allow, refuse = 0x80000000, 0x7FFF0000, 0x00050000
+    map_shared, map_anonymous = 1, 0x20
     program = [(load, 0, 0, 4), (equal, 1, 0, audit), (give, 0, 0, kill), (load, 0, 0, 0)]
     if column == 0:  # the x32 numbering of the same calls
         program += [(at_least, 0, 1, 0x40000000), (give, 0, 0, kill)]
     for numbers in denied.values():
         program += [(equal, 0, 1, numbers[column]), (give, 0, 0, refuse | errno.EPERM)]
+    # A mapping of 4 KiB could hold a huge page, or shared memory of which the rest is unmapped.
+    program += [(equal, 0, 4, _MMAP[column]), (load, 0, 0, 40), (any_bit, 0, 2, map_anonymous)]
+    program += [(any_bit, 0, 1, map_shared), (give, 0, 0, refuse | errno.EPERM), (load, 0, 0, 0)]
+    program += [(equal, 0, 3, _PRCTL[column]), (load, 0, 0, 16)]
+    program += [(equal, 0, 1, _PR_SET_THP_DISABLE), (give, 0, 0, refuse | errno.EPERM)]
+    program += [(load, 0, 0, 0)]
     # ENOSYS makes the C library fall back to clone, whose flags a filter can read.
     program += [(equal, 0, 1, _CLONE3[column]), (give, 0, 0, refuse | errno.ENOSYS)]
     program += [(equal, 0, 3, _CLONE[column]), (load, 0, 0, 16)]
@@ -242,6 +263,7 @@ def _enter(request: dict[str, Any], status: int) -> None:
     _set_stdin(request["stdin"])
     _set_limits(request)
     _drop_privileges(request["groups"])
+    _prctl(_PR_SET_THP_DISABLE, 1)
     deny(_DENIED)
     os.write(status, b"running\n")
     os.closerange(3, 1 << 16)
@@ -249,12 +271,16 @@ def _enter(request: dict[str, Any], status: int) -> None:
 
 
 def _set_stdin(data: bytes) -> None:
-    if hasattr(os, "memfd_create"):
-        source = os.memfd_create("stdin")
+    sealed = hasattr(os, "memfd_create")
+    if sealed:
+        source = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         source = os.open("stdin", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     with open(source, "wb", closefd=False) as file:
         file.write(data)
+    if sealed:  # no limit counts what a memory file holds, so the code must not write to it
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(source, fcntl.F_ADD_SEALS, seals)
     os.lseek(source, 0, os.SEEK_SET)
     os.dup2(source, 0)
 

@@ -4,6 +4,7 @@ It makes one cheap check of each restriction, because some kernels report succes
 calls of the set-up and do nothing. The attacks are in tests/sandbox/test_sandbox.py.
 """
 
+import mmap
 import os
 import socket
 from collections.abc import Callable
@@ -36,7 +37,10 @@ found = {
     "its libraries are writable": not all(map(read_only, ("/", os.path.dirname(os.__file__)))),
     "it writes outside its folder": possible(lambda: os.mkdir("/x"))
     or possible(lambda: os.mkdir(f"{os.path.dirname(os.__file__)}/x")),
-    "it opens sockets": possible(lambda: socket.socket(socket.AF_UNIX)),
+    "it opens sockets": possible(lambda: socket.socket(socket.AF_UNIX))
+    or possible(socket.socketpair),
+    "it maps shared memory": possible(lambda: mmap.mmap(-1, 4096)),
+    "it writes to its standard input": possible(lambda: os.pwrite(0, b"x", 0)),
     "it changes its own root": possible(lambda: os.chroot(".")),
     "it starts a second process": possible(second_process),
     "it exceeds its memory limit": possible(lambda: bytearray(1 << 30)),

@@ -12,6 +12,7 @@ from gspo_env.batch.sample import Sample, to_sample
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice
+from gspo_env.errors import RolloutError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
@@ -64,7 +65,11 @@ class Loop:
         self.score = ScoreChoice(self.env_id, None if given == "auto" else given)
 
     async def train(self) -> History:
-        """Runs every step; returns the metrics of each."""
+        """Runs every step; returns the metrics of each.
+
+        Raises:
+            RolloutError: No first prompt of the first step fits the context.
+        """
         config = self.config
         await self._sync(0)
         before = await self._evaluate(0, 0)
@@ -76,6 +81,8 @@ class Loop:
                 seed=derive_seed("rollout", config.seed, step),
                 held_out=self.split.held_out,
             )
+            if step == 1 and self.collector.no_room:
+                raise RolloutError(self.collector.no_room)
             stats = RolloutStats.of(groups, time.perf_counter() - started)
             metrics = stats.metrics() | {"rollout/episodes_before": float(played)}
             played += sum(len(group.episodes) for group in groups)

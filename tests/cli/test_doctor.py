@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_models import PROGRAM
 
 from gspo_env import sandbox
 from gspo_env.cli import doctor
@@ -95,6 +96,19 @@ def test_a_model_without_a_chat_template_is_named(tmp_path, model, tokenizer):
     save_model(model, tokenizer, tmp_path / "fine")
     assert "chat template" in finding("model", str(tmp_path / "silent")).text
     assert finding("model", str(tmp_path / "fine")).ok
+
+
+def test_the_way_of_a_model_and_its_reason_are_named(tmp_path, model, tokenizer):
+    save_model(model, tokenizer, tmp_path / "packed")
+    save_model(PROGRAM.build("LFM2"), tokenizer, tmp_path / "hybrid")
+    save_model(PROGRAM.build("RecurrentGemma"), tokenizer, tmp_path / "refused")
+    assert finding("model", str(tmp_path / "packed")).text.endswith("packed with shared prefixes")
+    hybrid, refused = (finding("model", str(tmp_path / n)) for n in ("hybrid", "refused"))
+    assert hybrid.ok
+    assert "one sequence a row" in hybrid.text
+    assert "model.layers.0.conv (Lfm2ShortConv)" in hybrid.text
+    assert not refused.ok
+    assert "RecurrentGemmaForCausalLM" in refused.text
 
 
 def test_apples_gpu_is_not_used_and_the_doctor_says_so(monkeypatch):

@@ -131,7 +131,7 @@ def test_std_scaling_makes_the_unit_of_reward_irrelevant(
 def test_estimate_scales_over_the_batch_and_counts() -> None:
     groups = [group(episode(2), episode(0)), group(episode(1), episode(1)), UNEQUAL]
     credit = estimate(groups, Outcome(scale="batch"))
-    assert Outcome() == Outcome(scale="batch")
+    assert Outcome() == Outcome(scale="none")
     values = np.concatenate([v for row in credit.advantages for v in row])
     centred = np.array([1, -1, 0, 0, 0, 0, 0, -3, -3, -3, 3, 3])
     np.testing.assert_allclose(values, centred / centred.std())

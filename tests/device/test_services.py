@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from pretend_device import PretendTensor, pretend_gpu
-from safetensors.torch import load_file
 
 from gspo_env.cli import doctor
 from gspo_env.engines.vllm.local import VLLMEngine, engine_arguments
@@ -25,7 +24,8 @@ class Recorder:
     def __init__(self, arguments):
         self.arguments, self.calls, self.loaded = arguments, [], {}
         self.engine_core = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
-        self.resets = True
+        self.resets = self.copies = True
+        self.model_config = SimpleNamespace(dtype=torch.float32)
 
     def sleep(self, level):
         self.calls.append(("sleep", level))
@@ -35,7 +35,8 @@ class Recorder:
 
     def collective_rpc(self, name, kwargs):
         self.calls.append(name)
-        self.loaded = dict(kwargs["weights_iterator"])
+        self.loaded = {n: t.cpu() if self.copies else t for n, t in kwargs["weights"]}
+        return [{"unread": [], "stale": []}]
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
@@ -66,7 +67,7 @@ def test_vllm_sleeps_during_the_update_and_wakes_with_the_new_weights(model, sta
         recorder = engine._engine
         assert recorder.arguments.enable_sleep_mode
         assert recorder.arguments.gpu_memory_utilization == VLLM().gpu_memory_utilization
-        first = load_file(f"{recorder.arguments.model}/model.safetensors")
+        first, recorder.copies, recorder.calls = recorder.loaded, False, []
         asyncio.run(engine.sleep())
         asyncio.run(engine.sleep())  # asleep already
         with torch.no_grad():
@@ -79,10 +80,10 @@ def test_vllm_sleeps_during_the_update_and_wakes_with_the_new_weights(model, sta
     assert recorder.calls == [
         ("sleep", 2),
         ("wake", "weights"),
-        "reload_weights",
+        "load_checked",
         ("wake", "kv_cache"),
         "reset",
-        "reload_weights",
+        "load_checked",
         "reset",
         "shutdown",
     ]
@@ -96,7 +97,7 @@ def test_vllm_stays_awake_where_it_is_told_to(model, started):
     with pretend_gpu():
         engine = started(copy.deepcopy(model).to("cuda"), sleep_during_update=False)
         asyncio.run(engine.sleep())
-        assert engine._engine.calls == []
+        assert engine._engine.calls == ["load_checked"]
         assert not hasattr(engine._engine.arguments, "enable_sleep_mode")
         engine.close()
 

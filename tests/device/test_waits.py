@@ -8,6 +8,7 @@ import copy
 
 import numpy as np
 import pytest
+import torch
 from device_cases import LOSSES, adapted, with_prefix
 from pretend_device import pretend_gpu
 
@@ -39,11 +40,11 @@ def test_an_update_waits_once_a_step_and_once_for_its_metrics(model, samples, na
     assert sorted(found) == EXPECTED
 
 
-@pytest.mark.parametrize("precision", ["model", "bfloat16"])
-def test_shared_prefixes_adapters_and_checkpointing_add_no_wait(model, precision):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_shared_prefixes_adapters_checkpointing_and_masters_add_no_wait(model, dtype):
     samples = with_prefix(np.random.default_rng(1))
-    config = {"checkpointing": True, "precision": precision}
-    found = waits_of_an_update(adapted(model), GSPO(kl_coef=0.1), samples, **config)
+    given = adapted(model) if dtype == torch.float32 else model.to(dtype)
+    found = waits_of_an_update(given, GSPO(kl_coef=0.1), samples, checkpointing=True)
     assert sorted(found) == EXPECTED
 
 

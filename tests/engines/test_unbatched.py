@@ -208,3 +208,12 @@ def test_a_failing_pass_fails_its_own_request_only(hybrid, monkeypatch):
     assert len(right.token_ids) == 1
     assert isinstance(wrong, ModelError)
     asyncio.run(engine.update_weights([], 1))
+
+
+def test_activation_checkpointing_keeps_gradients_and_the_cache():
+    model = PROGRAM.build("LFM2")
+    plain = copy.deepcopy(model)
+    learner = PROGRAM.make_learner(model, checkpointing=True)
+    assert PROGRAM.learner_difference(learner, plain, PROGRAM.make_samples(0)) < 1e-4
+    learner.model.train()
+    assert PROGRAM.engine_difference(model, plain) < 1e-4

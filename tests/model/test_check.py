@@ -12,6 +12,7 @@ import torch
 from tiny_models import PROGRAM
 from torch import nn
 
+from gspo_env.batch.sample import Sample
 from gspo_env.engines import Sampling, Transformers, TransformersEngine, UnbatchedEngine
 from gspo_env.errors import ModelError
 from gspo_env.model import check as check_module
@@ -206,3 +207,41 @@ def test_learner_and_engine_take_the_same_way_in_any_order(name, kind):
         assert isinstance(made[not engine_first], kind)
         learner = made[engine_first]
         assert bool(learner.pack(PROGRAM.make_samples(40)).runs) == (name == "Qwen3")
+
+
+def test_many_experts_in_half_precision_are_no_reason_for_the_slower_way(monkeypatch):
+    settings = PROGRAM.MOE | {"num_experts": 64, "num_local_experts": 64}
+    monkeypatch.setitem(PROGRAM.ARCHITECTURES, "experts", ("qwen3_moe", settings))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert check_model(PROGRAM.build("experts").to(dtype)).way is Way.SHARED
+
+
+def test_a_model_that_cannot_run_on_the_sequences_is_refused_with_its_error(monkeypatch):
+    settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "max_position_embeddings": 16}
+    monkeypatch.setitem(PROGRAM.ARCHITECTURES, "short", ("gpt2", settings))
+    with pytest.raises(ModelError, match="GPT2LMHeadModel cannot score 32 random tokens: Index"):
+        check_model(PROGRAM.build("short"))
+
+
+def cut(sample, length):
+    turns = sample.turn_ids[:length]
+    tokens, count = np.roll(sample.token_ids, length)[:length], int((turns >= 0).sum())
+    return Sample(token_ids=tokens, turn_ids=turns, advantages=np.ones(count))
+
+
+def test_sequences_of_similar_length_run_as_one_padded_batch_with_the_same_numbers():
+    model = PROGRAM.build("Qwen3.5-MoE")
+    assert check_model(model).padded
+    batched, single = (PROGRAM.make_learner(copy.deepcopy(model)) for _ in range(2))
+    single.scorer._run = single.scorer._run_alone
+    samples = [cut(PROGRAM.make_samples(0)[0], 60 + 4 * n) for n in range(4)]
+    rows = [learner.scorer(learner.pack(samples), routers=True) for learner in (batched, single)]
+    (ours, our_balance), (theirs, their_balance) = rows
+    torch.testing.assert_close(ours.logprobs_N, theirs.logprobs_N, rtol=0, atol=1e-5)
+    torch.testing.assert_close(our_balance.loss, their_balance.loss, rtol=0, atol=1e-5)
+    torch.testing.assert_close(our_balance.load, their_balance.load, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_a_batch_is_not_padded_if_its_longest_sequence_changes_the_others(name):
+    assert not check_model(PROGRAM.build(name)).padded

@@ -56,16 +56,18 @@ def answer(text):
 
 
 def harmless(tokenizer, *texts):
-    """Whether the tokenizer itself finds no control token in the texts."""
+    """Whether the tokenizer itself finds no special token in the texts, written out."""
     control = ATTACK.control_ids(tokenizer)
     return all(
-        control.isdisjoint(tokenizer(t, add_special_tokens=False)["input_ids"]) for t in texts
+        control.isdisjoint(tokenizer(text, add_special_tokens=False)["input_ids"])
+        and str(tokenizer.unk_token) not in text
+        for text in texts
     )
 
 
 @family
 @given(first=TEXT, second=TEXT, third=TEXT, system=st.none() | TEXT)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_conversation_has_the_ids_of_the_tokenizers_own_template(
     name, first, second, third, system
 ):
@@ -83,7 +85,7 @@ def test_a_conversation_has_the_ids_of_the_tokenizers_own_template(
 
 @family
 @given(first=TEXT, second=TEXT)
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_a_turn_adds_the_ids_of_the_tokenizers_own_template(name, first, second):
     tokenizer = FAMILIES[name]()
     assume(harmless(tokenizer, first, second))
@@ -100,7 +102,7 @@ def test_a_turn_adds_the_ids_of_the_tokenizers_own_template(name, first, second)
 
 @family
 @given(text=TEXT)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_no_part_of_a_text_is_lost_that_the_tokenizer_itself_keeps(name, text):
     tokenizer = FAMILIES[name]()
     assume(harmless(tokenizer, text))
@@ -133,7 +135,7 @@ def test_tools_are_written_as_by_the_tokenizers_own_template():
 
 @family
 def test_no_text_becomes_a_control_token_in_any_channel(name):
-    failed = {channel: texts for channel, _, texts in ATTACK.attack(name, 60) if texts}
+    failed = {channel: texts for channel, _, texts in ATTACK.attack(name, 25) if texts}
     assert failed == {}
 
 

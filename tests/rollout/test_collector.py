@@ -344,29 +344,16 @@ class Long(Echo):
         return observation * (1 if seed % self.every else 200), info
 
 
-def test_prompts_that_never_fit_the_context_stop_the_run_and_name_the_lengths(player):
-    class Longest(Long):
-        every = 1
-
-    running = collector(player, Longest, max_turns=1)
-    expected = r"4 of 4 episodes ended before their first turn.* have 1406 tokens.*max_context 512"
-    with pytest.raises(RolloutError, match=expected):
-        play(running, size=1)
-
-
-def test_prompts_that_do_not_fit_the_context_are_named_once(player, caplog):
+def test_prompts_that_do_not_fit_the_context_are_named_once_with_their_lengths(player, caplog):
     running = collector(player, Long, max_turns=1)
     for _ in range(2):
         groups = play(running, size=1)
         assert [e.stop_reason for e in episodes(groups)].count(StopReason.MAX_CONTEXT) == 2
+        assert not running.no_room
     assert caplog.text.count("2 of 4 episodes ended before their first turn") == 1
-    # once prompts have fitted, a collection in which none does goes on
-    running.pool.make = lambda: setattr(Long, "every", 1) or Long()
-    running.pool._idle.clear()
-    try:
-        assert not any(e.turns for e in episodes(play(running, size=1)))
-    finally:
-        Long.every = 2
+    assert "have 1406 tokens and rollout.max_context 512 less" in caplog.text
+    assert not any(e.turns for e in episodes(play(running, tasks=1, size=2)))
+    assert running.no_room.startswith("2 of 2 episodes ended before their first turn")
 
 
 def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player):

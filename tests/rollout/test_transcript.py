@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gspo_env.errors import ChatTemplateError
 from gspo_env.recipes.embedded import TEMPLATE, build_tokenizer
+from gspo_env.rollout.plain_text import PlainText
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Prompt
 
@@ -229,6 +230,19 @@ def test_a_character_that_is_only_known_as_a_control_token_is_unknown_and_named(
     a, b = chat.encode("a") + chat.encode("b")
     assert chat.encode("a$b") == (a, unknown, b)
     assert "cannot encode all characters of '$'" in caplog.text
+
+
+def test_a_tokenizer_that_drops_what_it_does_not_know_is_named(caplog, families):
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    backend.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    assert tokenizer("a字b")["input_ids"] == [0, 1]
+    PlainText(tokenizer)
+    assert "drops characters that its vocabulary does not know" in caplog.text
+    caplog.clear()
+    for make in families.values():
+        PlainText(make())
+    assert not caplog.text
 
 
 def test_the_words_of_an_added_token_are_text_if_the_vocabulary_can_form_them():

@@ -129,6 +129,127 @@ def test_memory_that_is_in_no_address_space_cannot_be_had() -> None:
     assert inside(HIDDEN_MEMORY).stdout == "PermissionError\nkept 0\n"
 
 
+SPLICED_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+for name in ("munmap", "madvise"):
+    getattr(libc, name).argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+size, huge, kept, ends = 1 << 21, 14, 0, []
+for n in range(80):
+    if n % 8 == 0:  # slots of a pipe
+        ends.append(os.pipe())
+    block = libc.mmap(None, 2 * size, 3, 0x22, -1, 0)
+    place = (block + size - 1) // size * size
+    libc.madvise(place, size, huge)
+    ctypes.memset(place, 1, size)
+    if libc.vmsplice(ends[-1][1], (ctypes.c_size_t * 2)(place, 4096), ctypes.c_size_t(1), 0) < 0:
+        print(os.strerror(ctypes.get_errno()))
+        break
+    libc.munmap(block, 2 * size, 0)
+    kept += 2
+print("kept", kept)
+"""
+
+
+def test_memory_cannot_be_hidden_in_pipes() -> None:
+    assert outside(SPLICED_MEMORY) == "kept 160\n"
+    box = Sandbox(memory_mib=64, seconds=20.0)
+    assert inside(SPLICED_MEMORY, box).stdout == "Operation not permitted\nkept 0\n"
+
+
+HUGE_PAGES = """
+import ctypes, resource
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+print(libc.prctl(41, 0, 0, 0, 0), libc.prctl(42, 0, 0, 0, 0))
+size = 1 << 21
+block = libc.mmap(None, 2 * size, 3, 0x22, -1, 0)
+place = (block + size - 1) // size * size
+libc.madvise(place, size, 14)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+ctypes.memset(place, 1, size)
+print("huge" if resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100 else "small")
+"""
+
+
+def test_a_small_mapping_cannot_hold_a_huge_page() -> None:
+    """A huge page of which all but 4 KiB is unmapped stays in memory: 2 MiB that count as 4 KiB."""
+    without = outside(HUGE_PAGES).splitlines()
+    assert without[0] == "0 0"
+    if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        assert without[1] == "huge"
+    assert inside(HUGE_PAGES).stdout == "-1 1\nsmall\n"
+
+
+SHARED_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+size, kept = 16 << 20, 0
+for n in range(10):
+    block = libc.mmap(None, size, 3, flags, -1, 0)
+    if block == 2**64 - 1:
+        print(os.strerror(ctypes.get_errno()))
+        break
+    ctypes.memset(block, 1, size)
+    libc.munmap(block + 4096, size - 4096)
+    kept += 16
+print("kept", kept)
+"""
+
+
+@pytest.mark.parametrize("flags", [0x21, 0x23], ids=["MAP_SHARED", "MAP_SHARED_VALIDATE"])
+def test_shared_memory_cannot_be_had(flags: int) -> None:
+    """Shared memory stays until its last page is unmapped: 16 MiB that count as 4 KiB."""
+    code = program(SHARED_MEMORY, flags=flags)
+    if flags == 0x21:
+        assert outside(code) == "kept 160\n"
+    box = Sandbox(memory_mib=64, seconds=20.0)
+    assert inside(code, box).stdout.endswith("kept 0\n")
+    private = program(SHARED_MEMORY, flags=0x22)  # unmapping frees this, so it is allowed
+    assert inside(private, box).stdout == "kept 160\n"
+
+
+STANDARD_INPUT = """
+import os
+kept = 0
+try:
+    for n in range(10):
+        kept += os.write(0, bytes(2**20)) >> 20
+except OSError as error:
+    print(type(error).__name__)
+print("kept", kept, len(os.pread(0, 9, 0)))
+"""
+
+
+def test_standard_input_cannot_hold_memory(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb+") as file:
+        assert outside(STANDARD_INPUT, stdin=file) == "kept 10 9\n"
+    assert inside(STANDARD_INPUT, stdin="hello").stdout == "PermissionError\nkept 0 5\n"
+
+
+PENDING_SIGNALS = """
+import ctypes, os, signal
+libc = ctypes.CDLL(None)
+signal.pthread_sigmask(signal.SIG_BLOCK, {40})
+kept = 0
+while kept < 1000 and libc.sigqueue(os.getpid(), 40, ctypes.c_void_p()) == 0:
+    kept += 1
+print("kept", kept)
+"""
+
+
+def test_pending_signals_are_few() -> None:
+    assert outside(PENDING_SIGNALS) == "kept 1000\n"
+    assert inside(PENDING_SIGNALS).stdout == "kept 64\n"
+
+
 BIG_FILE = """
 import os
 with open(path, "wb") as file:
@@ -200,6 +321,33 @@ def test_no_connection_reaches_a_listener(listeners: list[tuple[str, Any, socket
     for _, _, line in listeners:
         with pytest.raises(BlockingIOError):
             line.accept()
+
+
+PAIR = """
+import socket
+try:
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    here.sendto(b"secret", path)
+    print("sent")
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_no_datagram_reaches_a_socket_in_a_readable_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    path = tmp_path / "log"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.bind(str(path))
+        path.chmod(0o777)
+        line.setblocking(False)
+        code = program(PAIR, path=str(path))
+        assert outside(code) == "sent\n"
+        assert line.recv(10) == b"secret"
+        box = Sandbox(readable=(str(tmp_path),), seconds=20.0)
+        assert inside(code, box).stdout == "PermissionError\n"
+        with pytest.raises(BlockingIOError):
+            line.recv(10)
 
 
 def test_the_machine_beneath_a_virtual_machine_is_out_of_reach() -> None:
@@ -425,6 +573,9 @@ SYSTEM_CALLS = {
     "a queue": ("msgget", 0, 0o1600),
     "shared memory": ("shmget", 0, 4096, 0o1600),
     "another program": ("execv", b"/usr/lib/x", None),
+    "a pair of sockets": ("socketpair", 1, 1, 0, None),
+    "the kernel's log": ("klogctl", 10, None, 0),
+    "watches of files": ("inotify_add_watch", 0, b"/lib", 2),
     "a mount": ("mount", b"none", b"/sandbox", b"tmpfs", 0, None),
 }
 

@@ -1,0 +1,121 @@
+"""Runs the command of an MCP server; uses the standard library only.
+
+It ends the server when the trainer dies, however it dies, and bounds what the server sends: the
+length of a message, messages a second, and what is kept of standard error, which is a file.
+Started with `python -I -S`, the process id of the trainer, the limit in bytes and the command.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import NoReturn
+
+_MESSAGES = 1000
+"""Messages a second; a server that sends more has to wait."""
+_KEPT = 1 << 16
+"""Bytes of standard error after which the file begins anew."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> NoReturn:
+    """Starts the server, forwards its output and exits with its exit code."""
+    parent, limit, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    signal.signal(signal.SIGUSR1, lambda *_: _kill_group())
+    signal.signal(signal.SIGTERM, lambda *_: None)  # sent to the group: the server decides
+    _die_with_parent(signal.SIGUSR1)
+    if os.getppid() != parent:
+        os._exit(1)
+    try:
+        server = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=lambda: _die_with_parent(signal.SIGKILL),
+        )
+    except (OSError, ValueError) as error:
+        os.write(2, str(error).encode("utf-8", "replace"))
+        os._exit(127)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # or a server that exits would not close the pipe
+    code = _forward(server, limit)
+    os._exit(code & 0xFF)
+
+
+def _forward(server: subprocess.Popen[bytes], limit: int) -> int:
+    """Copies both streams until the server has ended; returns its exit code."""
+    assert server.stdout is not None
+    assert server.stderr is not None
+    out, err = server.stdout.fileno(), server.stderr.fileno()
+    open_ends, line, gate = {out, err}, 0, _Gate()
+    while open_ends:
+        ready = select.select(open_ends, [], [], 1.0)[0]
+        if not ready and server.poll() is not None:
+            break  # another process holds the pipe open
+        for end in ready:
+            data = os.read(end, 1 << 16)
+            if not data:
+                open_ends.discard(end)
+            elif end == err:
+                _note(data)
+            else:
+                lengths = [len(part) for part in data.split(b"\n")]
+                lengths[0] += line
+                line = lengths[-1]
+                if max(lengths) > limit:
+                    _note(b"a message has more than %d bytes" % limit)
+                    _kill_group()
+                gate.wait(data.count(b"\n"))
+                _write(data)
+    return server.wait()
+
+
+class _Gate:
+    """Lets a number of messages a second through."""
+
+    def __init__(self) -> None:
+        self._begun, self._count = time.monotonic(), 0
+
+    def wait(self, messages: int) -> None:
+        self._count += messages
+        while self._count > _MESSAGES:
+            time.sleep(max(0.0, self._begun + 1.0 - time.monotonic()))
+            self._begun, self._count = time.monotonic(), self._count - _MESSAGES
+        if time.monotonic() - self._begun > 1.0:
+            self._begun, self._count = time.monotonic(), messages
+
+
+def _note(data: bytes) -> None:
+    """Appends to standard error, of which the last part is kept."""
+    if os.lseek(2, 0, os.SEEK_CUR) + len(data) > _KEPT:
+        os.ftruncate(2, 0)
+        os.lseek(2, 0, os.SEEK_SET)
+    os.write(2, data)
+
+
+def _write(data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(1, data) :]
+    except BrokenPipeError:
+        _kill_group()
+
+
+def _kill_group() -> NoReturn:
+    """Kills the server and what it started; the group was made for this process."""
+    os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _die_with_parent(number: int) -> None:
+    """Asks Linux for a signal at the end of the parent; elsewhere a closed input must do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Checks arguments against a JSON schema that an untrusted server wrote."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+_LONGEST_SCHEMA = 1 << 16
+_MOST_PARTS = 3000
+"""Objects and lists of a schema."""
+_MOST_WORK = 50_000
+"""Keywords that are applied to one call; a list for which all items are compared counts squared."""
+_DEEPEST = 100
+_LEFT_TO_THE_SERVER = ("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties")
+"""Keywords that match a regular expression, which can take for ever and cannot be interrupted."""
+
+Check = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def checker(schema: dict[str, Any]) -> Check:
+    """Returns a function that returns valid arguments and raises `ValueError` for others.
+
+    Every fault of the schema or of the arguments is a `ValueError` of at most 500 characters.
+
+    Raises:
+        ValueError: The schema is too large or deep, invalid, or refers to another document.
+    """
+    from jsonschema import FormatChecker
+    from referencing import Registry
+
+    _check_size(schema)
+    kind = _validator()
+    try:
+        kind.check_schema(schema, format_checker=FormatChecker(formats=()))
+        _check_references(schema)
+        # an empty registry, so that a schema cannot make this process fetch URLs
+        validator = kind(schema, registry=Registry())
+    except Exception as error:  # jsonschema raises many kinds
+        raise ValueError(f"its schema is wrong: {_first_line(error)}") from error
+
+    def check(arguments: dict[str, Any]) -> dict[str, Any]:
+        _work.left = _MOST_WORK
+        try:
+            fault = next(validator.iter_errors(arguments), None)
+        except Exception as error:  # the server's schema may make any part of the check fail
+            raise ValueError(f"the tool's schema cannot be applied: {_first_line(error)}") from None
+        if fault is not None:
+            where = ".".join(str(part) for part in fault.absolute_path)
+            raise ValueError(f"{where}: {fault.message}"[:500] if where else fault.message[:500])
+        return arguments
+
+    return check
+
+
+def _check_size(schema: Any) -> None:
+    """Refuses a schema that would take long to check, or too much of the prompt."""
+    parts = 0
+    level = [schema]
+    for _ in range(_DEEPEST):
+        nested = [part for part in level if isinstance(part, (dict, list))]
+        parts += len(nested)
+        if parts > _MOST_PARTS:
+            raise ValueError(f"its schema has more than {_MOST_PARTS} parts")
+        level = [v for p in nested for v in (p.values() if isinstance(p, dict) else p)]
+    if level:
+        raise ValueError(f"its schema is deeper than {_DEEPEST} levels")
+    if len(json.dumps(schema)) > _LONGEST_SCHEMA:
+        raise ValueError(f"its schema has more than {_LONGEST_SCHEMA} characters")
+
+
+def _check_references(schema: dict[str, Any]) -> None:
+    """Looks up every reference.
+
+    Raises:
+        ValueError: One refers to another document.
+        referencing.exceptions.Unresolvable: One refers to nothing.
+    """
+    from referencing import Registry
+    from referencing.jsonschema import DRAFT202012
+
+    root = DRAFT202012.create_resource(schema)
+    resolver = Registry().with_resource("", root).resolver()
+    for name in _references(schema):
+        if not name.startswith("#"):
+            raise ValueError(f"it refers to {name!r}, expected a part of itself")
+        resolver.lookup(name)
+
+
+def _references(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        yield from (v for k, v in part.items() if k == "$ref" and isinstance(v, str))
+    for child in part.values() if isinstance(part, dict) else part:
+        if isinstance(child, (dict, list)):
+            yield from _references(child)
+
+
+_work = threading.local()
+"""`left`: the work that the check in this thread may still do."""
+
+
+@cache
+def _validator() -> Any:
+    """Returns a validator class that counts its work and runs no regular expression."""
+    from jsonschema import Draft202012Validator, validators
+
+    def counted(name: str, apply: Any) -> Any:
+        def run(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
+            compares = name == "uniqueItems" and isinstance(instance, list)
+            _work.left -= len(instance) ** 2 if compares else 1
+            if _work.left < 0:
+                raise ValueError("it takes too much work")
+            if name == "additionalProperties" and "patternProperties" in schema:
+                return ()  # which are additional, the server's patterns say
+            return apply(validator, value, instance, schema)
+
+        return run
+
+    kept = {
+        name: _pass if name in _LEFT_TO_THE_SERVER else counted(name, apply)
+        for name, apply in Draft202012Validator.VALIDATORS.items()
+    }
+    return validators.extend(Draft202012Validator, kept)
+
+
+def _pass(*_: Any) -> tuple[()]:
+    """Finds no error."""
+    return ()
+
+
+def _first_line(error: Exception) -> str:
+    text = getattr(error, "message", "") or str(error) or type(error).__name__
+    return str(text).splitlines()[0][:300]
