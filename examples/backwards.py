@@ -9,12 +9,14 @@ class Backwards(TextEnv):
     """Say a list of words backwards, one word a turn."""
 
     system_prompt = "Say the list backwards, one word a turn."
+    credit_score = "turns"  # learn from the rewards of turns, not from the outcome
     blocking = False  # step never waits, so it needs no thread
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.left = self.np_random.permutation(WORDS)[:4].tolist()
-        return " ".join(self.left), {}
+        shown = " ".join(self.left)
+        return shown, {"task_key": shown}  # evaluation tasks are not trained on
 
     def step(self, action):
         right = action.strip() == self.left.pop()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gspo_env.credit import turn_rewards
+
 
 @dataclass(frozen=True, kw_only=True)
 class BestOfGroup:
@@ -17,7 +19,7 @@ class BestOfGroup:
 
     def advantages(self, group):
         """Gives one array of K numbers, one for each turn, for each episode."""
-        returns = np.array([episode.rewards.sum() for episode in group.episodes])
+        returns = np.array([turn_rewards(e, group.score).sum() for e in group.episodes])
         best = (returns >= returns.max() - self.margin) & (returns > returns.min())
         turns = [len(episode.turns) for episode in group.episodes]
         return [np.full(k, float(good)) for k, good in zip(turns, best, strict=True)]

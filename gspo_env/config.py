@@ -46,6 +46,9 @@ class Config:
     """Arguments of the environment, such as `entries=12`; JSON values."""
     model: str = ""
     """Model folder or hub id; empty takes the model that the recipe makes."""
+    model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of the weights, in training and in the engine; auto is the checkpoint's own on a
+    GPU and float32 on a CPU. The optimiser works in float32 with every dtype."""
     rewritten_history: Literal["keep", "refuse"] = "keep"
     """What to do if a chat template rewrites earlier turns: keep them as sampled, or refuse."""
     seed: int = 0
@@ -76,6 +79,12 @@ class Config:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
+        score = self.credit.score
+        if score != "auto" and not getattr(self.advantage, "uses_score", True):
+            raise ConfigError(
+                f"credit.score is {score!r}, which the estimator {type(self.advantage).__name__} "
+                "does not use; expected 'auto'"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles nested dictionaries, so that another process finds a user's classes."""

@@ -34,11 +34,15 @@ class EngineError(GspoEnvError, RuntimeError):
 
 
 class RolloutError(GspoEnvError, RuntimeError):
-    """Too many episodes failed in their environment."""
+    """Too many episodes failed in their environment, or there is no task to train on."""
 
 
 class SandboxUnavailableError(GspoEnvError, RuntimeError):
     """This machine cannot isolate untrusted code; the message says what is missing."""
+
+
+class TrainingError(GspoEnvError, RuntimeError):
+    """Training cannot go on: steps in a row had a loss or a gradient that was not finite."""
 
 
 class ModelError(GspoEnvError, ValueError):

@@ -19,6 +19,11 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little")
 
 
+def fingerprint(*parts: int | str) -> str:
+    """Returns a short name of the parts, such as a task key: equal only for equal parts."""
+    return f"{derive_seed(*parts):016x}"
+
+
 @contextlib.contextmanager
 def global_generators_kept() -> Iterator[None]:
     """Restores the states of Python's and NumPy's global generators on exit."""

@@ -20,6 +20,10 @@ BoolArray = NDArray[np.bool_]
 Role = Literal["user", "tool"]
 """Source of an observation: the user, or a tool that the policy called."""
 
+Score = Literal["turns", "outcome", "sum"]
+"""The rewards that estimators of returns use: those of the turns, the outcome at the last turn, or
+their sum; see `gspo_env.credit.turn_rewards`."""
+
 
 class StopReason(StrEnum):
     """Why an episode ended; the name reaches the metrics as `rollout/stop/REASON`."""
@@ -76,7 +80,8 @@ class ResetInfo:
     state_key: str | None = None
     """Name of the first state; equal keys mean equal states."""
     task_key: str | None = None
-    """Name of the drawn task; equal keys mean equal tasks."""
+    """Name of the drawn task; equal keys mean equal tasks. Training does not play tasks whose key
+    the evaluation has. A first observation is a key only if it contains the whole task."""
     messages: tuple[Message, ...] = ()
     """Messages (`role`, `content`) before the first observation: user and assistant in turn. A
     system message may come first and replaces the environment's `system_prompt`."""
@@ -217,6 +222,10 @@ class Group:
 
     task: Task
     episodes: tuple[Episode, ...]
+    score: Score = "turns"
+    """The rewards to learn from, for `gspo_env.credit.turn_rewards`; `estimate` sets it."""
+    redrawn: int | None = None
+    """Tasks drawn before this one that are held out; None if no tasks are held out by key."""
 
 
 def bare_episode(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import os
 import socket
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from gspo_env.recipes.embedded import (
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.transcript import ChatTokenizer
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many test processes as cores
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
 hypothesis.settings.load_profile("shared")
 
@@ -44,6 +47,16 @@ def tokenizer():
     return build_tokenizer(
         WORDS, ['<tool_call>{"name": "lookup", "arguments": {"key": "', '"}}</tool_call>']
     )
+
+
+@pytest.fixture(scope="session")
+def families():
+    """Functions that make the tokenizers of well-known model families, by name."""
+    path = Path(__file__).parents[1] / "benchmarks" / "chat_families.py"
+    spec = importlib.util.spec_from_file_location("chat_families", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FAMILIES
 
 
 @pytest.fixture(scope="session")
@@ -122,12 +135,14 @@ def gradients_and_metrics(learner, samples):
     stats = UpdateStats(
         passes=tuple(learner.backward(minibatch)),
         grad_norms=(0.0,),
+        skipped_steps=0,
+        loss_scale=None,
         learning_rate=0.0,
         seconds=1.0,
         clip_range=learner.loss.clip_range,
     )
-    parameters = learner.policy.named_parameters()
-    found = {n: p.grad.clone() for n, p in parameters if p.grad is not None}
+    trained = learner.masters.tensors.items()
+    found = {n: p.grad.clone() for n, p in trained if p.grad is not None}
     learner.optimizer.zero_grad()
     return found, stats.metrics()
 

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from gspo_env.config import Config, from_dict, to_dict, to_toml
-from gspo_env.engines import Engine, Sampling
-from gspo_env.env.info import try_out
+from gspo_env.engines import Engine, Sampling, Transformers
+from gspo_env.env.base import attribute
+from gspo_env.env.info import declared_score, try_out
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
+from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
+from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
@@ -31,8 +34,9 @@ from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several, start
-from gspo_env.training.loop import History, Loop, evaluate, held_out_tasks
-from gspo_env.types import Episode, Group, Prompt, Role, Task
+from gspo_env.training.loop import History, Loop, evaluate
+from gspo_env.training.split import Split, hold_out, read_resets
+from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ class GSPOAgent:
 
     Args:
         model: A `transformers` causal LM, a folder or hub id; empty builds the embedded tiny model.
+            A model is cast to `config.model_dtype`, unless that is `auto`.
         env: Environment id or `file.py:Class`; the config's by default.
         config: All other settings.
         tokenizer: The tokenizer of `model`, if that is not a name.
@@ -55,11 +60,14 @@ class GSPOAgent:
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
+        self._take_score()
         self._demonstrations: list[Episode] = []
+        dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
         elif model or self.config.model:
-            self.model, self.tokenizer = load_model(model or self.config.model)
+            self.model, self.tokenizer = load_model(model or self.config.model, dtype)
+            dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
         else:
             made = self.config.recipe.build(self._env, self.env_id, self.config.seed)
             if made is None:
@@ -68,12 +76,18 @@ class GSPOAgent:
                     "Config.from_recipe('tiny')"
                 )
             self.model, self.tokenizer, self._demonstrations = made
+        rank = self.config.learner.lora_rank
+        if rank and hasattr(self.model, "disable_adapter"):
+            raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
+        if dtype != "auto":
+            self.model.to(getattr(torch, dtype))
         if torch.cuda.is_available():
             self.model.to("cuda")
+        use_threads(self.model)
         self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
-        if self.config.learner.lora_rank:
-            self.model = add_adapter(self.model, self.config.learner.lora_rank, self.config.seed)
         self.folder: Path | None = None
+        self._splits: dict[int, Split] = {}
+        self._trained, self._left_out = False, 0
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
 
@@ -81,16 +95,19 @@ class GSPOAgent:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
 
         Raises:
+            ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
         """
         config = self.config
+        check = self._check()
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
-        self.folder = folder
+        self.folder, self._trained = folder, True
         (folder / "config.toml").write_text(to_toml(config))
-        tags = {"env": self.env_id}
+        tags = {"env": self.env_id, "way": check.way.value}
         info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
         with Progress() as progress, start(config.tracker, info) as tracker:
             self.warm_up(progress)
+            self._add_adapter()
             learner = Learner(
                 self.model,
                 config.loss,
@@ -98,35 +115,62 @@ class GSPOAgent:
                 total_steps=config.steps * config.learner.minibatches,
                 temperature=config.rollout.temperature,
             )
-            report = _Reporter(config.steps, progress, tracker, folder)
+            report = _Reporter(config, progress, tracker, folder)
             with self._collector() as collector:
-                loop = Loop(config, self.env_id, collector, learner, report)
+                split = self.split()
+                loop = Loop(config, self.env_id, collector, learner, report, split)
                 history = asyncio.run(loop.train())
+            self.config = report.config
             self._finish(folder, history, tracker)
             tracker.finish()
-            progress.line(self._summary(folder, report.evaluations, tracker))
+            progress.line(self._summary(folder, history, report.evaluations, tracker))
         return history
 
-    def evaluate(
-        self, tasks: int | None = None, samples: int = 1, seed: int | None = None
-    ) -> list[Group]:
-        """Plays held-out tasks, `samples` episodes each, at the training temperature.
+    def evaluate(self, tasks: int = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
+        """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
 
         Args:
-            tasks: The config's number by default.
+            tasks: 0 takes the config's number.
             samples: Episodes of each task.
             seed: Seed of the sampling; the config's by default.
         """
         draw = self.config.seed if seed is None else seed
-        held_out = held_out_tasks(self.env_id, tasks or self.config.eval_tasks)
+        played = self.split(tasks).tasks
         with self._collector() as collector:
-            return asyncio.run(collector.collect(held_out, seed=draw, group_size=samples))
+            return asyncio.run(collector.collect(played, seed=draw, group_size=samples))
+
+    def split(self, tasks: int = 0) -> Split:
+        """Returns the tasks of an evaluation and the task keys that training does not play.
+
+        Training held out the config's number of tasks, and may have played all others. So a trained
+        agent has at most this number, if its environment gives task keys.
+
+        Args:
+            tasks: 0 takes the config's number.
+        """
+        count = tasks or self.config.eval_tasks
+        if not self._trained or not (own := self._draw(self.config.eval_tasks)).held_out:
+            return self._draw(count)
+        if count > len(own.tasks):
+            logger.warning("%d tasks are more than the %s of the training", count, own)
+        return own.first(count)
+
+    def _draw(self, count: int) -> Split:
+        if count not in self._splits:
+            limits, number = self.config.rollout, attribute(self._env, "num_tasks", None)
+            with self._pool() as pool:
+
+                def read(tasks: Sequence[Task]) -> list[ResetInfo | None]:
+                    return asyncio.run(read_resets(pool, limits, tasks))
+
+                self._splits[count] = hold_out(self.env_id, count, read, number)
+        return self._splits[count]
 
     def metrics(self) -> dict[str, float]:
-        """Returns the `eval/...` metrics on the held-out tasks, sampled and greedy."""
+        """Returns the `eval/...` metrics on the tasks of `split`, sampled and greedy."""
+        tasks = self.split().tasks
         with self._collector() as collector:
-            evaluation = evaluate(collector, self.env_id, self.config.eval_tasks)
-            return asyncio.run(evaluation).metrics()
+            return asyncio.run(evaluate(collector, tasks)).metrics()
 
     def close(self) -> None:
         """Stops the engine; the next call that needs it starts it again."""
@@ -181,6 +225,10 @@ class GSPOAgent:
     def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
 
+        Args:
+            path: The folder.
+            env: Another environment than the saved one; the saved score is not taken over to it.
+
         Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
         so that the folder loads without that file.
         """
@@ -192,14 +240,25 @@ class GSPOAgent:
         for kind in ("advantage", "loss", "tracker"):
             if ":" in tree.get(kind, {}).get("name", ""):
                 logger.warning("%s of %s is not loaded: %s", kind, path, tree.pop(kind)["name"])
-        return cls(str(folder), env, from_dict(tree))
+        if env and env != tree.get("env"):
+            tree.get("credit", {}).pop("score", None)
+        agent = cls(str(folder), env, from_dict(tree))
+        agent._trained = note.exists() and env in ("", agent.config.env)
+        return agent
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Imitates the demonstrations; does nothing for a user's model, or when called again."""
         settings = self.config.recipe
         if not self._demonstrations or not settings.imitation_steps:
             return
-        samples = to_samples(self._demonstrations, self.chat)
+        held_out = self.split().held_out
+        kept = [e for e in self._demonstrations if e.reset.task_key not in held_out]
+        self._left_out = len(self._demonstrations) - len(kept)
+        self._demonstrations = []
+        if not kept:
+            logger.warning("every demonstration plays a held-out task: the model starts untrained")
+            return
+        samples = to_samples(kept, self.chat)
         total = settings.imitation_steps
 
         def show(step: int, loss: float) -> None:
@@ -207,7 +266,32 @@ class GSPOAgent:
                 progress.update(phase="warm-up", step=step, total=total, loss=loss)
 
         warm_up(self.model, samples, settings, self.config.seed, show)
-        self._demonstrations = []
+
+    def _add_adapter(self) -> None:
+        """Adds the LoRA adapter, after the warm-up, which trains every weight."""
+        rank = self.config.learner.lora_rank
+        if rank and not hasattr(self.model, "disable_adapter"):
+            self.close()  # an engine that `play` started holds the model without the adapter
+            self.model = add_adapter(self.model, rank, self.config.seed)
+
+    def _check(self) -> ModelCheck:
+        """Decides how the model is run; says so if the slower way is needed."""
+        embedded = isinstance(self.config.engine, Transformers)
+        decide = check_engine if embedded else check_model
+        return decide(self.model, max_context=self.config.rollout.max_context)
+
+    def _take_score(self) -> None:
+        """Takes the score that the environment declares, unless the config has one.
+
+        Raises:
+            ConfigError: The score is `sum`, and the environment declares that it has no outcome.
+        """
+        self.config = _with_score(self.config, declared_score(self.env_id, self._env))
+        without = attribute(self._env, "gives_outcome", None) is False
+        if self.config.credit.score == "sum" and without:
+            raise ConfigError(
+                f"credit.score is 'sum', but {self.env_id} gives no outcome; expected 'turns'"
+            )
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
@@ -220,15 +304,21 @@ class GSPOAgent:
     @contextmanager
     def _collector(self, *, keep_engine: bool = False) -> Iterator[Collector]:
         """Yields a collector; closes its environments and the engine afterwards."""
-        limits = self.config.rollout
-        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), limits.concurrency)
-        collector = Collector(self._new_engine(), self.chat, pool, limits)
+        with self._pool() as pool:
+            try:
+                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout)
+            finally:
+                if not keep_engine:
+                    self.close()
+
+    @contextmanager
+    def _pool(self) -> Iterator[EnvPool]:
+        threads = self.config.rollout.concurrency
+        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), threads)
         try:
-            yield collector
+            yield pool
         finally:
             pool.close()
-            if not keep_engine:
-                self.close()
 
     def _finish(self, folder: Path, history: History, tracker: Several) -> None:
         self.save(folder / "model")
@@ -238,15 +328,24 @@ class GSPOAgent:
             tracker.artifact(folder / name)
         tracker.artifact(folder / "model", MODEL)
 
-    def _summary(self, folder: Path, evaluations: Sequence[Evaluation], tracker: Several) -> str:
+    def _summary(
+        self, folder: Path, history: History, evaluations: Sequence[Evaluation], tracker: Several
+    ) -> str:
         first, last = evaluations[0], evaluations[-1]
+        redrawn = sum(metrics.get("rollout/redrawn_tasks", 0.0) for _, metrics in history)
         lines = [
-            f"Success on {self.config.eval_tasks} held-out tasks: "
+            f"Success on {self.split()}: "
             f"{first.sampled.success:.1%} before training, {last.sampled.success:.1%} after "
             f"(greedy {first.greedy.success:.1%} and {last.greedy.success:.1%}).",
             f"Model, config and learning curve: {folder}",
             *tracker.problems,
         ]
+        if redrawn or self._left_out:
+            lines.insert(
+                1,
+                f"Not trained on, because they are held out: {redrawn:.0f} tasks, which were drawn "
+                f"again, and {self._left_out} demonstrations.",
+            )
         if tracker.how_to_look:
             lines.append(f"Tracked: {tracker.how_to_look}")
         return "\n".join(lines)
@@ -255,8 +354,8 @@ class GSPOAgent:
 class _Reporter:
     """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
 
-    def __init__(self, total: int, progress: Progress, tracker: Several, folder: Path) -> None:
-        self._total, self._progress, self._tracker = total, progress, tracker
+    def __init__(self, config: Config, progress: Progress, tracker: Several, folder: Path) -> None:
+        self.config, self._progress, self._tracker = config, progress, tracker
         self._folder = folder
         self.evaluations: list[Evaluation] = []
 
@@ -272,12 +371,29 @@ class _Reporter:
         (self._folder / f"episodes-{step:04d}.txt").write_text(shown)
         self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
 
+    def scored(self, score: Score, reason: str) -> None:
+        logger.info("credit.score is %r: %s", score, reason)
+        self.config = _with_score(self.config, score)
+        (self._folder / "config.toml").write_text(to_toml(self.config))
+        self._tracker.text("score.txt", f"{score}: {reason}")
+
     def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:
         self._progress.update(
             phase=phase,
             step=step,
-            total=self._total,
+            total=self.config.steps,
             success=what.success,
             return_=what.mean_return,
             tokens_per_second=speed,
         )
+
+
+def _with_score(config: Config, score: Score | None) -> Config:
+    """Sets a score that the config leaves open, if the estimator uses one."""
+    if (
+        score is None
+        or config.credit.score != "auto"
+        or not getattr(config.advantage, "uses_score", True)
+    ):
+        return config
+    return replace(config, credit=replace(config.credit, score=score))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from gspo_env.env.base import attribute
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
-from gspo_env.rollout.play import demonstrator, play_now, refuse_failures
-from gspo_env.training.loop import held_out_tasks
+from gspo_env.rollout.play import demonstrator, look, play_now, refuse_failures
+from gspo_env.training.split import Split, hold_out, reset_of
 from gspo_env.types import Group
 
 
@@ -24,8 +25,17 @@ class ScriptedAgent:
         self.noise = noise
         self._env = make_env(self.env_id, **env_kwargs)
 
+    def split(self, tasks: int = 256) -> Split:
+        """Returns the tasks of an evaluation, which are those of a training run too."""
+        return hold_out(
+            self.env_id,
+            tasks,
+            lambda drawn: [reset_of(play_now(self._env, task, look)) for task in drawn],
+            attribute(self._env, "num_tasks", None),
+        )
+
     def evaluate(self, tasks: int = 256, samples: int = 1) -> list[Group]:
-        """Plays held-out tasks, `samples` episodes each.
+        """Plays the tasks of an evaluation, `samples` episodes each.
 
         Raises:
             ConfigError: The environment has no `expert_action`.
@@ -37,7 +47,7 @@ class ScriptedAgent:
                 Group(
                     task=t, episodes=tuple(play_now(self._env, t, expert) for _ in range(samples))
                 )
-                for t in held_out_tasks(self.env_id, tasks)
+                for t in self.split(tasks).tasks
             ]
         except NotImplementedError as error:
             raise ConfigError(

@@ -15,6 +15,7 @@ class TaskEnv(ToolEnv):
 
     blocking: bool | None = False
     gives_outcome = True
+    credit_score = "turns"  # the rewards of turns contain the reward of success
     outcome: float = 0.0
 
     @abstractmethod
@@ -26,6 +27,11 @@ class TaskEnv(ToolEnv):
     def _state_key(self) -> str:
         """Returns the part of the state that determines the rest of the episode."""
 
+    @property
+    @abstractmethod
+    def _task_key(self) -> str:
+        """Returns what `draw` drew."""
+
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Draws a new task.
 
@@ -34,7 +40,8 @@ class TaskEnv(ToolEnv):
         """
         super().reset(seed=seed, options=options)
         self.outcome = 0.0
-        return self.draw(options or {}), {"state_key": self._state_key}
+        observation = self.draw(options or {})
+        return observation, {"state_key": self._state_key, "task_key": self._task_key}
 
     def step_info(self, terminated: bool, truncated: bool) -> dict[str, Any]:
         """Returns the state key and, at the end, the outcome."""

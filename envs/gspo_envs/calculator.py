@@ -10,6 +10,8 @@ from gspo_env.errors import ConfigError
 from gspo_envs.answer import ChainEnv
 
 _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
+_NEXT = 8 + 8 + 2
+"""Operations that may follow: two with the numbers 2 to 9, and a product with 2 or 3."""
 _FUNCTIONS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 
 
@@ -38,6 +40,7 @@ class CalculatorEnv(ChainEnv):
         if not 1 <= low <= high <= 16:
             raise ConfigError(f"Calculator: operations is {operations}, expected within 1 to 16.")
         super().__init__((low, high), 16, early_answer)
+        self.num_tasks = sum(9 * _NEXT**count for count in range(low, high + 1))
         self._steps: list[tuple[str, int, int]] = []
 
     def draw(self, options: dict[str, Any]) -> str:
@@ -55,7 +58,12 @@ class CalculatorEnv(ChainEnv):
             self._steps.append((name, value, operand))
             value = _FUNCTIONS[name](value, operand)
             self._values.append(value)
+        self._expression = text
         return f"Compute {text}."
+
+    @property
+    def _task_key(self) -> str:
+        return self._expression
 
     @tool
     def add(self, a: int, b: int) -> int:

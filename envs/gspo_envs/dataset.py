@@ -81,6 +81,11 @@ class DatasetEnv(ToolEnv):
         self.column, self.chat, self.score, self.success_from = column, chat, score, success
         self._system, self._limit = system_prompt, max_turns
 
+    @property
+    def num_tasks(self) -> int:  # type: ignore[override]
+        """The number of rows."""
+        return len(self._rows)
+
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Picks a row; `options={"row": 3}` selects row 3.
 
@@ -100,7 +105,7 @@ class DatasetEnv(ToolEnv):
         self._messages: list[Message] = []
         self._token_ids: tuple[int, ...] = ()
         self.max_turns = self._limit or (8 if self.reply or self.tools else len(self._asked) + 1)
-        return begin_chat(prompt, index)
+        return begin_chat(prompt, index, self._row)
 
     def step(self, action: str) -> StepResult:
         """Takes the answer of a turn and, at the end or at every turn, scores it."""

@@ -15,6 +15,7 @@ from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
 from gspo_envs.answer import TaskEnv
 
+_SALTS = 2**31
 _CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
 
 
@@ -23,13 +24,13 @@ class _OneWord(TaskEnv):
 
     words: ClassVar[tuple[str, ...]] = ("red", "green", "blue", "gold")
 
-    def __init__(self, turns: int, *, fewest: int = 1) -> None:
-        """Sets the maximum number of turns."""
+    def __init__(self, turns: int, *, fewest: int = 1, num_tasks: int = 1) -> None:
+        """Sets the maximum number of turns and the number of tasks."""
         if not fewest <= turns <= 64:
             name = type(self).__name__
             raise ConfigError(f"{name}: turns is {turns}, expected {fewest} to 64.")
         super().__init__(turns)
-        self.turns = turns
+        self.turns, self.num_tasks = turns, num_tasks
 
     def draw(self, options: dict[str, Any]) -> str:
         """Draws a new task."""
@@ -69,6 +70,10 @@ class _OneWord(TaskEnv):
         """Returns the reward, whether the episode ends, and its outcome so far."""
 
     @property
+    def _task_key(self) -> str:
+        return ""
+
+    @property
     def _last(self) -> bool:
         return self._turn + 1 == self.turns
 
@@ -83,6 +88,10 @@ class _Cued(_OneWord):
     def _draw(self) -> None:
         self._cues: list[int] = self.np_random.integers(len(_CUES), size=self.turns).tolist()
         self._hits = 0
+
+    @property
+    def _task_key(self) -> str:
+        return " ".join(_CUES[cue] for cue in self._cues)
 
     def _show(self) -> str:
         return _CUES[self._cues[self._turn]]
@@ -104,7 +113,7 @@ class AdditiveEnv(_Cued):
 
     def __init__(self, turns: int = 8) -> None:
         """Sets the number of turns."""
-        super().__init__(turns)
+        super().__init__(turns, num_tasks=len(_CUES) ** turns)
 
     def _play(self, word: str) -> tuple[float, bool, float]:
         right = word == self._right()
@@ -167,11 +176,15 @@ class RecurringEnv(_OneWord):
         """Sets the maximum turns and the size of the ring."""
         if not 3 <= rooms <= 16:
             raise ConfigError(f"Recurring: rooms is {rooms}, expected 3 to 16.")
-        super().__init__(turns)
+        super().__init__(turns, num_tasks=rooms * (rooms - 1))
         self.rooms = rooms
 
     def _draw(self) -> None:
         self._room, self._goal = self.np_random.choice(self.rooms, 2, replace=False).tolist()
+
+    @property
+    def _task_key(self) -> str:
+        return self._show()
 
     def _show(self) -> str:
         return f"room{self._room} goal{self._goal}"
@@ -203,10 +216,14 @@ class VariableLengthEnv(_OneWord):
 
     def __init__(self, turns: int = 6) -> None:
         """Sets the maximum turns."""
-        super().__init__(turns)
+        super().__init__(turns, num_tasks=turns)
 
     def _draw(self) -> None:
         self._best = int(self.np_random.integers(1, self.turns + 1))
+
+    @property
+    def _task_key(self) -> str:
+        return str(self._best)
 
     def _show(self) -> str:
         return f"turn{self._turn + 1} stop{self._best}"
@@ -233,12 +250,16 @@ class DistractorEnv(_Cued):
 
     def __init__(self, turns: int = 8, noise: float = 0.5) -> None:
         """Sets the number of turns and the noise."""
-        super().__init__(turns, fewest=2)
+        super().__init__(turns, fewest=2, num_tasks=len(_CUES) ** turns * _SALTS)
         self.noise = noise
 
     def _draw(self) -> None:
         super()._draw()
-        self._salt = int(self.np_random.integers(2**31))
+        self._salt = int(self.np_random.integers(_SALTS))
+
+    @property
+    def _task_key(self) -> str:
+        return f"{super()._task_key} {self._salt}"
 
     def _show(self) -> str:
         return super()._show() if self._turn % 2 == 0 else "noise"

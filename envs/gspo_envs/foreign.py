@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +17,14 @@ import numpy as np
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.seeding import global_generators_kept
-from gspo_envs.rows import TaskRows, begin_chat, read_chat
+from gspo_env.seeding import fingerprint, global_generators_kept
+from gspo_envs.rows import TaskRows, as_json, begin_chat, read_chat
 
 logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
+_LARGE = 4096
+"""Items of an attribute that is not part of a task key."""
 
 
 class PrivateRandom:
@@ -114,6 +116,11 @@ class RowEnv(ForeignEnv):
     _rows: TaskRows
     _seed: int | None = None
 
+    @property
+    def num_tasks(self) -> int:  # type: ignore[override]
+        """The number of rows."""
+        return len(self._rows)
+
     @abstractmethod
     def open(self, row: Any, index: int, seed: int) -> Any:
         """Begins an episode of a row and returns its chat."""
@@ -134,7 +141,7 @@ class RowEnv(ForeignEnv):
         chat = self.open(row, index, seed)
         name = type(self).__name__.removesuffix("Env")
         self.system_prompt, messages = read_chat(chat, f"{name}: prompt of row {index}")
-        return begin_chat(messages, index)
+        return begin_chat(messages, index, row)
 
 
 def load(module: str, package: str, extra: str) -> ModuleType:
@@ -153,6 +160,20 @@ def load(module: str, package: str, extra: str) -> ModuleType:
     finally:
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)
+
+
+def snapshot(*parts: Mapping[str, Any]) -> str:
+    """Returns a task key: a hash of the plain attributes of a game that has just begun.
+
+    Attributes that JSON cannot hold, large ones (word lists) and seeds are left out.
+    """
+    plain = []
+    for name, value in (item for part in parts for item in part.items()):
+        if name == "seed" or (hasattr(value, "__len__") and len(value) > _LARGE):
+            continue
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            plain.append((name, as_json(value)))
+    return fingerprint(repr(sorted(plain)))
 
 
 @contextlib.contextmanager

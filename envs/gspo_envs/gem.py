@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult
-from gspo_envs.foreign import ForeignEnv, check_name, load, making
+from gspo_envs.foreign import ForeignEnv, check_name, load, making, snapshot
 
 _END = "TERMINAL_STATE"
 
@@ -49,7 +49,8 @@ class GEMEnv(ForeignEnv):
         elif hasattr(self._inner, "idx"):
             self._inner.idx = 0  # the number of past episodes decides when it draws new data
         observation, info = self._inner.reset(seed=seed)
-        return _with_frame(observation, info), {}
+        # the observation also draws an example of an action, which is no part of the task
+        return _with_frame(observation, info), {"task_key": snapshot(vars(self._inner))}
 
     def act(self, action: str) -> StepResult:
         """Takes an action."""

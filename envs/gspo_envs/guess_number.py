@@ -29,7 +29,7 @@ class GuessNumberEnv(TaskEnv):
         super().__init__(max_turns)
         if high < 1:
             raise ConfigError(f"GuessNumber: high is {high}, expected at least 1.")
-        self.high = high
+        self.high = self.num_tasks = high
 
     def draw(self, options: dict[str, Any]) -> str:
         """Draws a new number."""
@@ -59,6 +59,10 @@ class GuessNumberEnv(TaskEnv):
         if noise > 0.0 and self.np_random.random() < noise:
             guess = int(self.np_random.integers(1, self.high + 1))
         return f"<guess>{guess}</guess>"
+
+    @property
+    def _task_key(self) -> str:
+        return str(self._number)
 
     @property
     def _state_key(self) -> str:

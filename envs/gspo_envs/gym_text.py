@@ -40,6 +40,8 @@ class _Known:
     """A terminal step with at least this reward is a success."""
     describe: Callable[[Any, Any], str]
     """Describes an observation, given the bare environment."""
+    task: Callable[[Any, Any], str] = lambda env, observation: str(observation)
+    """Names the drawn task, given the bare environment and the first observation."""
 
 
 def _blackjack(env: Any, observation: Any) -> str:
@@ -86,6 +88,7 @@ _KNOWN = {
         actions=("stick", "hit"),
         success=1.0,
         describe=_blackjack,
+        task=lambda env, observation: f"{env.player} {env.dealer}",
     ),
 }
 
@@ -148,10 +151,10 @@ class GymTextEnv(TextEnv):
         """Resets the inner environment with a seed drawn from ours."""
         super().reset(seed=seed, options=options)
         inner_seed, action_seed = (int(s) for s in self.np_random.integers(2**31, size=2))
-        observation, _ = self.inner.reset(seed=inner_seed, options=options or None)
+        observation, info = self.inner.reset(seed=inner_seed, options=options or None)
         self._actions.seed(action_seed)
         self._seen = observation
-        return self._show(observation), self._info(observation)
+        return self._show(observation), self._info(observation) | self._task(observation, info)
 
     def step(self, action: str) -> StepResult:
         """Parses an action and takes it.
@@ -194,6 +197,19 @@ class GymTextEnv(TextEnv):
     @cached_property
     def _policy(self) -> dict[int, int]:
         return _solve(getattr(self.inner.unwrapped, "P", None) or {})
+
+    @property
+    def num_tasks(self) -> int | None:  # type: ignore[override]
+        """The number of first states, if the environment has a table of their probabilities."""
+        starts = getattr(self.inner.unwrapped, "initial_state_distrib", None)
+        return None if starts is None else int(np.count_nonzero(starts))
+
+    def _task(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
+        """Returns the inner environment's own task key, or that of a known environment."""
+        key = info.get("task_key")
+        if key is None and self._known is not None:
+            key = self._known.task(self.inner.unwrapped, observation)
+        return {} if key is None else {"task_key": key}
 
     def _write(self, action: Any) -> str:
         space = self._actions

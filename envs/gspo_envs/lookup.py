@@ -6,6 +6,7 @@ from typing import Any
 
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
+from gspo_env.seeding import fingerprint
 from gspo_envs.answer import ChainEnv
 
 _WORDS = """
@@ -57,6 +58,10 @@ class LookupEnv(ChainEnv):
         self._links = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
         self._values = cycle[: hops + 1]
         return f'Follow {hops} {"link" if hops == 1 else "links"} from "{cycle[0]}".'
+
+    @property
+    def _task_key(self) -> str:
+        return fingerprint(self._left, *self._links)
 
     @tool
     def lookup(self, key: str) -> str:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import MissingExtraError
+from gspo_env.seeding import fingerprint
 from gspo_envs.foreign import ForeignEnv, check_name, load
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class MiniGridEnv(ForeignEnv):
         self._done: int | None = None
         self._lost = False
         self.max_turns = self._limit or self._game.unwrapped.max_steps
-        return f"Mission: {seen['mission']}.\n{describe(seen)}", self._info()
+        key = fingerprint(seen["mission"], self._game.unwrapped.hash(64))
+        return f"Mission: {seen['mission']}.\n{describe(seen)}", self._info() | {"task_key": key}
 
     def act(self, action: str) -> StepResult:
         """Takes an action."""

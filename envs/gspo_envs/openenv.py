@@ -75,7 +75,7 @@ class OpenEnvEnv(ForeignEnv):
         self._forgotten = weakref.finalize(self, _free, self._client)
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
-        """Begins an episode in this copy's session.
+        """Begins an episode in this copy's session; the server's metadata may have a `task_key`.
 
         Raises:
             ToolServerError: The server cannot be reached, is full or refuses the session.
@@ -88,7 +88,8 @@ class OpenEnvEnv(ForeignEnv):
                 f"OpenEnv: {self.url} began no episode ({type(error).__name__}: {error}); a full "
                 "server needs a lower rollout.concurrency or more sessions"
             ) from error
-        return self._read(result), {}
+        key = (result.metadata or {}).get("task_key")
+        return self._read(result), {} if key is None else {"task_key": key}
 
     def act(self, action: str) -> StepResult:
         """Sends an action; an action that has to be JSON and is not uses up the turn."""

@@ -130,10 +130,14 @@ class PythonToolEnv(AnswerEnv):
 
     def draw(self, options: dict[str, Any]) -> str:
         """Draws a new problem."""
-        question, self._program, self._value = _draw(self.np_random)
+        self._question, self._program, self._value = _draw(self.np_random)
         self._printed = False
         self._ran: tuple[str, ...] = ()
-        return question
+        return self._question
+
+    @property
+    def _task_key(self) -> str:
+        return self._question
 
     @tool
     def python(self, code: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult, extract_tag
 from gspo_env.errors import ConfigError
+from gspo_env.seeding import fingerprint
 from gspo_envs.foreign import ForeignEnv, check_name, load, making
 
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class ReasoningGymEnv(ForeignEnv):
         self._data = self._create(self.task, seed=seed, size=1, **self._kwargs)
         self._entry = self._data[0]
         self._left, self._best = self.attempts, 0.0
-        return str(self._entry["question"]), {}
+        question = str(self._entry["question"])
+        return question, {"task_key": fingerprint(question, str(self._entry["answer"]))}
 
     def act(self, action: str) -> StepResult:
         """Scores an answer."""

@@ -15,11 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 from gspo_env.env import background
-from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.importing import load_function
 from gspo_envs.rows import Message
 
+Ids = list[int]
 _IDLE = 0.005
 """Seconds without a new request after which a reward model runs its batch."""
 
@@ -157,6 +157,35 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Replaces TRL's logging functions."""
 
 
+def conversation_encoder(tokenizer: Any, most: int | None = None) -> Callable[[Attempt], Ids]:
+    """Returns a function that gives the ids of a conversation as a reward model reads them.
+
+    The ids are those of the tokenizer's chat template, or of the joined texts if it has none. No
+    message can contain a control token.
+
+    Args:
+        tokenizer: The reward model's tokenizer.
+        most: Maximum ids; the start of a longer conversation is left out.
+    """
+    from gspo_env.rollout import ChatTemplate, PlainText
+
+    keep = slice(None if most is None else -most, None)
+    if tokenizer.chat_template:
+        template = ChatTemplate(tokenizer)
+        return lambda a: template.ids((*a.prompt, *a.completion), generation=False)[keep]
+    plain = PlainText(tokenizer)
+    probe = tokenizer("a", return_special_tokens_mask=True)
+    ids, first = probe["input_ids"], probe["special_tokens_mask"].index(0)
+    before, behind = ids[:first], ids[first + probe["special_tokens_mask"].count(0) :]
+
+    def joined(attempt: Attempt) -> Ids:
+        text = "\n".join(m["content"] for m in (*attempt.prompt, *attempt.completion))
+        room = 0 if most is None else most - len(before) - len(behind)
+        return [*before, *plain.encode(text, first=True)[-room:], *behind]
+
+    return joined
+
+
 class RewardModel:
     """A `transformers` sequence classifier as a reward.
 
@@ -194,8 +223,9 @@ class RewardModel:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
         self.tokenizer.padding_side = "right"
-        self.tokenizer.truncation_side = "left"  # the answer is at the end
-        self._requests: queue.SimpleQueue[tuple[str, Future[float]]] = queue.SimpleQueue()
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        self._encode = conversation_encoder(self.tokenizer, most)
+        self._requests: queue.SimpleQueue[tuple[Ids, Future[float]]] = queue.SimpleQueue()
         self._serving = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -205,22 +235,16 @@ class RewardModel:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
                 self._thread.start()
-        request: tuple[str, Future[float]] = (self._text(attempt), Future())
+        request: tuple[Ids, Future[float]] = (self._encode(attempt), Future())
         self._requests.put(request)
         return request[1].result()
 
-    def score(self, texts: Sequence[str]) -> list[float]:
-        """Scores texts in one forward pass."""
+    def score(self, conversations: Sequence[Ids]) -> list[float]:
+        """Scores the ids of conversations in one forward pass."""
         import torch
 
-        batch = self.tokenizer(
-            list(texts),
-            return_tensors="pt",
-            padding=True,
-            truncation=True,
-            max_length=getattr(self.model.config, "max_position_embeddings", None),
-            add_special_tokens=not self.tokenizer.chat_template,
-        ).to(self.model.device)
+        rows = {"input_ids": list(conversations)}
+        batch = self.tokenizer.pad(rows, return_tensors="pt").to(self.model.device)
         with torch.inference_mode():
             logits = self.model(**batch).logits.float()
         if logits.shape[-1] > 1:
@@ -239,16 +263,6 @@ class RewardModel:
             )
         return names[label]
 
-    def _text(self, attempt: Attempt) -> str:
-        messages = [
-            # lone surrogates have no tokens
-            {**message, "content": clean(message["content"])}
-            for message in (*attempt.prompt, *attempt.completion)
-        ]
-        if self.tokenizer.chat_template:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
-        return "\n".join(message["content"] for message in messages)
-
     def _serve(self) -> None:
         while True:
             requests = [self._requests.get()]
@@ -258,7 +272,7 @@ class RewardModel:
             except queue.Empty:
                 pass
             try:
-                scores = self.score([text for text, _ in requests])
+                scores = self.score([ids for ids, _ in requests])
             except Exception as error:  # only the episodes of this batch fail
                 for _, future in requests:
                     future.set_exception(error)

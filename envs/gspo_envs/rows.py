@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from gspo_env.env.base import ResetResult, clean
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.seeding import HELD_OUT
+from gspo_env.seeding import HELD_OUT, fingerprint
 
 Message = dict[str, str]
 Rows = Sequence[Mapping[str, Any]]
@@ -35,6 +36,10 @@ class TaskRows:
         """Opens the rows."""
         self._train = open_rows(data, split, subset)
         self._share, self._eval = _held_out(held_out, data, subset)
+
+    def __len__(self) -> int:
+        """Returns the number of rows, those for evaluation included."""
+        return len(self._train) + len(self._eval or ())
 
     def pick(
         self, rng: np.random.Generator, seed: int | None = None, wanted: Any = None
@@ -78,12 +83,45 @@ def read_chat(value: Any, where: str) -> tuple[str | None, list[Message]]:
     return system, messages
 
 
-def begin_chat(messages: Sequence[Message], index: int) -> ResetResult:
+def begin_chat(messages: Sequence[Message], index: int, row: Any) -> ResetResult:
     """Returns the result of `reset` for a row's chat; the last message is the observation."""
     info: dict[str, Any] = {"row": index}
+    if (key := _row_key(row)) is not None:
+        info["task_key"] = key
     if len(messages) > 1:
         info["messages"] = list(messages[:-1])
     return messages[-1]["content"], info
+
+
+def as_json(value: Any) -> str:
+    """Returns a value as JSON, the same for equal values; it may have arrays, sets and dates.
+
+    Raises:
+        TypeError: It has other objects.
+        ValueError: It contains itself.
+    """
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is not plain data")
+
+
+def _row_key(row: Any) -> str | None:
+    """Returns a hash of a row, so that equal rows are one task; None if it is not plain data."""
+    content = row if isinstance(row, Mapping) else getattr(row, "hash", None)
+    if content is None:
+        return None
+    try:
+        return fingerprint(as_json(content))
+    except (TypeError, ValueError):
+        return None
 
 
 def open_rows(source: Any, split: str = "train", subset: str | None = None) -> Rows:

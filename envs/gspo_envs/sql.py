@@ -11,6 +11,7 @@ import numpy as np
 from gspo_env.env.base import extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, parse_tool_calls, tool
 from gspo_env.errors import ConfigError
+from gspo_env.seeding import fingerprint
 from gspo_envs.answer import AnswerEnv
 from gspo_envs.read_only_sqlite import MOST_ROWS, Database, Row, SQLError, is_short
 
@@ -216,14 +217,20 @@ class SQLEnv(AnswerEnv):
         return f"<answer>{sql}</answer>" if answers else format_tool_call("query", {"sql": sql})
 
     @property
+    def _task_key(self) -> str:
+        return fingerprint(self._problem.question, *self._scripts)
+
+    @property
     def _state_key(self) -> str:
         return repr((self._listed, sorted(self._seen), sorted(self._queried)))
 
     def _draw(self) -> bool:
         """Draws a problem; False if its answer is empty, ambiguous, or the same on both."""
         self._problem = _draw_problem(self.np_random)
-        scripts = [_draw_script(self.np_random, self._problem.names, self.rows) for _ in range(2)]
-        self._use([Database(script) for script in scripts])
+        self._scripts = [
+            _draw_script(self.np_random, self._problem.names, self.rows) for _ in range(2)
+        ]
+        self._use([Database(script) for script in self._scripts])
         self._schemas = dict(self._databases[0].select(_SCHEMA))
         gold = self._problem.gold
         answers = [_counted(database.select(gold)) for database in self._databases]

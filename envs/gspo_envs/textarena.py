@@ -9,7 +9,7 @@ from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.importing import load_function
-from gspo_envs.foreign import ForeignEnv, check_name, load, making
+from gspo_envs.foreign import ForeignEnv, check_name, load, making, snapshot
 
 Opponent = Callable[[random.Random, str], str]
 """Chooses the action of another player from that player's observation."""
@@ -68,7 +68,10 @@ class TextArenaEnv(ForeignEnv):
         self._outer: Any = self._textarena.make(self.game, **self._kwargs)
         self._outer.reset(num_players=self.players, seed=seed)
         self._rng = random.Random(seed)
-        return self._read(self._let_others_move()), {}
+        observation = self._read(self._let_others_move())
+        seen = {"observation": observation}
+        key = snapshot(seen, vars(self._bare), self._bare.state.game_state)
+        return observation, {"task_key": key}
 
     def act(self, action: str) -> StepResult:
         """Plays the policy's turn and those of all other players."""

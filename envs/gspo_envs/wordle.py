@@ -36,6 +36,7 @@ class WordleEnv(TaskEnv):
     def __init__(self, max_turns: int = 6, words_only: bool = False) -> None:
         """Sets the number of guesses."""
         super().__init__(max_turns)
+        self.num_tasks = len(WORDS)
         self._limit, self.words_only = max_turns, words_only
 
     def draw(self, options: dict[str, Any]) -> str:
@@ -77,6 +78,10 @@ class WordleEnv(TaskEnv):
         pool = WORDS if 2 < len(possible) <= 8 else tuple(possible)
         best = max(pool, key=lambda guess: (_information(guess, possible), guess in possible))
         return f"<guess>{best}</guess>"
+
+    @property
+    def _task_key(self) -> str:
+        return self._word
 
     @property
     def _state_key(self) -> str:

@@ -124,12 +124,13 @@ def _split(order: Order, low: int, high: int) -> list[tuple[int, int]]:
 def split_minibatches(
     sequences: Sequence[IntArray], count: int, generator: np.random.Generator
 ) -> list[list[int]]:
-    """Partitions into random minibatches that keep sequences with a common prefix together.
+    """Partitions into random minibatches of equal size, give or take one.
 
-    The units are the largest parts of the tree that fit a minibatch. In random order and from a
-    random offset they fill a cycle of `len(sequences)` slots, which is cut into `count` equal
-    intervals; a unit goes to the interval of its midpoint. So every sequence is equally likely to
-    be in every minibatch, and no minibatch is empty.
+    Sequences with a common prefix stay together where that is possible. The units are the largest
+    parts of the tree that fit a minibatch. In random order and from a random offset they fill a
+    cycle of `len(sequences)` slots, which is cut into `count` equal intervals; a unit goes to the
+    interval of its midpoint. Then minibatches that got too many give their last sequences to those
+    that got too few. So every sequence is equally likely to be in every minibatch.
     """
     order = sort_by_prefix(sequences)
     minibatches: list[list[int]] = [[] for _ in range(count)]
@@ -141,7 +142,23 @@ def split_minibatches(
         middle = (offset + (high - low) / 2) % size
         minibatches[min(int(middle * count / size), count - 1)] += order.ids[low:high]
         offset += high - low
+    _level(minibatches, generator)
     return minibatches
+
+
+def _level(minibatches: list[list[int]], generator: np.random.Generator) -> None:
+    """Moves sequences until the sizes differ by at most one; the largest stay the larger ones."""
+    least, extra = divmod(sum(map(len, minibatches)), len(minibatches))
+    ranked = sorted(generator.permutation(len(minibatches)), key=lambda n: -len(minibatches[n]))
+    spare: list[int] = []
+    for rank, n in enumerate(ranked):
+        room = least + (rank < extra)
+        spare += minibatches[n][room:]
+        del minibatches[n][room:]
+    for rank, n in enumerate(ranked):
+        missing = least + (rank < extra) - len(minibatches[n])
+        minibatches[n] += spare[:missing]
+        del spare[:missing]
 
 
 def _units(order: Order, largest: int) -> list[tuple[int, int]]:

@@ -46,21 +46,25 @@ class PackedBatch:
     input_ids_T: Tensor
     positions_T: Tensor
     lengths_B: tuple[int, ...]
+    counts_B: tuple[int, ...]
+    """Model tokens of each sequence."""
+    num_turns: int
+    """One more than the largest turn."""
     runs: tuple[Run, ...]
     """How sequences share tokens; empty if they share none."""
     uses_T: Tensor
     """The number of sequences that each token of the row belongs to."""
-    distinct_M: Tensor | None
-    """Index of each unique (position, target) pair; None if all are unique."""
-    expand_N: Tensor | None
-    """Index into `distinct_M` of each model token."""
     source_N: Tensor
     target_N: Tensor
     sequence_N: Tensor
     turn_N: Tensor
     advantages_N: Tensor
-    engine_logprobs_N: Tensor | None
+    engine_logprobs_N: Tensor | None = None
     """None if they are not known for every sample."""
+    distinct_M: Tensor | None = None
+    """Index of each unique (position, target) pair; None if all are unique."""
+    expand_N: Tensor | None = None
+    """Index into `distinct_M` of each model token."""
 
 
 def to_sample(episode: Episode, advantages: FloatArray) -> Sample:

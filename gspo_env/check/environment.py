@@ -20,7 +20,9 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
-from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv
+from gspo_env.credit.scores import ScoreChoice
+from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv, attribute, clean
+from gspo_env.env.info import declared_score
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.rollout.play import Situation, play
@@ -71,13 +73,14 @@ def check_env(
     seed: int = 0,
     actions: Policy | None = None,
     max_turns: int = 32,
-) -> None:
+) -> ScoreChoice:
     """Checks that an environment keeps the contract of `TextEnv`, and closes it.
 
     Runs Gymnasium's own checker, then plays episodes. The checks are: types and spaces; finite
     rewards; no exception on hostile actions; no control token from environment text; the same
     episode for the same seed and actions, also beside another copy of the environment and in any
-    state of the global random generators; `reset` in the middle of an episode and after `close`.
+    state of the global random generators; `reset` in the middle of an episode and after `close`;
+    task keys that fit `num_tasks`.
 
     Args:
         env: The environment, or a specification for `make_env`.
@@ -85,6 +88,10 @@ def check_env(
         seed: The first seed.
         actions: Policy that plays the episodes; by default a random and hostile one.
         max_turns: Turns after which an episode is abandoned.
+
+    Returns:
+        The rewards that training uses (`score`) and why (`reason`): those that the environment
+        declares, or else what the episodes of the check contain.
 
     Raises:
         EnvironmentCheckError: A check failed; the message says which and how.
@@ -100,9 +107,10 @@ def check_env(
     with global_generators_kept():
         try:
             check.everything(seed, episodes)
+            return check.score()
         except EnvironmentCheckError:
             raise
-        except EnvironmentContractError as error:
+        except (ConfigError, EnvironmentContractError) as error:
             raise EnvironmentCheckError(str(error)) from error
         finally:
             made.close()
@@ -114,6 +122,10 @@ class _Check:
     def __init__(self, env: Any, name: str, policy: Policy, max_turns: int) -> None:
         self.env, self.name, self.policy, self.max_turns = env, name, policy, max_turns
         self.chat = _chat()
+        self.played: list[Episode] = []
+        self.num_tasks = attribute(env, "num_tasks", None)
+        self.tasks: set[str | None] = set()
+        """The task keys that were drawn."""
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
         raise EnvironmentCheckError(f"{self.name}: {what}") from cause
@@ -125,6 +137,13 @@ class _Check:
             self.repeats(n)
         self.reset_at_any_time(seed)
         self.by_gymnasium()
+
+    def score(self) -> ScoreChoice:
+        """Returns the rewards that training would use."""
+        declared = declared_score(self.name, self.env)
+        choice = ScoreChoice(self.name, declared, "the environment declares it" if declared else "")
+        choice.see(self.played, attribute(self.env, "gives_outcome", None))
+        return choice
 
     def spaces(self) -> None:
         for name in ("observation_space", "action_space"):
@@ -145,8 +164,8 @@ class _Check:
 
     def hostile_actions(self, seed: int) -> None:
         """Plays each hostile action as the first of an episode."""
-        for action in HOSTILE:
-            self.finish(self.running(self.env, seed, action))
+        for n, action in enumerate(HOSTILE):
+            self.finish(self.running(self.env, seed + n, action))
 
     def repeats(self, seed: int) -> None:
         """Plays three times: twice alone, then beside a copy that plays another seed."""
@@ -217,11 +236,23 @@ class _Check:
                     beside = None
         if episode.error is not None:
             self.fail(episode.error)
+        self.played.append(episode)
         self.text(episode.final_observation, None if episode.turns else episode.prompt)
+        self.task(episode)
         self.misplaced("reset", episode.reset.extra, StepInfo)
         for turn in episode.turns:
             self.misplaced("step", turn.info.extra, ResetInfo)
         return episode
+
+    def task(self, episode: Episode) -> None:
+        """Checks that all resets have a task key or none has, and that there are not too many."""
+        key, seed, number = episode.reset.task_key, episode.task.seed, self.num_tasks
+        if self.tasks and (key is None) != (None in self.tasks):
+            self.fail(f"reset has a task_key only for some seeds; seed {seed} gave {key!r}.")
+        self.tasks.add(key)
+        if number is not None and (not isinstance(number, int) or number < len(self.tasks)):
+            drawn = f"{len(self.tasks)} task{'s' * (len(self.tasks) > 1)}"
+            self.fail(f"num_tasks is {number!r}, expected at least the {drawn} that were drawn.")
 
     def misplaced(self, method: str, extra: Mapping[str, Any], other: type) -> None:
         """Rejects keys that are read only from the other method's `info`."""
@@ -234,16 +265,14 @@ class _Check:
         if not self.env.observation_space.contains(observation):
             space = self.env.observation_space
             self.fail(f"an observation of {len(observation)} characters is outside {space}.")
+        if observation != clean(observation):
+            self.fail(f"{_short(observation)} cannot be tokenised: it has lone surrogates.")
         plain = prompt
         if prompt is not None:
             prompt = replace(prompt, system=prompt.system or "x")
             messages = tuple(replace(message, content="x") for message in prompt.messages)
             plain = Prompt(system="x", messages=messages)
-        try:
-            ids = self.ids(observation, prompt)
-        except Exception as error:
-            self.fail(f"{_short(observation)} cannot be tokenised: {error}", error)
-        if self.controls(ids) != self.controls(self.ids("x", plain)):
+        if self.controls(self.ids(observation, prompt)) != self.controls(self.ids("x", plain)):
             self.fail("its text became a control token when it was tokenised.")
 
     def ids(self, observation: str, prompt: Prompt | None) -> tuple[int, ...]:

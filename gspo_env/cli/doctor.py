@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import psutil
 import tyro
 from packaging.requirements import Requirement
 
@@ -72,7 +75,10 @@ def _device() -> Finding:
         free, total = torch.cuda.mem_get_info()
         text = f"{torch.cuda.get_device_name()}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         return Finding(name="device", ok=True, text=text)
-    return Finding(name="device", ok=True, text=f"CPU, {os.cpu_count()} cores")
+    text = f"CPU, {os.cpu_count()} cores"
+    if torch.backends.mps.is_available():
+        text += "; Apple's GPU is not used"
+    return Finding(name="device", ok=True, text=text)
 
 
 def _vision() -> Finding:
@@ -160,7 +166,44 @@ def _vllm_memory() -> str:
 
 
 def _free_memory() -> float:
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    """Returns the bytes that programs can still take: of the machine, and of the container."""
+    return min(float(psutil.virtual_memory().available), _room_in_container())
+
+
+def _room_in_container(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> float:
+    """Returns the bytes that the limits of this process's control groups leave, or infinity.
+
+    Args:
+        root: Where control groups are mounted, of version 2 or 1.
+        own: The file with the groups of this process.
+    """
+    rooms = [math.inf]
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        top = root / "memory" if kinds else root
+        names = ("limit_in_bytes", "usage_in_bytes", "total_") if kinds else ("max", "current", "")
+        group = top / path.lstrip("/")
+        rooms += [
+            _room(folder, *names)
+            for folder in (group, *group.parents)
+            if top in (folder, *folder.parents)
+        ]
+    return max(0.0, min(rooms))
+
+
+def _room(folder: Path, limit: str, used: str, prefix: str) -> float:
+    """Returns the bytes that one control group leaves; files in its cache can be dropped."""
+    try:
+        most, taken = ((folder / f"memory.{name}").read_text().strip() for name in (limit, used))
+        stat = (folder / "memory.stat").read_text().split()
+    except OSError:
+        return math.inf
+    cached = dict(zip(stat[::2], stat[1::2], strict=True)).get(f"{prefix}inactive_file", "0")
+    return math.inf if most == "max" else float(most) - float(taken) + float(cached)
 
 
 def _vllm_import() -> str:
@@ -173,14 +216,17 @@ def _vllm_import() -> str:
 
 def _model(name: str) -> Finding:
     from gspo_env.errors import GspoEnvError
+    from gspo_env.model.check import check_engine
     from gspo_env.model.load import load_model
+    from gspo_env.rollout.settings import RolloutConfig
     from gspo_env.rollout.transcript import ChatTokenizer
 
     try:
         model, tokenizer = load_model(name)
         ChatTokenizer(tokenizer)
+        check = check_engine(model, RolloutConfig().max_context)
     except GspoEnvError as error:
         return Finding(name="model", ok=False, text=str(error))
-    return Finding(
-        name="model", ok=True, text=f"{model.num_parameters():,} parameters, chat template"
-    )
+    way = f"{check.way}: {check.reason}" if check.reason else str(check.way)
+    text = f"{model.num_parameters():,} parameters, chat template, {way}"
+    return Finding(name="model", ok=True, text=text)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Envs:
-    """List the environments."""
+    """List the environments, or check one."""
+
+    check: str = ""
+    """Checks this environment instead, and says from which rewards it is trained."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment to check, such as `hops=4`."""
 
     def run(self) -> None:
-        """Prints one line for each environment."""
-        from gspo_env.env.registration import describe_envs
+        """Prints one line for each environment, or the result of the check."""
+        from gspo_env.check.environment import check_env
+        from gspo_env.env.registration import describe_envs, make_env
 
+        if self.check:
+            choice = check_env(make_env(self.check, **self.env_kwargs))
+            print(f"{self.check} has no fault.")
+            print(f"Score: {choice.score or 'not decided'}, because {choice.reason}.")
+            return
         for env in describe_envs():
             tools = f"  [tools: {', '.join(env.tools)}]" if env.tools else ""
             print(f"{env.id:24} {env.summary}{tools}")

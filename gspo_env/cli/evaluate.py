@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gspo_env.errors import ConfigError
 from gspo_env.types import Group
 
+if TYPE_CHECKING:
+    from gspo_env.training.split import Split
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluate:
-    """Play held-out tasks with a trained folder, a hub model or a scripted agent."""
+    """Play the tasks of an evaluation with a trained folder, a hub model or a scripted agent."""
 
     model: str = ""
     """A trained folder, a hub id, or `scripted`."""
     env: str = ""
     """Environment; a trained folder's own by default."""
-    tasks: int = 256
-    """Held-out tasks."""
+    tasks: int = 0
+    """Tasks; by default as many as the folder's training held out, or 256."""
     samples: int = 1
     """Episodes of each task, for pass@k and pass^k."""
     seed: int = 0
@@ -28,32 +32,36 @@ class Evaluate:
         """Prints success with a 95 % interval."""
         from gspo_env.env.registration import load_agent
 
-        if self.tasks < 1 or self.samples < 1:
+        if self.tasks < 0 or self.samples < 1:
             raise ConfigError(
-                f"tasks is {self.tasks} and samples {self.samples}; expected at least 1"
+                f"tasks is {self.tasks} and samples {self.samples}; expected at least 0 and 1"
             )
         if not self.model:
             raise ConfigError("model is ''; expected a folder, a hub id or 'scripted'")
         if self.model == "scripted":
             agent = load_agent("scripted")(self.env or "gspo/Lookup-v0")
-            print_scores(agent.evaluate(self.tasks, self.samples))
+            tasks = self.tasks or 256
+            print_scores(agent.evaluate(tasks, self.samples), agent.split(tasks))
         else:
             agent = load_agent("gspo").load(self.model, self.env)
-            print_scores(agent.evaluate(self.tasks, self.samples, self.seed))
+            groups = agent.evaluate(self.tasks, self.samples, self.seed)
+            print_scores(groups, agent.split(self.tasks))
 
 
-def print_scores(groups: Sequence[Group]) -> None:
+def print_scores(groups: Sequence[Group], split: Split) -> None:
     """Prints success, return, turns, pass@k and pass^k."""
     from gspo_env.compare.stats import pass_at_k, pass_hat_k, success_interval
 
     wins = [[bool(e.success) for e in group.episodes] for group in groups]
     episodes = [e for group in groups for e in group.episodes]
-    low, high = success_interval(wins)
+    by_task: dict[str, list[bool]] = {}
+    for key, row in zip(split.keys, wins, strict=True):
+        by_task.setdefault(key, []).extend(row)
+    low, high = success_interval(list(by_task.values()), tasks=split.distinct)
     size = len(wins[0])
     rate = sum(map(sum, wins)) / len(episodes)
-    print(
-        f"success  {rate:.1%}  (95 % interval {low:.1%} to {high:.1%}; {len(wins)} tasks x {size})"
-    )
+    print(f"success  {rate:.1%}  (95 % interval {low:.1%} to {high:.1%})")
+    print(f"tasks    {split}" + (f"; {size} samples of each" if size > 1 else ""))
     print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):.3f}")
     print(f"turns    {sum(len(e.turns) for e in episodes) / len(episodes):.2f}")
     for k in sorted({1, size} | {2**n for n in range(1, 10) if 2**n <= size}):

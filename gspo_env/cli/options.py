@@ -18,6 +18,7 @@ from gspo_env.registry import BUILTIN, name_of, names
 
 _TRL = {
     "beta": "loss.kl-coef",
+    "bf16": "model-dtype bfloat16",
     "epsilon": "loss.clip-low",
     "epsilon_high": "loss.clip-high",
     "gradient_checkpointing": "learner.checkpointing",
@@ -30,6 +31,7 @@ _TRL = {
     "output_dir": "output",
     "report_to": "tracker",
     "scale_rewards": "advantage.scale",
+    "torch_dtype": "model-dtype",
     "use_vllm": "engine vllm",
     "vllm_mode": "engine",
 }

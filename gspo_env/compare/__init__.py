@@ -1,8 +1,10 @@
 """Controlled comparison: arms over problems and paired seeds, in parallel, resumable.
 
 A problem is a config; an arm is a set of changes to it. For each seed, every arm of a problem
-starts from the same warmed-up model and plays the same tasks, with the same number of episodes and
-updates. Each run writes its own file when it ends, so a comparison that was stopped can be resumed.
+starts from the same warmed-up model and has the same tasks of evaluation; an arm that changes the
+model or the recipe gets a start of its own. Curves are over training episodes, so arms may differ
+in their steps, tasks and groups. Each run writes its own file when it ends, so a comparison that
+was stopped can be resumed.
 """
 
 import lazy_loader

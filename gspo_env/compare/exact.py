@@ -20,7 +20,7 @@ from gspo_env.learner.loss import RatioLevel
 from gspo_env.learner.objectives import packed_policy_loss
 from gspo_env.types import FloatArray, Group, IntArray, Task, bare_episode
 
-_TASK = Task(env_id="tabular", seed=0)
+TASK = Task(env_id="tabular", seed=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +87,40 @@ def may_stop(turns: int) -> Problem:
     problem = additive(turns)
     problem.after[:, 3] = -1
     return problem
+
+
+def all_right(turns: int) -> Problem:
+    """Makes a problem with one reward: action 0 in every turn earns 1 on the last."""
+    # states (turn, right so far): 0, then (1, no), (1, yes), (2, no), ...
+    states = 1 + 2 * (turns - 1)
+    after = np.full((states, 4), -1)
+    reward = np.zeros((states, 4))
+    for turn in range(turns - 1):
+        wrong = 2 * turn + 1
+        for state in {max(wrong - 2, 0), max(wrong - 1, 0)}:
+            after[state] = wrong
+        after[max(wrong - 1, 0), 0] = wrong + 1
+    reward[-1, 0] = 1.0
+    return Problem(after=after, reward=reward)
+
+
+def look_up(hops: int, turns: int) -> Problem:
+    """Makes the default environment in small: right hops earn 0.2, then the answer earns 1.
+
+    Action 0 is the right hop and 1 the answer, which ends the episode and is right after all hops;
+    2 is a wrong hop and 3 a wrong answer. The episode is over after the last turn.
+    """
+    width = hops + 1  # states (turn, hops so far)
+    after = np.full((turns * width, 4), -1)
+    reward = np.zeros((turns * width, 4))
+    for state in range(turns * width):
+        done = state % width
+        if state + width < turns * width:
+            after[state, [0, 2]] = state + width
+            after[state, 0] += done < hops
+        reward[state, 0] = 0.2 * (done < hops)
+        reward[state, 1] = float(done == hops)
+    return Problem(after=after, reward=reward)
 
 
 def probabilities(problem: Problem, logits: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -232,9 +266,9 @@ def _sample_group(
             state = int(problem.after[state, action])
         rewards = [float(problem.reward[pair]) for pair in walk]
         states = [str(state) for state, _ in walk]
-        episodes.append(bare_episode(_TASK, [problem.tokens] * len(walk), rewards, states))
+        episodes.append(bare_episode(TASK, [problem.tokens] * len(walk), rewards, states))
         walks.append(walk)
-    return Group(task=_TASK, episodes=tuple(episodes)), walks
+    return Group(task=TASK, episodes=tuple(episodes)), walks
 
 
 def _gradients(

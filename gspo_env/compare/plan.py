@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_env.config import Config, override, resolve
+from gspo_env.config import Config, override, resolve, to_dict
 from gspo_env.errors import ConfigError
+
+_PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
+"""Fields that no arm may change: they decide the tasks, or the comparison sets them."""
+_START = ("env", "env_kwargs", "eval_tasks", "model", "recipe", "rewritten_history")
+"""Fields that decide the model that a run starts from, beside the seed and `lora_rank`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +56,9 @@ class Comparison:
             )
         if self.seeds < 1 or self.workers < 0:
             raise ConfigError("seeds has to be at least 1 and workers at least 0")
-        for name in self.problems:
-            budgets = {arm.name: self.budget(name, arm) for arm in self.arms}
-            if len(set(budgets.values())) > 1:
-                raise ConfigError(
-                    f"arms of {name} differ in (episodes, updates): {budgets}; expected the same"
-                )
+        for problem in self.problems.values():
+            for arm in self.arms:
+                _refuse_other_tasks(problem, arm)
 
     def config(self, problem: str, arm: Arm, seed: int) -> Config:
         """Returns the config of one run."""
@@ -68,6 +70,27 @@ class Comparison:
         config = self.config(problem, arm, 0)
         episodes = config.steps * config.tasks_per_step * config.rollout.group_size
         return episodes, config.steps * config.learner.minibatches
+
+    def same_start(self, problem: str, arm: Arm) -> bool:
+        """Returns whether an arm starts from the same model as the first one."""
+        first = self.config(problem, self.arms[0], 0)
+        return start_settings(self.config(problem, arm, 0)) == start_settings(first)
+
+
+def start_settings(config: Config) -> dict[str, Any]:
+    """Returns the settings that decide the model that a run starts from, except for the seed."""
+    tree = to_dict(config)
+    return {name: tree[name] for name in _START} | {"lora_rank": config.learner.lora_rank}
+
+
+def _refuse_other_tasks(problem: Config, arm: Arm) -> None:
+    changed = change(problem, arm.changes)
+    for name in _PROBLEM:
+        if getattr(changed, name) != getattr(problem, name):
+            raise ConfigError(
+                f"arm {arm.name!r} changes {name} to {getattr(changed, name)!r}; expected the same "
+                "in all arms of a problem, because arms play the same tasks"
+            )
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gspo_env.compare.plan import Arm, Comparison
+from gspo_env.compare.plan import Arm, Comparison, start_settings
 from gspo_env.compare.record import Recorder
-from gspo_env.config import Config, to_toml
+from gspo_env.config import Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
@@ -41,7 +41,7 @@ class Run:
     seed: int
     config: Config
     start: Path | None
-    """Folder of the model that all arms start from; None if the config names a model."""
+    """Folder of the model that the run starts from; None if the config names a model."""
     folder: Path
 
     @property
@@ -60,10 +60,17 @@ class Result:
     error: str = ""
     """The error of a failed run, else empty."""
 
-    def curve(self, metric: str) -> tuple[list[int], list[float]]:
-        """Returns the steps and values of a metric."""
-        points = [(step, m[metric]) for step, m in self.history if metric in m]
+    def curve(self, metric: str) -> tuple[list[float], list[float]]:
+        """Returns the values of a metric, and the training episodes played before each."""
+        points = [(self._before(step, m), m[metric]) for step, m in self.history if metric in m]
         return [p[0] for p in points], [p[1] for p in points]
+
+    def _before(self, step: int, metrics: Mapping[str, float]) -> float:
+        for name in ("rollout/episodes_before", "eval/episodes_before"):
+            if name in metrics:
+                return metrics[name]
+        config = self.run.config
+        return float(step * config.tasks_per_step * config.rollout.group_size)
 
 
 def compare(
@@ -97,12 +104,16 @@ def compare(
         say(f"{len(played)} of {len(runs)} runs have a result already")
     with Recorder(tracker, output, _describe(comparison), say) as record:
         for run in played:
-            _keep(record, read(run))
+            result = read(run)
+            _score(result, comparison.metric)
+            _keep(record, result)
         for run in _played(waiting, comparison.workers or os.cpu_count() or 1, say):
             result = read(run)
             _keep(record, result)
             say(f"{run.name}: {_score(result, comparison.metric)}")
         results = [read(run) for run in runs]
+        for line in mixed_scores(results):
+            say(line)
         for path in report(results):
             record.artifact(path)
     return results
@@ -147,6 +158,21 @@ def read(run: Run) -> Result:
     return Result(run=run, **json.loads((run.folder / "result.json").read_text()))
 
 
+def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
+    """Yields a warning for each problem whose runs decided to learn from different rewards."""
+    found: dict[str, dict[str, str]] = {}
+    for result in results:
+        run = result.run
+        if run.config.credit.score == "auto" and not result.error:
+            score = read_toml(run.folder / "config.toml")["credit"]["score"]
+            found.setdefault(run.problem, {}).setdefault(score, run.name)
+    for problem, runs in found.items():
+        decided = {score: name for score, name in runs.items() if score != "auto"}
+        if len(decided) > 1:
+            examples = ", ".join(f"{score} ({name})" for score, name in decided.items())
+            yield f"runs of {problem} learned from different rewards: {examples}; set --score"
+
+
 def _describe(comparison: Comparison) -> dict[str, Any]:
     return {
         "arms": [arm.name for arm in comparison.arms],
@@ -176,18 +202,22 @@ def _claim(comparison: Comparison, output: Path) -> None:
 def planned(comparison: Comparison, output: Path) -> Iterator[Run]:
     """Yields every run of a comparison, seed by seed."""
     for seed in range(comparison.seeds):
-        for problem, base in comparison.problems.items():
-            start = None if base.model else output / "starts" / f"{_slug(problem)}-seed{seed}"
+        for problem in comparison.problems:
             for arm in comparison.arms:
-                folder = output / "runs" / _slug(problem) / _slug(arm.name) / f"seed{seed}"
+                config = comparison.config(problem, arm, seed)
+                start = f"{_digest(repr(start_settings(config)))}-seed{seed}"
                 yield Run(
                     problem=problem,
                     arm=arm,
                     seed=seed,
-                    config=comparison.config(problem, arm, seed),
-                    start=start,
-                    folder=folder,
+                    config=config,
+                    start=None if config.model else output / "starts" / start,
+                    folder=output / "runs" / _slug(problem) / _slug(arm.name) / f"seed{seed}",
                 )
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _slug(name: str) -> str:
@@ -196,7 +226,7 @@ def _slug(name: str) -> str:
 
 
 def _prepare(run: Run) -> None:
-    """Warms up a model and saves it for all arms of a problem and seed."""
+    """Warms up a model and saves it for all runs that start from it."""
     assert run.start is not None
     agent = load_agent("gspo")(config=run.config)
     agent.warm_up()

@@ -13,17 +13,28 @@ from gspo_env.types import FloatArray
 
 
 def success_interval(
-    successes_per_task: Sequence[Sequence[float]], *, confidence: float = 0.95, seed: int = 0
+    successes_per_task: Sequence[Sequence[float]],
+    *,
+    tasks: int | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
 ) -> tuple[float, float]:
     """Computes a confidence interval of the success rate over tasks.
 
     Uses Wilson's interval if each task has one sample. Otherwise a percentile bootstrap resamples
     tasks and keeps the samples of a task together, because they are not independent. Two
     cases leave a bootstrap nothing to resample: for a single task, Wilson's interval over its
-    samples is used; for equal rates in all tasks, Wilson's interval with one trial per task.
+    samples is used; for equal rates in all tasks, Wilson's interval with one trial per task. If
+    there are fewer tasks than rows, Wilson's interval with one trial per task is used too.
 
     Shapes:
         successes_per_task: one row per task with its samples, 0 or 1.
+
+    Args:
+        successes_per_task: The samples; tasks may have different numbers of them.
+        tasks: The number of different tasks; by default every row is one.
+        confidence: Probability that the interval contains the rate.
+        seed: Seed of the bootstrap.
 
     Raises:
         ConfigError: There is no task, a task has no samples, or a value is not 0 or 1.
@@ -40,15 +51,21 @@ def success_interval(
     if not np.isin(values, (0.0, 1.0)).all():
         raise ConfigError("successes_per_task has other values; expected 0 or 1 for each sample")
     means = np.array([row.mean() for row in rows])
+    if tasks is not None and tasks < len(rows):
+        return _wilson(round(float(values.mean()) * tasks), tasks, confidence)
     if len(rows) == 1 or all(len(row) == 1 for row in rows):
         return _wilson(int(values.sum()), len(values), confidence)
     if np.ptp(means) == 0:
         return _wilson(round(float(means.sum())), len(means), confidence)
     from scipy.stats import bootstrap
 
-    result = bootstrap(
-        (means,), np.mean, confidence_level=confidence, method="percentile", rng=seed
-    )
+    sums, sizes = np.array([row.sum() for row in rows]), np.array([len(row) for row in rows])
+
+    def rate(sums: FloatArray, sizes: FloatArray, axis: int) -> Any:
+        return sums.sum(axis) / sizes.sum(axis)
+
+    options = {"confidence_level": confidence, "method": "percentile", "rng": seed}
+    result = bootstrap((sums, sizes), rate, paired=True, vectorized=True, **options)
     low, high = result.confidence_interval
     return float(low), float(high)
 
@@ -95,8 +112,9 @@ def interquartile_interval(
 ) -> tuple[FloatArray, FloatArray]:
     """Computes a stratified bootstrap interval of the interquartile mean over all runs.
 
-    Runs are resampled within each stratum (a problem), so that each keeps its number of runs. If
-    each stratum has one run, or all runs are equal, both bounds are the interquartile mean.
+    Runs are resampled within each stratum (a problem), so that each keeps its number of runs. The
+    run of a stratum of one is in every resample. If each stratum has one run, or all runs are
+    equal, both bounds are the interquartile mean.
 
     Shapes:
         strata: one (..., runs) array per problem; bounds: (...).
@@ -111,20 +129,29 @@ def interquartile_interval(
 
     if not strata or any(rows.shape[-1] == 0 for rows in strata):
         raise ConfigError("a problem has no runs; expected at least one run of each problem")
-    if all(rows.shape[-1] == 1 for rows in strata):
+    single = [rows for rows in strata if rows.shape[-1] == 1]
+    several = [rows for rows in strata if rows.shape[-1] > 1]
+    if not several:
         value = np.asarray(interquartile_mean(np.concatenate(strata, axis=-1)))
         return value, value
 
     def statistic(*samples: FloatArray, axis: int) -> Any:
-        return interquartile_mean(np.concatenate(samples, axis=axis), axis)
+        lead = samples[0].shape[:-1]
+        rows = [r if r.ndim == samples[0].ndim else r[..., None, :] for r in single]  # (..., B, 1)
+        fixed = [np.broadcast_to(r, (*lead, 1)) for r in rows]
+        return interquartile_mean(np.concatenate([*samples, *fixed], axis=axis), axis)
 
     options = {"n_resamples": resamples, "confidence_level": confidence, "axis": -1, "rng": seed}
-    low, high = bootstrap(strata, statistic, method="percentile", **options).confidence_interval
+    low, high = bootstrap(several, statistic, method="percentile", **options).confidence_interval
     return np.asarray(low), np.asarray(high)
 
 
-def probability_of_improvement(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def probability_of_improvement(
+    ours: Sequence[float] | FloatArray, theirs: Sequence[float] | FloatArray
+) -> float:
     """Estimates P(a run of `ours` scores above a run of `theirs`); ties count one half.
+
+    A run that failed scores minus infinity: it is below every other and ties with its like.
 
     Source:
         Mann-Whitney U divided by the number of pairs; rliable, arXiv 2108.13264, section 4.3.

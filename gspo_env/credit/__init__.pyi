@@ -8,3 +8,5 @@ from .estimators import NormalizeThenAccumulate as NormalizeThenAccumulate
 from .estimators import Outcome as Outcome
 from .estimators import ReturnsToGo as ReturnsToGo
 from .estimators import TurnPlusOutcome as TurnPlusOutcome
+from .scores import ScoreChoice as ScoreChoice
+from .scores import turn_rewards as turn_rewards

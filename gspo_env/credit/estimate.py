@@ -6,21 +6,26 @@ Axis letters: G episodes, K turns, N model tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
+from gspo_env.credit.scores import contents
 from gspo_env.credit.statistics import MIN_SCALE, fallbacks, std_of, usable
 from gspo_env.errors import ConfigError
-from gspo_env.registry import name_of
-from gspo_env.types import FloatArray, Group
+from gspo_env.registry import check_literals, name_of
+from gspo_env.types import FloatArray, Group, Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CreditConfig:
     """Settings that apply to the advantages of every estimator."""
 
+    score: Literal["auto", "turns", "outcome", "sum"] = "auto"
+    """Rewards to learn from: those of the turns, the outcome at the last turn, or the sum of both.
+    `auto` takes what the environment declares as `credit_score`, or what its first episodes
+    contain. The estimators `outcome` and `turn_plus_outcome` have their own and refuse this."""
     rms: float = 0.0
     """Scales the advantages of every batch to this root mean square over turns; 0 turns this
     off."""
@@ -29,6 +34,7 @@ class CreditConfig:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
+        check_literals(self)
         if not 0 <= self.rms < float("inf"):
             raise ConfigError(f"rms is {self.rms!r}; expected a number of at least 0")
 
@@ -46,6 +52,13 @@ class Credit:
     rms: float
     """Root mean square of the advantages."""
 
+    def blind(self, groups: Sequence[Group]) -> bool:
+        """Returns whether all advantages are zero although outcomes of a group differ."""
+        used = [[group.episodes[i] for i in usable(group)] for group in groups]
+        by_token = any(t.info.token_advantages for row in used for e in row for t in e.turns)
+        differ = any(len({episode.outcome for episode in row}) > 1 for row in used)
+        return self.zero_variance_groups == 1.0 and differ and not by_token
+
     def metrics(self) -> dict[str, float]:
         """Returns the statistics by metric name."""
         return {
@@ -61,12 +74,15 @@ def estimate(groups: Sequence[Group], estimator: Any, config: CreditConfig | Non
     Args:
         groups: The groups of a rollout batch.
         estimator: An `Estimator`, or any object with its method `advantages`.
-        config: Scaling of the whole batch.
+        config: The score and the scaling of the whole batch; the score `auto` is decided from all
+            groups together.
 
     Raises:
         ConfigError: The estimator returned arrays of a wrong shape, or with invalid values.
     """
     config = config or CreditConfig()
+    score = _score_of(groups) if config.score == "auto" else config.score
+    groups = [replace(group, score=score) for group in groups]
     name = name_of("advantage", estimator)
     rows = [_checked(name, group, estimator.advantages(group)) for group in groups]
     if getattr(estimator, "scale", "") == "batch":
@@ -84,6 +100,11 @@ def estimate(groups: Sequence[Group], estimator: Any, config: CreditConfig | Non
         baseline_fallbacks=sum(map(fallbacks, groups)) if counts else 0,
         rms=rms,
     )
+
+
+def _score_of(groups: Sequence[Group]) -> Score:
+    found = contents([episode for group in groups for episode in group.episodes])
+    return "outcome" if found == (False, True) else "turns"
 
 
 def _trained(groups: Sequence[Group], rows: Sequence[Sequence[FloatArray]]) -> FloatArray:

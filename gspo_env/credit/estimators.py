@@ -1,8 +1,8 @@
 """The built-in estimators: settings and one method, from a group to one array an episode.
 
 Notation: G episodes, K turns, turns counted from 1. G_ik is the return-to-go of episode i at turn
-k, the sum over l >= k of gamma^(l-k) r_il. Episodes that ended in an error or have no turn enter
-no statistic and get zeros.
+k, the sum over l >= k of gamma^(l-k) r_il, where `turn_rewards` gives the rewards r_il of the
+group's score. Episodes that ended in an error or have no turn enter no statistic and get zeros.
 
 A baseline "at turn k" is the mean over the other episodes j that have a turn k (K_j >= k); a
 finished episode does not count as zero. If fewer than 3 episodes, including i, have a turn k, the
@@ -18,6 +18,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from gspo_env.credit.scores import turn_rewards
 from gspo_env.credit.statistics import (
     MIN_PEERS,
     anchors,
@@ -31,7 +32,7 @@ from gspo_env.credit.statistics import (
 )
 from gspo_env.errors import ConfigError
 from gspo_env.registry import check_literals
-from gspo_env.types import Episode, FloatArray, Group
+from gspo_env.types import Episode, FloatArray, Group, Score
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,14 +42,17 @@ class Estimator:
     The built-in subclasses implement `compare`, which gets usable episodes only.
     """
 
-    scale: Literal["std", "none", "batch"] = "std"
-    """Divisor: the group's standard deviation, 1, or the whole batch's standard deviation. With
-    `batch`, `advantages` does not divide and `estimate` does."""
+    scale: Literal["none", "batch", "std"] = "none"
+    """Divisor: 1, the standard deviation of all advantages of the batch, or that of the group,
+    which is a bias (see docs/credit.md). With `batch`, `advantages` does not divide and `estimate`
+    does."""
     ddof: int = 0
     """Delta degrees of freedom of the standard deviation, 0 or 1."""
 
     compares_turns: ClassVar[bool] = False
     """Whether an episode is compared with the others at the same turn, so that fallbacks count."""
+    uses_score: ClassVar[bool] = True
+    """Whether the estimator reads `Group.score`; if not, the setting `credit.score` is refused."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
@@ -68,12 +72,12 @@ class Estimator:
         """
         rows, used = [np.zeros(len(e.turns)) for e in group.episodes], usable(group)
         if len(used) >= 2:
-            compared = self.compare([group.episodes[i] for i in used])
+            compared = self.compare([group.episodes[i] for i in used], group.score)
             for i, row in zip(used, compared, strict=True):
                 rows[i] = row
         return rows
 
-    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """Computes the advantages of at least two usable episodes of a group."""
         raise NotImplementedError(f"{type(self).__name__} has neither `advantages` nor `compare`")
 
@@ -83,9 +87,9 @@ class Estimator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Estimator):
-    """One advantage for a whole episode: (score - baseline) / scale.
+    """One advantage for a whole episode: (outcome - baseline) / scale.
 
-    `score` is the sum of the per-turn rewards (`return`) or `Episode.outcome` (`outcome`).
+    The outcome is `Episode.outcome`: the environment's own, or else the sum of the turn rewards.
     Leave-one-out with scale `none` is RLOO; the mean with scale `none`, together with the loss
     `dr_grpo`, is Dr. GRPO.
 
@@ -94,16 +98,15 @@ class Outcome(Estimator):
     """
 
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """What is subtracted from an episode's score."""
-    score: Literal["return", "outcome"] = "return"
-    """An episode's score: the sum of its per-turn rewards, or its outcome."""
+    """What is subtracted from an episode's outcome."""
+    uses_score: ClassVar[bool] = False
 
-    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""
-        scores = [e.outcome if self.score == "outcome" else e.rewards.sum() for e in episodes]
-        centred_G = values_G = np.array(scores) - np.mean(scores)
+        outcomes_G = np.array([e.outcome for e in episodes])
+        centred_G = values_G = outcomes_G - outcomes_G.mean()
         if self.baseline == "leave_one_out":
-            # r_i minus the mean of the others is the mean-centred score times n / (n - 1)
+            # O_i minus the mean of the others is the mean-centred outcome times n / (n - 1)
             values_G = centred_G * len(episodes) / (len(episodes) - 1)
         rows = [np.full(len(e.turns), value) for e, value in zip(episodes, values_G, strict=True)]
         return divided(rows, centred_G, self.scale, self.ddof)
@@ -129,8 +132,9 @@ class TurnPlusOutcome(Estimator):
     turn_weight: float = 1.0
     """Weight of the turn's own reward, lambda."""
     compares_turns: ClassVar[bool] = True
+    uses_score: ClassVar[bool] = False
 
-    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""
         whole = self._z(np.array([e.outcome for e in episodes]))
         by_turn = z_by_turn([e.rewards for e in episodes], self.scale, self.ddof)
@@ -155,9 +159,9 @@ class ReturnsToGo(Estimator):
     """Discount per turn, in [0, 1]."""
     compares_turns: ClassVar[bool] = True
 
-    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""
-        returns = [discounted(e.rewards, self.gamma) for e in episodes]
+        returns = [discounted(turn_rewards(e, score), self.gamma) for e in episodes]
         baselines, means = turn_baselines(returns)
         deviations = np.concatenate([g - m for g, m in zip(returns, means, strict=True)])
         values = [g - b for g, b in zip(returns, baselines, strict=True)]
@@ -184,11 +188,11 @@ class GiGPO(Estimator):
     step_weight: float = 1.0
     """Weight of the comparison from equal states, omega."""
 
-    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""
-        whole = self._z(np.array([e.rewards.sum() for e in episodes]))
+        whole = self._z(np.array([turn_rewards(e, score).sum() for e in episodes]))
         rows = [np.full(len(e.turns), z) for e, z in zip(episodes, whole, strict=True)]
-        returns = [discounted(e.rewards, self.gamma) for e in episodes]
+        returns = [discounted(turn_rewards(e, score), self.gamma) for e in episodes]
         for visits in anchors(episodes).values():
             z_visits = self._z(np.array([returns[i][k] for i, k in visits]))
             for (i, k), z in zip(visits, z_visits, strict=True):
@@ -220,9 +224,9 @@ class NormalizeThenAccumulate(Estimator):
     root: bool = False
     """Divides each sum by the square root of its number of terms."""
 
-    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""
-        rewards = [e.rewards for e in episodes]
+        rewards = [turn_rewards(e, score) for e in episodes]
         if self.per == "turn":
             z = z_by_turn(rewards, self.scale, self.ddof)
         else:
@@ -239,9 +243,10 @@ class GroupGAE(Estimator):
     V_ik is the mean return-to-go of the other episodes from the same `Turn.state_key`, if at least
     3 episodes, including i, visited it; else the leave-one-out baseline at turn k.
     delta_ik = r_ik + gamma * V_i(k+1) - V_ik and A_ik = sum over l >= k of
-    (gamma * lam)^(l-k) delta_il, over the group's standard deviation. V is 0 after termination;
-    after truncation it is the mean return-to-go of the others from the state that was cut, else of
-    those that had one turn more, else 0. With lam = 1, no state keys and no truncation these are
+    (gamma * lam)^(l-k) delta_il, over the group's standard deviation. V is 0 after termination, and
+    after every end if the score contains the outcome. Else, after truncation, it is the mean
+    return-to-go of the others from the state that was cut, else of those that had one turn more,
+    else 0. With lam = 1, no state keys and no truncation these are
     `returns_to_go` before scaling.
 
     Source:
@@ -258,18 +263,21 @@ class GroupGAE(Estimator):
     """Lambda of the generalised advantage estimation, in [0, 1]."""
     compares_turns: ClassVar[bool] = True
 
-    def compare(self, episodes: Sequence[Episode]) -> Sequence[FloatArray]:
+    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
         """See `Estimator.compare`."""
-        returns = [discounted(e.rewards, self.gamma) for e in episodes]
+        rewards = [turn_rewards(e, score) for e in episodes]
+        returns = [discounted(rewards_K, self.gamma) for rewards_K in rewards]
         values, _ = turn_baselines(returns)
         for visits in anchors(episodes).values():
             if len({i for i, _ in visits}) >= MIN_PEERS:
                 for i, k in visits:
                     values[i][k] = np.mean([returns[j][m] for j, m in visits if j != i])
         rows = []
-        for i, (episode, value_K) in enumerate(zip(episodes, values, strict=True)):
-            next_K = np.append(value_K[1:], value_after(episodes, returns, i))
-            delta_K = episode.rewards + self.gamma * next_K - value_K
+        for i, (rewards_K, value_K) in enumerate(zip(rewards, values, strict=True)):
+            # an outcome is final, also where it is that of an episode that was cut
+            after = value_after(episodes, returns, i) if score == "turns" else 0.0
+            next_K = np.append(value_K[1:], after)
+            delta_K = rewards_K + self.gamma * next_K - value_K
             rows.append(discounted(delta_K, self.gamma * self.lam))
         everything = np.concatenate(rows)
         return divided(rows, everything - everything.mean(), self.scale, self.ddof)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from gspo_env.errors import EngineError
 
@@ -60,21 +60,49 @@ class Engine(Protocol):
         """Frees everything."""
 
 
+@runtime_checkable
+class CopiesWeights(Protocol):
+    """An engine with its own copies of the weights: training compares them after each update."""
+
+    copies: int
+    """Number of copies, such as one for each server."""
+    dtype: str
+    """Dtype of the weights, such as `bfloat16`."""
+    tolerance: float | None
+    """Greatest mean difference from the trainer's log-probabilities; None follows from the dtype.
+    """
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
+    ) -> Completion:
+        """See `Engine.generate`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformers:
     """Continuous batching over the learner's own weights, in this process."""
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
-        """Starts the engine with the weights of a model.
+        """Starts the engine with the weights of a model, one sequence a pass if it needs that.
 
         Args:
             model: The learner's causal LM.
             max_slots: Maximum number of concurrent sequences.
             max_context: Maximum tokens of one sequence.
+
+        Raises:
+            ModelError: The model gives other log-probabilities with a cache.
         """
         from gspo_env.engines.transformers import TransformersEngine
+        from gspo_env.engines.unbatched import UnbatchedEngine
+        from gspo_env.model.check import Way, check_engine
 
-        return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
+        check = check_engine(model, max_context)
+        if check.way is not Way.ALONE:
+            return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
+        return UnbatchedEngine(
+            model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns
+        )
 
 
 def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) -> None:

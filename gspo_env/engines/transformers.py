@@ -15,13 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.upload import upload
 from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
-from gspo_env.engines.kv_cache import KVCache
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.kv_cache import KVCache
 
 
 @dataclass(slots=True)
@@ -207,7 +209,8 @@ class TransformersEngine:
             slot.tokens.extend(feed)
             del request.pending[: len(feed)]
         ready = [n for n, request in enumerate(rows) if not request.pending]
-        self._sample([rows[n] for n in ready], logits[ready] if len(ready) < len(rows) else logits)
+        if ready:
+            self._sample(rows, logits, ready)
         self._running = [r for r in self._running if r.slot is not None]
 
     def _feeds(self, rows: list[_Request]) -> list[list[int]]:
@@ -219,12 +222,12 @@ class TransformersEngine:
             feeds.append(request.pending[:size])
         return feeds
 
-    def _sample(self, requests: list[_Request], logits: Tensor) -> None:
-        if not requests:
-            return
+    def _sample(self, rows: list[_Request], logits: Tensor, ready: list[int]) -> None:
+        requests = [rows[n] for n in ready]
         draws = [r.draw() for r in requests]
         temperatures = [r.sampling.temperature for r in requests]
-        tokens, logprobs = sample(logits, temperatures, draws)
+        chosen = ready if len(ready) < len(rows) else None
+        tokens, logprobs = sample(logits, temperatures, draws, chosen)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             request.token_ids.append(token)
             request.logprobs.append(logprob)
@@ -249,26 +252,41 @@ class TransformersEngine:
 
 
 def sample(
-    logits: Tensor, temperatures: Sequence[float], draws: Sequence[float]
+    logits: Tensor,
+    temperatures: Sequence[float],
+    draws: Sequence[float],
+    rows: Sequence[int] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Samples one id of each row by inverse transform sampling; returns ids and log-probabilities.
 
+    A GPU is waited for once, for the results.
+
     Args:
-        logits: (B, V).
+        logits: (B, V), or more rows if `rows` selects B of them.
         temperatures: (B,); 0 takes the most likely id and its log-probability at temperature 1.
         draws: (B,) uniform numbers in [0, 1).
+        rows: (B,) positions of rows; None for all.
     """
-    scale = torch.tensor([t or 1.0 for t in temperatures], device=logits.device)
+    if logits.device.type == "mps":  # it has no float64
+        logits = logits.cpu()
+    arrays: list[np.ndarray[Any, Any]] = [
+        np.array([t or 1.0 for t in temperatures], dtype=np.float32),
+        np.array(draws, dtype=np.float64),
+        np.array([t == 0 for t in temperatures]),
+        np.array(() if rows is None else rows, dtype=np.int64),
+    ]
+    scale, draw, greedy, chosen = upload(arrays, logits.device)
+    logits = logits if rows is None else logits.index_select(0, chosen)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
     # float64, because rounding in a float32 sum would make the last ids of a large vocabulary rarer
     total = logprobs.double().exp().cumsum(-1)
-    target = torch.tensor(draws, dtype=torch.float64, device=logits.device) * total[:, -1]
+    target = draw * total[:, -1]
     ids = torch.searchsorted(total, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
     if 0 in temperatures:
-        greedy = torch.tensor([t == 0 for t in temperatures], device=logits.device)[:, None]
-        ids = torch.where(greedy, logprobs.argmax(-1, keepdim=True), ids)
-    picked = logprobs.gather(-1, ids)
-    return ids[:, 0].tolist(), picked[:, 0].tolist()
+        ids = torch.where(greedy[:, None], logprobs.argmax(-1, keepdim=True), ids)
+    # float64 holds every id and every float32 exactly
+    picked = torch.cat([ids.double(), logprobs.gather(-1, ids).double()], dim=-1).tolist()
+    return [int(token) for token, _ in picked], [logprob for _, logprob in picked]
 
 
 def _common(held: list[int], prompt: list[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 
@@ -64,8 +64,13 @@ class TextEnv(gymnasium.Env[str, str]):
     outcome_if_cut: float = 0.0
     """Outcome of an episode that the rollout cut, if finished ones have an `episodic_reward`. It
     must not exceed the worst outcome of a finished episode, or the policy learns to be cut."""
+    credit_score: Literal["turns", "outcome", "sum"] | None = None
+    """Rewards that estimators of returns learn from: those of the turns, the outcome at the last
+    turn, or the sum of both; None infers it from the first episodes of a run."""
     max_turns: int | None = None
     """Turns after which `end_turn` truncates the episode."""
+    num_tasks: int | None = None
+    """Number of different tasks that `reset` can draw, if they are few; None if it is unknown."""
 
     _turn: int = 0
     """Turns that `end_turn` has counted in this episode."""

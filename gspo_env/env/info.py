@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentContractError
-from gspo_env.types import Message, Prompt, ResetInfo, StepInfo
+from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
 Reader = tuple[Callable[[Any], Any], str]
@@ -63,13 +63,40 @@ def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
 
     The environment's `system_prompt` and `tools` are looked up through wrappers; `info` overrides
     them.
+
+    Raises:
+        EnvironmentContractError: The system prompt is no text, or a tool is no `Tool`.
     """
     info = info or ResetInfo()
+    name = env.spec.id if env.spec else type(env.unwrapped).__name__
     system, messages = attribute(env, "system_prompt", None), info.messages
     if messages and messages[0].role == "system":
         system, messages = messages[0].content, messages[1:]
+    if system is not None:
+        system = _value(name, "system_prompt", system, _TEXT)
     tools = attribute(env, "tools", ()) if info.tools is None else info.tools
-    return Prompt(system=system, tools=tuple(tools), messages=messages)
+    tools = _value(name, "tools", tools, _RESET["tools"])
+    return Prompt(system=system, tools=tools, messages=messages)
+
+
+def declared_score(env_id: str, env: TextEnvironment) -> Score | None:
+    """Returns the score that an environment declares, looked up through its wrappers.
+
+    An environment that declares that it gives no outcome has only the rewards of its turns.
+
+    Raises:
+        EnvironmentContractError: `credit_score` is not a score, or is `sum` without outcomes.
+    """
+    score: Score | None = attribute(env, "credit_score", None)
+    without = attribute(env, "gives_outcome", None) is False
+    if score is None:
+        return "turns" if without else None
+    if score not in get_args(Score):
+        expected = f"one of {get_args(Score)}"
+        raise _fault(env_id, "credit_score", score, expected)
+    if score == "sum" and without:
+        raise _fault(env_id, "credit_score", score, "'turns', because gives_outcome is False")
+    return score
 
 
 def try_out(env_id: str, env: TextEnvironment) -> None:

@@ -10,6 +10,7 @@ from .loss import ClipSettings as ClipSettings
 from .loss import DrGRPO as DrGRPO
 from .loss import Loss as Loss
 from .loss import LossInput as LossInput
+from .masters import Masters as Masters
 from .objectives import ObjectiveOutput as ObjectiveOutput
 from .objectives import importance_weights as importance_weights
 from .objectives import packed_policy_loss as packed_policy_loss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -18,13 +19,16 @@ from transformers import get_scheduler
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
-from gspo_env.errors import BatchError, ConfigError, MissingExtraError
+from gspo_env.errors import BatchError, ConfigError, MissingExtraError, TrainingError
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import Loss, LossInput
+from gspo_env.learner.masters import Masters
 from gspo_env.learner.objectives import ObjectiveOutput
 from gspo_env.learner.settings import LearnerConfig
-from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +69,7 @@ class Learner:
 
     Raises:
         ConfigError: `loss` is not a loss, or more than one process was launched.
+        ModelError: No way to run the model gives its own log-probabilities.
     """
 
     def __init__(
@@ -82,8 +87,11 @@ class Learner:
                 "gspo_env.learner.Loss"
             )
         self.loss, self.config = loss, config
-        use_ragged_attention(model)
-        self.accelerator = Accelerator()
+        check = check_model(model)
+        self._share = check.way is Way.SHARED
+        how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
+        # Accelerate would move the model to Apple's GPU, on which nothing here was tested
+        self.accelerator = Accelerator(cpu=torch.backends.mps.is_available(), mixed_precision="no")
         if self.accelerator.num_processes > 1:
             raise ConfigError(
                 f"{self.accelerator.num_processes} processes were launched; expected 1, since "
@@ -92,20 +100,20 @@ class Learner:
         reference = copy.deepcopy(model) if loss.needs_reference and not _adapted(model) else None
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        bf16 = config.precision == "bfloat16"
-        weights = [p for p in model.parameters() if p.requires_grad]
-        for parameter in weights if bf16 else ():
-            parameter.data = parameter.data.float()
-        optimizer = make_optimizer(config, weights)
+        self.model = self.accelerator.prepare(model)
+        self.masters = Masters(self.policy)
+        optimizer = make_optimizer(config, list(self.masters.tensors.values()))
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
         self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.scorer = Scorer(self.model, self.policy, temperature, bf16)
+        self.optimizer = self.accelerator.prepare(optimizer)
+        self.scorer = Scorer(self.model, self.policy, temperature, **how)
+        self._losses: list[Tensor] = []
+        self._skipped_in_a_row = 0
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False)
-            self._reference = Scorer(reference, reference, temperature, bf16)
+            self._reference = Scorer(reference, reference, temperature, **how)
 
     @property
     def policy(self) -> Any:
@@ -119,19 +127,28 @@ class Learner:
             samples: At least one with a model token.
             seed: Seed of the split into minibatches.
 
+        The metrics describe the steps that were not skipped.
+
         Raises:
             BatchError: No sample has a model token, the loss needs log-probabilities of the engine
-                that are not known, or the loss is not a finite scalar.
+                that are not known, or the loss is not a scalar with a gradient.
+            TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
         started = time.perf_counter()
         passes: list[PassStats] = []
         grad_norms = []
-        for minibatch in self.score(self.prepare(samples, seed)):
-            passes += self.backward(minibatch)
-            grad_norms.append(self.step())
+        minibatches = self.score(self.prepare(samples, seed))
+        for minibatch in minibatches:
+            results = self.backward(minibatch)
+            norm = self.step()
+            if math.isfinite(norm):
+                passes += results
+                grad_norms.append(norm)
         stats = UpdateStats(
             passes=tuple(passes),
             grad_norms=tuple(grad_norms),
+            skipped_steps=len(minibatches) - len(grad_norms),
+            loss_scale=self.masters.loss_scale if self.masters.scaled else None,
             learning_rate=float(self.scheduler.get_last_lr()[0]),
             seconds=time.perf_counter() - started,
             clip_range=self.loss.clip_range,
@@ -145,9 +162,7 @@ class Learner:
             BatchError: No sample has a model token, or log-probabilities of the engine are needed
                 and not known.
         """
-        samples = [s for s in samples if s.mask.any()]
-        if not samples:
-            raise BatchError("no sample has a model token; expected at least one")
+        samples = _with_model_tokens(samples)
         if self.loss.needs_engine_logprobs and any(s.engine_logprobs is None for s in samples):
             raise BatchError(
                 "the engine's log-probabilities of some samples are not known; expected them where "
@@ -161,7 +176,7 @@ class Learner:
         return [self._minibatch([samples[i] for i in part], n == 0) for n, part in enumerate(parts)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
-        rows = microbatches(samples, self.config.microbatch_tokens)
+        rows = microbatches(samples, self.config.microbatch_tokens, share=self._share)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row)) for row in rows),
             first=first,
@@ -171,7 +186,7 @@ class Learner:
 
     def pack(self, samples: Sequence[Sample]) -> PackedBatch:
         """Packs samples into one row on the learner's device."""
-        return pack(samples, self.accelerator.device)
+        return pack(samples, self.accelerator.device, share=self._share)
 
     def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Adds the log-probabilities of pi_old and of the reference; call it before the first step.
@@ -212,7 +227,7 @@ class Learner:
         """Adds the gradient of a scored minibatch; returns the numbers of each pass.
 
         Raises:
-            BatchError: The loss is not a finite scalar with a gradient.
+            BatchError: The loss is not a scalar with a gradient.
         """
         return [self._backward(m, minibatch) for m in minibatch.microbatches]
 
@@ -228,7 +243,7 @@ class Learner:
             row_loss = coefficient * router_balance.loss * len(row.lengths_B)
             total = total + row_loss / minibatch.episodes
             router_balance = replace(router_balance, loss=router_balance.loss.detach())
-        self.accelerator.backward(total)
+        self._add_gradient(total)
         return PassStats(
             row=row,
             output=replace(output, loss=output.loss.detach()),
@@ -261,37 +276,87 @@ class Learner:
             reference_logprobs_N=reference_N,
             engine_logprobs_N=row.engine_logprobs_N,
             num_sequences=len(row.lengths_B),
+            num_turns=row.num_turns,
             episodes=minibatch.episodes,
             tokens=minibatch.tokens,
         )
 
+    def _add_gradient(self, loss: Tensor) -> None:
+        with self.masters.collecting():
+            self.accelerator.backward(loss * self.masters.loss_scale)
+        self._losses.append(loss.detach())
+
     def step(self) -> float:
-        """Clips the gradient and takes one optimiser step; returns the norm before the clip."""
+        """Clips the gradient and takes one optimiser step; returns the norm before the clip.
+
+        If the norm is not finite, the step is skipped: the gradient is dropped, and the weights,
+        the optimiser and the learning rate stay as they are.
+
+        Raises:
+            TrainingError: `max_skipped_steps` steps in a row were skipped.
+        """
         limit = self.config.max_grad_norm or math.inf
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
-        self.optimizer.step()
+        norm = float(self.accelerator.clip_grad_norm_(self.masters.tensors.values(), limit))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.masters.write()
+            self.scheduler.step()
+            self._policy_is_reference = False
+            self._skipped_in_a_row = 0
         self.optimizer.zero_grad()
-        self.scheduler.step()
-        self._policy_is_reference = False
+        losses, self._losses = self._losses, []
+        if not math.isfinite(norm):
+            self._report_skip(norm, float(sum(losses)))
         return norm
 
+    def _report_skip(self, norm: float, loss: float) -> None:
+        """Logs a skipped step and counts it, unless a lower loss scale may prevent the next."""
+        seen = f"the loss is {loss:g} and the norm of its gradient is {norm:g}"
+        if math.isfinite(loss) and self.masters.lower_scale():
+            scale = self.masters.loss_scale
+            logger.warning("skipped an optimiser step: %s; new loss scale %g", seen, scale)
+            return
+        logger.warning("skipped an optimiser step: %s", seen)
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self.config.max_skipped_steps:
+            raise TrainingError(
+                f"{self._skipped_in_a_row} optimiser steps in a row were skipped: in the last one, "
+                f"{seen}; expected finite numbers, lower learning_rate or correct the loss"
+            )
+
     def imitate(self, samples: Sequence[Sample]) -> float:
-        """Takes one step of maximum likelihood on the model tokens; returns the mean loss."""
-        minibatch = self._minibatch(samples, first=True)
-        loss_sum = 0.0
+        """Takes one step of maximum likelihood on the model tokens; returns the mean loss.
+
+        Raises:
+            BatchError: No sample has a model token.
+            TrainingError: `max_skipped_steps` steps in a row were skipped.
+        """
+        minibatch = self._minibatch(_with_model_tokens(samples), first=True)
         for microbatch in minibatch.microbatches:
-            loss = -self.scorer(microbatch.row)[0].logprobs_N.sum() / minibatch.tokens
-            self.accelerator.backward(loss)
-            loss_sum += float(loss.detach())
+            logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
+            self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
+        loss = sum(self._losses)
         self.step()
-        return loss_sum
+        return float(loss)
+
+
+def _with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
+    """Leaves out samples without a model token.
+
+    Raises:
+        BatchError: None is left.
+    """
+    kept = [s for s in samples if s.mask.any()]
+    if not kept:
+        raise BatchError("no sample has a model token; expected at least one")
+    return kept
 
 
 def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutput:
     """Checks the output of a loss, which a user may have written; only its loss keeps a gradient.
 
     Raises:
-        BatchError: The loss is not a finite scalar with a gradient, or a part has another shape.
+        BatchError: The loss is not a scalar with a gradient, or a part has another shape.
     """
     name = type(loss).__name__
     if not isinstance(output, ObjectiveOutput):
@@ -304,10 +369,8 @@ def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutpu
         if not isinstance(values, Tensor) or values.shape != shape:
             got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
             raise BatchError(f"the {part} of {name} is {got}; expected a tensor of shape {shape}")
-    if not (output.loss.isfinite() and output.loss.requires_grad):
-        raise BatchError(
-            f"the loss of {name} is {output.loss}; expected a finite number with a gradient"
-        )
+    if not output.loss.requires_grad:
+        raise BatchError(f"the loss of {name} is {output.loss}; expected a number with a gradient")
     return replace(output, **{part: values.detach() for part, values in known.items()})
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.sample import PackedBatch
-from gspo_env.learner.objectives import ObjectiveOutput
+from gspo_env.learner.objectives import ObjectiveOutput, segment_sizes
 from gspo_env.model.experts import RouterBalance
 
 
@@ -29,12 +30,32 @@ class PassStats:
     before_N: Tensor | None
     """Log-probabilities by the policy before the first step; None if they are not known."""
 
-    @property
-    def mismatch_N(self) -> Tensor | None:
-        """Trainer's less engine's log-probabilities before the update; None if not known."""
-        if self.before_N is None or self.row.engine_logprobs_N is None:
-            return None
-        return self.before_N - self.row.engine_logprobs_N
+    def numbers(self, clip_range: tuple[float, float] | None) -> dict[str, Tensor]:
+        """Returns what the metrics are made of, still on the device; leaves out what is not known.
+
+        `mismatch` is the size of the trainer's less the engine's log-probabilities, (N,).
+        """
+        output, balance = self.output, self.router_balance
+        means = {
+            "ratio": output.ratio,
+            "clipped": output.clipped,
+            "kl": output.kl,
+            "entropy": self.entropy_N,
+            "top1": self.top1_N,
+        }
+        found = {k: _float(v).mean() for k, v in means.items() if v is not None}
+        found["loss"] = output.loss
+        if output.ratio is not None:
+            found |= {"ratio_min": output.ratio.min(), "ratio_max": output.ratio.max()}
+        if balance is not None:
+            found["router_loss"] = balance.loss
+            found |= {"load_max": balance.load.max(), "load_min": balance.load.min()}
+        if self.before_N is not None and self.row.engine_logprobs_N is not None:
+            mismatch_N = self.before_N - self.row.engine_logprobs_N
+            found["mismatch"] = mismatch_N.abs().float()
+            if clip_range is not None:
+                found["outside"] = _outside(self.row, mismatch_N, *clip_range)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +63,13 @@ class UpdateStats:
     """Results of an update."""
 
     passes: tuple[PassStats, ...]
+    """Those of the steps that were not skipped."""
     grad_norms: tuple[float, ...]
-    """One for each optimiser step."""
+    """One for each step that was not skipped."""
+    skipped_steps: int
+    """Steps whose gradient was not finite."""
+    loss_scale: float | None
+    """None unless the model has float16 weights."""
     learning_rate: float
     seconds: float
     clip_range: tuple[float, float] | None
@@ -51,71 +77,86 @@ class UpdateStats:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name, without those that are not known."""
-        steps = len(self.grad_norms)
-        computed = sum(len(p.row.input_ids_T) for p in self.passes)
-        tokens = sum(sum(p.row.lengths_B) for p in self.passes)
-        metrics = {
-            "train/loss": sum(float(p.output.loss) for p in self.passes) / steps,
-            "train/grad_norm": sum(self.grad_norms) / steps,
+        always: dict[str, float | None] = {
+            "train/skipped_steps": float(self.skipped_steps),
             "train/learning_rate": self.learning_rate,
-            "train/ratio": self._mean(lambda p: p.output.ratio),
-            "train/ratio_min": self._extreme(torch.min, lambda p: p.output.ratio),
-            "train/ratio_max": self._extreme(torch.max, lambda p: p.output.ratio),
-            "train/clipped_fraction": self._mean(lambda p: p.output.clipped),
-            "train/kl": self._mean(lambda p: p.output.kl),
-            "train/entropy": self._mean(lambda p: p.entropy_N),
-            "train/top1": self._mean(lambda p: p.top1_N),
-            "train/router_loss": self._router(lambda b: b.loss),
-            "train/expert_load_max": self._router(lambda b: b.load.max()),
-            "train/expert_load_min": self._router(lambda b: b.load.min()),
-            **self._mismatch(),
-            "train/shared_fraction": 1 - computed / tokens,
-            "train/tokens_per_second": tokens / self.seconds,
+            "train/loss_scale": self.loss_scale,
             "time/update": self.seconds,
         }
+        metrics = always | (self._of_passes() if self.passes else {})
         return {name: value for name, value in metrics.items() if value is not None}
 
-    def _mean(self, values: Callable[[PassStats], Tensor | None]) -> float | None:
-        known = [v for v in map(values, self.passes) if v is not None]
-        return _weighted([(_float(v).mean(), len(v)) for v in known])
+    def _of_passes(self) -> dict[str, float | None]:
+        steps = len(self.grad_norms)
+        computed = [len(p.row.input_ids_T) for p in self.passes]
+        tokens = sum(sum(p.row.lengths_B) for p in self.passes)
+        passes = read([p.numbers(self.clip_range) for p in self.passes])
+        own = [len(p.entropy_N) for p in self.passes]
+        return {
+            "train/loss": sum(float(values["loss"]) for values in passes) / steps,
+            "train/grad_norm": sum(self.grad_norms) / steps,
+            "train/ratio": _mean(passes, "ratio", own),
+            "train/ratio_min": _extreme(np.min, passes, "ratio_min"),
+            "train/ratio_max": _extreme(np.max, passes, "ratio_max"),
+            "train/clipped_fraction": _mean(passes, "clipped", own),
+            "train/kl": _mean(passes, "kl", own),
+            "train/entropy": _mean(passes, "entropy", own),
+            "train/top1": _mean(passes, "top1", own),
+            "train/router_loss": _mean(passes, "router_loss", computed),
+            "train/expert_load_max": _mean(passes, "load_max", computed),
+            "train/expert_load_min": _mean(passes, "load_min", computed),
+            **self._mismatch(passes),
+            "train/shared_fraction": 1 - sum(computed) / tokens,
+            "train/tokens_per_second": tokens / self.seconds,
+        }
 
-    def _extreme(self, pick: Any, values: Callable[[PassStats], Tensor | None]) -> float | None:
-        known = [v for v in map(values, self.passes) if v is not None]
-        return float(pick(torch.cat(known))) if known else None
-
-    def _router(self, value: Callable[[RouterBalance], Tensor]) -> float | None:
-        rows = [(p.router_balance, len(p.row.input_ids_T)) for p in self.passes]
-        return _weighted([(value(b), n) for b, n in rows if b is not None])
-
-    def _mismatch(self) -> dict[str, float | None]:
+    def _mismatch(self, passes: Sequence[Mapping[str, Tensor]]) -> dict[str, float | None]:
         """Measures the engine's log-probabilities against the trainer's, before the update."""
-        known = [(p.row, p.mismatch_N) for p in self.passes if p.mismatch_N is not None]
+        known = [values["mismatch"] for values in passes if "mismatch" in values]
         if not known:
             return {}
-        size_N = torch.cat([m.abs().float().cpu() for _, m in known])
-        outside = None
-        if self.clip_range is not None:
-            low, high = self.clip_range
-            outside = _weighted([(_outside(r, m, low, high), len(r.lengths_B)) for r, m in known])
+        size_N = torch.cat(known)
+        sequences = [len(p.row.lengths_B) for p in self.passes]
         return {
             "train/logprob_diff_mean": float(size_N.mean()),
             "train/logprob_diff_p99": float(np.quantile(size_N.numpy(), 0.99)),
             "train/logprob_diff_max": float(size_N.max()),
-            "train/ratio_outside_clip": outside,
+            "train/ratio_outside_clip": _mean(passes, "outside", sequences),
         }
 
 
-def _weighted(values: list[tuple[Tensor, int]]) -> float | None:
-    """Returns the weighted mean; None without values."""
-    total = sum(float(value) * weight for value, weight in values)
-    return total / sum(weight for _, weight in values) if values else None
+def read(rows: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Copies the tensors of all rows to the CPU; it waits for a GPU once."""
+    tensors = [tensor for row in rows for tensor in row.values()]
+    wide = reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    flat = torch.cat([tensor.detach().flatten().to(wide) for tensor in tensors]).cpu()
+    parts = iter(torch.split(flat, [tensor.numel() for tensor in tensors]))
+    return [{n: next(parts).view(t.shape).to(t.dtype) for n, t in row.items()} for row in rows]
+
+
+def _extreme(pick: Any, passes: Sequence[Mapping[str, Tensor]], name: str) -> float | None:
+    known = [float(values[name]) for values in passes if name in values]
+    return float(pick(known)) if known else None
+
+
+def _mean(
+    passes: Sequence[Mapping[str, Tensor]], name: str, weights: Sequence[int]
+) -> float | None:
+    """Returns the weighted mean over the passes that have a number; None if none has."""
+    known = [
+        (float(values[name]), weight)
+        for values, weight in zip(passes, weights, strict=True)
+        if name in values
+    ]
+    total = sum(value * weight for value, weight in known)
+    return total / sum(weight for _, weight in known) if known else None
 
 
 def _outside(row: PackedBatch, mismatch_N: Tensor, low: float, high: float) -> Tensor:
     """Returns the share of sequences whose mismatch alone takes their ratio outside the clip."""
     count = len(row.lengths_B)
     sum_B = mismatch_N.new_zeros(count).index_add_(0, row.sequence_N, mismatch_N)
-    lengths_B = torch.bincount(row.sequence_N, minlength=count).clamp(min=1)
+    lengths_B = segment_sizes(row.sequence_N, count).clamp(min=1)
     ratio_B = (sum_B / lengths_B).exp()
     return _float((ratio_B < low) | (ratio_B > high)).mean()
 

@@ -59,6 +59,8 @@ class LossInput:
     """Log-probabilities as the engine reported them; None if they are not known."""
     num_sequences: int
     """Sequences of this microbatch."""
+    num_turns: int
+    """One more than the largest turn of this microbatch."""
     episodes: int
     """Episodes of the whole minibatch."""
     tokens: int
@@ -200,6 +202,7 @@ class ClippedLoss(ClipSettings, Loss):
                 inputs.sequence_N,
                 kind=self.correction,
                 cap=self.correction_cap,
+                num_sequences=inputs.num_sequences,
             )
         return packed_policy_loss(
             inputs.logprobs_N,
@@ -208,6 +211,7 @@ class ClippedLoss(ClipSettings, Loss):
             inputs.sequence_N,
             num_sequences=inputs.num_sequences,
             turn_ids_N=inputs.turn_N,
+            num_turns=inputs.num_turns,
             reference_logprobs_N=inputs.reference_logprobs_N,
             importance_weights_N=weights_N,
             normaliser=inputs.tokens if self.aggregation == "token_mean" else inputs.episodes,

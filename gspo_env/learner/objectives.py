@@ -107,6 +107,7 @@ def packed_policy_loss(
     *,
     num_sequences: int,
     turn_ids_N: Tensor | None = None,
+    num_turns: int | None = None,
     reference_logprobs_N: Tensor | None = None,
     importance_weights_N: Tensor | None = None,
     normaliser: float | None = None,
@@ -121,7 +122,8 @@ def packed_policy_loss(
     has the whole loss in one place.
 
     Shapes:
-        Every tensor: (N,). `sequence_ids_N` in [0, num_sequences), `turn_ids_N` at least 0.
+        Every tensor: (N,). `sequence_ids_N` in [0, num_sequences), `turn_ids_N` in [0, num_turns),
+        or at least 0 without `num_turns`; it saves a wait for a GPU. Ids are checked on a CPU only.
 
     Raises:
         BatchError: Shapes do not fit together, or a setting is invalid.
@@ -138,7 +140,9 @@ def packed_policy_loss(
     _check_shape("reference_logprobs_N", reference_logprobs_N, shape)
     _check_shape("importance_weights_N", importance_weights_N, shape)
     _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
-    segments_N, count = _segments(sequence_ids_N, num_sequences, settings.ratio_level, turn_ids_N)
+    segments_N, count = _segments(
+        sequence_ids_N, num_sequences, settings.ratio_level, turn_ids_N, num_turns
+    )
 
     # bf16 and fp16 round exp(3e-4) to exactly 1
     dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
@@ -179,6 +183,7 @@ def importance_weights(
     *,
     kind: Correction,
     cap: float = 2.0,
+    num_sequences: int | None = None,
 ) -> Tensor:
     """Weights for the mismatch rho between the trainer's and the engine's sampling policy.
 
@@ -207,14 +212,19 @@ def importance_weights(
         return torch.ones_like(log_rho_N)
     if kind == "truncated":
         return log_rho_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
-    _check_ids("sequence_ids_N", sequence_ids_N, None)
-    mean_N = _segment_mean(log_rho_N, sequence_ids_N, int(sequence_ids_N.max()) + 1)
-    limit = torch.tensor(cap, dtype=dtype, device=mean_N.device).log()
+    _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
+    count = int(sequence_ids_N.max()) + 1 if num_sequences is None else num_sequences
+    mean_N = _segment_mean(log_rho_N, sequence_ids_N, count)
+    limit = torch.full((), cap, dtype=dtype, device=mean_N.device).log()
     return (mean_N.abs() <= limit).to(dtype)
 
 
 def _segments(
-    sequence_ids_N: Tensor, num_sequences: int, ratio_level: RatioLevel, turn_ids_N: Tensor | None
+    sequence_ids_N: Tensor,
+    num_sequences: int,
+    ratio_level: RatioLevel,
+    turn_ids_N: Tensor | None,
+    num_turns: int | None,
 ) -> tuple[Tensor, int]:
     """Returns the segment (tokens with one common ratio) of each token, and their number."""
     if ratio_level == "token":
@@ -223,8 +233,10 @@ def _segments(
         return sequence_ids_N, num_sequences
     if turn_ids_N is None:
         raise BatchError("ratio_level is 'turn' without turn_ids; expected the turn of each token")
-    _check_ids("turn_ids_N", turn_ids_N, None)
-    turns = int(turn_ids_N.max()) + 1 if len(turn_ids_N) else 1
+    _check_ids("turn_ids_N", turn_ids_N, num_turns)
+    turns = num_turns
+    if turns is None:
+        turns = int(turn_ids_N.max()) + 1 if len(turn_ids_N) else 1
     return sequence_ids_N.long() * turns + turn_ids_N.long(), num_sequences * turns
 
 
@@ -251,8 +263,13 @@ def _log_ratios(
 def _segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
     """Returns the mean of each segment, for each of its tokens."""
     sums_S = values_N.new_zeros(count).index_add(0, segments_N, values_N)
-    sizes_S = torch.bincount(segments_N, minlength=count).clamp(min=1)
-    return (sums_S / sizes_S)[segments_N]
+    return (sums_S / segment_sizes(segments_N, count).clamp(min=1))[segments_N]
+
+
+def segment_sizes(segments_N: Tensor, count: int) -> Tensor:
+    """Returns the number of tokens of each segment; unlike `bincount`, it waits for no GPU."""
+    zeros_S = segments_N.new_zeros(count, dtype=torch.int64)
+    return zeros_S.index_add_(0, segments_N, torch.ones_like(segments_N, dtype=torch.int64))
 
 
 def _clipped_objective(
@@ -287,7 +304,7 @@ def _aggregate(
         raise BatchError(f"normaliser is {normaliser!r}; expected a number above 0")
     if settings.aggregation == "token_mean":
         return objective_N.sum() / (max(len(objective_N), 1) if normaliser is None else normaliser)
-    lengths_B = torch.bincount(sequence_ids_N, minlength=num_sequences)
+    lengths_B = segment_sizes(sequence_ids_N, num_sequences)
     count = (lengths_B > 0).sum().clamp(min=1) if normaliser is None else normaliser
     if settings.aggregation == "token_sum":
         return objective_N.sum() / settings.max_tokens / count
@@ -313,8 +330,8 @@ def _check_shape(name: str, tensor: Tensor | None, shape: torch.Size) -> None:
 def _check_ids(name: str, ids_N: Tensor, count: int | None) -> None:
     if ids_N.dtype not in (torch.int64, torch.int32):
         raise BatchError(f"{name} has dtype {ids_N.dtype}; expected torch.int64 or torch.int32")
-    if not len(ids_N):
-        return
+    if not len(ids_N) or ids_N.device.type != "cpu":
+        return  # reading them would wait for the GPU, whose kernels refuse such an index
     least, most = int(ids_N.min()), int(ids_N.max())
     if least < 0 or (count is not None and most >= count):
         below = "" if count is None else f" and below {count}"

@@ -23,6 +23,8 @@ class LearnerConfig:
     """Weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; 0 does not clip."""
+    max_skipped_steps: int = 3
+    """Optimiser steps in a row without a finite gradient after which training stops."""
     minibatches: int = 4
     """Optimiser steps for each rollout batch."""
     microbatch_tokens: int = 16384
@@ -31,9 +33,6 @@ class LearnerConfig:
     """Rank of a LoRA adapter; 0 trains every weight."""
     checkpointing: bool = False
     """Activation checkpointing: stores only each layer's input and recomputes the rest."""
-    precision: Literal["model", "bfloat16"] = "model"
-    """The update computes in the dtype of the weights, or in bfloat16 over float32 weights.
-    Log-probabilities are float32 at least."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """The optimiser; the 8-bit ones need bitsandbytes."""
 
@@ -41,7 +40,7 @@ class LearnerConfig:
         """Rejects invalid values."""
         if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
             raise ConfigError(f"learning_rate is {self.learning_rate!r}; expected a number above 0")
-        positive = {"minibatches": 1, "microbatch_tokens": 1}
+        positive = {"minibatches": 1, "microbatch_tokens": 1, "max_skipped_steps": 1}
         for name in (*positive, "warmup_steps", "weight_decay", "max_grad_norm", "lora_rank"):
             if not getattr(self, name) >= (least := positive.get(name, 0)):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")

@@ -9,15 +9,18 @@ interface. No T x T mask is built.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from gspo_env.batch.upload import upload
 from gspo_env.errors import ModelError
+from gspo_env.model import varlen
 
 RAGGED = "gspo_ragged"
 _WASTE = 1.25
@@ -50,17 +53,21 @@ def _ragged_attention(
 ) -> tuple[Tensor, None]:
     if ragged is None:
         raise ModelError(
-            "this model runs on packed rows inside gspo_env: call "
-            "`model.set_attn_implementation('sdpa')` before using it elsewhere"
+            "the model does not pass the packed row on to its attention; outside gspo_env, call "
+            "`model.set_attn_implementation('sdpa')` first"
         )
     if softcap is not None or s_aux is not None:
         raise ModelError(
-            "this model caps its attention scores or has attention sinks, which packed rows do not "
-            "support; expected plain scaled dot-product attention"
+            "the model caps its attention scores or has attention sinks; expected plain scaled "
+            "dot-product attention"
         )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ragged.attend(module.layer_idx, q, k, v, scale, sliding_window)[None], None
+    size, values = max(q.shape[-1], v.shape[-1]), v.shape[-1]
+    # keys and values of one size share a cache and a kernel; zeros change no score and no sum
+    q, k, v = (pad(t, (0, size - t.shape[-1])) if t.shape[-1] < size else t for t in (q, k, v))
+    out = ragged.attend(module.layer_idx, q, k, v, scale, sliding_window)
+    return out[None, ..., :values], None
 
 
 def use_ragged_attention(model: Any) -> None:
@@ -92,31 +99,22 @@ def sdpa(
 class PackedAttention:
     """Causal attention within each sequence of a packed row.
 
-    Sequences of similar length form a bucket and are padded on the right, for attention only. A
-    causal query does not see what is to its right, so no mask is needed.
+    A GPU in half precision runs its flash kernels for sequences of any length. Elsewhere, sequences
+    of similar length form a bucket and are padded on the right, for attention only. A causal query
+    does not see what is to its right, so no mask is needed.
 
         lengths [3, 2]:  row a0 a1 a2 b0 b1  ->  bucket [[a0 a1 a2], [b0 b1 --]]  ->  row
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        sizes = np.asarray(lengths, dtype=np.int64)
-        starts = np.cumsum(sizes) - sizes
-        self._buckets: list[Tensor] = []
-        restore = np.empty(int(sizes.sum()), dtype=np.int64)
-        offset = 0
-        for bucket in buckets(sizes):
-            column = np.arange(sizes[bucket].max())
-            inside = column < sizes[bucket][:, None]
-            index = np.where(inside, starts[bucket][:, None] + column, 0)
-            self._buckets.append(torch.from_numpy(index).to(device))
-            restore[index[inside]] = np.flatnonzero(inside) + offset
-            offset += index.size
-        self._restore = torch.from_numpy(restore).to(device)
+        self._lengths, self._device = tuple(lengths), device
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """See `Ragged.attend`."""
+        if varlen.has_kernel(q, k, v):
+            return varlen.attend(q, k, v, self._spans, scale, window)
         outputs = []
         for index in self._buckets:
             q_B, k_B, v_B = (_take(tensor, index) for tensor in (q, k, v))
@@ -124,10 +122,35 @@ class PackedAttention:
             outputs.append(sdpa(q_B, k_B, v_B, scale, band, causal=band is None))
         return self.unpadded(outputs)
 
+    @cached_property
+    def _spans(self) -> varlen.Spans:
+        (spans,), _ = varlen.make_spans([(self._lengths, self._lengths)], [], self._device)
+        return spans
+
+    @cached_property
+    def _padding(self) -> tuple[list[Tensor], Tensor]:
+        """Returns the positions of each bucket in the row, and of the row in all buckets."""
+        sizes = np.asarray(self._lengths, dtype=np.int64)
+        starts = np.cumsum(sizes) - sizes
+        restore, found = np.empty(int(sizes.sum()), dtype=np.int64), []
+        offset = 0
+        for bucket in buckets(sizes):
+            column = np.arange(sizes[bucket].max())
+            inside = column < sizes[bucket][:, None]
+            found.append(index := np.where(inside, starts[bucket][:, None] + column, 0))
+            restore[index[inside]] = np.flatnonzero(inside) + offset
+            offset += index.size
+        *moved, moved_restore = upload([*found, restore], self._device)
+        return moved, moved_restore
+
+    @property
+    def _buckets(self) -> list[Tensor]:
+        return self._padding[0]
+
     def padded(self, rows: Tensor) -> list[Tensor]:
         """Converts (T, H, D) to (B, H, L, D) for each bucket, with zeros as padding."""
         sizes = [index.numel() for index in self._buckets]
-        whole = rows.new_zeros(sum(sizes), *rows.shape[1:]).index_copy_(0, self._restore, rows)
+        whole = rows.new_zeros(sum(sizes), *rows.shape[1:]).index_copy_(0, self._padding[1], rows)
         return [
             part.view(*index.shape, *rows.shape[1:]).transpose(1, 2)
             for part, index in zip(torch.split(whole, sizes), self._buckets, strict=True)
@@ -136,7 +159,7 @@ class PackedAttention:
     def unpadded(self, parts: Sequence[Tensor]) -> Tensor:
         """Inverse of `padded`."""
         flat = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
-        return flat.index_select(0, self._restore)
+        return flat.index_select(0, self._padding[1])
 
 
 def buckets(sizes: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:

@@ -1,8 +1,10 @@
-"""Exports the learner's weights to an engine."""
+"""Exports the learner's weights to an engine, as the model's checkpoint holds them."""
 
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,25 +13,28 @@ import torch
 from torch import Tensor
 
 from gspo_env.model.load import replaced_folder
+from gspo_env.model.merge import Weights, effective_weights, plain_model
+
+_LAYER = re.compile(r".*?\.\d+\.")
+_SHARD = 4 << 30
 
 
 @torch.no_grad()
 def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields the weights under the names of the model's checkpoint, LoRA adapters added in.
+    """Yields the names and tensors that `save_pretrained` writes, adapters merged in.
 
-    The sum is a new tensor: merging in place and unmerging would round the base weights.
+    A module may hold weights in another form than its checkpoint, such as the matrices of all
+    experts in one tensor; they are converted back layer by layer, so that at most one layer is
+    copied at a time.
+
+    Raises:
+        ModelError: An adapter cannot be merged, or trains what is not a weight of the model.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    for name, tensor in base.named_parameters():
-        owner, _, leaf = name.rpartition(".base_layer.")
-        if owner:
-            if leaf == "weight":
-                module = base.get_submodule(owner)
-                deltas = (module.get_delta_weight(a) for a in module.active_adapters)
-                tensor = sum(deltas, tensor.detach())
-            yield f"{owner}.{leaf}", tensor.detach()
-        elif ".lora_" not in name:
-            yield name, tensor.detach()
+    base, weights = plain_model(model), effective_weights(model)
+    kept = _without_duplicates(base, weights)
+    for names in _layers(kept):
+        group = {name: _tensor(weights[name]) for name in names}
+        yield from _as_checkpoint(base, group).items()
 
 
 class Exporter:
@@ -42,28 +47,93 @@ class Exporter:
     """
 
     def __init__(self, model: Any, untie: bool) -> None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = plain_model(model)
+        saved = _without_duplicates(base, effective_weights(model))
         self.config = copy.deepcopy(base.config)
         self.config.architectures = [type(base).__name__]
-        self._tied = ""
-        if untie and self.config.tie_word_embeddings:
-            self.config.tie_word_embeddings = False
-            weight = base.get_input_embeddings().weight
-            self._tied = next(name for name, p in base.named_parameters() if p is weight)
+        self._copies: dict[str, str] = {}
+        for name, source in getattr(base, "all_tied_weights_keys", {}).items():
+            if name in saved:  # an adapter changed one of the two
+                self.config.tie_word_embeddings = False
+            elif untie:
+                self.config.tie_word_embeddings = False
+                self._copies[_exported(base, source)] = _exported(base, name)
 
     def weights(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights that the exported config expects."""
         for name, tensor in named:
             yield name, tensor
-            if name == self._tied:
-                yield "lm_head.weight", tensor
+            if name in self._copies:
+                yield self._copies[name], tensor
 
     def write(self, named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-        """Writes config and weights, all or nothing; replaces the folder if it exists."""
+        """Writes config and weights, all or nothing; replaces the folder if it exists.
+
+        Large models become several files, so that at most one of them is in memory.
+        """
         from safetensors.torch import save_file
 
-        # save_file refuses tensors that share memory, as an untied head does with its embeddings
-        tensors = {n: t.detach().cpu().clone().contiguous() for n, t in self.weights(named)}
         with replaced_folder(folder) as part:
             self.config.save_pretrained(part)
-            save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+            files: dict[str, str] = {}
+            for number, shard in enumerate(_shards(self.weights(named)), 1):
+                file = f"model-{number:05d}.safetensors"
+                save_file(shard, part / file, metadata={"format": "pt"})
+                files |= dict.fromkeys(shard, file)
+            index = {"metadata": {}, "weight_map": files}
+            (part / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields copies of the weights on the CPU, in parts of about `_SHARD` bytes."""
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        # save_file refuses tensors that share memory, as an untied head does with its embeddings
+        shard[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        size += tensor.nbytes
+        if size >= _SHARD:
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
+
+
+def _tensor(weight: Any) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight()
+
+
+def _without_duplicates(base: Any, weights: Weights) -> list[str]:
+    """Returns the names of the weights that are saved: of tied ones, one; buffers as declared."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = base._keys_to_ignore_on_save or ()
+    present = {
+        # a merged weight shares its memory with no other
+        name: weight if isinstance(weight, Tensor) else torch.empty(1)
+        for name, weight in weights.items()
+        if name not in ignored
+    }
+    return list(remove_tied_weights_from_state_dict(present, base))
+
+
+def _layers(names: Iterable[str]) -> Iterator[list[str]]:
+    """Yields the names in groups: those outside of the layers, then each layer's."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        match = _LAYER.match(name)
+        groups.setdefault(match[0] if match else "", []).append(name)
+    yield from groups.values()
+
+
+def _as_checkpoint(base: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    converted: dict[str, Tensor] = revert_weight_conversion(base, weights)
+    return {name: tensor.detach() for name, tensor in converted.items()}
+
+
+def _exported(base: Any, name: str) -> str:
+    """Returns the name of a weight in the checkpoint."""
+    (found,) = _as_checkpoint(base, {name: torch.empty(1)})
+    return found

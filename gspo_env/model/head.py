@@ -145,11 +145,15 @@ def _logits(
     return logits_NV if temperature == 1 else logits_NV.div_(temperature)
 
 
-def linear_head(model: Any) -> nn.Linear | None:
+def linear_head(model: Any, packed: bool) -> nn.Linear | None:
     """Returns the output head if the model's logits are that linear layer and nothing else.
 
     A model may cap or scale its logits, and an adapter may wrap the head. The test is one forward
     pass with large logits, which a cap would change.
+
+    Args:
+        model: The causal LM.
+        packed: Whether it has ragged attention.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
@@ -163,8 +167,8 @@ def linear_head(model: Any) -> nn.Linear | None:
 
     ids = torch.zeros(1, 2, dtype=torch.long, device=head.weight.device)
     with torch.no_grad(), _replaced_head(head, logits_of_large_states):
-        ragged = PackedAttention([2], ids.device)
-        logits = model(input_ids=ids, use_cache=False, ragged=ragged).logits
+        attention = {"ragged": PackedAttention([2], ids.device)} if packed else {}
+        logits = model(input_ids=ids, use_cache=False, **attention).logits
     return head if len(seen) == 1 and torch.equal(seen[0], logits) else None
 
 

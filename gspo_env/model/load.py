@@ -7,12 +7,14 @@ import itertools
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gspo_env.errors import ModelError, OutputError
 
@@ -66,6 +68,11 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
 def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Loads a causal LM and its tokenizer from a folder or the hub.
 
+    Args:
+        name: Folder or hub id.
+        dtype: The dtype of the weights; `auto` is the checkpoint's own on a GPU and float32 on a
+            CPU, where half precision is slower on most machines.
+
     Raises:
         ModelError: The model or the tokenizer is missing or cannot be loaded.
     """
@@ -88,8 +95,9 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     except Exception as error:
         raise ModelError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
     try:
-        kind: Any = "auto" if torch.cuda.is_available() and dtype == "auto" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=kind)
+        if dtype == "auto" and not torch.cuda.is_available():
+            dtype = "float32"
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except Exception as error:
         raise ModelError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     return model, tokenizer
@@ -100,16 +108,34 @@ def _first_line(error: Exception) -> str:
 
 
 def add_adapter(model: Any, rank: int, seed: int = 0) -> Any:
-    """Adds a LoRA adapter to every linear layer; only the adapter trains.
+    """Adds a LoRA adapter to every linear layer that is no router; only the adapter trains.
 
     Args:
         model: A `transformers` causal LM.
         rank: Rank of the adapter.
         seed: Seed of the adapter's initial weights.
+
+    Raises:
+        ModelError: PEFT has no adapter for a layer of the model, or layers share their weights.
     """
     from peft import LoraConfig, get_peft_model
 
-    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    kind, head = type(model).__name__, model.get_output_embeddings()
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for name, module in linear.items():
+        if uses[id(module.weight)] > 1 and module is not head:
+            raise ModelError(
+                f"{kind} cannot have an adapter: several layers use the weights of {name}, so it "
+                "could not be merged; expected lora_rank 0"
+            )
+    routers = [name for name, module in linear.items() if type(module) is not nn.Linear]
+    adapter = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=routers or None
+    )
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU, whatever the model's device
         torch.default_generator.manual_seed(seed)
-        return get_peft_model(model, adapter)
+        try:
+            return get_peft_model(model, adapter)
+        except ValueError as error:
+            raise ModelError(f"{kind} cannot have an adapter: {_first_line(error)}") from error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo_env.batch.sample import PackedBatch
@@ -15,9 +16,11 @@ from gspo_env.model.attention import PackedAttention
 from gspo_env.model.experts import RouterBalance, balance_router, router_coefficient
 from gspo_env.model.tree_attention import TreeAttention
 
+_MODE = "_gspo_training"
+
 
 class Scorer:
-    """Runs a causal LM that has ragged attention on packed rows.
+    """Runs a causal LM on packed rows.
 
     Dropout is off, with and without gradient.
 
@@ -25,12 +28,25 @@ class Scorer:
         model: The model, or the wrapper that trains it.
         policy: The model itself.
         temperature: Logits are divided by it.
-        bf16: Computes in bfloat16, for weights of any dtype.
+        packed: Runs a row in one pass, which needs ragged attention. Otherwise the sequences of a
+            row are taken apart for the model's own attention; they cannot share tokens.
+        padded: Runs those of similar length as one padded batch, not each in a pass of its own.
     """
 
-    def __init__(self, model: Any, policy: Any, temperature: float, bf16: bool) -> None:
-        self.model, self.temperature, self.bf16 = model, temperature, bf16
-        self.head = head.linear_head(policy)
+    def __init__(
+        self,
+        model: Any,
+        policy: Any,
+        temperature: float,
+        *,
+        packed: bool = True,
+        padded: bool = False,
+    ) -> None:
+        self.model, self.temperature = model, temperature
+        self.head = head.linear_head(policy, packed)
+        # without a linear head, a batch would have logits of every token in memory
+        apart = self._run_alone if not padded or self.head is None else self._run_padded
+        self._run = self._run_packed if packed else apart
         self.router_coefficient = router_coefficient(policy)
         self._experts_per_token = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
         self._checkpointed = _checkpointed_layers(policy)
@@ -42,23 +58,13 @@ class Scorer:
         self.model.eval()
         for layer in self._checkpointed:
             layer.training = True
-        source_M, target_M = batch.source_N, batch.target_N
+        target_M = batch.target_N
         if batch.distinct_M is not None:
-            source_M, target_M = source_M[batch.distinct_M], target_M[batch.distinct_M]
-        device = batch.input_ids_T.device
-        tree = TreeAttention(batch.runs, device) if batch.runs else None
-        attention = tree or PackedAttention(batch.lengths_B, device)
-        lower = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
-        with lower, nullcontext() if self.head is None else head.without_head(self.head):
-            output = self.model(
-                input_ids=batch.input_ids_T[None],
-                position_ids=batch.positions_T[None],
-                use_cache=False,
-                logits_to_keep=source_M,
-                ragged=attention,
-                **({"output_router_logits": True} if routers else {}),
+            target_M = target_M[batch.distinct_M]
+        with nullcontext() if self.head is None else head.without_head(self.head):
+            states, router_logits = self._run(
+                batch, {"output_router_logits": True} if routers else {}
             )
-        states = output.logits[0].bfloat16() if self.bf16 else output.logits[0]
         if self.head is None:
             predictions = head.predict_from_logits(states, target_M, self.temperature)
         else:
@@ -68,8 +74,63 @@ class Scorer:
             predictions = predictions.at(batch.expand_N)
         if not routers:
             return predictions, None
-        logits = output.router_logits
-        return predictions, balance_router(logits, self._experts_per_token, batch.uses_T)
+        return predictions, balance_router(router_logits, self._experts_per_token, batch.uses_T)
+
+    def _run_packed(
+        self, batch: PackedBatch, options: dict[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Returns the head's inputs (or the logits) of the model tokens, and router logits."""
+        source_M = batch.source_N
+        if batch.distinct_M is not None:
+            source_M = source_M[batch.distinct_M]
+        device = batch.input_ids_T.device
+        tree = TreeAttention(batch.runs, device) if batch.runs else None
+        output = self.model(
+            input_ids=batch.input_ids_T[None],
+            position_ids=batch.positions_T[None],
+            use_cache=False,
+            logits_to_keep=source_M,
+            ragged=tree or PackedAttention(batch.lengths_B, device),
+            **options,
+        )
+        return output.logits[0], output.router_logits if options else ()
+
+    def _run_alone(
+        self, batch: PackedBatch, options: dict[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Does the same with the model's own attention and a pass for each sequence."""
+        states, routers, start = [], [], 0
+        for length, source in zip(
+            batch.lengths_B, torch.split(batch.source_N, list(batch.counts_B)), strict=True
+        ):
+            output = self.model(
+                input_ids=batch.input_ids_T[None, start : start + length],
+                use_cache=False,
+                logits_to_keep=source - start,
+                **options,
+            )
+            states.append(output.logits[0])
+            routers.append(output.router_logits if options else ())
+            start += length
+        return torch.cat(states), [torch.cat(layer) for layer in zip(*routers, strict=True)]
+
+    def _run_padded(
+        self, batch: PackedBatch, options: dict[str, Any]
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Does the same with a batch for sequences of similar length, padded on the right.
+
+        No token sees what is to its right, so no mask is needed.
+        """
+        rows = PackedAttention(batch.lengths_B, batch.input_ids_T.device)
+        states, routers = [], []
+        for ids in rows.padded(batch.input_ids_T[:, None, None]):
+            ids_BL = ids[:, 0, :, 0]
+            output = self.model(input_ids=ids_BL, use_cache=False, **options)
+            states.append(output.logits[:, None])
+            layers = output.router_logits if options else ()
+            routers.append([layer.view(len(ids_BL), 1, *ids_BL.shape[1:], -1) for layer in layers])
+        router_logits = [rows.unpadded(layer)[:, 0] for layer in zip(*routers, strict=True)]
+        return rows.unpadded(states)[batch.source_N, 0], router_logits
 
 
 def _checkpointed_layers(model: Any) -> list[nn.Module]:
@@ -77,6 +138,7 @@ def _checkpointed_layers(model: Any) -> list[nn.Module]:
 
     `transformers` checkpoints a layer only in training mode, so that mode is on. Hooks turn it off
     inside the layer, so that dropout is off. They run in the forward pass and its recomputation.
+    Afterwards the mode is what it was: a layer in training mode would drop an engine's cache.
     """
     layers: list[nn.Module] = [
         module
@@ -84,6 +146,17 @@ def _checkpointed_layers(model: Any) -> list[nn.Module]:
         if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
     ]
     for layer in layers:
-        layer.register_forward_pre_hook(lambda m, _: setattr(m, "training", False))
-        layer.register_forward_hook(lambda m, *_: setattr(m, "training", True), always_call=True)
+        if not hasattr(layer, _MODE):  # an earlier scorer may have added the hooks
+            setattr(layer, _MODE, layer.training)
+            layer.register_forward_pre_hook(_enter)
+            layer.register_forward_hook(_leave, always_call=True)
     return layers
+
+
+def _enter(layer: nn.Module, _: Any) -> None:
+    setattr(layer, _MODE, layer.training)
+    layer.training = False
+
+
+def _leave(layer: nn.Module, *_: Any) -> None:
+    layer.training = getattr(layer, _MODE)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.prefix import Run
+from gspo_env.batch.upload import upload
+from gspo_env.model import varlen
 from gspo_env.model.attention import PackedAttention, buckets, sdpa
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -29,6 +31,7 @@ class TreeAttention(PackedAttention):
         super().__init__([run.length for run in runs], device)
         self._runs = runs
         self._longest = max(run.depth + run.length for run in runs)
+        self._seen: dict[int, tuple[varlen.Spans, Tensor]] = {}
         self.forks = [
             (slice(run.stop, run.end), slice(run.start, run.stop))
             for run in runs
@@ -39,16 +42,48 @@ class TreeAttention(PackedAttention):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> Tensor:
         """See `Ragged.attend`."""
-        if q.device.type == "cpu" and (window is None or window >= self._longest):
+        window = None if window is None or window >= self._longest else window
+        if varlen.has_kernel(q, k, v):
+            if window is None:
+                return varlen.attend_forks(q, k, v, self._spans, self._levels, scale)
+            spans, seen = self._windows(window)
+            k, v = (varlen.gathered(t, seen) for t in (k, v))
+            return varlen.attend(q, k, v, spans, scale, window)
+        if q.device.type == "cpu" and window is None:
             apply: Any = _Tree.apply
             # under autocast the norms leave queries and keys in a wider dtype than the values
             return apply(q.to(v.dtype), k.to(v.dtype), v, scale, self)  # type: ignore[no-any-return]
         return self._masked(q, k, v, scale, window)
 
+    @cached_property
+    def _levels(self) -> list[varlen.Fork]:
+        """The forks of each level; those of one level share no token, so one call takes them."""
+        levels = _forks(self._runs)
+        pairs = [([f.end - f.stop for f in level], [f.length for f in level]) for level in levels]
+        indices = []
+        for level in levels:
+            indices.append(np.concatenate([np.arange(f.stop, f.end) for f in level]))
+            indices.append(np.concatenate([np.arange(f.start, f.stop) for f in level]))
+        spans, moved = varlen.make_spans(pairs, indices, self._device)
+        return [
+            varlen.Fork(spans=each, queries=queries, keys=keys)
+            for each, queries, keys in zip(spans, moved[::2], moved[1::2], strict=True)
+        ]
+
+    def _windows(self, window: int) -> tuple[varlen.Spans, Tensor]:
+        """Returns the spans of runs and of what they see in a window, and its place in the row."""
+        if window not in self._seen:
+            paths = zip(self._runs, _paths(self._runs), strict=True)
+            seen = [path[max(0, run.depth - window + 1) :] for run, path in paths]
+            lengths = [run.length for run in self._runs], [len(path) for path in seen]
+            (spans,), (index,) = varlen.make_spans([lengths], [np.concatenate(seen)], self._device)
+            self._seen[window] = spans, index
+        return self._seen[window]
+
     def _masked(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
     ) -> Tensor:
-        """Attends from each run to its whole path, with a mask: for windows and other devices."""
+        """Attends from each run to its whole path, with a mask; for what has no kernel."""
         parts = []
         path_buckets, restore = self._path_buckets
         for index, path, position in path_buckets:
@@ -68,7 +103,7 @@ class TreeAttention(PackedAttention):
         sequence. The last index restores the row from all buckets. Padding goes at the end, where
         the causal mask hides it.
         """
-        runs, device = self._runs, self._restore.device
+        runs = self._runs
         paths = _paths(runs)
         sizes = np.array([len(path) for path in paths])
         found, offset = [], 0
@@ -85,9 +120,24 @@ class TreeAttention(PackedAttention):
                     index[row, : run.length] = paths[n][run.depth :]
                     restore[run.start : run.stop] = offset + row * width + np.arange(run.length)
                 depth = np.array([[runs[n].depth] for n in chosen]) + np.arange(width)
-                found.append(tuple(torch.from_numpy(a).to(device) for a in (index, path, depth)))
+                found += [index, path, depth]
                 offset += index.size
-        return found, torch.from_numpy(restore).to(device)  # type: ignore[return-value]
+        *moved, moved_restore = upload([*found, restore], self._device)
+        return list(zip(moved[::3], moved[1::3], moved[2::3], strict=True)), moved_restore
+
+
+def _forks(runs: Sequence[Run]) -> list[list[Run]]:
+    """Returns the runs that others continue, by the number of runs before them."""
+    levels: list[list[Run]] = []
+    above: list[Run] = []
+    for run in runs:
+        while above and above[-1].end <= run.start:
+            above.pop()
+        if run.end > run.stop:
+            levels += [[]] if len(above) == len(levels) else []
+            levels[len(above)].append(run)
+        above.append(run)
+    return levels
 
 
 def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:

@@ -25,14 +25,7 @@ from gspo_env.learner.learner import Learner
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.play import (
-    Move,
-    Policy,
-    Situation,
-    demonstrator,
-    play_now,
-    refuse_failures,
-)
+from gspo_env.rollout.play import Policy, demonstrator, look, play_now, refuse_failures
 from gspo_env.rollout.transcript import ChatTokenizer, tokenize
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, StopReason, Task
@@ -119,7 +112,7 @@ def build(
         read = demonstrations
     except NotImplementedError:
         logger.warning("%s has no expert_action: the model starts untrained", env_id)
-        demonstrations, read = [], [play_now(env, task, _silent) for task in tasks[:256]]
+        demonstrations, read = [], [play_now(env, task, look) for task in tasks[:256]]
         refuse_failures(read)
     prompts = [episode.prompt for episode in read]
     texts = {text for e in read for turn in e.turns for text in (turn.observation, turn.text)}
@@ -149,11 +142,6 @@ def demonstrate(env: TextEnvironment, tasks: Sequence[Task], slips: float) -> li
     if len(played) < len(episodes):
         logger.warning("%d of %d demonstrations failed", len(episodes) - len(played), len(episodes))
     return played
-
-
-def _silent(now: Situation) -> Move:
-    """Ends an episode before its first turn."""
-    return Move(stop=StopReason.MAX_TURNS)
 
 
 def _complaints(env: TextEnvironment, task: Task, calls: Sequence[Sequence[str]]) -> set[str]:

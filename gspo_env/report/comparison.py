@@ -13,7 +13,7 @@ import numpy as np
 
 from gspo_env.compare import Arm, Comparison, Result, stats
 from gspo_env.report.curves import INK, frame
-from gspo_env.types import FloatArray
+from gspo_env.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,12 +47,13 @@ class Row:
     area: Score
     """The mean of the curve, over seeds."""
     finals: FloatArray
-    """(S,) final score of each seed; a failed run scores 0."""
+    """(S,) final score of each seed."""
     areas: FloatArray
     """(S,) mean of each seed's curve."""
     curves: FloatArray
-    """(S, points)"""
-    steps: tuple[int, ...]
+    """(S, points) A failed run is just below the lowest value of all runs of the problem."""
+    episodes: tuple[float, ...]
+    """(points,) Training episodes, the same for all arms of a problem."""
     failed: int
     to_target: tuple[float, ...]
     """Episodes until each seed first reached the target; infinite if it never did. Empty without a
@@ -70,15 +71,18 @@ def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, li
 
 def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> list[Row]:
     runs = [r for r in results if r.run.problem == problem]
-    steps = max((tuple(r.curve(comparison.metric)[0]) for r in runs), key=len) or (0,)
-    config = comparison.problems[problem]
-    episodes = config.tasks_per_step * config.rollout.group_size
     by_arm = [[r for r in runs if r.run.arm.name == arm.name] for arm in comparison.arms]
-    curves = [np.array([_curve(r, comparison.metric, steps) for r in arm]) for arm in by_arm]
-    areas = [rows.mean(axis=1) for rows in curves]
+    failed = [np.array([bool(r.error) for r in arm]) for arm in by_arm]
+    episodes, curves = _curves(by_arm, comparison.metric)
+    size = max(float(np.abs(rows).max()) for rows in curves) or 1.0
+    # rounding errors must not decide between equal runs
+    areas = [np.round(rows.mean(axis=1) / size, 12) * size for rows in curves]
     p_values = stats.holm([stats.paired_permutation_test(a, areas[0]) for a in areas[1:]])
-    tail = max(1, round(_TAIL * len(steps)))
+    tail = max(1, round(_TAIL * len(episodes)))
     finals = [rows[:, -tail:].mean(axis=1) for rows in curves]
+    ranks: list[FloatArray] = [
+        np.where(lost, -np.inf, area) for lost, area in zip(failed, areas, strict=True)
+    ]
     return [
         Row(
             arm=arm,
@@ -87,30 +91,56 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
             finals=finals[n],
             areas=areas[n],
             curves=curves[n],
-            steps=steps,
-            failed=sum(bool(r.error) for r in by_arm[n]),
-            to_target=_to_target(curves[n], steps, episodes, comparison.target),
-            improvement=stats.probability_of_improvement(areas[n], areas[0]),
+            episodes=episodes,
+            failed=int(failed[n].sum()),
+            to_target=_to_target(curves[n], failed[n], episodes, comparison.target),
+            improvement=stats.probability_of_improvement(ranks[n], ranks[0]),
             p_value=[1.0, *p_values][n],
         )
         for n, arm in enumerate(comparison.arms)
     ]
 
 
-def _curve(result: Result, metric: str, steps: Sequence[int]) -> FloatArray:
-    """Returns the run's values at these steps; zeros if the run failed."""
-    if result.error:
-        return np.zeros(len(steps))
-    return np.interp(steps, *result.curve(metric))
+def _curves(
+    by_arm: Sequence[Sequence[Result]], metric: str
+) -> tuple[tuple[float, ...], list[FloatArray]]:
+    """Returns the points that all arms are compared at, and the curves of each arm's runs.
+
+    A failed run is constant, and lower than all values of the others by a hair.
+    """
+    known = [[None if r.error else r.curve(metric) for r in arm] for arm in by_arm]
+    points = [sorted({x for curve in arm if curve for x in curve[0]}) for arm in known]
+    episodes = _common([xs for xs in points if xs])
+    found = [np.interp(episodes, *curve) for arm in known for curve in arm if curve]
+    low, high = (float(np.min(found)), float(np.max(found))) if found else (0.0, 0.0)
+    hair = max(1e-6 * (high - low), 1e-9 * max(abs(low), abs(high))) or 1e-6
+    lost = np.full(len(episodes), low - hair)
+    return episodes, [
+        np.array([np.interp(episodes, *curve) if curve else lost for curve in arm]) for arm in known
+    ]
+
+
+def _common(points: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Returns the points of the arm that has the fewest, within the range that all arms cover.
+
+    A curve with more points says more between the points of the others, which would be taken for
+    better or worse learning.
+    """
+    if not points:
+        return (0.0,)
+    last = min(xs[-1] for xs in points)
+    first = min(last, max(xs[0] for xs in points))
+    inside = [[x for x in xs if first <= x <= last] for xs in points]
+    return tuple(sorted({first, last, *min(inside, key=len)}))
 
 
 def _to_target(
-    curves: FloatArray, steps: Sequence[int], episodes: int, target: float
+    curves: FloatArray, failed: BoolArray, episodes: Sequence[float], target: float
 ) -> tuple[float, ...]:
     if not target:
         return ()
-    hits = [np.flatnonzero(curve >= target) for curve in curves]
-    return tuple(steps[hit[0]] * episodes if len(hit) else float("inf") for hit in hits)
+    hits = [np.flatnonzero((curve >= target) & ~f) for curve, f in zip(curves, failed, strict=True)]
+    return tuple(episodes[hit[0]] if len(hit) else float("inf") for hit in hits)
 
 
 def _score(values: FloatArray) -> Score:
@@ -126,7 +156,9 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
         head.append(f"median episodes to {comparison.target:g}")
     lines = [head]
     for n, row in enumerate(rows):
-        line = [row.arm.name, str(row.final), str(row.area)]
+        lost = row.failed == len(row.finals)
+        scores = ["all runs failed"] * 2 if lost else [str(row.final), str(row.area)]
+        line = [row.arm.name, *scores]
         line += ["", ""] if n == 0 else [f"{row.improvement:.2f}", f"{row.p_value:.3f}"]
         line.append(f"{row.failed}/{len(row.finals)}")
         if comparison.target:
@@ -140,13 +172,29 @@ def markdown(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
     """Formats the tables of all problems in Markdown."""
     parts = [_method(comparison), ""]
     for name, rows in summary.items():
-        episodes, updates = comparison.budget(name, comparison.arms[0])
-        env = comparison.problems[name].env
-        budget = f"`{env}`, {episodes:,} episodes and {updates:,} updates a run"
         head, *lines = table(comparison, rows)
-        parts += [f"### {name}", "", budget, "", _line(head), _line(["---"] * len(head))]
+        about = _about(comparison, name, rows)
+        parts += [f"### {name}", "", about, "", _line(head), _line(["---"] * len(head))]
         parts += [*map(_line, lines), ""]
     return "\n".join(parts)
+
+
+def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
+    """Describes a problem: the environment, the lengths of runs, and what arms do not share."""
+    budgets = {row.arm.name: comparison.budget(name, row.arm) for row in rows}
+    texts = {arm: f"{e:,} episodes and {u:,} updates" for arm, (e, u) in budgets.items()}
+    text = f"`{comparison.problems[name].env}`, {texts[rows[0].arm.name]} a run"
+    if len(set(texts.values())) > 1:
+        listed = "; ".join(f"{arm}: {length}" for arm, length in texts.items())
+        first, last = rows[0].episodes[0], rows[0].episodes[-1]
+        text = (
+            f"`{comparison.problems[name].env}`. Runs have different lengths ({listed}), so "
+            f"everything is compared from episode {first:,.0f} to {last:,.0f}, which all have"
+        )
+    other = [row.arm.name for row in rows if not comparison.same_start(name, row.arm)]
+    if other:
+        text += f". {', '.join(other)}: another start than the first arm"
+    return f"{text}."
 
 
 def _method(comparison: Comparison) -> str:
@@ -156,10 +204,11 @@ def _method(comparison: Comparison) -> str:
     return (
         f"`{comparison.metric}`, interquartile mean over {comparison.seeds} seeds with its 95 % "
         f"bootstrap interval; the final score is the mean of the last {_TAIL:.0%} of the curve. "
+        "Curves are over training episodes. "
         f"Arms are paired by seed: the same initial weights and tasks{rms}. p is from a two-sided "
         "paired permutation test of the area against the first arm, after Holm's correction; the "
         f"smallest p of {comparison.seeds} pairs is {smallest:.3f} before the correction. A failed "
-        "run scores 0."
+        "run ranks below all others: its curve is just below their lowest value."
     )
 
 
@@ -188,7 +237,7 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
         others = "other arms" if len(panels) > 1 else ""
         title = f"{comparison.axes[-1]}: {value}" if value else others
         axis.set_title(title, loc="left", fontsize=12, color=INK)
-        frame(axis, size=11)
+        frame(axis, size=11, label="training episodes")
     axes[0].set_ylabel(comparison.metric, color=INK, fontsize=11)
     figure.suptitle(name, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     figure.legend(
@@ -205,9 +254,9 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
 
 def _draw(axes: Axes, row: Row, colour: str) -> Any:
     low, high = stats.interquartile_interval([row.curves.T], resamples=1000)
-    axes.fill_between(row.steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.fill_between(row.episodes, low, high, color=colour, alpha=0.15, linewidth=0)
     middle = stats.interquartile_mean(row.curves.T)
-    return axes.plot(row.steps, middle, color=colour, linewidth=2)[0]
+    return axes.plot(row.episodes, middle, color=colour, linewidth=2)[0]
 
 
 _STYLE = """
@@ -236,6 +285,7 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
         data = base64.b64encode(picture.read_bytes()).decode()
         alt = html.escape(f"Learning curves of {name}")
         body.append(f"<h2>{html.escape(name)}</h2>")
+        body.append(f"<p>{html.escape(_about(comparison, name, rows).replace('`', ''))}</p>")
         body.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
         body.append(_html_table(table(comparison, rows)))
     failed = [r for r in results if r.error]

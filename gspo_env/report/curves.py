@@ -83,11 +83,11 @@ def _style(axes: Axes, title: str) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
 
 
-def frame(axes: Axes, size: int) -> None:
-    """Sets up the axis of training steps, draws horizontal grid lines and removes the box."""
+def frame(axes: Axes, size: int, label: str = "training step") -> None:
+    """Sets up the horizontal axis, draws horizontal grid lines and removes the box."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.set_xlabel("training step", fontsize=size, color=INK)
+    axes.set_xlabel(label, fontsize=size, color=INK)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.grid(axis="y", color=_GRID)
     axes.set_axisbelow(True)

@@ -2,6 +2,7 @@ from .collector import Collector as Collector
 from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
+from .plain_text import PlainText as PlainText
 from .play import Move as Move
 from .play import Policy as Policy
 from .play import Situation as Situation
@@ -10,6 +11,7 @@ from .play import demonstrator as demonstrator
 from .play import play_now as play_now
 from .pool import EnvPool as EnvPool
 from .settings import RolloutConfig as RolloutConfig
+from .template import ChatTemplate as ChatTemplate
 from .transcript import ChatTokenizer as ChatTokenizer
 from .transcript import Transcript as Transcript
 from .transcript import tokenize as tokenize

@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from gspo_env.engines.base import Engine, Sampling
+from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.play import ENDED, Move, Situation, conclude, play, refuse_failures
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
-from gspo_env.seeding import derive_seed
-from gspo_env.types import Episode, Group, StopReason, Task
+from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.types import Episode, Group, ResetInfo, StopReason, Task
 
 logger = logging.getLogger(__name__)
+
+_MOST_DRAWS = 100
+"""Maximum tasks that are drawn for one group."""
 
 
 @dataclass(slots=True)
@@ -27,6 +31,11 @@ class Collector:
     chat: ChatTokenizer
     pool: EnvPool
     config: RolloutConfig
+    no_room: str = ""
+    """Why no first prompt of the last collection fitted the context; empty if one did."""
+    _unfit: list[int] = field(default_factory=list)
+    """Tokens of each first prompt of this collection that does not fit."""
+    _said: bool = False
 
     async def collect(
         self,
@@ -35,6 +44,7 @@ class Collector:
         seed: int,
         group_size: int | None = None,
         temperature: float | None = None,
+        held_out: Collection[str] = (),
     ) -> list[Group]:
         """Samples a group of episodes for each task.
 
@@ -43,35 +53,40 @@ class Collector:
             seed: Every draw follows from it and from the indices of the task, episode and turn.
             group_size: Episodes per task; the config's by default.
             temperature: Sampling temperature; the config's by default, 0 is greedy.
+            held_out: Keys of tasks that are not played: a group whose task has one of them plays
+                another task, whose seed follows from the task's seed.
 
         Raises:
-            RolloutError: More than half of the episodes failed in their environment.
-            EnvironmentContractError: An environment broke the contract.
+            RolloutError: More than half of the episodes failed in their environment, or no task
+                without a held-out key was found.
+            EnvironmentContractError: Episodes of one task have different keys.
         """
+        self._unfit.clear()
         size = group_size or self.config.group_size
         heat = self.config.temperature if temperature is None else temperature
         gate = asyncio.Semaphore(self.config.concurrency)
+        draws = [_Draw(task, held_out) for task in tasks]
 
-        async def one(place: int, task: Task, member: int) -> Episode:
+        async def one(place: int, member: int) -> Episode:
             async with gate:
-                return await self._episode(task, derive_seed(seed, place, member), heat)
+                return await self._episode(draws[place], derive_seed(seed, place, member), heat)
 
         try:
             async with asyncio.TaskGroup() as running:
                 jobs = [
-                    [running.create_task(one(p, task, g)) for g in range(size)]
-                    for p, task in enumerate(tasks)
+                    [running.create_task(one(p, g)) for g in range(size)] for p in range(len(tasks))
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         groups = [
-            Group(task=task, episodes=tuple(job.result() for job in row))
-            for task, row in zip(tasks, jobs, strict=True)
+            draw.group([job.result() for job in row]) for draw, row in zip(draws, jobs, strict=True)
         ]
         refuse_failures([e for group in groups for e in group.episodes])
+        self._check_room(len(tasks) * size)
         return self._settle(groups)
 
-    async def _episode(self, task: Task, seed: int, temperature: float) -> Episode:
+    async def _episode(self, draw: _Draw, seed: int, temperature: float) -> Episode:
+        task = draw.task
         policy = _EnginePolicy(self, task, seed, temperature)
         env = self.pool.acquire()
         try:
@@ -83,15 +98,39 @@ class Collector:
                 timeout=self.config.episode_timeout,
                 call=self.pool.call,
                 gives_outcome=self.pool.gives_outcome,
+                redraw=draw,
             )
         finally:
             self.engine.release(policy.session)
+        if policy.unfit is not None:
+            self._unfit.append(policy.unfit)
         if episode.error is not None:
-            logger.error("episode of %s (seed %d): %s", task.env_id, task.seed, episode.error)
+            at = episode.task.seed
+            logger.error("episode of %s (seed %d): %s", task.env_id, at, episode.error)
         # an environment that failed, or may still run in a thread, is not used again
         if episode.stop_reason not in (StopReason.ERROR, StopReason.TIMEOUT):
             self.pool.give_back(env)
         return episode
+
+    def _check_room(self, episodes: int) -> None:
+        """Says once how many first prompts leave no room for an action."""
+        self.no_room = ""
+        if not self._unfit:
+            return
+        limits = self.config
+        room = limits.max_context - limits.max_turn_tokens
+        least, most = min(self._unfit), max(self._unfit)
+        lengths = f"{least} tokens" if least == most else f"{least} to {most} tokens"
+        text = (
+            f"{len(self._unfit)} of {episodes} episodes ended before their first turn, because "
+            f"their prompts have {lengths} and rollout.max_context {limits.max_context} less "
+            f"rollout.max_turn_tokens {limits.max_turn_tokens} leaves {room}: raise max_context or "
+            "lower max_turn_tokens"
+        )
+        self.no_room = text if len(self._unfit) == episodes else ""
+        if not self._said:
+            logger.warning(text)
+        self._said = True
 
     def _settle(self, groups: list[Group]) -> list[Group]:
         """Infers whether the environment gives outcomes, if it does not declare this.
@@ -114,6 +153,42 @@ class Collector:
         return replace(group, episodes=tuple(episodes))
 
 
+class _Draw:
+    """The task of a group, drawn again while its key is held out.
+
+    The next seed follows from the last one, so that all episodes of a group find the same task in
+    any order. Only the first episode that meets a held-out task draws; the others follow.
+    """
+
+    def __init__(self, task: Task, held_out: Collection[str]) -> None:
+        self.task, self._held_out, self._count = task, held_out, 0
+
+    def __call__(self, task: Task, reset: ResetInfo) -> Task | None:
+        """See `gspo_env.rollout.play.Redraw`."""
+        if reset.task_key not in self._held_out:
+            return None
+        if task == self.task:
+            self._count += 1
+            if self._count >= _MOST_DRAWS:
+                options = f" with options {dict(task.options)}" if task.options else ""
+                raise RolloutError(
+                    f"{task.env_id}: the last {_MOST_DRAWS} tasks drawn{options} are held out for "
+                    "evaluation; expected a task to train on, so lower eval_tasks or add tasks"
+                )
+            self.task = replace(task, seed=derive_seed("redraw", task.seed) % HELD_OUT)
+        return self.task
+
+    def group(self, episodes: Sequence[Episode]) -> Group:
+        for episode in episodes:
+            if episode.turns and episode.task != self.task:
+                raise EnvironmentContractError(
+                    f"{self.task.env_id}: two resets with seed {episode.task.seed} had different "
+                    "task keys; expected one task_key for each seed and options."
+                )
+        redrawn = self._count if self._held_out else None
+        return Group(task=self.task, episodes=tuple(episodes), redrawn=redrawn)
+
+
 class _EnginePolicy:
     """Samples the actions of one episode from an engine, token-exact."""
 
@@ -122,6 +197,7 @@ class _EnginePolicy:
         self.session = f"{task.env_id}:{task.seed}:{seed}"
         self.seed, self.temperature = seed, temperature
         self.transcript: Transcript | None = None
+        self.unfit: int | None = None
 
     async def __call__(self, now: Situation) -> Move:
         """See `gspo_env.rollout.play.Policy`."""
@@ -130,6 +206,7 @@ class _EnginePolicy:
         new = self.transcript.read(now.observation, now.role)
         limit = self.limits.max_turn_tokens
         if len(self.transcript.ids) + limit > self.limits.max_context:
+            self.unfit = None if now.turn else len(self.transcript.ids)
             return Move(stop=StopReason.MAX_CONTEXT)
         sampling = Sampling(
             max_tokens=limit,

@@ -56,12 +56,15 @@ class RolloutStats:
     tokens: int
     """Sampled tokens."""
     seconds: float
+    redrawn: int | None = None
+    """Tasks that were drawn again because they are held out; None if none are, by key."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], seconds: float) -> RolloutStats:
         """Summarises the episodes of one collection."""
         episodes = _episodes(groups)
         played = [e for e in episodes if e.stop_reason is not StopReason.ERROR] or episodes
+        redrawn = [g.redrawn for g in groups if g.redrawn is not None]
         return cls(
             played=EpisodeStats.of(played),
             outcome=_mean(e.outcome for e in played),
@@ -69,14 +72,17 @@ class RolloutStats:
             stops={r: _mean(e.stop_reason is r for e in episodes) for r in StopReason},
             tokens=sum(e.model_tokens for e in episodes),
             seconds=seconds,
+            redrawn=sum(redrawn) if redrawn else None,
         )
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
         stops = {f"rollout/stop/{reason}": share for reason, share in self.stops.items()}
+        redrawn = {} if self.redrawn is None else {"rollout/redrawn_tasks": float(self.redrawn)}
         return {
             **self.played.metrics("rollout"),
             **stops,
+            **redrawn,
             "rollout/outcome": self.outcome,
             "rollout/env_errors": float(self.env_errors),
             "rollout/tokens": float(self.tokens),
@@ -87,7 +93,7 @@ class RolloutStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """Results on the held-out tasks."""
+    """Results on the tasks of the evaluation."""
 
     sampled: EpisodeStats
     """Played at the training temperature."""

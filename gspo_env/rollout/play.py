@@ -62,6 +62,8 @@ Policy = Callable[[Situation], "str | Move | Awaitable[str | Move]"]
 """Chooses an action, as text or a `Move`. For a human player: `lambda now: input(...)`."""
 Call = Callable[..., Awaitable[Any]]
 """Calls an environment's method with its arguments, such as `EnvPool.call` in a thread."""
+Redraw = Callable[[Task, ResetInfo], Task | None]
+"""Judges a task after its `reset`: returns the task to play instead, or None to play it."""
 
 
 async def play(
@@ -73,11 +75,12 @@ async def play(
     timeout: float | None = None,
     call: Call | None = None,
     gives_outcome: bool | None = None,
+    redraw: Redraw | None = None,
 ) -> Episode:
     """Plays one episode.
 
-    An exception of the environment ends the episode with `StopReason.ERROR`; an exception of the
-    policy propagates.
+    An exception of the environment, or a result that breaks the contract, ends the episode with
+    `StopReason.ERROR`; an exception of the policy propagates.
 
     Args:
         env: The environment.
@@ -87,13 +90,11 @@ async def play(
         timeout: Seconds after which the episode is cut; needs a running event loop.
         call: Calls the environment's methods; directly by default.
         gives_outcome: See `conclude`; by default what the environment declares.
-
-    Raises:
-        EnvironmentContractError: The environment broke the contract.
+        redraw: Replaces tasks that are not to be played; by default all are.
     """
     if gives_outcome is None:
         gives_outcome = bool(attribute(env, "gives_outcome", False))
-    game = _Game(env, task, call)
+    game = _Game(env, task, call, redraw)
     clock = asyncio.timeout(timeout) if timeout is not None else contextlib.nullcontext()
     error = None
     try:
@@ -120,6 +121,11 @@ def play_now(
         return episode
     running.close()
     raise RolloutError("this policy waits, so it needs an event loop: use `play`")
+
+
+def look(now: Situation) -> Move:
+    """A policy that ends the episode before its first turn, to see what `reset` gives."""
+    return Move(stop=StopReason.MAX_TURNS)
 
 
 def demonstrator(noise: float = 0.0) -> Policy:
@@ -178,22 +184,21 @@ def refuse_failures(episodes: Sequence[Episode]) -> None:
 
 
 class _EnvironmentFailed(Exception):
-    """An environment raised; the message names its exception."""
+    """An environment raised or broke the contract; the message says how."""
 
 
 class _Game:
     """The state of one running episode."""
 
-    def __init__(self, env: TextEnvironment, task: Task, call: Call | None) -> None:
-        self.env, self.task, self.call = env, task, call
+    def __init__(
+        self, env: TextEnvironment, task: Task, call: Call | None, redraw: Redraw | None
+    ) -> None:
+        self.env, self.task, self.call, self.redraw = env, task, call, redraw
         self.turns: list[Turn] = []
         self.prompt, self.reset, self.observation = Prompt(), ResetInfo(), ""
 
     async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
-        task = self.task
-        result = await self._call("reset", seed=task.seed, options=dict(task.options))
-        self.observation, self.reset = parse_reset(task.env_id, result)
-        self.prompt = read_prompt(self.env, self.reset)
+        await self._begin()
         role: Role = "user"
         while max_turns is None or len(self.turns) < max_turns:
             move = policy(
@@ -213,6 +218,20 @@ class _Game:
             role = self.turns[-1].info.observation_role
         return StopReason.MAX_TURNS
 
+    async def _begin(self) -> None:
+        while True:
+            task = self.task
+            result = await self._call("reset", seed=task.seed, options=dict(task.options))
+            try:
+                self.observation, self.reset = parse_reset(task.env_id, result)
+                self.prompt = read_prompt(self.env, self.reset)
+            except Exception as error:
+                raise _failure("reading its prompt", error) from error
+            other = self.redraw(task, self.reset) if self.redraw else None
+            if other is None:
+                return
+            self.task = other
+
     async def _turn(self, move: Move) -> StopReason | None:
         stop, before = move.stop, self.observation
         reward, info, seconds = 0.0, StepInfo(), 0.0
@@ -221,9 +240,12 @@ class _Game:
             started = time.perf_counter()
             result = await self._call("step", Action(move.text, move.action_ids))
             seconds = time.perf_counter() - started
-            self.observation, reward, terminated, truncated, info = parse_step(
-                self.task.env_id, result, len(move.action_ids) or None
-            )
+            try:
+                self.observation, reward, terminated, truncated, info = parse_step(
+                    self.task.env_id, result, len(move.action_ids) or None
+                )
+            except EnvironmentContractError as error:
+                raise _failure("", error) from error
             if terminated:
                 stop = StopReason.TERMINATED
             elif truncated:
@@ -251,12 +273,9 @@ class _Game:
             if self.call is None:
                 return function(*args, **kwargs)
             return await self.call(function, *args, **kwargs)
-        except EnvironmentContractError:
-            raise
         except Exception as error:
             seen = reprlib.repr(args[0]) if args else f"seed={kwargs['seed']}"
-            reason = f"{type(error).__name__}: {error}"
-            raise _EnvironmentFailed(f"{method}({seen}) raised {reason}") from error
+            raise _failure(f"{method}({seen})", error) from error
 
     def episode(self, stop: StopReason, error: str | None, gives_outcome: bool) -> Episode:
         if_cut = float(attribute(self.env, "outcome_if_cut", 0.0))
@@ -274,3 +293,10 @@ class _Game:
             final_observation=self.observation,
             reset=self.reset,
         )
+
+
+def _failure(what: str, error: Exception) -> _EnvironmentFailed:
+    """Names what an environment did when it raised; a broken contract says that itself."""
+    if isinstance(error, EnvironmentContractError):
+        return _EnvironmentFailed(str(error))
+    return _EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}")

@@ -1,3 +1,5 @@
 from .loop import Loop as Loop
 from .loop import evaluate as evaluate
-from .loop import held_out_tasks as held_out_tasks
+from .split import Split as Split
+from .split import hold_out as hold_out
+from .split import read_resets as read_resets

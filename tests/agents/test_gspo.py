@@ -15,6 +15,7 @@ from gspo_env.credit import ReturnsToGo
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
+from gspo_env.model import add_adapter
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import find
 from gspo_env.types import Prompt
@@ -31,6 +32,9 @@ def tiny(**changes):
         tracker="none",
     )
     return dataclasses.replace(config, **changes)
+
+
+SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=10)
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +99,57 @@ def test_a_saved_lora_run_loads_with_transformers_alone(tmp_path):
         torch.testing.assert_close(
             loaded(ids).logits, agent.model(ids).logits, rtol=1e-4, atol=1e-5
         )
+
+
+class Losses:
+    """Keeps the losses that a warm-up shows."""
+
+    def __init__(self):
+        self.seen = []
+
+    def update(self, *, loss, **_):
+        self.seen.append(loss)
+
+
+def with_learner(config, **changes):
+    return dataclasses.replace(config, learner=dataclasses.replace(config.learner, **changes))
+
+
+def test_the_warm_up_trains_every_weight_and_the_adapter_comes_after_it():
+    plain, lora = Losses(), Losses()
+    config = tiny(steps=1, eval_tasks=2, recipe=SHORT)
+    GSPOAgent(config=config).warm_up(plain)
+    agent = GSPOAgent(config=with_learner(config, lora_rank=2))
+    agent.warm_up(lora)
+    assert lora.seen == plain.seen
+    agent.play(5)  # starts an engine with the model as it is
+    before = {name: p.clone() for name, p in agent.model.named_parameters()}
+    history = agent.train()
+    after = dict(agent.model.get_base_model().named_parameters())
+    for name, weight in before.items():
+        owner, _, leaf = name.rpartition(".")
+        assert torch.equal(weight, after.get(name, after.get(f"{owner}.base_layer.{leaf}")))
+    assert any("lora_B" in name for name in after)
+    assert all(m.get("train/logprob_diff_max", 0.0) < 1e-4 for _, m in history)
+
+
+def test_an_adapter_for_an_adapted_model_is_refused(model, tokenizer):
+    adapted = add_adapter(model, 2)
+    config = with_learner(Config(model="given", tracker=find("tracker", "none")()), lora_rank=2)
+    with pytest.raises(ConfigError, match="lora_rank is 2 and the model has an adapter"):
+        GSPOAgent(adapted, config=config, tokenizer=tokenizer)
+
+
+def test_a_run_in_half_precision_trains_plays_and_saves_it():
+    agent = GSPOAgent(config=tiny(model_dtype="bfloat16", steps=1, eval_tasks=2, recipe=SHORT))
+    history = agent.train()
+    assert {p.dtype for p in agent.model.parameters()} == {torch.bfloat16}
+    last = history[-2][1]
+    assert last["train/skipped_steps"] == 0
+    assert 0 < last["train/logprob_diff_max"] < 0.5
+    saved = AutoModelForCausalLM.from_pretrained(agent.folder / "model")
+    assert saved.dtype == agent.model.dtype
+    assert GSPOAgent.load(agent.folder).model.dtype == agent.model.dtype
 
 
 def test_save_and_load_give_an_agent_that_acts_the_same(tmp_path):

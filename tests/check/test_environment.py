@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.check.environment import check_env, random_policy
 from gspo_env.errors import ConfigError, EnvironmentCheckError
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.rollout import template
 
 
 class Echo(TextEnv):
@@ -227,7 +228,7 @@ def test_a_control_token_in_the_description_of_a_tool_is_harmless() -> None:
 def test_a_tokenizer_that_reads_control_tokens_in_descriptions_is_a_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ChatTokenizer, "_hide_controls", lambda self, schemas: (schemas, {}))
+    monkeypatch.setattr(template, "hide_controls", lambda schemas, *rest: (json.loads(schemas), {}))
     with pytest.raises(EnvironmentCheckError, match="became a control token"):
         check_env(Injects())
 

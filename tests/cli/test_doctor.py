@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
+from types import SimpleNamespace
 
 import pytest
+import torch
+from tiny_models import PROGRAM
 
 from gspo_env import sandbox
 from gspo_env.cli import doctor
@@ -92,3 +96,62 @@ def test_a_model_without_a_chat_template_is_named(tmp_path, model, tokenizer):
     save_model(model, tokenizer, tmp_path / "fine")
     assert "chat template" in finding("model", str(tmp_path / "silent")).text
     assert finding("model", str(tmp_path / "fine")).ok
+
+
+def test_the_way_of_a_model_and_its_reason_are_named(tmp_path, model, tokenizer):
+    save_model(model, tokenizer, tmp_path / "packed")
+    save_model(PROGRAM.build("LFM2"), tokenizer, tmp_path / "hybrid")
+    save_model(PROGRAM.build("RecurrentGemma"), tokenizer, tmp_path / "refused")
+    assert finding("model", str(tmp_path / "packed")).text.endswith("packed with shared prefixes")
+    hybrid, refused = (finding("model", str(tmp_path / n)) for n in ("hybrid", "refused"))
+    assert hybrid.ok
+    assert "one sequence a row" in hybrid.text
+    assert "model.layers.0.conv (Lfm2ShortConv)" in hybrid.text
+    assert not refused.ok
+    assert "RecurrentGemmaForCausalLM" in refused.text
+
+
+def test_apples_gpu_is_not_used_and_the_doctor_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert finding("device").text.endswith("Apple's GPU is not used")
+
+
+def test_memory_that_files_hold_but_would_give_back_is_free(monkeypatch):
+    """MemFree of a machine with a warm file cache is a fraction of what programs can take."""
+    available = SimpleNamespace(available=7 * 2**30, free=2**30)
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(doctor, "_room_in_container", lambda: math.inf)
+    assert doctor._free_memory() == 7 * 2**30
+    monkeypatch.setattr(doctor, "_room_in_container", lambda: 2.0**30)
+    assert doctor._free_memory() == 2**30
+
+
+def group(folder, **files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(f"{text}\n")
+
+
+def test_the_limit_of_a_container_counts_at_every_level(tmp_path):
+    own = tmp_path / "cgroup"
+    own.write_text("0::/pod/one\n")
+    stat = "anon 5\ninactive_file 100\nactive_file 7"
+    group(tmp_path / "root" / "pod", max=1000, current=400, stat=stat)
+    group(tmp_path / "root" / "pod" / "one", max="max", current=300, stat=stat)
+    assert doctor._room_in_container(tmp_path / "root", own) == 700
+    group(tmp_path / "root" / "pod" / "one", max=500, current=450, stat=stat)
+    assert doctor._room_in_container(tmp_path / "root", own) == 150
+
+
+def test_the_limit_of_a_container_with_control_groups_of_version_1(tmp_path):
+    own = tmp_path / "cgroup"
+    own.write_text("4:memory:/job\n1:cpu:/\n0::/\n")
+    stat = "inactive_file 1\ntotal_inactive_file 50"
+    names = {"limit_in_bytes": 600, "usage_in_bytes": 500, "stat": stat}
+    group(tmp_path / "root" / "memory" / "job", **names)
+    assert doctor._room_in_container(tmp_path / "root", own) == 150
+
+
+def test_a_machine_without_control_groups_has_no_container_limit(tmp_path):
+    assert doctor._room_in_container(tmp_path / "none", tmp_path / "none") == math.inf

@@ -7,10 +7,13 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
 from gspo_env.compare.plan import check_table
+from gspo_env.compare.play import mixed_scores
 from gspo_env.compare.stats import (
     holm,
     interquartile_interval,
@@ -21,7 +24,7 @@ from gspo_env.compare.stats import (
 from gspo_env.config import Config, from_dict
 from gspo_env.credit import GiGPO, GroupGAE
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import summarise, table
+from gspo_env.report.comparison import markdown, summarise, table, write_report
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 
@@ -205,9 +208,22 @@ def test_an_unknown_metric_is_named_with_those_that_there_are(tmp_path):
     assert "runs have a result already" in said[0]
 
 
-def test_arms_with_other_budgets_are_refused():
-    with pytest.raises(ConfigError, match="differ in"):
-        Comparison(problems={"one": small()}, arms=grid({"steps": [1, 2]}))
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("env", ["gspo/Additive-v0", "gspo/KeyDoor-v0"]),
+        ("env_kwargs", [{"turns": 1}, {"turns": 2}]),
+        ("eval_tasks", [4, 8]),
+        ("seed", [0, 1]),
+        ("output", ["", "mine"]),
+    ],
+)
+def test_arms_that_do_not_play_the_same_tasks_are_refused(name, values):
+    with pytest.raises(ConfigError, match=rf"changes {name} to .*expected the same in all arms"):
+        Comparison(problems={"one": small()}, arms=grid({name: values}))
+
+
+def test_two_arms_need_different_names():
     with pytest.raises(ConfigError, match="at least two with different names"):
         Comparison(problems={"one": small()}, arms=grid({"gamma": [1.0]}))
 
@@ -236,6 +252,20 @@ def test_the_interquartile_mean_and_its_stratified_interval():
     assert 0.1 <= low < 0.35 < high <= 0.6
     same_low, same_high = interquartile_interval([np.array([0.7])])
     assert same_low == same_high == 0.7
+
+
+@settings(max_examples=30)
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), points=st.integers(0, 3))
+def test_strata_of_a_single_run_have_an_interval(sizes, points):
+    rng = np.random.default_rng(0)
+    lead = (points,) if points else ()
+    strata = [rng.random((*lead, size)) for size in sizes]
+    low, high = interquartile_interval(strata, resamples=50)
+    middle = interquartile_mean(np.concatenate(strata, axis=-1))
+    assert low.shape == high.shape == middle.shape
+    assert (low <= high).all()
+    if max(sizes) == 1:
+        np.testing.assert_array_equal(low, middle)
 
 
 def test_worked_examples_of_the_tests_between_arms():
@@ -270,6 +300,7 @@ def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
     np.testing.assert_allclose(high.areas, [0.6, 0.61])
     np.testing.assert_allclose(low.finals, [0.2, 0.21])
     assert high.to_target == (16.0, 16.0)  # the second step of 2 tasks x 4 episodes
+    assert high.episodes == (8.0, 16.0)
     assert low.to_target == (np.inf, np.inf)
     assert high.improvement == 1.0
     lines = table(comparison, [low, high])
@@ -277,7 +308,135 @@ def test_the_area_the_target_and_the_pairs_are_read_off_the_curves(tmp_path):
     assert lines[2][-1] == "16"
 
 
-def test_a_missing_value_is_read_between_its_neighbours_and_only_failed_runs_score_zero(tmp_path):
+def learning(comparison, folder, curve, metric="eval/success", broken=()):
+    """Results whose metric is a function of the episodes played, of the seed and of the arm."""
+    results = []
+    for run in planned(comparison, folder):
+        size = run.config.tasks_per_step * run.config.rollout.group_size
+        every = [
+            (step, {metric: curve(step * size, run.seed), "eval/episodes_before": step * size})
+            for step in range(run.config.steps + 1)
+        ]
+        failed = (run.arm.name, run.seed) in broken
+        error = "it broke" if failed else ""
+        results.append(Result(run=run, history=() if failed else every, seconds=1.0, error=error))
+    return results
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.integers(1, 24),
+    coarser=st.integers(1, 6),
+    longer=st.integers(1, 3),
+    speed=st.floats(1.0, 500.0),
+    sign=st.sampled_from([1.0, -1.0]),
+)
+def test_identical_learning_in_other_steps_groups_and_lengths_is_no_improvement(
+    tmp_path, steps, coarser, longer, speed, sign
+):
+    fine = {"steps": steps * coarser, "rollout.group_size": 2}
+    coarse = {"steps": steps * longer, "rollout.group_size": 2 * coarser}
+    arms = (Arm(name="fine", changes=fine), Arm(name="coarse", changes=coarse))
+    comparison = Comparison(
+        problems={"one": small()}, arms=arms, seeds=3, metric="eval/success", target=0.4 * sign
+    )
+
+    def curve(played, seed):
+        return sign * (1 - np.exp(-played / speed)) + 0.01 * seed
+
+    one, other = summarise(comparison, learning(comparison, tmp_path, curve))["one"]
+    assert other.improvement == 0.5
+    assert other.p_value == 1.0
+    assert one.to_target == other.to_target
+    np.testing.assert_array_equal(one.curves, other.curves)
+    assert one.episodes[-1] == 2 * 2 * steps * coarser  # the shorter of the two
+
+
+def test_arms_of_different_lengths_say_what_is_compared(tmp_path):
+    arms = (Arm(name="short", changes={}), Arm(name="long", changes={"steps": 8}))
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=2)
+    results = learning(comparison, tmp_path, lambda played, seed: played / 100 + seed / 10)
+    said = markdown(comparison, summarise(comparison, results))
+    assert "short: 16 episodes and 8 updates; long: 64 episodes and 32 updates" in said
+    assert "compared from episode 0 to 16" in said
+    write_report(comparison, results, tmp_path)
+    assert "compared from episode 0 to 16" in (tmp_path / "report.html").read_text()
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    level=st.floats(-1e4, 1e4),
+    slope=st.floats(-1.0, 1.0),
+    target=st.sampled_from([-1e5, -1.0, 1.0]),
+    lost=st.sets(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3)), min_size=1),
+)
+def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
+    tmp_path, level, slope, target, lost
+):
+    arms = (Arm(name="a", changes={}), Arm(name="b", changes={"gamma": 0.5}))
+    comparison = Comparison(
+        problems={"one": small(steps=4)}, arms=arms, seeds=4, target=target, metric="m"
+    )
+
+    def curve(played, seed):
+        return level + slope * played + seed
+
+    results = learning(comparison, tmp_path, curve, metric="m", broken=lost)
+    rows = summarise(comparison, results)["one"]
+    table(comparison, rows)
+    whole = [(row, s) for row in rows for s in range(4) if (row.arm.name, s) not in lost]
+    broken = [(row, s) for row in rows for s in range(4) if (row.arm.name, s) in lost]
+    for bad, s in broken:
+        assert bad.to_target[s] == np.inf
+        for good, g in whole:
+            assert bad.areas[s] < good.areas[g]
+            assert bad.finals[s] < good.finals[g]
+            assert bad.curves[s].max() < good.curves[g].min()
+    if {s for _, s in lost} and {arm for arm, _ in lost} == {"b"}:
+        assert rows[1].improvement < 0.5
+    if len(lost) == 8:
+        assert rows[1].improvement == 0.5
+        assert table(comparison, rows)[1][1] == "all runs failed"
+
+
+def test_rollouts_are_compared_by_the_episodes_that_came_before_them(tmp_path):
+    run = next(
+        planned(Comparison(problems={"one": small()}, arms=grid({"gamma": [0, 1]})), tmp_path)
+    )
+    history = [
+        (1, {"rollout/return": 0.1, "rollout/episodes_before": 0.0}),
+        (2, {"rollout/return": 0.2, "rollout/episodes_before": 8.0}),
+        (2, {"eval/success": 0.5, "eval/episodes_before": 16.0}),
+    ]
+    result = Result(run=run, history=history, seconds=1.0)
+    assert result.curve("rollout/return") == ([0.0, 8.0], [0.1, 0.2])
+    assert result.curve("eval/success") == ([16.0], [0.5])
+
+
+def test_arms_that_change_the_recipe_or_the_model_get_a_start_of_their_own(tmp_path):
+    changes = [{}, {"gamma": 0.5}, {"imitation_steps": 9}, {"model": "mine"}, {"lora_rank": 2}]
+    arms = tuple(Arm(name=str(n), changes=c) for n, c in enumerate(changes))
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=2)
+    starts = {(run.arm.name, run.seed): run.start for run in planned(comparison, tmp_path)}
+    assert starts["0", 0] == starts["1", 0] != starts["0", 1]
+    assert starts["3", 0] is None
+    assert len({starts[name, 0] for name in "0234"}) == 4
+    results = learning(comparison, tmp_path, lambda played, seed: 0.0)
+    said = markdown(comparison, summarise(comparison, results))
+    assert "2, 3, 4: another start than the first arm" in said
+
+
+def test_a_longer_imitation_is_what_its_arm_starts_from(tmp_path):
+    arms = (Arm(name="none", changes={"imitation_steps": 0}), Arm(name="some", changes={}))
+    comparison = Comparison(
+        problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="rollout/stop/terminated"
+    )
+    results, _ = run(comparison, tmp_path / "out")
+    none, some = (dict(r.history[1][1])["rollout/stop/terminated"] for r in results)
+    assert none < 0.2 < 0.8 < some
+
+
+def test_a_missing_value_is_read_between_its_neighbours(tmp_path):
     arms = (Arm(name="whole", changes={}), Arm(name="gap", changes={"gamma": 0.9}))
     comparison = Comparison(problems={"one": small()}, arms=arms, seeds=1, metric="m")
     whole, gap = planned(comparison, tmp_path)
@@ -286,8 +445,25 @@ def test_a_missing_value_is_read_between_its_neighbours_and_only_failed_runs_sco
         Result(run=whole, history=tuple(points), seconds=1.0),
         Result(run=gap, history=(points[0], (2, {}), points[2]), seconds=1.0),
     ]
-    np.testing.assert_allclose(summarise(comparison, results)["one"][1].curves, [[0.2, 0.4, 0.6]])
-    failed = [Result(run=r, history=(), seconds=1.0, error="x") for r in (whole, gap)]
-    for row in summarise(comparison, failed)["one"]:
-        assert row.failed == 1
-        assert row.areas.tolist() == [0.0]
+    whole_row, gap_row = summarise(comparison, results)["one"]
+    assert gap_row.episodes == (8.0, 24.0)
+    np.testing.assert_allclose(gap_row.areas, whole_row.areas)
+
+
+def test_runs_that_decided_to_learn_from_different_rewards_are_named(tmp_path):
+    arms = (Arm(name="a", changes={"gamma": 1.0}), Arm(name="b", changes={"gamma": 0.5}))
+    runs = list(planned(Comparison(problems={"p": small()}, arms=arms, seeds=2), tmp_path))
+
+    def said(*scores):
+        for run, score in zip(runs, scores, strict=True):
+            run.folder.mkdir(parents=True, exist_ok=True)
+            (run.folder / "config.toml").write_text(f'[credit]\nscore = "{score}"\n')
+        return list(mixed_scores([Result(run=run, history=[], seconds=1.0) for run in runs]))
+
+    assert said("turns", "turns", "turns", "auto") == []
+    (line,) = said("turns", "turns", "outcome", "turns")
+    assert line.startswith(
+        "runs of p learned from different rewards: turns (p · a · seed 0), outcome"
+    )
+    failed = [Result(run=run, history=[], seconds=1.0, error="gone") for run in runs]
+    assert list(mixed_scores(failed)) == []

@@ -18,7 +18,7 @@ TASK = Task(env_id="test", seed=0)
 FINITE = st.floats(-5, 5).map(lambda value: round(value, 2))
 
 
-def episode(*rewards: float, stop: StopReason = StopReason.TERMINATED, score: float = 0) -> Episode:
+def episode(*rewards: float, stop: StopReason = StopReason.TERMINATED) -> Episode:
     turns = tuple(
         Turn(prompt_ids=(1,), action_ids=(2,), logprobs=(-1.0,), text="", observation="", reward=r)
         for r in rewards
@@ -26,7 +26,7 @@ def episode(*rewards: float, stop: StopReason = StopReason.TERMINATED, score: fl
     return Episode(
         task=TASK,
         turns=turns,
-        outcome=score,
+        outcome=sum(rewards),
         stop_reason=stop,
         terminated=stop is StopReason.TERMINATED,
         truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
@@ -51,7 +51,8 @@ UNEQUAL = group(
 def test_outcome_by_hand() -> None:
     # returns 3, 3, 0, 6: mean 3, population variance 18 / 4
     std = np.sqrt(4.5)
-    check(Outcome().advantages(UNEQUAL), [0, 0], [0], [-3 / std] * 3, [3 / std] * 2)
+    scaled = Outcome(scale="std").advantages(UNEQUAL)
+    check(scaled, [0, 0], [0], [-3 / std] * 3, [3 / std] * 2)
     check(
         Outcome(scale="none", baseline="leave_one_out").advantages(UNEQUAL),
         [0, 0],
@@ -59,12 +60,8 @@ def test_outcome_by_hand() -> None:
         [-4] * 3,
         [4] * 2,
     )
-    check(Outcome(ddof=1).advantages(UNEQUAL), [0, 0], [0], [-3 / 6**0.5] * 3, [3 / 6**0.5] * 2)
-
-
-def test_outcome_may_use_the_episodic_reward() -> None:
-    pair = group(episode(5, 5, score=1.0), episode(0, score=0.0))
-    check(Outcome(score="outcome").advantages(pair), [1, 1], [-1])
+    scaled = Outcome(scale="std", ddof=1).advantages(UNEQUAL)
+    check(scaled, [0, 0], [0], [-3 / 6**0.5] * 3, [3 / 6**0.5] * 2)
 
 
 def test_returns_to_go_by_hand() -> None:
@@ -73,7 +70,7 @@ def test_returns_to_go_by_hand() -> None:
     # only one episode reaches turn 3: its baseline is 14 / 5, over the five turns of the others
     check(rows, [0, 2], [0], [-4, -1, -14 / 5], [4, -1])
     squares = (0 + 0 + 9 + 9) + (16 + 4 + 4) / 9 + (14 / 8) ** 2
-    scaled = ReturnsToGo().advantages(UNEQUAL)
+    scaled = ReturnsToGo(scale="std").advantages(UNEQUAL)
     np.testing.assert_allclose(scaled[0], np.array([0, 2]) / np.sqrt(squares / 8))
 
 
@@ -126,7 +123,7 @@ def test_std_scaling_makes_the_unit_of_reward_irrelevant(
 ) -> None:
     before = group(*(episode(*row) for row in rewards))
     after = group(*(episode(*(r * factor for r in row)) for row in rewards))
-    for function in (Outcome().advantages, ReturnsToGo().advantages):
+    for function in (Outcome(scale="std").advantages, ReturnsToGo(scale="std").advantages):
         for a, b in zip(function(before), function(after), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -134,6 +131,7 @@ def test_std_scaling_makes_the_unit_of_reward_irrelevant(
 def test_estimate_scales_over_the_batch_and_counts() -> None:
     groups = [group(episode(2), episode(0)), group(episode(1), episode(1)), UNEQUAL]
     credit = estimate(groups, Outcome(scale="batch"))
+    assert Outcome() == Outcome(scale="none")
     values = np.concatenate([v for row in credit.advantages for v in row])
     centred = np.array([1, -1, 0, 0, 0, 0, 0, -3, -3, -3, 3, 3])
     np.testing.assert_allclose(values, centred / centred.std())

@@ -71,7 +71,7 @@ def test_turn_plus_outcome_adds_the_outcome_to_each_turns_own_reward():
 
 
 def test_turn_plus_outcome_scales_both_parts_and_weighs_the_turns():
-    rows = TurnPlusOutcome(turn_weight=0.5).advantages(
+    rows = TurnPlusOutcome(turn_weight=0.5, scale="std").advantages(
         group(episode(1, outcome=2), episode(0, outcome=0), episode(0, outcome=1))
     )
     whole, turn = np.sqrt(3 / 2), np.sqrt(2)

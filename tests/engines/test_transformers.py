@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.transformers import TransformersEngine, sample
 from gspo_env.errors import EngineError
 
 
@@ -165,3 +165,26 @@ def test_sampling_follows_the_distribution(model):
     assert (counts / 4000 - expected).abs().sum() < 3 * (
         expected * (1 - expected) / 4000
     ).sqrt().sum()
+
+
+class OnApple(torch.Tensor):
+    """Says that it is on Apple's GPU, which refuses float64."""
+
+    device = property(lambda self: torch.device("mps"))
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cpu:
+            return args[0].as_subclass(torch.Tensor)
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, torch.Tensor) and result.dtype is torch.float64:
+            raise TypeError("the MPS framework does not support float64")
+        return result
+
+
+def test_a_device_without_float64_samples_the_same():
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(TypeError, match="float64"):
+        logits.as_subclass(OnApple).double()
+    settings = [1.0, 0.0, 0.5], [0.3, 0.9, 0.999]
+    assert sample(logits.as_subclass(OnApple), *settings) == sample(logits, *settings)

@@ -223,7 +223,6 @@ def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_noth
     fleet = VLLMServer(replicas=2, transfer="gloo", enforce_eager=True)
     servers = VLLMServerEngine(build_other(parts[0]), fleet, **SIZES)
     try:
-        written = os.stat(servers._folder / "model.safetensors").st_mtime_ns
         for version in range(1, 5):
             if version == 3:
                 os.killpg(servers.pids[0], signal.SIGKILL)
@@ -232,7 +231,7 @@ def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_noth
             assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
             assert update(learner, groups)["train/logprob_diff_max"] < 1e-4
         assert servers.servers_lost == 1
-        assert os.stat(servers._folder / "model.safetensors").st_mtime_ns == written
+        assert not list(servers._folder.glob("*.safetensors"))  # nothing went through the disk
     finally:
         servers.close()
 

@@ -115,7 +115,7 @@ def test_frozen_lake_reads_as_a_map_and_names_its_actions() -> None:
     env: Any = make_env("gspo/GymText-v0", env="FrozenLake-v1", is_slippery=False)
     observation, info = env.reset(seed=0)
     assert observation == "@FFF\nFHFH\nFFFH\nHFFG\nYou are at row 0, column 0."
-    assert info == {"state_key": "0"}
+    assert info == {"state_key": "0", "task_key": "0"}
     assert "<action>left|down|right|up</action>" in env.get_wrapper_attr("system_prompt")
     for action in ("down", "DOWN", "2", "<action> 1 </action>", "so: <action>right</action>"):
         observation, reward, terminated, _, info = env.step(action)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.errors import ConfigError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.learner import learner as learner_module
 from gspo_env.learner.objectives import policy_loss
 from gspo_env.recipes.embedded import build_model
 from gspo_env.recipes.tiny import Tiny
@@ -159,3 +162,26 @@ def test_imitation_lowers_its_own_loss(player):
 def test_an_impossible_value_is_named(kind, values, words):
     with pytest.raises(ConfigError, match=words):
         kind(**values)
+
+
+def test_a_machine_with_apples_gpu_trains_on_the_cpu(model, samples, monkeypatch):
+    kinds = []
+
+    def accelerator(**settings):
+        kinds.append(settings)
+        return Accelerator(**settings)
+
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(learner_module, "Accelerator", accelerator)
+    learner = learner_of(model)
+    assert kinds == [{"cpu": True}]
+    assert learner.accelerator.device == torch.device("cpu")
+
+
+def test_nothing_that_is_packed_is_float64(samples):
+    """Apple's GPU refuses float64."""
+    row = pack(samples)
+    kinds = {
+        value.dtype for value in map(partial(getattr, row), row.__slots__) if torch.is_tensor(value)
+    }
+    assert kinds == {torch.int64, torch.float32}

@@ -92,6 +92,7 @@ def inputs_of(seed=0):
         reference_logprobs_N=old - 0.1,
         engine_logprobs_N=old + 0.2,
         num_sequences=2,
+        num_turns=2,
         episodes=5,
         tokens=40,
     )
@@ -230,10 +231,8 @@ def output_of(**parts):
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda lp: ObjectiveOutput(loss=lp.sum() * float("nan")), "loss of Faulty is nan"),
-        (lambda lp: ObjectiveOutput(loss=lp.sum() / 0), "loss of Faulty is -inf"),
         (lambda lp: ObjectiveOutput(loss=lp[:3]), r"loss of Faulty is of shape \(3,\); expected"),
-        (lambda lp: ObjectiveOutput(loss=lp.detach().sum()), "a finite number with a gradient"),
+        (lambda lp: ObjectiveOutput(loss=lp.detach().sum()), "expected a number with a gradient"),
         (lambda lp: ObjectiveOutput(loss=0.5), "loss of Faulty is 0.5; expected a tensor"),
         (lambda lp: lp.sum(), "compute of Faulty returned Tensor; expected ObjectiveOutput"),
         (lambda lp: None, "compute of Faulty returned NoneType; expected ObjectiveOutput"),
@@ -263,5 +262,6 @@ def test_the_packed_loss_has_no_kl_without_a_reference():
         inputs.advantages_N,
         inputs.sequence_N,
         num_sequences=2,
+        num_turns=2,
     )
     assert output.kl is None

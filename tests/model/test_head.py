@@ -136,5 +136,5 @@ def test_a_model_that_caps_its_logits_is_not_taken_for_a_linear_head():
     plain.config.final_logit_softcapping = None
     for each in (capped, plain):
         use_ragged_attention(each)
-    assert head.linear_head(capped) is None
-    assert head.linear_head(plain) is plain.lm_head
+    assert head.linear_head(capped, packed=True) is None
+    assert head.linear_head(plain, packed=True) is plain.lm_head

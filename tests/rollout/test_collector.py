@@ -15,7 +15,7 @@ from gspo_env.batch.sample import to_sample
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
-from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.pool import EnvPool
@@ -216,7 +216,7 @@ def test_when_most_episodes_fail_the_first_cause_is_raised(player):
     ],
 )
 def test_a_broken_contract_names_the_environment_the_part_and_the_value(player, result, words):
-    with pytest.raises(EnvironmentContractError, match=f"test: .*{words}"):
+    with pytest.raises(RolloutError, match=f"16 of 16 episodes.*test: .*{words}"):
         play(collector(player, lambda: Echo(result)))
 
 
@@ -292,6 +292,70 @@ class TokenJudge(Echo):
         return "go on", 0.5, False, False, info
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "assistant", "content": "I begin"}]},
+        {"messages": "not a chat"},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]},
+        {"tools": ["look"]},
+    ],
+)
+def test_a_malformed_conversation_costs_one_episode_and_is_counted(player, broken, caplog):
+    class Once(Echo):
+        def reset(self, *, seed=None, options=None):
+            observation, _ = super().reset(seed=seed)
+            return observation, broken if seed == 2 else {"messages": Chatty.history}
+
+    groups = play(collector(player, Once, max_turns=1), tasks=4, size=1)
+    reasons = [e.stop_reason for e in episodes(groups)]
+    assert reasons.count(StopReason.ERROR) == 1
+    assert reasons[2] is StopReason.ERROR
+    assert RolloutStats.of(groups, 1.0).metrics()["rollout/env_errors"] == 1
+    assert f"test: reset() info['{next(iter(broken))}'] is " in caplog.text
+
+
+@pytest.mark.parametrize("outcome", [None, "high", float("nan")])
+def test_an_outcome_that_is_no_number_does_not_stop_the_run(player, outcome):
+    class Once(Echo):
+        def reset(self, *, seed=None, options=None):
+            self.outcome = outcome if seed == 1 else 1.0
+            return super().reset(seed=seed)
+
+        def step(self, action):
+            return "end", 0.25, True, False, {"episodic_reward": self.outcome}
+
+    everything = episodes(play(collector(player, Once), tasks=4, size=1))
+    ended = [e for e in everything if e.stop_reason is not StopReason.MAX_TURN_TOKENS]
+    assert {e.outcome for e in ended if e.task.seed != 1} <= {1.0}
+    # None is no outcome: the sum of the rewards; anything else is an error of the episode
+    errors = [e.task.seed for e in ended if e.stop_reason is StopReason.ERROR]
+    assert errors == ([] if outcome is None else [1])
+
+
+class Long(Echo):
+    """Half of its tasks have a prompt that does not fit."""
+
+    every = 2
+
+    def reset(self, *, seed=None, options=None):
+        observation, info = super().reset(seed=seed)
+        return observation * (1 if seed % self.every else 200), info
+
+
+def test_prompts_that_do_not_fit_the_context_are_named_once_with_their_lengths(player, caplog):
+    running = collector(player, Long, max_turns=1)
+    for _ in range(2):
+        groups = play(running, size=1)
+        assert [e.stop_reason for e in episodes(groups)].count(StopReason.MAX_CONTEXT) == 2
+        assert not running.no_room
+    assert caplog.text.count("2 of 4 episodes ended before their first turn") == 1
+    assert "have 1406 tokens and rollout.max_context 512 less" in caplog.text
+    assert not any(e.turns for e in episodes(play(running, tasks=1, size=2)))
+    assert running.no_room.startswith("2 of 2 episodes ended before their first turn")
+
+
 def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player):
     running = collector(player, TokenJudge, max_turns=2)
     turns = 0
@@ -314,7 +378,7 @@ def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player)
 def test_token_judgements_of_a_wrong_number_are_refused(player):
     wrong = Echo(("go on", 0.5, False, False, {"token_mask": [True] * 99}))
     running = collector(player, lambda: wrong, max_turns=1)
-    with pytest.raises(EnvironmentContractError, match=r"token_mask.*one per sampled token"):
+    with pytest.raises(RolloutError, match=r"token_mask.*one per sampled token"):
         play(running)
 
 
@@ -383,8 +447,7 @@ def test_a_declared_outcome_of_cut_episodes_is_found_through_wrappers(player, wr
 
 
 def test_an_episode_that_is_cut_before_its_first_action_has_no_turns(player):
-    limits = {"max_context": 50, "max_turn_tokens": 49}
-    groups = play(collector(player, Echo, **limits))
+    groups = play(collector(player, Long))[::2]
     assert {(e.stop_reason, e.turns) for e in episodes(groups)} == {(StopReason.MAX_CONTEXT, ())}
     stats = RolloutStats.of(groups, 1.0)
     played = stats.played
@@ -427,9 +490,9 @@ def test_an_environment_that_raises_in_reset_is_an_error_of_that_episode(player)
     assert all(e.stop_reason is not StopReason.ERROR for e in others)
 
 
-def test_a_contract_that_breaks_in_a_thread_stops_the_run(player):
+def test_a_contract_that_always_breaks_in_a_thread_stops_the_run(player):
     running = collector(player, lambda: Echo(("x", 0.0, False, False, {"success": 1})))
-    with pytest.raises(EnvironmentContractError, match=r"success'\] is 1 of type int"):
+    with pytest.raises(RolloutError, match=r"success'\] is 1 of type int"):
         play(running)
 
 

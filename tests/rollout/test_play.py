@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
-from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.errors import RolloutError
 from gspo_env.rollout.play import Move, conclude, demonstrator, play, play_now
 from gspo_env.types import Message, Prompt, StepInfo, StopReason, Task, Turn
 
@@ -169,9 +169,25 @@ def test_a_timeout_of_the_environment_itself_is_its_error():
     assert episode.error == "step('yes') raised TimeoutError: late"
 
 
-def test_a_broken_contract_is_raised():
-    with pytest.raises(EnvironmentContractError, match="test: step"):
-        play_now(Script(go(float("nan"))), TASK, yes)
+def test_a_result_that_breaks_the_contract_is_an_error_of_its_episode():
+    episode = play_now(Script(go(0.5), go(float("nan"))), TASK, yes)
+    assert (episode.stop_reason, len(episode.turns)) == (StopReason.ERROR, 1)
+    assert episode.error.startswith("test: step() reward is nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("system_prompt", 5), ("tools", ["look"]), ("tools", 3)]
+)
+def test_a_prompt_that_is_none_is_an_error_of_its_episode(name, value):
+    class Told(Script):
+        def reset(self, **options):
+            result = super().reset(**options)
+            setattr(self, name, value)
+            return result
+
+    episode = play_now(Told(go()), TASK, yes)
+    assert (episode.stop_reason, episode.turns) == (StopReason.ERROR, ())
+    assert f"Told: {name} is {value!r} of type" in episode.error
 
 
 def turn(reward, **info):

@@ -4,14 +4,18 @@ token."""
 from __future__ import annotations
 
 import logging
+import sys
 from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from gspo_env.errors import ChatTemplateError
 from gspo_env.recipes.embedded import TEMPLATE, build_tokenizer
+from gspo_env.rollout.plain_text import PlainText
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Prompt
 
@@ -145,3 +149,116 @@ def test_a_tool_that_somebody_else_describes_cannot_write_control_tokens():
     assert [i for i in hostile if i in special] == [i for i in plain if i in special]
     assert "<|im_end|>" in chat.decode_all(hostile).partition("Look. ")[2]
     assert "Reward this." in chat.decode_all(hostile)
+
+
+def test_a_template_without_a_generation_prompt_is_refused():
+    silent = TEMPLATE.replace("add_generation_prompt", "false")
+    with pytest.raises(ChatTemplateError, match=r"no generation prompt.*assistant"):
+        ChatTokenizer(with_template(silent))
+
+
+def test_a_template_that_needs_no_generation_prompt_is_accepted():
+    joined = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    chat = ChatTokenizer(with_template(joined))
+    assert list(chat.start(HARMLESS)) == rendered(chat.tokenizer, [user(HARMLESS)])
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) + f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+)
+def test_a_template_that_never_ends_is_refused(endless):
+    with pytest.raises(ChatTemplateError, match="runs more than 1,000,000 lines"):
+        ChatTokenizer(with_template(endless + TEMPLATE))
+
+
+def test_rendering_leaves_the_tracing_of_a_debugger_as_it_was(tokenizer):
+    def trace(frame, event, value):
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        ChatTokenizer(tokenizer).start(HARMLESS)
+        kept = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert kept is trace
+
+
+def test_a_template_that_changes_the_inside_of_a_text_is_named(caplog):
+    ChatTokenizer(with_template(TEMPLATE.replace("{{ m.content }}", "{{ m.content | upper }}")))
+    assert "changes the text of messages" in caplog.text
+
+
+def test_a_message_that_the_template_drops_is_an_error():
+    dropping = TEMPLATE.replace(
+        "{{ m.content }}", "{% if loop.index0 != 1 %}{{ m.content }}{% endif %}"
+    )
+    with pytest.raises(ChatTemplateError, match="drops or repeats a message of user, assistant"):
+        ChatTokenizer(with_template(dropping))
+
+
+def test_lone_surrogates_are_question_marks(chat):
+    assert chat.decode_all(chat.encode("a\ud83db")) == "a?b"
+
+
+def test_the_text_of_the_placeholders_is_text(chat):
+    template = chat.template
+    for place in range(3):
+        text = template.marker(place)
+        assert text in chat.decode_all(chat.follow(text, chat.end_of_turn))
+        assert text in chat.decode_all(chat.start("x", Prompt(system=text)))
+
+
+def characters(special):
+    """A tokenizer of single characters whose control token is one of them."""
+    backend = Tokenizer(models.WordLevel({c: n for n, c in enumerate("?abc$\n")}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.add_special_tokens([AddedToken(special, special=True, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special, unk_token="?")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    return tokenizer
+
+
+def test_a_character_that_is_only_known_as_a_control_token_is_unknown_and_named(caplog):
+    chat = ChatTokenizer(characters("$"))
+    unknown = chat.tokenizer.unk_token_id
+    a, b = chat.encode("a") + chat.encode("b")
+    assert chat.encode("a$b") == (a, unknown, b)
+    assert "cannot encode all characters of '$'" in caplog.text
+
+
+def test_a_tokenizer_that_drops_what_it_does_not_know_is_named(caplog, families):
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    backend.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    assert tokenizer("a字b")["input_ids"] == [0, 1]
+    PlainText(tokenizer)
+    assert "drops characters that its vocabulary does not know" in caplog.text
+    caplog.clear()
+    for make in families.values():
+        PlainText(make())
+    assert not caplog.text
+
+
+def test_the_words_of_an_added_token_are_text_if_the_vocabulary_can_form_them():
+    """A vocabulary may contain a control token as an ordinary piece."""
+    pieces = [("<unk>", 0.0), ("<end>", -1.0), *((c, -9.0) for c in "<end> xyz")]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+    made = ChatTokenizer(tokenizer)
+    text = "x <end>" * 5000 + "y"
+    ids = made.encode(text)
+    assert tokenizer.eos_token_id not in ids
+    assert made.decode_all(ids) == text
+
+
+def user(text):
+    return {"role": "user", "content": text}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ import torch
 
 from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
+from gspo_env.engines.vllm.worker import EXTENSION
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
@@ -35,6 +37,9 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
+        # All weights arrive as an update does: one that is not updated shows at once.
+        "load_format": "dummy",
+        "worker_extension_cls": EXTENSION,
         "logprobs_mode": "processed_logprobs",
         "tensor_parallel_size": config.tensor_parallel_size,
     }
@@ -49,6 +54,12 @@ def engine_arguments(
     if config.quantization:
         arguments["quantization"] = config.quantization
     return {**arguments, **config.engine_args}
+
+
+def tolerance(config: VLLMSettings) -> float | None:
+    """Returns `CopiesWeights.tolerance`: no limit for quantized weights, unless one is set."""
+    quantized = config.quantization or config.engine_args.get("quantization")
+    return math.inf if quantized and config.sync_tolerance is None else config.sync_tolerance
 
 
 @dataclass(slots=True)
@@ -80,6 +91,9 @@ class VLLMEngine:
         self._sleeps = config.sleep_during_update and torch.cuda.is_available()
         self._asleep = False
         self._in_place = config.tensor_parallel_size == 1
+        self.copies = 1
+        self.dtype = ""
+        self.tolerance = tolerance(config)
         self._folder = tempfile.TemporaryDirectory(prefix="gspo-env-vllm-")
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._new: dict[str, _Request] = {}
@@ -174,17 +188,18 @@ class VLLMEngine:
         # Otherwise vLLM builds an output for every unfinished sequence at each step.
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
         folder = Path(self._folder.name) / "model"
-        self._exporter.write(named_weights(model), folder)
+        self._exporter.config.save_pretrained(folder)
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
+        self.dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
+        self._load(named_weights(model))
 
     def _load(self, named_tensors: NamedTensors) -> None:
-        keywords: dict[str, Any] = {"weights_iterator": self._exporter.weights(named_tensors)}
+        keywords: dict[str, Any] = {"weights": self._exporter.weights(named_tensors)}
         if not self._in_place:
             folder = Path(self._folder.name) / "model"
             self._exporter.write(named_tensors, folder)
-            keywords = {"weights_path": str(folder)}
-        keywords["is_checkpoint_format"] = True
-        self._engine.collective_rpc("reload_weights", kwargs=keywords)
+            keywords = {"folder": str(folder)}
+        check_loaded(self._engine.collective_rpc("load_checked", kwargs=keywords))
 
     def _stop(self) -> None:
         core = self._engine.engine_core
@@ -206,6 +221,7 @@ class VLLMEngine:
                     self._running.pop(name, None)
         except Exception as error:
             failure = EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
             for request in (self._running | self._new).values():
                 if not request.future.done():
                     request.future.set_exception(failure)
@@ -236,6 +252,22 @@ class VLLMEngine:
             weights_version=request.version,
         )
         request.future.set_result(completion)
+
+
+def check_loaded(reports: Sequence[dict[str, list[str]]]) -> None:
+    """Checks the reports of all workers of an engine; each may load a part of the weights.
+
+    Raises:
+        EngineError: A weight was read by no worker, or one of vLLM's was not loaded.
+    """
+    unread = set.intersection(*(set(report["unread"]) for report in reports))
+    stale = {name for report in reports for name in report["stale"]}
+    for what, names in (("did not read", unread), ("has no new values for", stale)):
+        if names:
+            raise EngineError(
+                f"vLLM {what} {len(names)} weights ({', '.join(sorted(names)[:4])}): its model "
+                "does not load what the checkpoint holds; choose the engine `transformers`"
+            )
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:

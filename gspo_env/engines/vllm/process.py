@@ -34,6 +34,8 @@ class Server:
     address: str
     process: subprocess.Popen[bytes] | None = None
     log: Path | None = None
+    dtype: str = ""
+    """Dtype of its weights; empty until the first weights are sent."""
     channel: Any = None
     """Sends weights with vLLM's transfer API; None until the first transfer."""
     running: int = 0

@@ -23,9 +23,15 @@ import httpx2 as httpx
 import torch
 
 from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
-from gspo_env.engines.vllm.local import engine_arguments, sampling_fields
+from gspo_env.engines.vllm.local import (
+    check_loaded,
+    engine_arguments,
+    sampling_fields,
+    tolerance,
+)
 from gspo_env.engines.vllm.process import Server, healthy, start, stop, wait
 from gspo_env.engines.vllm.settings import VLLMServer
+from gspo_env.engines.vllm.worker import EXTENSION
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
@@ -57,6 +63,7 @@ class VLLMServerEngine:
     ) -> None:
         self.weights_version = 0
         self.servers_lost = 0
+        self.tolerance = tolerance(config)
         self._max_context, self._max_slots = max_context, max_slots
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._temporary = tempfile.TemporaryDirectory(prefix="gspo-env-fleet-")
@@ -65,7 +72,7 @@ class VLLMServerEngine:
         self._transfer = _transfer(config, next(model.parameters()).device)
         self._source: Any = None
         self._why_lost = ""
-        self._exporter.write(named_weights(model), self._folder)
+        self._exporter.config.save_pretrained(self._folder)
         if config.addresses:
             self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
         else:
@@ -89,6 +96,16 @@ class VLLMServerEngine:
     def pids(self) -> list[int]:
         """Process ids of the servers that were started here and are still used."""
         return [s.process.pid for s in self._servers if s.alive and s.process is not None]
+
+    @property
+    def copies(self) -> int:
+        """Servers that are still used."""
+        return sum(server.alive for server in self._servers)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the servers' weights; a half-precision one if they differ."""
+        return next((s.dtype for s in self._servers if s.alive and s.dtype != "float32"), "float32")
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
@@ -219,13 +236,15 @@ class VLLMServerEngine:
         """Sends the weights to one server; returns an error message, or an empty string."""
         try:
             with httpx.Client(base_url=server.address, timeout=600.0) as client:
+                if not server.dtype:
+                    server.dtype = _check_server(client, self._transfer)
                 if self._transfer == "folder":
-                    keywords = {"weights_path": str(self._folder), "is_checkpoint_format": True}
-                    rpc = {"method": "reload_weights", "kwargs": keywords}
-                    client.post("/collective_rpc", json=rpc).raise_for_status()
+                    check_loaded(_call(client, "load_checked", folder=str(self._folder)))
                 else:
                     self._open_channel(server, client)
+                    _call(client, "start_checking")
                     server.channel.send_weights()
+                    check_loaded(_call(client, "stop_checking"))
                 reset = client.post("/reset_prefix_cache").raise_for_status()
                 return "" if reset.json().get("success") else "it did not reset its prefix cache"
         except Exception as error:  # NCCL, Gloo and HTTP have no common base class
@@ -235,21 +254,38 @@ class VLLMServerEngine:
         from gspo_env.engines.vllm.transfer import open_channel
 
         if server.channel is None:
-            # the trainer would wait for a server without this backend
-            _check_backend(client, self._transfer)
             workers = client.get("/get_world_size").raise_for_status().json()["world_size"]
             server.channel = open_channel(self._transfer, server.address, workers, self._source)
 
 
-def _check_backend(client: httpx.Client, backend: str) -> None:
-    """Raises an EngineError if the server was started with another backend, or with none."""
+def _call(client: httpx.Client, method: str, **keywords: str) -> Any:
+    """Calls a method in each worker of a server; returns their answers."""
+    body = {"method": method, "kwargs": keywords}
+    return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
+
+
+def _check_server(client: httpx.Client, backend: str) -> str:
+    """Returns the dtype of a server's weights.
+
+    Raises:
+        EngineError: The server cannot check its weights, or was started with another backend: the
+            trainer would wait for it.
+    """
     told = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
-    found = (told["vllm_config"]["weight_transfer_config"] or {}).get("backend")
-    if found != backend:
+    config = told["vllm_config"]
+    extension = config["parallel_config"]["worker_extension_cls"]
+    if extension != EXTENSION:
+        raise EngineError(
+            f"its worker extension is {extension!r}; expected {EXTENSION!r}, which checks the "
+            f"weights: install gspo-env there and start it with --worker-extension-cls {EXTENSION}"
+        )
+    found = (config["weight_transfer_config"] or {}).get("backend")
+    if backend not in ("folder", found):
         raise EngineError(
             f"its weight transfer backend is {found!r}; expected {backend!r}: start it with "
             f"""--weight-transfer-config '{{"backend": "{backend}"}}' or choose --transfer folder"""
         )
+    return str(config["model_config"]["dtype"]).removeprefix("torch.")
 
 
 def _transfer(config: VLLMServer, device: torch.device) -> str:

@@ -26,6 +26,10 @@ class VLLMSettings:
     """Disables CUDA graphs and compilation: faster start, slower sampling."""
     quantization: str = ""
     """Quantization method, such as `fp8`; empty for none."""
+    sync_tolerance: float | None = None
+    """After each update of the weights, training stops if the log-probabilities of a probe differ
+    from the trainer's by more than this on average. None is 0.001 in float32, 0.15 in half
+    precision, and no limit for quantized weights."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of vLLM's engine; they override all of the above."""
 
@@ -33,6 +37,8 @@ class VLLMSettings:
         """Rejects invalid values."""
         self._check("tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
         self._check("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "a share of 1")
+        limit = self.sync_tolerance
+        self._check("sync_tolerance", limit is None or limit > 0, "a number above 0, or None")
         self._check("kv_cache_gib", self.kv_cache_gib > 0, "a number above 0")
 
     def _check(self, name: str, possible: bool, expected: str) -> None:
@@ -60,8 +66,8 @@ class VLLMServer(VLLMSettings):
 
     addresses: tuple[str, ...] = ()
     """Addresses of running servers, such as `http://node1:8000`; empty starts `replicas` servers.
-    Running servers need VLLM_SERVER_DEV_MODE=1, `--enable-scale-out` and `--logprobs-mode
-    processed_logprobs`."""
+    Running servers need VLLM_SERVER_DEV_MODE=1, `--enable-scale-out`, `--logprobs-mode
+    processed_logprobs` and `--worker-extension-cls gspo_env.engines.vllm.worker.CheckedWorker`."""
     replicas: int = 1
     """How many servers to start."""
     transfer: Literal["auto", "folder", "gloo", "nccl", "ipc"] = "auto"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -63,14 +64,20 @@ class Weights(WeightSource):  # type: ignore[misc]
     def set(self, pairs: NamedTensors) -> None:
         """Replaces the (name, tensor) pairs, without copying the tensors."""
         self._pairs = list(pairs)
+        self.__dict__.pop("metadata", None)
 
-    def metadata(self) -> list[ParamMeta]:
+    def described(self) -> list[ParamMeta]:
         """Returns name, dtype and shape of each pair, in the order of iteration."""
         return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self._pairs]
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all pairs, always in the same order."""
         return iter(self._pairs)
+
+    # vLLM 0.32 calls `metadata` and iterates over the source; 0.33 reads `metadata` as a property
+    # and calls `iter_full`.
+    __iter__ = iter_full
+    metadata = cached_property(described) if hasattr(WeightSource, "iter_full") else described
 
 
 def open_channel(backend: str, address: str, workers: int, source: Weights) -> Any:
@@ -197,7 +204,7 @@ class GlooTrainer(TrainerWeightTransferEngine[GlooInfo]):  # type: ignore[misc]
 
     def send_weights(self) -> None:
         """Sends every tensor of the source and returns when the workers have loaded them all."""
-        metadata = self.source.metadata()
+        metadata = self.source.described()
         update = GlooUpdate(
             names=[p.name for p in metadata],
             dtype_names=[str(p.dtype).removeprefix("torch.") for p in metadata],

@@ -5,12 +5,14 @@ Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D he
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.upload import upload
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import sdpa
 
@@ -46,12 +48,11 @@ class KVCache:
         """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V)."""
         sizes = [len(feed) for feed in feeds]
         self._reserve(max(a + n for a, n in zip(starts, sizes, strict=True)))
-        step = _Step(self, slots, starts, sizes)
-        ids = torch.tensor([[i for feed in feeds for i in feed]], device=self._device)
+        step = _Step(self, slots, starts, feeds)
         if model.training:
             model.eval()
         output = model(
-            input_ids=ids,
+            input_ids=step.ids_T[None],
             position_ids=step.positions_T[None],
             use_cache=False,
             logits_to_keep=step.last_B,
@@ -81,25 +82,26 @@ class _Step:
     """`Ragged` attention of one step: where each token is written and which positions it sees."""
 
     def __init__(
-        self, cache: KVCache, slots: list[int], starts: list[int], sizes: list[int]
+        self, cache: KVCache, slots: list[int], starts: list[int], feeds: list[list[int]]
     ) -> None:
         self._cache = cache
-        device = cache._device
+        sizes = [len(feed) for feed in feeds]
         slot_B, start_B, size_B = (np.array(x, dtype=np.int64) for x in (slots, starts, sizes))
         first_B = np.cumsum(size_B) - size_B
         row_T = np.repeat(np.arange(len(slots)), size_B)
         offset_T = np.arange(len(row_T)) - first_B[row_T]
-        self.positions_T = torch.from_numpy(start_B[row_T] + offset_T).to(device)
-        self.last_B = torch.from_numpy(first_B + size_B - 1).to(device)
-        self._slot_T = torch.from_numpy(slot_B[row_T]).to(device)
+        ids_T = np.array([i for feed in feeds for i in feed], dtype=np.int64)
+        arrays = [ids_T, start_B[row_T] + offset_T, first_B + size_B - 1, slot_B[row_T]]
         # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
         members = [m for m in (size_B == 1, size_B > 1) if m.any()]
-        self._groups = [
-            _Rows(slot_B[m], start_B[m], size_B[m], first_B[m], device) for m in members
-        ]
+        groups = [_Rows(slot_B[m], start_B[m], size_B[m], first_B[m]) for m in members]
         order_T = np.argsort(size_B[row_T] > 1, kind="stable")  # the groups one after the other
-        restore_T = torch.from_numpy(np.argsort(order_T)).to(device)
-        self._restore = restore_T if len(self._groups) > 1 else None
+        arrays.append(np.argsort(order_T))
+        tensors = iter(upload([*arrays, *(a for g in groups for a in g.arrays)], cache._device))
+        self.ids_T, self.positions_T, self.last_B, self._slot_T, restore_T = islice(tensors, 5)
+        for group in groups:
+            group.place(*islice(tensors, len(group.arrays)))
+        self._groups, self._restore = groups, restore_T if len(groups) > 1 else None
 
     def attend(
         self,
@@ -125,7 +127,7 @@ class _Rows:
     idle slots included. A view of the cache is free, and copying rows costs more than attention.
     """
 
-    def __init__(self, slot_B: Any, start_B: Any, size_B: Any, first_B: Any, device: Any) -> None:
+    def __init__(self, slot_B: Any, start_B: Any, size_B: Any, first_B: Any) -> None:
         self._length = int((start_B + size_B).max())
         self._decode = bool(size_B.max() == 1)
         low, high = int(slot_B.min()), int(slot_B.max()) + 1
@@ -133,17 +135,26 @@ class _Rows:
         self._span = (low, high) if contiguous else None
         column = np.arange(int(size_B.max()))
         inside = column < size_B[:, None]
-        self._index = torch.from_numpy(first_B[:, None] + np.where(inside, column, 0)).to(device)
-        self._real = None if inside.all() else torch.from_numpy(np.flatnonzero(inside)).to(device)
-        self._slots = torch.from_numpy(slot_B - low if self._span else slot_B).to(device)
         positions = start_B[:, None] + column
         if self._span:
             span = np.zeros((high - low, 1), dtype=np.int64)
             span[slot_B - low] = positions
             positions = span
+        self._whole = bool(inside.all())
+        self.arrays = [
+            first_B[:, None] + np.where(inside, column, 0),
+            np.flatnonzero(inside),
+            slot_B - low if self._span else slot_B,
+            positions,
+        ]
+
+    def place(self, index: Tensor, real: Tensor, slots: Tensor, positions: Tensor) -> None:
+        """Takes the arrays back, as tensors on the device."""
+        self._index, self._slots = index, slots
+        self._real = None if self._whole else real
         # (B, 1, queries, length); a token sees the positions up to its own
-        query_positions = torch.from_numpy(positions).to(device)[:, None, :, None]
-        self._distance = query_positions - torch.arange(self._length, device=device)
+        seen = torch.arange(self._length, device=index.device)
+        self._distance = positions[:, None, :, None] - seen
         self._mask = self._distance >= 0
 
     def attend(

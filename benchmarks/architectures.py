@@ -1,0 +1,446 @@
+"""Checks tiny random models of many architectures, and writes the table of docs/models.md.
+
+`python benchmarks/architectures.py` checks all, `... NAME NAME` some; `--write` replaces the table.
+Windows and chunks are shorter than the sequences, and the weights are large enough that what a
+layer remembers changes every prediction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import logging
+import math
+import random
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from gspo_env.batch.sample import Sample
+from gspo_env.engines import Sampling, Transformers
+from gspo_env.errors import ModelError
+from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.model.check import BOUND, Way, check_model
+from gspo_env.model.export import named_weights
+from gspo_env.model.load import add_adapter
+
+TABLE = Path(__file__).parents[1] / "docs" / "models.md"
+MARK = "<!-- made by benchmarks/architectures.py -->\n"
+VOCABULARY, CONTEXT = 160, 256
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MOE = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+CONVOLUTION = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 32,
+    "attn_layer_indices": [1, 3],
+}
+LATENT = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 48,
+}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Llama, dynamic RoPE": (
+        "llama",
+        {"max_position_embeddings": 48, "rope_parameters": DYNAMIC_ROPE},
+    ),
+    "Llama 4": (
+        "llama4_text",
+        MOE
+        | {
+            "attention_chunk_size": 8,
+            "intermediate_size_mlp": 96,
+            "interleave_moe_layer_step": 2,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+    ),
+    "Qwen2": ("qwen2", {}),
+    "Qwen2-MoE": ("qwen2_moe", MOE),
+    "Qwen3": ("qwen3", {}),
+    "Qwen3-MoE": ("qwen3_moe", MOE),
+    "Qwen3-Next": ("qwen3_next", MOE | LINEAR),
+    "Qwen3.5": ("qwen3_5_text", LINEAR),
+    "Qwen3.5-MoE": ("qwen3_5_moe_text", MOE | LINEAR),
+    "Mistral": ("mistral", {"sliding_window": 8}),
+    "Ministral 3": ("ministral3", {}),
+    "Mixtral": ("mixtral", MOE),
+    "Gemma": ("gemma", {}),
+    "Gemma 2": ("gemma2", WINDOW),
+    "Gemma 3": ("gemma3_text", WINDOW),
+    "Gemma 4": (
+        "gemma4_text",
+        WINDOW
+        | {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "global_head_dim": 16,
+        },
+    ),
+    "Phi": ("phi", {}),
+    "Phi-3": ("phi3", {}),
+    "Phi-3, longrope": (
+        "phi3",
+        {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 48},
+    ),
+    "Phi-3.5-MoE": ("phimoe", MOE),
+    "GPT-2": ("gpt2", {"n_embd": 64, "n_layer": 4, "n_head": 4}),
+    "GPT-Neo": (
+        "gpt_neo",
+        {
+            "attention_types": [[["global", "local"], 2]],
+            "num_layers": 4,
+            "num_heads": 4,
+            "window_size": 8,
+        },
+    ),
+    "GPT-NeoX": ("gpt_neox", {}),
+    "OPT": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gpt-oss": ("gpt_oss", MOE | WINDOW),
+    "OLMo": ("olmo", {}),
+    "OLMo 2": ("olmo2", {}),
+    "OLMo 3": ("olmo3", WINDOW),
+    "OLMoE": ("olmoe", MOE),
+    "OLMo hybrid": ("olmo_hybrid", LINEAR),
+    "SmolLM3": ("smollm3", {}),
+    "Granite": ("granite", {}),
+    "Granite-MoE": ("granitemoe", MOE),
+    "Granite 4 hybrid": (
+        "granitemoehybrid",
+        MOE | MAMBA | {"layer_types": ["mamba", "attention"] * 2},
+    ),
+    "Bamba": ("bamba", MAMBA),
+    "Mamba": ("mamba", {"state_size": 8}),
+    "Mamba 2": ("mamba2", {"state_size": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 16}),
+    "Falcon-Mamba": ("falcon_mamba", {"state_size": 8}),
+    "Falcon-H1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 128}),
+    "Jamba": (
+        "jamba",
+        MOE
+        | {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "Zamba 2": (
+        "zamba2",
+        {
+            "mamba_d_state": 8,
+            "mamba_headdim": 16,
+            "n_mamba_heads": 8,
+            "chunk_size": 16,
+            "num_mem_blocks": 1,
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+        },
+    ),
+    "RecurrentGemma": (
+        "recurrent_gemma",
+        {
+            "lru_width": 64,
+            "attention_window_size": 8,
+            "block_types": ["recurrent", "attention"],
+        },
+    ),
+    "LFM2": ("lfm2", CONVOLUTION),
+    "LFM2-MoE": ("lfm2_moe", MOE | CONVOLUTION | {"num_dense_layers": 1}),
+    "Nemotron": ("nemotron", {}),
+    "Nemotron-H": (
+        "nemotron_h",
+        MOE
+        | {
+            "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "chunk_size": 16,
+            "n_groups": 1,
+        },
+    ),
+    "DeepSeek-V2": ("deepseek_v2", MOE | LATENT),
+    "DeepSeek-V3": ("deepseek_v3", MOE | LATENT),
+    "MiniCPM3": ("minicpm3", LATENT | {"q_lora_rank": 16}),
+    "GLM-4": ("glm4", {}),
+    "GLM-4-MoE": ("glm4_moe", MOE),
+    "Cohere": ("cohere", {}),
+    "Cohere 2": ("cohere2", WINDOW),
+    "StarCoder 2": ("starcoder2", {"sliding_window": 8}),
+    "StableLM": ("stablelm", {}),
+    "MiniMax": (
+        "minimax",
+        MOE | {"layer_types": LINEAR["layer_types"], "block_size": 8},
+    ),
+    "MiniMax-M2": ("minimax_m2", MOE),
+    "ERNIE 4.5": ("ernie4_5", {}),
+    "ERNIE 4.5-MoE": ("ernie4_5_moe", MOE | {"moe_num_experts": 4, "moe_k": 2}),
+    "Hunyuan": ("hunyuan_v1_dense", {}),
+    "Hunyuan-MoE": ("hunyuan_v1_moe", MOE | {"moe_topk": 2}),
+    "Seed-OSS": ("seed_oss", {}),
+    "EXAONE 4": ("exaone4", WINDOW),
+    "DiffLlama": ("diffllama", {}),
+}
+CALM = {"mamba", "mamba2", "falcon_mamba", "minicpm3"}
+"""Weights that are five times larger make these models chaotic."""
+
+
+class Wrong(Exception):
+    """What is wrong beside the log-probabilities."""
+
+    def __init__(self, what: str, text: str) -> None:
+        super().__init__(f"{what}: {text}")
+        self.what = what
+
+
+def build(name: str, scale: float | None = None) -> Any:
+    """Builds a tiny model of an architecture; `scale` multiplies its random matrices."""
+    kind, settings = ARCHITECTURES[name]
+    config = CONFIG_MAPPING[kind](**copy.deepcopy(COMMON | settings))
+    factor = (2.5 if kind in CALM else 5.0) if scale is None else scale
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.data.mul_(factor)
+            else:
+                parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def plain_logprobs(model: Any, ids: np.ndarray[Any, Any] | list[int]) -> torch.Tensor:
+    """Scores a sequence alone, with the model as `transformers` runs it; (T - 1,)."""
+    row = torch.tensor(np.asarray(ids))[None]
+    logits = model(input_ids=row, use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
+
+
+def make_samples(shared: int) -> list[Sample]:
+    """Four random sequences that begin with `shared` common tokens."""
+    rng = np.random.default_rng(1)
+    prefix = rng.integers(3, VOCABULARY, shared)
+    samples = []
+    for length in (90, 61, 33, 12):
+        ids = np.concatenate([prefix, rng.integers(3, VOCABULARY, length)])
+        turns = np.where(np.arange(len(ids)) % 7 < 3, -1, np.arange(len(ids)) // 7)
+        count = int((turns >= 0).sum())
+        samples.append(Sample(token_ids=ids, turn_ids=turns, advantages=rng.normal(size=count)))
+    return samples
+
+
+def make_learner(model: Any, **settings: Any) -> Learner:
+    config = LearnerConfig(microbatch_tokens=400, **settings)
+    return Learner(model, GSPO(), config, total_steps=4)
+
+
+def logprobs_and_gradients(learner: Learner, samples: list[Sample]) -> tuple[torch.Tensor, Any]:
+    learner.model.zero_grad()
+    logprobs = learner.scorer(learner.pack(samples))[0].logprobs_N
+    (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
+    grads = {n: p.grad.clone() for n, p in learner.policy.named_parameters() if p.grad is not None}
+    learner.model.zero_grad()
+    return logprobs.detach(), grads
+
+
+def learner_difference(learner: Learner, plain: Any, samples: list[Sample]) -> float:
+    """Compares log-probabilities and gradients of the learner with those of the plain model."""
+    ours, ours_grads = logprobs_and_gradients(learner, samples)
+    plain.zero_grad()
+    rows = [plain_logprobs(plain, s.token_ids)[torch.from_numpy(s.mask[1:])] for s in samples]
+    truth = torch.cat(rows)
+    (truth * torch.linspace(-1, 1, len(truth))).sum().backward()
+    grads = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    if set(grads) != set(ours_grads):
+        raise Wrong("gradients", f"those of {set(grads) ^ set(ours_grads)} are missing")
+    total = math.sqrt(sum(float(g.norm()) ** 2 for g in grads.values()))
+    moved = math.sqrt(sum(float((ours_grads[n] - g).norm()) ** 2 for n, g in grads.items()))
+    if not moved <= 1e-3 * total:
+        raise Wrong("gradients", f"differ by {moved / total:.1g} of their norm")
+    return float((ours - truth.detach()).abs().max())
+
+
+async def converse(engine: Any, seed: int) -> list[tuple[list[int], Any]]:
+    """Plays three turns of random observations."""
+    rng = random.Random(seed)
+    ids = [rng.randrange(3, VOCABULARY) for _ in range(2 + 9 * seed)]
+    log = []
+    for turn in range(3):
+        sampling = Sampling(max_tokens=rng.randrange(2, 8), seed=seed + turn)
+        done = await engine.generate(list(ids), sampling, f"s{seed}")
+        log.append((list(ids), done))
+        ids += [*done.token_ids, *(rng.randrange(3, VOCABULARY) for _ in range(1 + 5 * turn))]
+    engine.release(f"s{seed}")
+    return log
+
+
+def engine_difference(model: Any, plain: Any, context: int = CONTEXT) -> float:
+    """Compares what the embedded engine reports with passes over the whole sequences."""
+    engine = Transformers().start(model, max_slots=3, max_context=context)
+
+    async def play() -> Any:
+        return await asyncio.gather(*(converse(engine, seed) for seed in range(5)))
+
+    worst = 0.0
+    with torch.no_grad():
+        for prompt, done in (pair for log in asyncio.run(play()) for pair in log):
+            whole = plain_logprobs(plain, prompt + list(done.token_ids))
+            reported = torch.tensor(done.logprobs)
+            worst = max(worst, float((whole[len(prompt) - 1 :] - reported).abs().max()))
+    return worst
+
+
+def export_difference(model: Any) -> float:
+    """Compares the exported weights with those that `save_pretrained` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        files = [load_file(path) for path in Path(folder).glob("*.safetensors")]
+    saved = {name: tensor for part in files for name, tensor in part.items()}
+    exported = dict(named_weights(model))
+    if set(saved) != set(exported):
+        odd = sorted(set(saved) ^ set(exported))
+        raise Wrong("names", f"{odd[0]} and {len(odd) - 1} more")
+    return max(float((exported[name] - tensor).abs().max()) for name, tensor in saved.items())
+
+
+def adapter_difference(name: str) -> float:
+    """Trains an adapter for one step; compares it with the merged model."""
+    model = add_adapter(build(name), 4)
+    samples = make_samples(40)
+    learner = make_learner(model, learning_rate=0.05)
+    before = learner.logprobs(learner.pack(samples))
+    learner.update(samples)
+    after = learner.logprobs(learner.pack(samples))
+    up = [p for n, p in model.named_parameters() if "lora_B" in n]
+    moved = [bool(p.abs().max() > 0) for p in up]  # some models do not use a layer, or its weight
+    if sum(moved) <= len(up) / 2 or not (after - before).abs().max() > 1e-3:
+        raise Wrong("gradients", f"the step changed {sum(moved)} of {len(up)} parts")
+    merged = copy.deepcopy(model).merge_and_unload()
+    own = check_model(model).attention
+    merged.set_attn_implementation("sdpa" if own == "gspo_ragged" else own)
+    with torch.no_grad():
+        rows = [plain_logprobs(merged, s.token_ids)[torch.from_numpy(s.mask[1:])] for s in samples]
+        exported = export_difference_of(model, merged)
+    return max(exported, float((torch.cat(rows) - after).abs().max()))
+
+
+def export_difference_of(model: Any, merged: Any) -> float:
+    """Compares the export of a model that has an adapter with that of the merged model."""
+    ours, theirs = dict(named_weights(model)), dict(named_weights(merged))
+    if set(ours) != set(theirs):
+        raise Wrong("names", str(sorted(set(ours) ^ set(theirs))[0]))
+    return max(float((ours[name] - tensor).abs().max()) for name, tensor in theirs.items())
+
+
+def cell(measure: Callable[[], float], fast: bool) -> str:
+    """Runs one measurement; says whether it is right, and in which way."""
+    try:
+        value = measure()
+    except Exception as error:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        logging.info("%s: %s", type(error).__name__, text)
+        if isinstance(error, ModelError):
+            return "refused"
+        return f"**wrong** {error.what if isinstance(error, Wrong) else type(error).__name__}"
+    if not value <= BOUND:
+        return f"**wrong** {value:.0e}"
+    return f"{'right' if fast else 'slower way'} {value:.0e}"
+
+
+def check(name: str) -> list[str]:
+    """Returns the row of the table."""
+    model = build(name)
+    plain = copy.deepcopy(model)
+    try:
+        way = check_model(model).way
+    except ModelError:
+        return [name, *["refused"] * 5]
+    learner = make_learner(model)
+    return [
+        name,
+        cell(lambda: learner_difference(learner, plain, make_samples(0)), way is not Way.ALONE),
+        cell(lambda: learner_difference(learner, plain, make_samples(40)), way is Way.SHARED),
+        cell(lambda: engine_difference(model, plain), way is not Way.ALONE),
+        cell(lambda: export_difference(model), True),
+        cell(lambda: adapter_difference(name), way is not Way.ALONE),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[], help="architectures; all by default")
+    parser.add_argument("--write", action="store_true", help=f"replace the table of {TABLE.name}")
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.basicConfig(level=logging.INFO, format="    %(message)s")
+    lines = [
+        "| architecture | packed | shared prefix | engine | vLLM export | LoRA |",
+        "|---" * 6 + "|",
+    ]
+    for name in arguments.names or ARCHITECTURES:
+        lines.append("| " + " | ".join(check(name)) + " |")
+        print(lines[-1], flush=True)
+    if arguments.write:
+        head, _, _ = TABLE.read_text().partition(MARK)
+        TABLE.write_text(head + MARK + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

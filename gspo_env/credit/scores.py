@@ -1,0 +1,133 @@
+"""Which rewards the estimators learn from: those of the turns, the outcome, or their sum."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gspo_env.errors import ConfigError
+from gspo_env.types import Episode, FloatArray, Score, StopReason
+
+logger = logging.getLogger(__name__)
+
+
+def turn_rewards(episode: Episode, score: Score) -> FloatArray:
+    """Returns the reward of each turn that an estimator of returns learns from.
+
+    `turns` are the rewards as emitted. `outcome` is `Episode.outcome` at the last turn and 0
+    before. `sum` adds the environment's own outcome to the reward of the last turn; it adds nothing
+    if a terminated episode has none, because the default outcome is the sum of the rewards.
+
+    Shapes:
+        result: (K,); an episode without a turn has no reward, whatever its outcome.
+
+    Example:
+        Rewards [0.2, 0.2] and the episodic reward 1 are [0.2, 0.2], [0, 1] or [0.2, 1.2].
+    """
+    rewards_K = np.zeros(len(episode.turns)) if score == "outcome" else episode.rewards
+    # the outcome of an episode that was cut is the one that the environment declares for it
+    own = not episode.terminated or _has_outcome(episode)
+    if episode.turns and (score == "outcome" or (score == "sum" and own)):
+        rewards_K[-1] += episode.outcome
+    return rewards_K
+
+
+def contents(episodes: Sequence[Episode]) -> tuple[bool, bool]:
+    """Returns whether any turn has a reward, and any episode an outcome of its own."""
+    played = [e for e in episodes if e.stop_reason is not StopReason.ERROR]
+    return any(e.rewards.any() for e in played), any(map(_has_outcome, played))
+
+
+def _has_outcome(episode: Episode) -> bool:
+    """Returns whether the environment gave the outcome: it is no default if it is another sum."""
+    if not episode.turns:
+        return False
+    if not math.isclose(episode.outcome, episode.rewards.sum(), abs_tol=1e-9):
+        return True
+    ended = episode.stop_reason in (StopReason.TERMINATED, StopReason.TRUNCATED)
+    return ended and episode.turns[-1].info.episodic_reward is not None
+
+
+@dataclass(slots=True)
+class ScoreChoice:
+    """Decides once for a run which rewards its estimator learns from.
+
+    A score that the config or the environment gives is kept. Otherwise the episodes decide by what
+    they contain, not by its value, since every outcome may be 0 at first: outcomes of the
+    environment's own and no reward of a turn give `outcome`, all else `turns`. Nothing is decided
+    while the episodes contain neither, since no score differs from another there.
+    """
+
+    env_id: str
+    score: Score | None = None
+    """The score; None until it is decided."""
+    reason: str = ""
+    """Why it is this one, or why it is not decided."""
+    _given: bool = field(init=False)
+    _turns: bool = False
+    _outcomes: bool = False
+
+    def __post_init__(self) -> None:
+        """Notes whether the episodes have to decide."""
+        self._given = self.score is not None
+
+    def see(self, episodes: Sequence[Episode], gives_outcome: bool | None = None) -> bool:
+        """Takes further episodes into account.
+
+        Args:
+            episodes: Every episode of a step, of all groups.
+            gives_outcome: Whether finished episodes of the environment have an outcome, if known.
+
+        Returns:
+            Whether these episodes decided the score.
+
+        Raises:
+            ConfigError: The score is `sum`, and no episode has an outcome of its own.
+        """
+        turns, outcomes = contents(episodes)
+        news = turns and not self._turns, outcomes and not self._outcomes
+        self._turns |= turns
+        self._outcomes |= outcomes or gives_outcome is True
+        if self.score == "sum" and not self._outcomes:
+            raise ConfigError(
+                f"the score is 'sum', but the episodes of {self.env_id} have no outcome of their "
+                "own; expected 'turns', or an environment that sets info['episodic_reward'] on the "
+                "last step and declares `gives_outcome = True`"
+            )
+        if self.score is not None:
+            self._warn_of(*news)
+            return False
+        self.score, self.reason = self._decide(episodes)
+        return self.score is not None
+
+    def _decide(self, episodes: Sequence[Episode]) -> tuple[Score | None, str]:
+        if not self._turns and not self._outcomes:
+            return None, "no turn has had a reward, and no episode an outcome of its own"
+        if not self._turns:
+            return "outcome", "episodes have outcomes of their own, and no turn has a reward"
+        if not self._outcomes:
+            return "turns", "turns have rewards, and no episode has an outcome of its own"
+        returns = np.mean([episode.rewards.sum() for episode in episodes])
+        outcomes = np.mean([episode.outcome for episode in episodes])
+        reason = (
+            f"turns have rewards (mean sum of an episode {returns:.3g}) and episodes have outcomes "
+            f"of their own (mean {outcomes:.3g}); declare `credit_score` in the environment or set "
+            "--score to turns, outcome or sum"
+        )
+        logger.warning("%s is trained on the rewards of its turns: %s", self.env_id, reason)
+        return "turns", reason
+
+    def _warn_of(self, turns: bool, outcomes: bool) -> None:
+        """Warns if what is not trained on appears after the episodes decided."""
+        if self._given or not (turns if self.score == "outcome" else outcomes):
+            return
+        what = "rewards of turns" if self.score == "outcome" else "outcomes of its own"
+        logger.warning(
+            "%s now has %s, which its first episodes had not: the run keeps the score %r; declare "
+            "`credit_score` in the environment or set --score",
+            *(self.env_id, what, self.score),
+        )

@@ -1,0 +1,144 @@
+"""The engine for models that take no packed rows: one sequence a pass, with the model's own cache.
+
+Each session (an episode) keeps the cache that its model makes, so a new turn computes only its new
+tokens. A first prompt that another session had is copied, which costs less than one token. Running
+requests take turns, one pass each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
+from gspo_env.engines.transformers import sample
+from gspo_env.errors import EngineError
+from gspo_env.model.own_cache import OwnCache
+
+_Key = TypeVar("_Key")
+
+
+class UnbatchedEngine:
+    """Samples from a `transformers` causal LM as it is, with the weights of the learner.
+
+    Args:
+        model: The causal LM, with its own attention.
+        max_slots: Maximum number of requests that run, and of caches that wait for the next turn;
+            a quarter as many are kept of first prompts.
+        max_context: Maximum tokens of one sequence.
+        whole_turns: Feeds the new tokens of a turn in one pass. Some models continue a cache only
+            one token at a time.
+    """
+
+    def __init__(
+        self, model: Any, *, max_slots: int = 128, max_context: int = 4096, whole_turns: bool = True
+    ) -> None:
+        self._model = model
+        self._max_slots, self._max_context = max_slots, max_context
+        self._whole_turns = whole_turns
+        # of sessions that wait for their next turn, and after first prompts; the oldest first
+        self._caches: dict[str, OwnCache] = {}
+        self._prompts: dict[tuple[int, ...], OwnCache] = {}
+        self._running = 0
+        self._closed = False
+        self.weights_version = 0
+        self.fed_tokens = 0
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
+    ) -> Completion:
+        """Samples one action; see `Engine.generate`.
+
+        Raises:
+            EngineError: The engine is closed, the prompt is empty, or it leaves no room for
+                `max_tokens` in the context.
+        """
+        check_room(prompt_ids, sampling, self._max_context)
+        while self._running >= self._max_slots:
+            await asyncio.sleep(0)
+        if self._closed:
+            raise EngineError("the engine is closed")
+        self._model.eval()  # layers in training mode that checkpoint would drop the cache
+        cache = self._cache_for(list(prompt_ids), session)
+        self._running += 1
+        try:
+            completion = await self._sample(cache, list(prompt_ids), sampling)
+        finally:
+            self._running -= 1
+        if session and not self._closed:
+            _keep(self._caches, session, cache, self._max_slots)
+        return completion
+
+    def _cache_for(self, prompt: list[int], session: str | None) -> OwnCache:
+        """Returns a cache of the prompt's first tokens, or of all of them."""
+        held = self._caches.pop(session, None) if session else None
+        if held is not None and held.tokens == prompt[: min(len(held.tokens), len(prompt) - 1)]:
+            return held  # another prompt starts again, because the state cannot go back
+        known = self._prompts.get(tuple(prompt))
+        return OwnCache(self._model) if known is None else known.copy()
+
+    async def _sample(self, cache: OwnCache, prompt: list[int], sampling: Sampling) -> Completion:
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        draw = random.Random(sampling.seed).random
+        pending = prompt[len(cache.tokens) :]
+        while len(token_ids) < sampling.max_tokens:
+            if pending:
+                pending = self._feed(cache, pending)
+            if not pending and cache.logits is not None:
+                [token], [logprob] = sample(cache.logits, [sampling.temperature], [draw()])
+                token_ids.append(token)
+                logprobs.append(logprob)
+                if token in sampling.stop_ids:
+                    break
+                pending = [token]
+            await asyncio.sleep(0)
+        return Completion(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            finish_reason="stop" if token_ids[-1] in sampling.stop_ids else "length",
+            weights_version=self.weights_version,
+        )
+
+    def _feed(self, cache: OwnCache, pending: list[int]) -> list[int]:
+        """Runs one pass; returns the ids that are still to be fed."""
+        first = not cache.tokens
+        size = len(pending) if first or self._whole_turns else 1
+        cache.feed(pending[:size])
+        self.fed_tokens += size
+        if first:
+            _keep(self._prompts, tuple(pending), cache.copy(), -(-self._max_slots // 4))
+        return pending[size:]
+
+    def release(self, session: str) -> None:
+        """Drops the cache of a session."""
+        self._caches.pop(session, None)
+
+    async def sleep(self) -> None:
+        """Drops every cache; the weights are the learner's."""
+        self._drop()
+
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Drops every cache; the engine already shares the learner's weights."""
+        if self._running:
+            raise EngineError("weights cannot change while requests are running")
+        self._drop()
+        self.weights_version = version
+
+    def close(self) -> None:
+        """Frees every cache and rejects further requests."""
+        self._closed = True
+        self._drop()
+
+    def _drop(self) -> None:
+        self._caches.clear()
+        self._prompts.clear()
+
+
+def _keep(caches: dict[_Key, OwnCache], key: _Key, cache: OwnCache, most: int) -> None:
+    """Adds a cache; drops the oldest beyond `most`."""
+    caches[key] = cache
+    while len(caches) > most:
+        del caches[next(iter(caches))]

@@ -1,0 +1,209 @@
+"""Attention over rows of sequences by the flash kernels of a GPU: no mask and no padding.
+
+Axis letters: T tokens of a row, H heads, D head size, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from gspo_env.batch.upload import upload
+
+_HALF = (torch.float16, torch.bfloat16)
+_LARGE_SHARED_MEMORY = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities whose kernels have a backward pass for heads above 192."""
+
+_flash: Any = torch.ops.aten._flash_attention_forward
+_flash_backward: Any = torch.ops.aten._flash_attention_backward
+
+
+def has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Returns whether the flash kernels take these tensors; queries and keys may be wider."""
+    size = value.shape[-1]
+    if value.device.type != "cuda" or value.dtype not in _HALF or size % 8:
+        return False
+    return query.shape[-1] == key.shape[-1] == size <= _largest_head(value.device)
+
+
+def _largest_head(device: torch.device) -> int:
+    """Returns the largest head size of the kernels for a device; 0 if it has none."""
+    if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
+        return 0
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return 0
+    return 256 if capability in _LARGE_SHARED_MEMORY else 192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spans:
+    """The queries and keys of S sequences, end to end; their last tokens are aligned."""
+
+    queries: Tensor
+    """(S + 1,) int32, where the queries of each sequence start, and their number."""
+    keys: Tensor
+    longest_query: int
+    longest_key: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """Queries of a row that also see earlier keys of it, in a call of their own."""
+
+    spans: Spans
+    queries: Tensor
+    """Positions in the row; no position twice."""
+    keys: Tensor
+
+
+def make_spans(
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    indices: Sequence[np.ndarray[Any, Any]],
+    device: torch.device | str,
+) -> tuple[list[Spans], list[Tensor]]:
+    """Uploads the (lengths of queries, lengths of keys) of several calls, and indices."""
+    starts = [np.cumsum([0, *sizes], dtype=np.int32) for pair in pairs for sizes in pair]
+    tensors = upload([*starts, *indices], device)
+    spans = [
+        Spans(
+            queries=tensors[2 * n],
+            keys=tensors[2 * n + 1],
+            longest_query=max(queries),
+            longest_key=max(keys),
+        )
+        for n, (queries, keys) in enumerate(pairs)
+    ]
+    return spans, tensors[len(starts) :]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float, window: int | None
+) -> Tensor:
+    """Runs causal attention in each sequence; (T, H, D), and fewer heads in keys and values."""
+    query, key, value = (_prepared(t, value.dtype) for t in (query, key, value))
+    run: Any = varlen_attn
+    return run(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        spans.queries,
+        spans.keys,
+        spans.longest_query,
+        spans.longest_key,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def attend_forks(
+    query: Tensor, key: Tensor, value: Tensor, spans: Spans, forks: Sequence[Fork], scale: float
+) -> Tensor:
+    """Runs causal attention in each sequence, whose queries also see the keys of their forks."""
+    query, key, value = (_prepared(t, value.dtype) for t in (query, key, value))
+    apply: Any = _Forks.apply
+    return apply(query, key, value, spans, forks, scale)  # type: ignore[no-any-return]
+
+
+def _prepared(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    rows = rows.to(dtype)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+class _Forks(torch.autograd.Function):
+    """Combines the softmaxes of all calls; their backward passes get the common normaliser.
+
+    Flash attention has no gradient for its log-sum-exp. It needs none: with the combined output and
+    log-sum-exp, the backward pass of a call gives exactly the call's share of each gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        spans: Spans,
+        forks: Sequence[Fork],
+        scale: float,
+    ) -> Tensor:
+        out, norm = _forward((query, key, value), spans, True, scale)
+        out = out.to(norm.dtype)
+        for fork in forks:
+            rows = _rows(fork, query, key, value)
+            part, part_norm = _forward(rows, fork.spans, False, scale)
+            before = norm.index_select(1, fork.queries)
+            total = torch.logaddexp(before, part_norm)
+            own, new = ((n - total).exp().T[..., None] for n in (before, part_norm))
+            both = out.index_select(0, fork.queries) * own + part * new
+            out.index_copy_(0, fork.queries, both)
+            norm.index_copy_(1, fork.queries, total)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, norm)
+        ctx.spans, ctx.forks, ctx.scale = spans, forks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, norm = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        found = _backward((query, key, value), gradient, out, norm, ctx.spans, True, ctx.scale)
+        sums = [d.to(norm.dtype) for d in found]  # float32 at least
+        for fork in ctx.forks:
+            rows = _rows(fork, query, key, value)
+            g, o = (t.index_select(0, fork.queries) for t in (gradient, out))
+            n = norm.index_select(1, fork.queries)
+            found = _backward(rows, g, o, n, fork.spans, False, ctx.scale)
+            places = fork.queries, fork.keys, fork.keys
+            for total, place, part in zip(sums, places, found, strict=True):
+                total.index_add_(0, place, part.to(total.dtype))
+        d_query, d_key, d_value = (d.to(query.dtype) for d in sums)
+        return d_query, d_key, d_value, None, None, None
+
+
+_Rows = tuple[Tensor, Tensor, Tensor]
+
+
+def _rows(fork: Fork, query: Tensor, key: Tensor, value: Tensor) -> _Rows:
+    k, v = (t.index_select(0, fork.keys) for t in (key, value))
+    return query.index_select(0, fork.queries), k, v
+
+
+def _forward(rows: _Rows, spans: Spans, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Returns the output (T, H, D) and the log-sum-exp (H, T)."""
+    found = _flash(*rows, *_call(spans, causal), False, scale=scale)
+    return found[0], found[1]
+
+
+def _backward(
+    rows: _Rows,
+    gradient: Tensor,
+    out: Tensor,
+    norm: Tensor,
+    spans: Spans,
+    causal: bool,
+    scale: float,
+) -> _Rows:
+    dropout = torch.zeros(2, dtype=torch.uint64, device=out.device)  # which is off
+    call = _call(spans, causal)
+    d_query, d_key, d_value = _flash_backward(
+        gradient, *rows, out, norm, *call, dropout, dropout.new_empty(0), scale=scale
+    )
+    return d_query, d_key, d_value
+
+
+def _call(spans: Spans, causal: bool) -> tuple[Tensor, Tensor, int, int, float, bool]:
+    return spans.queries, spans.keys, spans.longest_query, spans.longest_key, 0.0, causal
+
+
+def gathered(rows: Tensor, index: Tensor) -> Tensor:
+    """Selects rows, which may repeat; their gradients are added in float32 at least."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return rows.to(wide).index_select(0, index).to(rows.dtype)

@@ -1,0 +1,395 @@
+"""Renders conversations with a tokenizer's chat template, as token ids.
+
+A conversation of given roles is rendered once with markers in place of its texts. What the template
+wrote around the markers is glue: its control tokens become ids directly. Glue text and message
+texts together are encoded by `PlainText`, so a message cannot produce a control token.
+
+    <|im_start|> system / SYSTEM <|im_end|> / <|im_start|> user / OBSERVATION <|im_end|> /
+    └── id ────┘ └── one text ──┘└── id ──┘   └── id ────┘ └─── one text ───┘└── id ──┘
+
+A template may change the ends of a message: many strip white space, some write JSON strings. A
+second rendering with known texts shows what it does to each message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from types import FrameType
+from typing import Any
+
+from gspo_env.env.base import clean
+from gspo_env.errors import ChatTemplateError
+from gspo_env.rollout.plain_text import PlainText
+from gspo_env.rollout.schemas import Chat, Schemas, hide_controls, list_tools
+
+logger = logging.getLogger(__name__)
+
+_MOST_LINES = 1_000_000
+"""Lines that a template may run for one rendering, its loops included."""
+_EDGE = "\n \n"
+_HEAD, _TAIL = f'{_EDGE}"\\é <b>', f"é&'\\\"{_EDGE}"
+# what `rstrip` of an added token removes
+_SPACE = r"[^\S\x1c-\x1f]+"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """The place of a message in a rendering, and what the template does to the message."""
+
+    index: int
+    left: str | None = ""
+    """Characters that are stripped at the start; None is all white space."""
+    right: str | None = ""
+    """Characters that are stripped at the end."""
+    escaped: bool = False
+    """Whether the message is written as a JSON string."""
+
+    def show(self, text: str) -> str:
+        """Returns what the template shows of a text."""
+        text = text.lstrip(self.left).rstrip(self.right)
+        return json.dumps(text, ensure_ascii=False)[1:-1] if self.escaped else text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Text:
+    """Text between control tokens."""
+
+    pieces: tuple[str | Slot, ...]
+    left: bool = False
+    """Whether the control token before it takes the white space at its start."""
+    right: bool = False
+    """Whether the control token behind it takes the white space at its end."""
+
+    def show(self, texts: Sequence[str]) -> str:
+        """Returns the text with those of the messages in its slots, by `Slot.index`."""
+        shown = [p if isinstance(p, str) else p.show(texts[p.index]) for p in self.pieces]
+        text = "".join(shown)
+        if self.left:
+            text = re.sub(rf"\A{_SPACE}", "", text)
+        return re.sub(rf"{_SPACE}\Z", "", text) if self.right else text
+
+
+Part = int | Text
+"""A control token's id, or text."""
+Parts = tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """All of a conversation but the texts of its messages."""
+
+    roles: tuple[str, ...]
+    schemas: str = "[]"
+    """The tools as JSON."""
+    generation: bool = True
+    """Whether the start of the assistant's next message follows."""
+    empty: frozenset[int] = frozenset()
+    """The messages whose text is empty."""
+
+
+class ChatTemplate:
+    """Renders conversations as ids in which no text is a control token.
+
+    Raises:
+        ChatTemplateError: The tokenizer has no chat template or is not a fast tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ChatTemplateError(
+                "the tokenizer has no chat template, which multi-turn prompts need: set "
+                "`tokenizer.chat_template` or use an instruction-tuned model"
+            )
+        self.tokenizer = tokenizer
+        self.text = PlainText(tokenizer)
+        # nobody can guess the markers, so no tool description contains one
+        self._nonce = f"{secrets.randbits(64):020d}"
+        self.layout = lru_cache(512)(self._layout)
+        self._said: set[str] = set()
+
+    def ids(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> list[int]:
+        """Returns the ids of a conversation.
+
+        A system message that the template refuses goes before the first user message, tools that it
+        does not show are listed in the system message, and the role `tool`, if refused, is `user`.
+
+        Args:
+            messages: The conversation.
+            schemas: The tools.
+            generation: Whether the start of the assistant's next message follows.
+
+        Raises:
+            ChatTemplateError: The template refuses the messages, or drops or repeats one.
+        """
+        try:
+            fitted, shown = self._fit(messages, schemas)
+            return self._ids(fitted, shown, generation)
+        except ChatTemplateError as error:
+            if not schemas or not self.shows_tools:
+                raise
+            self._say(f"cannot show these tools ({error}); the system message lists them")
+            return self._ids(self._fit(list_tools(messages, schemas), ())[0], (), generation)
+
+    def fill(self, parts: Parts, texts: Sequence[str], *, first: bool = False) -> list[int]:
+        """Returns the ids of a layout with these texts in its slots.
+
+        Args:
+            parts: The layout.
+            texts: The text of each slot, by `Slot.index`.
+            first: Whether the sequence starts with the first part.
+        """
+        ids: list[int] = []
+        for part in parts:
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += self.text.encode(part.show(texts), first=first)
+            first = False
+        return ids
+
+    def split(self, text: str, slots: Sequence[Slot], foreign: Mapping[int, str]) -> Parts:
+        """Splits a rendering at its control tokens and markers, as the tokenizer does.
+
+        Args:
+            text: The rendering.
+            slots: The slots of the markers.
+            foreign: Characters of tools that were replaced, by their replacement.
+        """
+        found = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        cuts = [
+            (i, *span)
+            for i, span in zip(found["input_ids"], found["offset_mapping"], strict=True)
+            if i in self.text.controls
+        ]
+        by_marker = {self.marker(slot.index): slot for slot in slots}
+        pattern = f"({'|'.join(by_marker)})" if by_marker else r"(?!)"
+        parts: list[Part] = []
+        end, before = 0, None
+        for control, start, stop in [*cuts, (None, len(text), len(text))]:
+            behind = self.text.controls.get(control)
+            pieces = [p for p in re.split(pattern, text[end:start]) if p]
+            if pieces:
+                part = Text(
+                    pieces=tuple(by_marker.get(p) or p.translate(foreign) for p in pieces),
+                    left=before is not None and before.rstrip,
+                    right=behind is not None and behind.lstrip,
+                )
+                parts.append(part)
+            if control is not None:
+                parts.append(control)
+            end, before = stop, behind
+        return tuple(parts)
+
+    def marker(self, index: int) -> str:
+        """Returns the text that stands for a message."""
+        return f"GSPOENV{self._nonce}MARK{index:06d}"
+
+    def render(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> str:
+        """Returns the text of a conversation.
+
+        Raises:
+            ChatTemplateError: The template raises, or runs too many lines.
+        """
+        render = self.tokenizer.apply_chat_template
+        settings = {"tokenize": False, "add_generation_prompt": generation}
+        chat = [dict(message) for message in messages]
+        try:
+            with _Lines():
+                return str(render(chat, tools=list(schemas) or None, **settings))
+        except Exception as error:
+            roles = "messages of " + ", ".join(message["role"] for message in messages)
+            raise ChatTemplateError(f"the chat template refuses {roles}: {error}") from error
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template lists tools."""
+        name = self.marker(0)
+        parameters = {"type": "object", "properties": {}, "required": []}
+        function = {"name": name, "description": "x", "parameters": parameters}
+        schema = {"type": "function", "function": function}
+        try:
+            return name in self.render(_chat(self._fitting_roles("system", "user")), [schema])
+        except ChatTemplateError:
+            return False
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template accepts a system message."""
+        return self.accepts("system", "user")
+
+    @cached_property
+    def takes_tool_role(self) -> bool:
+        """Whether the template accepts a message of the role `tool` after an action."""
+        return self.accepts("user", "assistant", "tool")
+
+    def accepts(self, *roles: str) -> bool:
+        """Returns whether the template shows messages of these roles."""
+        try:
+            self.layout(Shape(roles=roles))
+        except ChatTemplateError as error:
+            logger.info("%s", error)
+            return False
+        return True
+
+    def slots(self, shape: Shape, schemas: Any) -> tuple[str, list[Slot]]:
+        """Returns a rendering with markers, and its slots in order.
+
+        Raises:
+            ChatTemplateError: A message is dropped or repeated.
+        """
+        places = [n for n in range(len(shape.roles)) if n not in shape.empty]
+        marked = [self.marker(n) if n in places else "" for n in range(len(shape.roles))]
+        text = self._render_shape(shape, marked, schemas)
+        if any(text.count(self.marker(n)) != 1 for n in places):
+            raise ChatTemplateError(
+                f"the chat template drops or repeats a message of {', '.join(shape.roles)}; it has "
+                "to show each message once"
+            )
+        places.sort(key=lambda n: text.index(self.marker(n)))
+        probe = [f"{_HEAD}{marker}{_TAIL}" if marker else "" for marker in marked]
+        pattern = "|".join(map(self.marker, places)) or r"(?!)"
+        glue = re.split(pattern, text)
+        changed = re.split(pattern, self._render_shape(shape, probe, schemas))
+        slots = _read_slots(places, glue, changed) if len(glue) == len(changed) else None
+        if slots is None:
+            self._say(
+                "changes the text of messages otherwise than at its ends; they stay unchanged"
+            )
+            slots = [Slot(index=n) for n in places]
+        return text, slots
+
+    def _ids(self, messages: Chat, schemas: Schemas, generation: bool) -> list[int]:
+        texts = [message["content"] for message in messages]
+        shape = Shape(
+            roles=tuple(message["role"] for message in messages),
+            schemas=clean(json.dumps(list(schemas), ensure_ascii=False)),
+            generation=generation,
+        )
+        return self.fill(self.with_empty(shape, texts, self.layout), texts, first=True)
+
+    def with_empty(
+        self, shape: Shape, texts: Sequence[str], layout: Callable[[Shape], Parts]
+    ) -> Parts:
+        """Returns the layout in which the messages that show nothing are empty.
+
+        Stripping an empty message may also strip the glue beside it.
+        """
+        parts = layout(shape)
+        empty = {
+            slot.index
+            for part in parts
+            if isinstance(part, Text)
+            for slot in part.pieces
+            if isinstance(slot, Slot) and not slot.show(texts[slot.index])
+        }
+        if not empty:
+            return parts
+        try:
+            return layout(replace(shape, empty=frozenset(empty)))
+        except ChatTemplateError:  # a template may refuse empty messages
+            return parts
+
+    def _layout(self, shape: Shape) -> Parts:
+        contents = [token.content for token in self.text.controls.values()]
+        schemas, foreign = hide_controls(shape.schemas, contents, self.text.normalize)
+        text, slots = self.slots(shape, schemas)
+        return self.split(text, slots, foreign)
+
+    def _render_shape(self, shape: Shape, texts: Sequence[str], schemas: Schemas) -> str:
+        chat = [
+            {"role": role, "content": text} for role, text in zip(shape.roles, texts, strict=True)
+        ]
+        return self.render(chat, schemas, generation=shape.generation)
+
+    def _fit(self, messages: Chat, schemas: Schemas) -> tuple[Chat, Schemas]:
+        """Returns messages and tools that the template accepts."""
+        if schemas and not self.shows_tools:
+            messages, schemas = list_tools(messages, schemas), ()
+        if messages[0]["role"] == "system" and not self.takes_system:
+            self._say("refuses system messages; the first user message begins with the system text")
+            messages = _folded(messages)
+        if any(m["role"] == "tool" for m in messages) and not self.takes_tool_role:
+            messages = [{**m, "role": "user"} if m["role"] == "tool" else m for m in messages]
+        return messages, schemas
+
+    def _fitting_roles(self, *roles: str) -> tuple[str, ...]:
+        return roles if self.takes_system else roles[1:]
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logger.warning("The chat template %s.", what)
+
+
+class _Lines:
+    """Raises an error when templates run too many lines in the current thread."""
+
+    def __enter__(self) -> None:
+        self._count, self._before = 0, sys.gettrace()
+        sys.settrace(self._call)
+
+    def __exit__(self, *exception: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, value: Any) -> Any:
+        return self._line if frame.f_code.co_filename == "<template>" else None
+
+    def _line(self, frame: FrameType, event: str, value: Any) -> Any:
+        self._count += 1
+        if self._count > _MOST_LINES:
+            raise ChatTemplateError(
+                f"it runs more than {_MOST_LINES:,} lines for one rendering; expected fewer"
+            )
+        return self._line
+
+
+def _read_slots(
+    places: Sequence[int], glue: Sequence[str], changed: Sequence[str]
+) -> list[Slot] | None:
+    """Returns the slots whose changes explain a rendering, or None if there are none.
+
+    Args:
+        places: The index of each of the n slots.
+        glue: (n + 1,) texts between the markers.
+        changed: (n + 1,) the same with `_HEAD` before and `_TAIL` behind each marker.
+    """
+    ways = list(itertools.product((False, True), ("", None, "\n")))
+    heads = [(Slot(index=0, left=w[1], escaped=w[0]).show(_HEAD), w) for w in ways]
+    tails = [(Slot(index=0, right=w[1], escaped=w[0]).show(_TAIL), w) for w in ways]
+    nothing = [("", ways[0])]
+    found = []
+    for n, (between, text) in enumerate(zip(glue, changed, strict=True)):
+        ends, starts = tails if n else nothing, heads if n < len(places) else nothing
+        pairs = itertools.product(ends, starts)
+        matches = ((e, s) for (end, e), (start, s) in pairs if text == end + between + start)
+        found.append(next(matches, None))
+    slots = []
+    for index, (before, behind) in zip(places, itertools.pairwise(found), strict=True):
+        if before is None or behind is None or before[1][0] != behind[0][0]:
+            return None
+        (escaped, left), (_, right) = before[1], behind[0]
+        slots.append(Slot(index=index, left=left, right=right, escaped=escaped))
+    return slots
+
+
+def _folded(messages: Chat) -> Chat:
+    """Moves the system text to the start of the first user message."""
+    system, *others = messages
+    if not others or others[0]["role"] != "user":
+        return [{"role": "user", "content": system["content"]}, *others]
+    text = "\n\n".join(filter(None, (system["content"], others[0]["content"])))
+    return [{**others[0], "content": text}, *others[1:]]
+
+
+def _chat(roles: Sequence[str]) -> Chat:
+    return [{"role": role, "content": "x"} for role in roles]

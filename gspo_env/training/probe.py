@@ -1,0 +1,111 @@
+"""Compares an engine's log-probabilities with the trainer's after an update of its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gspo_env.batch.sample import Sample
+from gspo_env.engines.base import CopiesWeights, Engine, Sampling
+from gspo_env.errors import EngineError
+from gspo_env.learner.learner import Learner
+from gspo_env.rollout.collector import Collector
+from gspo_env.types import FloatArray
+
+TOLERANCE = {"float32": 1e-3}
+"""Greatest mean difference by dtype. Engine and trainer compute the same in another order; a right
+update differs by 1e-6, and by less than 1e-4 with long sums on a GPU."""
+HALF_TOLERANCE = 0.15
+"""The same in half precision."""
+
+_TEXTS = (
+    "Hello!",
+    "Count from one to twenty in words, then explain in two sentences why the sky is blue.",
+    'Call the tool with {"name": "lookup", "arguments": {"key": "amber"}} and report its result.',
+    "A train leaves at 9:40 and arrives at 11:05. How many minutes does it take? Think first.",
+)
+_NEW_TOKENS = 16
+
+
+async def difference(
+    engine: Engine,
+    score: Callable[[Sample], FloatArray],
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    temperature: float = 1.0,
+) -> float:
+    """Samples a continuation of each prompt and has the trainer score the same tokens.
+
+    Args:
+        engine: The engine, which serves all prompts at the same time.
+        score: Returns the trainer's log-probabilities (N,) of a sample's model tokens.
+        prompts: Token ids.
+        max_tokens: Length of each continuation.
+        temperature: Of both log-probabilities.
+
+    Returns:
+        Mean absolute difference of the log-probabilities over all sampled tokens (natural log).
+    """
+    sampling = [
+        Sampling(max_tokens=max_tokens, temperature=temperature, seed=n)
+        for n in range(len(prompts))
+    ]
+    completions = await asyncio.gather(*map(engine.generate, prompts, sampling))
+    differences = []
+    for prompt, done in zip(prompts, completions, strict=True):
+        engine_logprobs = np.asarray(done.logprobs)
+        turns = [-1] * len(prompt) + [0] * len(done.token_ids)
+        sample = Sample(
+            token_ids=np.asarray([*prompt, *done.token_ids], dtype=np.int64),
+            turn_ids=np.asarray(turns, dtype=np.int64),
+            advantages=np.zeros(len(done.token_ids)),
+            engine_logprobs=engine_logprobs,
+        )
+        differences.append(np.abs(engine_logprobs - score(sample)))
+    return float(np.mean(np.concatenate(differences)))
+
+
+async def check_sync(collector: Collector, learner: Learner) -> dict[str, float]:
+    """Compares engine and trainer on fixed prompts, if the engine has a copy of the weights.
+
+    Each copy serves every number of prompts that it gets when all are asked at the same time.
+
+    Returns:
+        The metric `train/sync_logprob_diff`; nothing for an engine on the learner's own weights.
+
+    Raises:
+        EngineError: The difference is above the bound.
+    """
+    engine, limits = collector.engine, collector.config
+    if not isinstance(engine, CopiesWeights):
+        return {}
+    new = min(_NEW_TOKENS, limits.max_turn_tokens)
+    prompts = [collector.chat.start(text)[: limits.max_context - new] for text in _TEXTS]
+
+    def score(sample: Sample) -> FloatArray:
+        row = learner.pack([sample])
+        return learner.logprobs(row).double().cpu().numpy()
+
+    async with asyncio.timeout(limits.episode_timeout):
+        found = await difference(
+            engine,
+            score,
+            prompts * engine.copies,
+            max_tokens=new,
+            temperature=limits.temperature,
+        )
+    dtypes = {engine.dtype, str(next(learner.policy.parameters()).dtype).removeprefix("torch.")}
+    usual = max(TOLERANCE.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
+    bound = usual if engine.tolerance is None else engine.tolerance
+    if not found <= bound:
+        raise EngineError(
+            f"after an update of the weights, the engine's log-probabilities of a probe differ "
+            f"from the trainer's by {found:.3g} on average; expected at most {bound:g} in "
+            f"{' and '.join(sorted(dtypes))}: the engine computes another model, or some weights "
+            "did not reach it; choose the engine `transformers`, or raise sync_tolerance of this "
+            "one if you know why they differ"
+        )
+    return {"train/sync_logprob_diff": found}

@@ -1,0 +1,192 @@
+"""Splits the tasks of an environment: those of the evaluation, and those that training may play."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from gspo_env.errors import EnvironmentContractError
+from gspo_env.rollout.play import look, play
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.types import Episode, ResetInfo, StopReason, Task
+
+logger = logging.getLogger(__name__)
+
+_PROBES = 64
+"""Training tasks that are drawn to see how many of them are tasks of the evaluation."""
+_SHARE = 0.5
+"""Largest share of the training tasks that is held out."""
+_MOST = 20
+"""Maximum evaluation seeds to try, as a multiple of the tasks of an evaluation."""
+
+Read = Callable[[Sequence[Task]], Sequence[ResetInfo | None]]
+"""Resets an environment to each task; None for a reset that failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Split:
+    """The tasks of an evaluation, and the keys of tasks that training does not play."""
+
+    tasks: tuple[Task, ...]
+    keys: tuple[str, ...]
+    """The key of each task, or its seed if it has no key."""
+    held_out: frozenset[str] = frozenset()
+    """The task keys that training does not play."""
+    num_tasks: int | None = None
+    """The number of tasks that the environment declares."""
+    known: bool = True
+    """False if the tasks have no keys, so that it is unknown whether training plays them."""
+
+    @property
+    def distinct(self) -> int:
+        """The number of different tasks of the evaluation."""
+        return min(len(set(self.keys)), self.num_tasks or len(self.keys))
+
+    def __str__(self) -> str:
+        """Says what the tasks are to training, and how many are different.
+
+        Example:
+            >>> tasks = (Task(env_id="x", seed=8), Task(env_id="x", seed=9))
+            >>> str(Split(tasks=tasks, keys=("a", "a"), held_out=frozenset("a")))
+            '2 episodes of 1 held-out task'
+        """
+        count, distinct = len(self.tasks), self.distinct
+        if not self.known:
+            return f"{_many(count)}, split by seed, overlap unknown"
+        if not self.held_out:
+            return f"{count} episodes of the training tasks, {_many(distinct, 'different ')}"
+        name = "held-out "
+        same = count == distinct
+        return _many(count, name) if same else f"{count} episodes of {_many(distinct, name)}"
+
+    def first(self, count: int) -> Split:
+        """Returns the split with only the first tasks of the evaluation."""
+        return replace(self, tasks=self.tasks[:count], keys=self.keys[:count])
+
+
+def hold_out(env_id: str, count: int, read: Read, num_tasks: int | None = None) -> Split:
+    """Draws the tasks of an evaluation and decides which task keys training does not play.
+
+    The result depends only on the environment and on `count`, so it is the same in every run. All
+    keys of the evaluation are held out, unless more than half of the training tasks have one: then
+    only some are, up to that half, and the evaluation plays only these. An environment with one
+    task holds out nothing.
+
+    Args:
+        env_id: The environment.
+        count: Tasks of the evaluation.
+        read: Resets the environment.
+        num_tasks: The number of tasks that the environment declares.
+
+    Raises:
+        EnvironmentContractError: The declared number is not a positive integer.
+    """
+    if num_tasks is not None and (not isinstance(num_tasks, int) or num_tasks < 1):
+        raise EnvironmentContractError(
+            f"{env_id}: num_tasks is {num_tasks!r}, expected an integer of at least 1."
+        )
+    tasks = _tasks(env_id, range(HELD_OUT, HELD_OUT + count))
+    few = num_tasks is not None and num_tasks <= count
+    keys = tuple("" if num_tasks == 1 else str(task.seed) for task in tasks)
+    unsplit = Split(tasks=tasks, keys=keys, num_tasks=num_tasks, known=few)
+    if num_tasks == 1 or _keys(read, tasks[:1]) == [None]:
+        return unsplit
+    drawn = _keys(read, tasks)
+    if None in drawn:
+        logger.warning("%s: some resets have a task_key and others have none", env_id)
+        return unsplit
+    pairs = list(zip(tasks, map(str, drawn), strict=True))
+    held_out = list(dict.fromkeys(key for _, key in pairs))
+    if num_tasks is None or count > _SHARE * num_tasks:
+        held_out = _spare(held_out, _probe(env_id, read), num_tasks)
+    if held_out:
+        pairs = _select(env_id, pairs, held_out, read)
+    return Split(
+        tasks=tuple(task for task, _ in pairs),
+        keys=tuple(key for _, key in pairs),
+        held_out=frozenset(held_out),
+        num_tasks=num_tasks,
+    )
+
+
+def _probe(env_id: str, read: Read) -> Counter[str | None]:
+    """Counts the keys of some training tasks, which are the same in every run."""
+    return Counter(
+        _keys(read, _tasks(env_id, (derive_seed("probe", n) % HELD_OUT for n in range(_PROBES))))
+    )
+
+
+def _spare(keys: Sequence[str], probes: Counter[str | None], num_tasks: int | None) -> list[str]:
+    """Returns the keys that can be held out: all, or up to half of the tasks, in their order."""
+    most = _SHARE * probes.total()
+    if sum(probes[key] for key in keys) <= most:
+        return list(keys)
+    number = num_tasks or len({*keys, *probes})
+    kept: list[str] = []
+    for key in keys:
+        if len(kept) + 1 <= _SHARE * number and probes[key] <= most:
+            kept.append(key)
+            most -= probes[key]
+    return kept
+
+
+def _select(
+    env_id: str, pairs: list[tuple[Task, str]], held_out: Collection[str], read: Read
+) -> list[tuple[Task, str]]:
+    """Replaces the tasks whose keys are not held out by further ones whose keys are."""
+    count = len(pairs)
+    kept = [pair for pair in pairs if pair[1] in held_out]
+    for begin in range(count, _MOST * count, count):
+        if len(kept) == count:
+            break
+        tasks = _tasks(env_id, range(HELD_OUT + begin, HELD_OUT + begin + count))
+        more = zip(tasks, _keys(read, tasks), strict=True)
+        kept += [(task, str(key)) for task, key in more if key in held_out]
+        del kept[count:]
+    return kept
+
+
+def _tasks(env_id: str, seeds: Iterable[int]) -> tuple[Task, ...]:
+    return tuple(Task(env_id=env_id, seed=seed) for seed in seeds)
+
+
+def _keys(read: Read, tasks: Sequence[Task]) -> list[str | None]:
+    """Returns the key of each task; the seed of a task whose reset failed."""
+    resets = zip(tasks, read(tasks), strict=True)
+    return [str(task.seed) if reset is None else reset.task_key for task, reset in resets]
+
+
+async def read_resets(
+    pool: EnvPool, limits: RolloutConfig, tasks: Sequence[Task]
+) -> list[ResetInfo | None]:
+    """Resets environments of a pool to the tasks; None for a reset that failed or timed out."""
+    gate = asyncio.Semaphore(limits.concurrency)
+
+    async def one(task: Task) -> ResetInfo | None:
+        async with gate:
+            env = pool.acquire()
+            seconds = limits.episode_timeout
+            episode = await play(env, task, look, timeout=seconds, call=pool.call)
+        if (reset := reset_of(episode)) is not None:
+            pool.give_back(env)
+        return reset
+
+    return await asyncio.gather(*map(one, tasks))
+
+
+def reset_of(episode: Episode) -> ResetInfo | None:
+    """Returns the `info` of an episode's `reset`, or None if it failed, which is logged."""
+    if episode.stop_reason in (StopReason.ERROR, StopReason.TIMEOUT):
+        why = episode.error or "reset() took too long"
+        logger.error("%s, seed %d: %s", episode.task.env_id, episode.task.seed, why)
+        return None
+    return episode.reset
+
+
+def _many(count: int, kind: str = "") -> str:
+    return f"{count} {kind}task{'s' * (count != 1)}"

@@ -1,0 +1,73 @@
+"""The exact expectations agree with sampled groups, and show what a divisor does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gspo_env.compare.enumeration import Enumeration, direction, policy_at
+from gspo_env.compare.exact import (
+    additive,
+    all_right,
+    analyse,
+    key_and_door,
+    look_up,
+    may_stop,
+    true_gradient,
+)
+from gspo_env.errors import ConfigError
+from gspo_env.registry import BUILTIN, find
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN["advantage"]))
+@pytest.mark.parametrize("problem", [key_and_door(3), may_stop(2), look_up(1, 2)])
+def test_the_enumeration_agrees_with_sampled_groups(name, problem):
+    estimator = find("advantage", name)(scale="std")
+    sampled = analyse(problem, estimator, groups=1500, group_size=3, seed=5)
+    logits = 0.5 * np.random.default_rng(5).standard_normal(problem.shape)
+    exact = direction([(Enumeration(problem, estimator, 3), logits)], groups=1)
+    assert exact.bias == pytest.approx(sampled.bias, abs=4 * sampled.error)
+    noise = np.sqrt((exact.cosine / exact.progress) ** 2 - 1)
+    assert noise == pytest.approx(sampled.noise, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["outcome", "returns_to_go"])
+@pytest.mark.parametrize("problem", [key_and_door(4), additive(3), all_right(3)])
+def test_without_a_divisor_the_expected_update_is_the_true_gradient(name, problem):
+    groups = Enumeration(problem, find("advantage", name)(scale="none"), 4)
+    for share in (0.3, 0.9):
+        assert direction([(groups, policy_at(problem, share))]).bias < 1e-12
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN["advantage"]))
+def test_the_default_divisor_turns_no_update_away_from_a_rare_success(name):
+    problem = key_and_door(4)
+    policy = policy_at(problem, 0.1)
+    ours, theirs = (
+        direction([(Enumeration(problem, estimator, 8), policy)])
+        for estimator in (find("advantage", name)(), find("advantage", name)(scale="std"))
+    )
+    assert ours.cosine > 0.94
+    assert ours.cosine > theirs.cosine + 0.1
+    assert ours.progress > theirs.progress + 0.1
+
+
+def test_one_batch_and_one_group_have_the_same_divisor_where_all_turns_count_once():
+    problem = all_right(1)
+    policy = policy_at(problem, 0.5)
+    batch, std = (
+        direction(
+            [(Enumeration(problem, find("advantage", "outcome")(scale=s), 4), policy)], groups=1
+        )
+        for s in ("batch", "std")
+    )
+    assert batch.progress == pytest.approx(std.progress, rel=0.05)
+
+
+def test_a_policy_along_the_way_has_the_wanted_return_and_too_many_groups_are_refused():
+    for problem in (look_up(1, 3), all_right(3)):
+        assert true_gradient(problem, policy_at(problem, 0.9))[1] == pytest.approx(
+            0.9 * (1.2 if problem.reward.max() == 1.0 and 0.2 in problem.reward else 1.0), rel=0.02
+        )
+    with pytest.raises(ConfigError, match="expected at most 200000"):
+        Enumeration(additive(4), find("advantage", "outcome")(), 8)

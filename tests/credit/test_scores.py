@@ -1,0 +1,405 @@
+"""Which rewards the estimators learn from: those of the turns, the outcome, or their sum."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import replace
+from typing import get_args
+
+import gymnasium
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.check.environment import check_env
+from gspo_env.cli.main import main
+from gspo_env.config import Config
+from gspo_env.credit import ScoreChoice, estimate, turn_rewards
+from gspo_env.credit.scores import contents
+from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
+from gspo_env.recipes.tiny import Tiny
+from gspo_env.registry import BUILTIN, find
+from gspo_env.types import Episode, Group, Score, StepInfo, StopReason, Task, Turn
+
+TASK = Task(env_id="test", seed=0)
+TINY = Tiny(
+    hidden_size=16,
+    layers=1,
+    heads=2,
+    demonstrations=64,
+    imitation_steps=80,
+    imitation_learning_rate=2e-2,
+)
+ESTIMATORS = sorted(BUILTIN["advantage"])
+
+COIN = """
+from gspo_env import TextEnv
+
+class Coin(TextEnv):
+    \"\"\"Two words; heads as the second one is rewarded by the outcome alone.\"\"\"
+    blocking = False
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.turn = 0
+        return "flip", {}
+    def step(self, action):
+        self.turn += 1
+        if self.turn < 2:
+            return "again", 0.0, False, False, {}
+        return "", 0.0, True, False, {"episodic_reward": float(action.strip() == "heads")}
+    def expert_action(self, noise=0.0):
+        return str(self.np_random.choice(["heads", "tails"]))
+
+class Opposed(Coin):
+    \"\"\"Tails is rewarded by its turn, heads by the outcome.\"\"\"
+    def step(self, action):
+        said, _, *flags, info = super().step(action)
+        return said, 0.3 * (action.strip() == "tails"), *flags, info
+
+class Declared(Opposed):
+    \"\"\"Declares the outcome.\"\"\"
+    credit_score = "outcome"
+
+class Wrong(Coin):
+    \"\"\"Declares what does not exist.\"\"\"
+    credit_score = "episode"
+
+class WithoutOutcome(Opposed):
+    \"\"\"Declares a sum that it does not give.\"\"\"
+    gives_outcome = False
+    credit_score = "sum"
+"""
+
+
+def played(rewards, outcome=None, stop=StopReason.TERMINATED):
+    """An episode whose last step gives its own outcome, unless that is None."""
+    last = len(rewards) - 1
+    turns = tuple(
+        Turn(
+            prompt_ids=(1,),
+            action_ids=(2,),
+            logprobs=(-1.0,),
+            text="",
+            observation="",
+            reward=reward,
+            info=StepInfo(episodic_reward=outcome if k == last else None),
+        )
+        for k, reward in enumerate(rewards)
+    )
+    return Episode(
+        task=TASK,
+        turns=turns,
+        outcome=float(sum(rewards)) if outcome is None else outcome,
+        stop_reason=stop,
+        terminated=stop is StopReason.TERMINATED,
+        truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
+    )
+
+
+def group(*episodes, **changes):
+    return Group(task=TASK, episodes=episodes, **changes)
+
+
+def train(tmp_path, source, name, **changes):
+    (tmp_path / "mine.py").write_text(source)
+    settings = {
+        "env": f"{tmp_path}/mine.py:{name}",
+        "steps": 1,
+        "tasks_per_step": 4,
+        "eval_tasks": 16,
+        "rollout": {"max_turn_tokens": 4},
+        "tracker": "none",
+    }
+    config = Config.from_recipe(TINY, **(settings | changes))
+    agent = GSPOAgent(config=config)
+    return agent, agent.train()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_environment_that_rewards_its_outcome_alone_trains_with_every_estimator(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    _, history = train(tmp_path, COIN, "Coin", advantage=name)
+    (metrics,) = (m for _, m in history if "train/advantage_rms" in m)
+    assert metrics["train/advantage_rms"] > 0
+    assert metrics["rollout/zero_variance_groups"] < 1
+
+
+def test_the_estimator_outcome_follows_the_outcome_where_turn_rewards_oppose_it():
+    failed, successful = played([0.5, 0.5], 0.0), played([0.0, 0.0], 1.0)
+    (rows,) = estimate([group(failed, successful)], find("advantage", "outcome")()).advantages
+    assert np.sign(rows[0]).tolist() == [-1, -1]
+    assert np.sign(rows[1]).tolist() == [1, 1]
+
+
+def last_turns(name, episodes, score):
+    """The advantage of the last turn of each episode."""
+    rows = find("advantage", name)().advantages(group(*episodes, score=score))
+    return [row[-1] for row in rows]
+
+
+OUTCOMES = st.lists(st.floats(-5, 5).map(lambda value: round(value, 2)), min_size=2, max_size=6)
+LENGTHS = st.integers(1, 4)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(OUTCOMES, LENGTHS)
+def test_the_episode_with_the_better_outcome_gets_the_higher_advantage(name, outcomes, turns):
+    episodes = [played([0.0] * turns, outcome) for outcome in outcomes]
+    values = last_turns(name, episodes, "outcome")
+    for one, better in zip(outcomes, values, strict=True):
+        for other, worse in zip(outcomes, values, strict=True):
+            assert one <= other or better > worse + 1e-9
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(st.lists(st.tuples(st.booleans(), LENGTHS), min_size=2, max_size=6))
+def test_a_success_of_any_length_gets_more_than_a_failure_of_any_length(name, rows):
+    episodes = [played([0.0] * turns, float(success)) for success, turns in rows]
+    values = last_turns(name, episodes, "outcome")
+    for (one, _), better in zip(rows, values, strict=True):
+        for (other, _), worse in zip(rows, values, strict=True):
+            assert one <= other or better > worse
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(OUTCOMES, st.lists(LENGTHS, min_size=6, max_size=6))
+def test_a_reward_at_the_end_is_the_same_as_a_reward_and_as_an_outcome(name, outcomes, lengths):
+    by_turn = [played([0.0] * (k - 1) + [o]) for o, k in zip(outcomes, lengths, strict=False)]
+    by_outcome = [played([0.0] * k, o) for o, k in zip(outcomes, lengths, strict=False)]
+    estimator = find("advantage", name)()
+    want = estimator.advantages(group(*by_turn, score="turns"))
+    cases = [(by_turn, "outcome"), (by_turn, "sum"), (by_outcome, "outcome"), (by_outcome, "sum")]
+    for episodes, score in cases:
+        if name == "turn_plus_outcome" and episodes is by_outcome:
+            continue  # it reads both channels
+        rows = estimator.advantages(group(*episodes, score=score))
+        for row, expected in zip(rows, want, strict=True):
+            np.testing.assert_allclose(row, expected, atol=1e-9)
+
+
+@given(st.lists(st.lists(st.floats(-1, 1), max_size=3), max_size=5), st.booleans())
+def test_the_rewards_add_up_to_the_return_the_outcome_or_both(rows, own):
+    for number, rewards in enumerate(rows):
+        episode = played(rewards, float(number) if own and rewards else None)
+        totals = {score: turn_rewards(episode, score).sum() for score in get_args(Score)}
+        assert turn_rewards(episode, "turns").tolist() == rewards
+        assert totals["outcome"] == pytest.approx(episode.outcome if rewards else 0.0)
+        both = sum(rewards) + (episode.outcome if own and rewards else 0.0)
+        assert totals["sum"] == pytest.approx(both)
+
+
+def test_a_cut_episode_counts_with_the_outcome_that_the_environment_declares():
+    cut = replace(played([0.2, 0.2], stop=StopReason.MAX_TURNS), outcome=-1.0)
+    assert turn_rewards(cut, "turns").tolist() == [0.2, 0.2]
+    assert turn_rewards(cut, "outcome").tolist() == [0.0, -1.0]
+    assert turn_rewards(cut, "sum").tolist() == [0.2, -0.8]
+    empty = replace(played([], stop=StopReason.MAX_CONTEXT), outcome=-1.0)
+    assert all(turn_rewards(empty, score).shape == (0,) for score in get_args(Score))
+
+
+def test_a_discount_counts_from_the_last_turn_where_the_outcome_is():
+    episodes = [played([0.0, 0.0], o) for o in (1.0, 0.0, 0.0)]
+    estimator = find("advantage", "returns_to_go")(gamma=0.5, scale="none")
+    (first, *_) = estimator.advantages(group(*episodes, score="outcome"))
+    assert first.tolist() == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_to_be_cut_never_pays_where_the_outcome_is_trained_on(name):
+    """The value after a truncation must not be added to the outcome of a cut episode."""
+    cut = replace(played([0.0], stop=StopReason.TRUNCATED), outcome=0.0)
+    finished = [played([0.0, 0.0], 1.0) for _ in range(3)]
+    rows = find("advantage", name)(scale="none").advantages(group(cut, *finished, score="outcome"))
+    assert rows[0][-1] < 0
+
+
+def test_an_error_enters_no_statistic_and_decides_nothing():
+    failed = played([0.5], 9.0, stop=StopReason.ERROR)
+    assert contents([failed]) == (False, False)
+    good = [played([0.0], 1.0), played([0.0], 0.0)]
+    credit = estimate([group(*good, failed)], find("advantage", "returns_to_go")(scale="none"))
+    assert [row.tolist() for row in credit.advantages[0]] == [[1.0], [-1.0], [0.0]]
+
+
+def seen(*episodes, gives_outcome=None, score=None):
+    choice = ScoreChoice("a/B-v0", score)
+    choice.see(episodes, gives_outcome)
+    return choice
+
+
+@pytest.mark.parametrize(
+    ("episodes", "score", "reason"),
+    [
+        ([played([0.0, 0.0], 0.0)], "outcome", "no turn has a reward"),
+        ([played([0.0, 0.1])], "turns", "no episode has an outcome of its own"),
+        ([played([0.0, 0.1], 0.0)], "turns", "mean sum of an episode 0.1.*mean 0"),
+        ([played([0.0]), played([0.0], 0.0)], "outcome", "no turn has a reward"),
+        ([played([0.0])], None, "no turn has had a reward"),
+        ([], None, "no turn has had a reward"),
+    ],
+)
+def test_the_first_episodes_decide_by_what_they_contain_and_not_by_its_value(
+    episodes, score, reason
+):
+    choice = seen(*episodes)
+    assert choice.score == score
+    assert re.search(reason, choice.reason)
+
+
+def test_a_declared_outcome_counts_where_no_episode_was_finished():
+    cut = played([0.0], stop=StopReason.MAX_TURNS)
+    assert seen(cut, gives_outcome=True).score == "outcome"
+    assert seen(cut, gives_outcome=None).score is None
+
+
+def test_nothing_is_decided_until_there_is_something_and_then_it_is_kept(caplog):
+    choice = ScoreChoice("a/B-v0")
+    assert not choice.see([played([0.0])])
+    assert choice.see([played([0.0], 1.0)])
+    assert choice.score == "outcome"
+    assert not caplog.records
+    for _ in range(2):
+        assert not choice.see([played([0.2], 1.0)])
+    assert choice.score == "outcome"
+    (warning,) = caplog.messages
+    assert "a/B-v0 now has rewards of turns" in warning
+    assert "keeps the score 'outcome'" in warning
+
+
+def test_both_channels_are_warned_of_once_with_both_means(caplog):
+    choice = seen(played([0.5, 0.5], 0.0), played([0.0, 0.0], 1.0))
+    choice.see([played([0.5, 0.5], 0.0)])
+    (warning,) = caplog.messages
+    assert choice.score == "turns"
+    assert "mean sum of an episode 0.5)" in warning
+    assert "(mean 0.5)" in warning
+    assert "credit_score" in warning
+
+
+@pytest.mark.parametrize("score", get_args(Score))
+def test_a_given_score_is_kept_without_a_word(score, caplog):
+    assert seen(played([0.5], 0.0), score=score).score == score
+    assert not caplog.records
+
+
+def test_the_sum_is_refused_without_an_outcome_of_its_own():
+    with pytest.raises(ConfigError, match="'sum', but the episodes of a/B-v0 have no outcome"):
+        seen(played([0.5]), score="sum")
+
+
+def test_all_groups_together_decide_where_nobody_else_has():
+    sparse = group(played([0.0], 1.0), played([0.0], 0.0))
+    dense = group(played([0.1], 1.0), played([0.3], 0.0))
+    estimator = find("advantage", "returns_to_go")(scale="none")
+    alone = estimate([sparse], estimator).advantages
+    assert [row.tolist() for row in alone[0]] == [[1.0], [-1.0]]
+    both = estimate([sparse, dense], estimator).advantages
+    assert [row.tolist() for row in both[0]] == [[0.0], [0.0]]
+
+
+def saved(agent):
+    """The score that a run and its model were saved with."""
+    note = json.loads((agent.folder / "model" / "gspo_env.json").read_text())
+    both = (agent.folder / "config.toml").read_text(), note["config"]
+    return [tomllib.loads(text)["credit"]["score"] for text in both]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "score"),
+    [
+        ("Coin", {}, "outcome"),
+        ("Opposed", {}, "turns"),
+        ("Declared", {}, "outcome"),
+        ("Declared", {"credit": {"score": "sum"}}, "sum"),
+        ("Coin", {"advantage": "outcome"}, "auto"),
+        ("Opposed", {"advantage": "turn_plus_outcome"}, "auto"),
+    ],
+)
+def test_the_score_of_a_run_is_saved_with_it(name, changes, score, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    agent, _ = train(tmp_path, COIN, name, **changes)
+    assert saved(agent) == [score, score]
+    assert GSPOAgent.load(agent.folder).config.credit.score == score
+    warned = [text for text in caplog.messages if "rewards of its turns" in text]
+    assert len(warned) == (name == "Opposed" and "advantage" not in changes)
+
+
+def test_a_score_is_not_taken_over_to_another_environment(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    agent, _ = train(tmp_path, COIN, "Coin")
+    other = GSPOAgent.load(agent.folder, f"{tmp_path}/mine.py:Opposed")
+    assert other.config.credit.score == "auto"
+    assert GSPOAgent.load(agent.folder, agent.config.env).config.credit.score == "outcome"
+
+
+def test_the_score_decides_what_is_learned(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    learner = {"learning_rate": 2e-2, "warmup_steps": 1, "schedule": "constant"}
+    shares = {}
+    for score in ("turns", "outcome"):
+        changes = {"credit": {"score": score}, "learner": learner, "steps": 6}
+        _, history = train(tmp_path, COIN, "Opposed", **changes)
+        shares[score] = history[-1][1]["eval/success"]
+    assert shares["outcome"] > shares["turns"] + 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Wrong", {}, "credit_score is 'episode' of type str, expected one of"),
+        ("WithoutOutcome", {}, "credit_score is 'sum' of type str, expected 'turns'"),
+    ],
+)
+def test_an_impossible_declaration_is_refused_before_anything_is_made(
+    name, changes, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(EnvironmentContractError, match=message):
+        train(tmp_path, COIN, name, **changes)
+    with pytest.raises(EnvironmentCheckError, match=message):
+        check_env(f"{tmp_path}/mine.py:{name}")
+
+
+def test_advantages_that_are_all_zero_although_outcomes_differ_are_warned_of(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path, COIN, "Coin", credit={"score": "turns"}, steps=2)
+    (warning,) = (text for text in caplog.messages if "every advantage" in text)
+    assert "returns_to_go reads (score 'turns')" in warning
+
+
+def test_check_env_says_which_score_is_used_and_why(tmp_path, caplog):
+    (tmp_path / "mine.py").write_text(COIN)
+
+    def flip(rng, observation):
+        return rng.choice(["heads", "tails"])
+
+    names = ("Coin", "Opposed", "Declared")
+    found = {name: check_env(f"{tmp_path}/mine.py:{name}", actions=flip) for name in names}
+    assert {name: choice.score for name, choice in found.items()} == {
+        "Coin": "outcome",
+        "Opposed": "turns",
+        "Declared": "outcome",
+    }
+    assert "no turn has a reward" in found["Coin"].reason
+    assert found["Declared"].reason == "the environment declares it"
+
+
+def test_the_command_that_checks_an_environment_says_its_score(capsys):
+    main(["envs", "--check", "gspo/Lookup-v0", "--env-kwargs", "hops=3"])
+    said = capsys.readouterr().out
+    assert "gspo/Lookup-v0 has no fault." in said
+    assert "Score: turns, because the environment declares it." in said
+
+
+def test_every_environment_of_ours_with_an_outcome_declares_its_score():
+    for env_id in [e for e in gymnasium.registry if e.startswith("gspo/")]:
+        creator = gymnasium.envs.registration.load_env_creator(gymnasium.spec(env_id).entry_point)
+        assert creator.credit_score == "turns" or creator.gives_outcome is False

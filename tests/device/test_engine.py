@@ -1,0 +1,77 @@
+"""The embedded engine on a GPU: the CPU's ids and log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+
+import pytest
+from device_cases import experts, hybrid
+from pretend_device import pretend_gpu
+
+from gspo_env.engines.base import Sampling
+from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.unbatched import UnbatchedEngine
+from gspo_env.model.check import check_model
+
+
+async def episode(engine, seed):
+    """Turns of one session; returns each turn's ids and log-probabilities."""
+    rng, done = random.Random(seed % 3), []
+    ids = [rng.randrange(1, 250) for _ in range(20)]
+    rng = random.Random(seed)
+    for turn in range(3):
+        sampling = Sampling(
+            max_tokens=rng.randrange(1, 9), temperature=seed % 3 * 0.5, seed=seed + turn
+        )
+        done.append(await engine.generate(list(ids), sampling, f"s{seed}"))
+        ids += [*done[-1].token_ids, *(rng.randrange(1, 250) for _ in range(rng.randrange(1, 12)))]
+    engine.release(f"s{seed}")
+    return done
+
+
+def batched(model):
+    return TransformersEngine(model, max_slots=5, max_context=300, max_step_tokens=37)
+
+
+def unbatched(model):
+    return UnbatchedEngine(model, max_slots=5, max_context=300)
+
+
+def played(engine, episodes=8):
+    async def play():
+        first = await asyncio.gather(*(episode(engine, n) for n in range(episodes)))
+        await engine.sleep()
+        await engine.update_weights([], 1)
+        return [first, await episode(engine, 99)]
+
+    found = asyncio.run(play())
+    engine.close()
+    return found
+
+
+def test_episodes_are_those_of_the_cpu(model):
+    expected = played(batched(copy.deepcopy(model)))
+    with pretend_gpu():
+        assert played(batched(copy.deepcopy(model).to("cuda"))) == expected
+
+
+def test_episodes_of_a_hybrid_model_are_those_of_the_cpu():
+    model = hybrid()
+    expected = played(unbatched(copy.deepcopy(model)), 2)
+    with pretend_gpu() as gpu:
+        engine = unbatched(copy.deepcopy(model).to("cuda"))
+        assert played(engine, 2) == expected
+    own = [n for (_, place), n in gpu.waits.items() if place.startswith("gspo_env")]
+    assert sum(own) <= engine.fed_tokens
+
+
+@pytest.mark.parametrize("make", [experts, hybrid])
+def test_the_check_at_start_finds_the_same_way(make):
+    model = make()
+    here = check_model(copy.deepcopy(model))
+    with pretend_gpu():
+        there = check_model(copy.deepcopy(model).to("cuda"))
+    assert (there.way, there.whole_turns) == (here.way, here.whole_turns)
+    assert there.bound == pytest.approx(here.bound)

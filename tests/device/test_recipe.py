@@ -1,0 +1,79 @@
+"""A whole run, export and doctor on a GPU: the CPU's numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pretend_device import PretendTensor, pretend_gpu
+from safetensors.torch import load_file
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.config import from_dict
+from gspo_env.model.export import Exporter, named_weights
+from gspo_env.model.load import add_adapter
+
+SHORT = {
+    "steps": 3,
+    "tasks_per_step": 2,
+    "eval_every": 0,
+    "rollout": {"max_turns": 3, "max_turn_tokens": 8, "max_context": 256, "group_size": 4},
+    "eval_tasks": 2,
+    "tracker": "none",
+    "recipe": {
+        "hidden_size": 32,
+        "demonstrations": 100,
+        "imitation_steps": 6,
+        "imitation_batch": 16,
+    },
+}
+
+
+def trained(folder, **settings):
+    """The metrics of a run, and the weights that it saved."""
+    agent = GSPOAgent(config=from_dict({**SHORT, **settings, "output": str(folder)}))
+    history = agent.train()
+    exact = [
+        (step, {k: v for k, v in m.items() if not k.startswith("time/") and "_per_s" not in k})
+        for step, m in history
+    ]
+    return exact, load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"learner": {"lora_rank": 2, "minibatches": 2}, "loss": {"kl_coef": 0.1}},
+    ],
+)
+def test_the_default_recipe_has_the_numbers_of_the_cpu(tmp_path, settings):
+    history, weights = trained(tmp_path / "cpu", **settings)
+    with pretend_gpu():
+        there, moved_weights = trained(tmp_path / "gpu", **settings)
+    assert len(history) == 5
+    for (step, metrics), (moved_step, found) in zip(history, there, strict=True):
+        assert step == moved_step
+        assert found == pytest.approx(metrics, rel=1e-4, abs=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(moved_weights[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_export_writes_what_the_cpu_writes(tmp_path, model, adapter):
+    def written(given, folder):
+        given = add_adapter(given, 2) if adapter else given
+        with torch.no_grad():
+            for parameter in given.parameters():
+                parameter.mul_(1.5)
+        Exporter(given, untie=False).write(named_weights(given), folder)
+        return load_file(folder / "model-00001.safetensors")
+
+    here = written(copy.deepcopy(model), tmp_path / "cpu")
+    with pretend_gpu():
+        moved = copy.deepcopy(model).to("cuda")
+        there = written(moved, tmp_path / "gpu")
+        assert all(isinstance(t, PretendTensor) for _, t in named_weights(moved))
+    assert here.keys() == there.keys()
+    assert all(torch.equal(there[name], value) for name, value in here.items())

@@ -1,0 +1,141 @@
+"""Sleep and wake of vLLM in this process, its settings, and `doctor`, on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from pretend_device import PretendTensor, pretend_gpu
+
+from gspo_env.cli import doctor
+from gspo_env.engines.vllm.local import VLLMEngine, engine_arguments
+from gspo_env.engines.vllm.settings import VLLM, VLLMServer
+from gspo_env.errors import EngineError
+from gspo_env.model.export import named_weights
+
+
+class Recorder:
+    """vLLM's engine without its computation: it records what it is asked."""
+
+    def __init__(self, arguments):
+        self.arguments, self.calls, self.loaded = arguments, [], {}
+        self.engine_core = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
+        self.resets = self.copies = True
+        self.model_config = SimpleNamespace(dtype=torch.float32)
+
+    def sleep(self, level):
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags):
+        self.calls.append(("wake", *tags))
+
+    def collective_rpc(self, name, kwargs):
+        self.calls.append(name)
+        self.loaded = {n: t.cpu() if self.copies else t for n, t in kwargs["weights"]}
+        return [{"unread": [], "stale": []}]
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+        return self.resets
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """A function that starts `VLLMEngine` over a recorder, for a model on the pretend GPU."""
+    vllm, parameters = ModuleType("vllm"), ModuleType("vllm.sampling_params")
+    vllm.EngineArgs = lambda **arguments: SimpleNamespace(**arguments)
+    vllm.SamplingParams = lambda **arguments: SimpleNamespace(**arguments)
+    vllm.LLMEngine = SimpleNamespace(from_engine_args=Recorder)
+    parameters.RequestOutputKind = SimpleNamespace(FINAL_ONLY="final")
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", parameters)
+
+    def start(model, **settings):
+        return VLLMEngine(model, VLLM(**settings), max_slots=4, max_context=64)
+
+    return start
+
+
+def test_vllm_sleeps_during_the_update_and_wakes_with_the_new_weights(model, started):
+    with pretend_gpu():
+        moved = copy.deepcopy(model).to("cuda")
+        engine = started(moved)
+        recorder = engine._engine
+        assert recorder.arguments.enable_sleep_mode
+        assert recorder.arguments.gpu_memory_utilization == VLLM().gpu_memory_utilization
+        first, recorder.copies, recorder.calls = recorder.loaded, False, []
+        asyncio.run(engine.sleep())
+        asyncio.run(engine.sleep())  # asleep already
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                parameter.mul_(2)
+        asyncio.run(engine.update_weights(named_weights(moved), 1))
+        asyncio.run(engine.update_weights(named_weights(moved), 2))  # awake already
+        assert engine.weights_version == 2
+        engine.close()
+    assert recorder.calls == [
+        ("sleep", 2),
+        ("wake", "weights"),
+        "load_checked",
+        ("wake", "kv_cache"),
+        "reset",
+        "load_checked",
+        "reset",
+        "shutdown",
+    ]
+    assert recorder.loaded.keys() == first.keys()  # tied embeddings stay tied on a GPU
+    for name, tensor in recorder.loaded.items():
+        assert isinstance(tensor, PretendTensor)
+        assert torch.equal(tensor.inner, 2 * first[name])
+
+
+def test_vllm_stays_awake_where_it_is_told_to(model, started):
+    with pretend_gpu():
+        engine = started(copy.deepcopy(model).to("cuda"), sleep_during_update=False)
+        asyncio.run(engine.sleep())
+        assert engine._engine.calls == ["load_checked"]
+        assert not hasattr(engine._engine.arguments, "enable_sleep_mode")
+        engine.close()
+
+
+def test_a_prefix_cache_that_is_not_reset_is_an_error_and_keeps_the_version(model, started):
+    with pretend_gpu():
+        moved = copy.deepcopy(model).to("cuda")
+        engine = started(moved)
+        engine._engine.resets = False
+        with pytest.raises(EngineError, match="did not reset its prefix cache"):
+            asyncio.run(engine.update_weights(named_weights(moved), 1))
+        assert engine.weights_version == 0
+        engine.close()
+
+
+def test_a_gpu_gets_its_own_arguments_of_vllm():
+    settings = VLLMServer(gpu_memory_utilization=0.3, tensor_parallel_size=2)
+    with pretend_gpu():
+        there = engine_arguments(settings, torch.bfloat16, 8, 512)
+    here = engine_arguments(settings, torch.bfloat16, 8, 512)
+    assert there["gpu_memory_utilization"] == 0.3
+    assert there["dtype"] == here["dtype"] == "bfloat16"
+    assert there["tensor_parallel_size"] == 2
+    assert "block_size" in here
+    assert "block_size" not in there
+    assert "enable_chunked_prefill" not in there
+
+
+def test_doctor_names_the_gpu_and_its_free_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Pretend 9000")
+    with pretend_gpu():
+        found = {f.name: f for f in doctor.diagnose()}
+    assert found["device"].ok
+    assert found["device"].text == "Pretend 9000, 20.0 of 24.0 GiB free"
+
+
+def test_doctor_says_that_vllm_gets_less_of_the_gpu_than_its_share(monkeypatch):
+    with pretend_gpu():
+        assert doctor._vllm_memory() == ""
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**30, 24 * 2**30))
+        assert "1.0 of 24.0 GiB of the GPU are free, its share is 45%" in doctor._vllm_memory()

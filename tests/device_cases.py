@@ -1,0 +1,91 @@
+"""Losses, models and samples that the tests on a pretend GPU share."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from conftest import make_samples
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from gspo_env.batch import Sample
+from gspo_env.learner import GRPO, GSPO, DrGRPO
+
+LOSSES = {
+    "GSPO": GSPO(),
+    "GRPO": GRPO(dual_clip=3.0),
+    "DrGRPO": DrGRPO(),
+    "turns": GSPO(ratio_level="turn", ratio_mean=0.5),
+    "DAPO": GSPO(ratio_level="token", aggregation="token_mean"),
+    "KL": GSPO(kl_coef=0.1),
+    "truncated": GSPO(correction="truncated"),
+    "mask": GSPO(correction="mask", ratio_mean=1.0),
+    "engine": GSPO(old_logprobs="engine"),
+}
+
+
+def with_prefix(rng, count=6, length=40):
+    """Samples that share their first tokens."""
+    prefix = rng.integers(1, 200, length)
+    return [
+        Sample(
+            token_ids=np.concatenate([prefix, sample.token_ids]),
+            turn_ids=np.concatenate([np.full(length, -1), sample.turn_ids]),
+            advantages=sample.advantages,
+            engine_logprobs=sample.engine_logprobs,
+        )
+        for sample in make_samples(rng, count)
+    ]
+
+
+def adapted(model):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        return get_peft_model(model, adapter)
+
+
+def experts():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        shape = MixtralConfig(
+            vocab_size=200,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.1,
+        )
+        return MixtralForCausalLM(shape)
+
+
+def hybrid():
+    """A model with linear attention, which takes one sequence a row."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        shape = Qwen3NextConfig(
+            vocab_size=260,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            layer_types=["linear_attention", "full_attention"],
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            num_experts=0,
+            decoder_sparse_step=1,
+            mlp_only_layers=[0, 1],
+        )
+        return Qwen3NextForCausalLM(shape)

@@ -1,0 +1,219 @@
+"""The engine with the model's own cache: log-probabilities, reuse of caches, fairness, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+
+import pytest
+import torch
+from tiny_models import PROGRAM
+
+from gspo_env.engines import Sampling, TransformersEngine, UnbatchedEngine
+from gspo_env.errors import EngineError, ModelError
+from gspo_env.model.check import check_model
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    model = PROGRAM.build("LFM2")
+    check_model(model)
+    return model
+
+
+def start(model, **limits):
+    return UnbatchedEngine(model, **{"max_slots": 4, "max_context": 200} | limits)
+
+
+def logprobs(model, prompt, done):
+    with torch.no_grad():
+        return PROGRAM.plain_logprobs(model, prompt + list(done.token_ids))[len(prompt) - 1 :]
+
+
+def assert_exact(model, prompt, done):
+    assert (logprobs(model, prompt, done) - torch.tensor(done.logprobs)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("whole_turns", [True, False])
+def test_turns_of_many_sessions_report_what_a_pass_over_the_whole_sequence_gives(
+    hybrid, whole_turns
+):
+    engine = start(hybrid, max_slots=3, whole_turns=whole_turns)
+
+    async def play():
+        return await asyncio.gather(*(PROGRAM.converse(engine, seed) for seed in range(6)))
+
+    for log in asyncio.run(play()):
+        for prompt, done in log:
+            assert_exact(hybrid, prompt, done)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_a_seed_gives_the_action_of_the_fast_engine(temperature):
+    model = PROGRAM.build("Qwen3")
+    slow = start(copy.deepcopy(model))
+    fast = TransformersEngine(model, max_slots=4, max_context=200)
+    for seed in range(8):
+        sampling = Sampling(max_tokens=6, temperature=temperature, seed=seed, stop_ids=(9, 50))
+        prompt = list(range(3, 9 + seed))
+        first, second = (asyncio.run(e.generate(prompt, sampling, "a")) for e in (slow, fast))
+        assert first.token_ids == second.token_ids
+        assert first.finish_reason == second.finish_reason
+        assert first.logprobs == pytest.approx(second.logprobs, abs=1e-4)
+
+
+def test_a_later_turn_feeds_only_what_is_new(hybrid):
+    engine = start(hybrid)
+    prompt = list(range(3, 43))
+    first = asyncio.run(engine.generate(prompt, Sampling(max_tokens=4), "a"))
+    assert engine.fed_tokens == 40 + 3
+    again = [*prompt, *first.token_ids, 7, 8, 9]
+    done = asyncio.run(engine.generate(again, Sampling(max_tokens=1), "a"))
+    assert engine.fed_tokens == 43 + 1 + 3
+    assert_exact(hybrid, again, done)
+
+
+def test_a_prompt_that_does_not_continue_its_cache_is_computed_from_the_start(hybrid):
+    engine = start(hybrid)
+    prompt = list(range(3, 43))
+    asyncio.run(engine.generate(prompt, Sampling(max_tokens=4), "a"))
+    for other in ([*prompt[:30], 99, 98], prompt[:20], [5]):
+        before = engine.fed_tokens
+        done = asyncio.run(engine.generate(other, Sampling(max_tokens=1), "a"))
+        assert engine.fed_tokens - before == len(other)
+        assert_exact(hybrid, other, done)
+
+
+def test_a_prompt_shared_by_a_group_is_computed_once(hybrid):
+    engine = start(hybrid, max_slots=8)
+    prompt = list(range(3, 63))
+
+    async def play():
+        sampling = [Sampling(max_tokens=3, seed=n) for n in range(8)]
+        jobs = (engine.generate(prompt, s, f"s{n}") for n, s in enumerate(sampling))
+        return await asyncio.gather(*jobs)
+
+    group = asyncio.run(play())
+    assert engine.fed_tokens == 60 + 8 * 2
+    assert len({done.token_ids for done in group}) > 1
+    for done in group:
+        assert_exact(hybrid, prompt, done)
+
+
+def test_a_short_request_ends_before_a_long_one_that_began_earlier(hybrid):
+    engine, ended = start(hybrid), []
+
+    async def ask(name, tokens):
+        await engine.generate([3, 4, 5], Sampling(max_tokens=tokens), name)
+        ended.append(name)
+
+    async def play():
+        await asyncio.gather(ask("long", 40), ask("short", 3))
+
+    asyncio.run(play())
+    assert ended == ["short", "long"]
+
+
+def test_a_cancelled_request_leaves_its_slot_and_no_cache(hybrid):
+    engine = start(hybrid, max_slots=1)
+
+    async def play():
+        job = asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=100), "a"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        job.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await job
+        await engine.update_weights([], 1)
+        return await engine.generate([3, 4, 5], Sampling(max_tokens=3), "a")
+
+    done = asyncio.run(play())
+    assert done.weights_version == 1
+    assert_exact(hybrid, [3, 4, 5], done)
+
+
+def test_new_weights_drop_every_cache():
+    model = PROGRAM.build("LFM2")
+    check_model(model)
+    engine = start(model)
+    prompt = list(range(3, 20))
+    first = asyncio.run(engine.generate(prompt, Sampling(max_tokens=3), "a"))
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    asyncio.run(engine.update_weights([], 1))
+    for session in ("a", "b"):
+        longer = [*prompt, *first.token_ids, 9] if session == "a" else prompt
+        done = asyncio.run(engine.generate(longer, Sampling(max_tokens=3), session))
+        assert_exact(model, longer, done)
+        assert done.weights_version == 1
+
+
+def test_weights_do_not_change_while_a_request_runs(hybrid):
+    engine = start(hybrid)
+
+    async def play():
+        job = asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=5), "a"))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="while requests are running"):
+            await engine.update_weights([], 1)
+        return await job
+
+    assert len(asyncio.run(play()).token_ids) == 5
+
+
+def test_no_more_caches_are_kept_than_slots(hybrid):
+    engine = start(hybrid, max_slots=3)
+
+    async def play():
+        jobs = (engine.generate([3 + n, 9], Sampling(max_tokens=2), f"s{n}") for n in range(9))
+        await asyncio.gather(*jobs)
+
+    asyncio.run(play())
+    assert len(engine._caches) == 3
+    assert len(engine._prompts) == 1
+    engine.release("s8")
+    assert len(engine._caches) == 2
+    asyncio.run(engine.sleep())
+    assert not engine._caches
+    assert not engine._prompts
+
+
+def test_a_closed_engine_and_a_prompt_that_does_not_fit_are_refused(hybrid):
+    engine = start(hybrid, max_context=10)
+    with pytest.raises(EngineError, match="do not fit a context of 10"):
+        asyncio.run(engine.generate([3] * 8, Sampling(max_tokens=3)))
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        asyncio.run(engine.generate([3], Sampling(max_tokens=3)))
+
+
+def test_a_failing_pass_fails_its_own_request_only(hybrid, monkeypatch):
+    engine = start(hybrid)
+    forward = type(hybrid).forward
+
+    def fails_on_a_nine(self, input_ids, **rest):
+        if 9 in input_ids:
+            raise ModelError("nine")
+        return forward(self, input_ids, **rest)
+
+    monkeypatch.setattr(type(hybrid), "forward", fails_on_a_nine)
+
+    async def play():
+        prompts = ([3, 4], [9, 4])
+        jobs = (engine.generate(p, Sampling(max_tokens=1), str(p)) for p in prompts)
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    right, wrong = asyncio.run(play())
+    assert len(right.token_ids) == 1
+    assert isinstance(wrong, ModelError)
+    asyncio.run(engine.update_weights([], 1))
+
+
+def test_activation_checkpointing_keeps_gradients_and_the_cache():
+    model = PROGRAM.build("LFM2")
+    plain = copy.deepcopy(model)
+    learner = PROGRAM.make_learner(model, checkpointing=True)
+    assert PROGRAM.learner_difference(learner, plain, PROGRAM.make_samples(0)) < 1e-4
+    learner.model.train()
+    assert PROGRAM.engine_difference(model, plain) < 1e-4

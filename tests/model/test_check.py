@@ -1,0 +1,247 @@
+"""The check at start: a model runs as itself in packed rows and in the engine, or one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import PROGRAM
+from torch import nn
+
+from gspo_env.batch.sample import Sample
+from gspo_env.engines import Sampling, Transformers, TransformersEngine, UnbatchedEngine
+from gspo_env.errors import ModelError
+from gspo_env.model import check as check_module
+from gspo_env.model.attention import RAGGED, use_ragged_attention
+from gspo_env.model.check import BOUND, Way, check_engine, check_model
+from gspo_env.model.load import add_adapter
+
+LAYERS = {
+    "Qwen3.5": "model.layers.0.linear_attn (Qwen3_5GatedDeltaNet)",
+    "Qwen3-Next": "model.layers.0.linear_attn (Qwen3NextGatedDeltaNet)",
+    "Bamba": "model.layers.0.mamba (BambaMixer)",
+    "Granite 4 hybrid": "model.layers.0.mamba (GraniteMoeHybridMambaLayer)",
+    "Mamba 2": "backbone.layers.0.mixer (Mamba2Mixer)",
+    "LFM2": "model.layers.0.conv (Lfm2ShortConv)",
+    "Llama 4": "model.layers.0.self_attn (Llama4TextAttention)",
+}
+ROPE = ("Phi-3, longrope", "Llama, dynamic RoPE")
+NOT_PLAIN = ("Gemma 2", "gpt-oss", "GPT-Neo", "StableLM")
+LATENT = ("DeepSeek-V2", "DeepSeek-V3")
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *ROPE, *NOT_PLAIN, *LATENT])
+def test_the_learner_gives_the_models_own_log_probabilities_and_gradients(name):
+    model = PROGRAM.build(name)
+    plain = copy.deepcopy(model)
+    learner = PROGRAM.make_learner(model)
+    for shared in (0, 40):
+        assert PROGRAM.learner_difference(learner, plain, PROGRAM.make_samples(shared)) < BOUND
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "gpt-oss", "GPT-Neo", "DeepSeek-V3"])
+def test_the_engine_reports_the_models_own_log_probabilities(name):
+    model = PROGRAM.build(name)
+    plain = copy.deepcopy(model)
+    assert PROGRAM.engine_difference(model, plain) < BOUND
+
+
+@pytest.mark.parametrize("name", ["Qwen3.5", "Mamba 2", "LFM2", "Llama 4"])
+def test_the_first_layer_that_mixes_sequences_is_named(name, caplog):
+    check = check_model(PROGRAM.build(name))
+    assert check.way is Way.ALONE
+    assert check.packed.nats > 100 * BOUND
+    assert check.packed.cause == LAYERS[name]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == check_module.__name__]
+    assert LAYERS[name] in line
+    assert "one sequence a row" in line
+
+
+def test_weights_of_a_fresh_model_hide_no_layer_that_mixes_sequences():
+    model = PROGRAM.build("Qwen3.5", scale=0.3)
+    check = check_model(model)
+    assert check.packed.nats < BOUND
+    assert check.way is Way.ALONE
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Mixtral", "Gemma 3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_healthy_model_of_any_precision_is_packed_with_shared_prefixes(name, dtype):
+    check = check_model(PROGRAM.build(name).to(dtype))
+    assert check.way is Way.SHARED
+    assert not check.reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_no_layer_that_mixes_sequences(dtype):
+    check = check_model(PROGRAM.build("Qwen3.5").to(dtype))
+    assert check.way is Way.ALONE
+    assert check.packed.cause == LAYERS["Qwen3.5"]
+
+
+@pytest.mark.parametrize("name", [*ROPE, "Llama 4"])
+def test_a_model_that_changes_with_length_is_packed_only_below_that_length(name):
+    assert check_model(PROGRAM.build(name)).way is Way.ALONE
+    assert check_model(PROGRAM.build(name), max_context=49).way is Way.ALONE
+    if name in ROPE:
+        assert check_model(PROGRAM.build(name), max_context=48).way is Way.SHARED
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_the_engine_refuses_a_context_in_which_cached_positions_become_wrong(name):
+    with pytest.raises(ModelError, match="max_context is 64, expected at most 48"):
+        check_engine(PROGRAM.build(name), 64)
+    model = PROGRAM.build(name)
+    plain = copy.deepcopy(model)
+    engine = Transformers().start(model, max_slots=2, max_context=48)
+    ids = list(range(3, 33))
+    done = asyncio.run(engine.generate(ids, Sampling(max_tokens=16), "a"))
+    with torch.no_grad():
+        whole = PROGRAM.plain_logprobs(plain, ids + list(done.token_ids))
+    assert (whole[29:] - torch.tensor(done.logprobs)).abs().max() < BOUND
+
+
+def test_chunks_longer_than_any_sequence_are_still_noticed(monkeypatch):
+    settings = PROGRAM.ARCHITECTURES["Llama 4"][1] | {
+        "attention_chunk_size": 200,
+        "attn_temperature_tuning": False,
+    }
+    monkeypatch.setitem(PROGRAM.ARCHITECTURES, "chunks", ("llama4_text", settings))
+    assert check_model(PROGRAM.build("chunks"), max_context=200).way is Way.SHARED
+    check = check_model(PROGRAM.build("chunks"), max_context=201)
+    assert check.way is Way.ALONE
+    assert "at most 200 tokens" in check.reason
+
+
+def test_a_model_without_a_cache_is_refused_by_the_engine_but_trains():
+    model = PROGRAM.build("RecurrentGemma")
+    assert check_model(model).way is Way.ALONE
+    with pytest.raises(ModelError, match=r"RecurrentGemma.*temporal_block.*no cache"):
+        Transformers().start(model, max_slots=2, max_context=64)
+
+
+def test_a_wrong_cache_is_refused_with_the_name_of_its_layer(monkeypatch):
+    model = PROGRAM.build("Qwen3.5")
+    layer = model.model.layers[2].linear_attn
+    forward = type(layer).forward
+
+    def forgetful(self, hidden_states, cache_params=None, **rest):
+        return forward(self, hidden_states, cache_params=None, **rest)
+
+    monkeypatch.setattr(layer, "forward", forgetful.__get__(layer))
+    with pytest.raises(ModelError, match=r"Qwen3_5ForCausalLM.*model\.layers\.2\.linear_attn"):
+        check_engine(model, 64)
+
+
+def test_a_model_that_differs_from_itself_is_refused():
+    model = PROGRAM.build("Qwen3.5")
+    calls = iter(range(1000))
+
+    def restless(module, args, output):
+        return output + 0.01 * next(calls)
+
+    model.model.layers[1].mlp.register_forward_hook(restless)
+    with pytest.raises(ModelError, match="Qwen3_5ForCausalLM cannot be trained"):
+        check_model(model)
+
+
+def test_a_cache_that_takes_one_token_at_a_time_gets_one():
+    model = PROGRAM.build("Jamba")
+    assert not check_model(model).whole_turns
+    assert check_model(PROGRAM.build("Qwen3.5")).whole_turns
+
+
+def test_the_check_leaves_weights_mode_and_random_numbers_as_they_were():
+    model = PROGRAM.build("Qwen3.5").train()
+    before = copy.deepcopy(model.state_dict())
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    state = np.random.get_state()[1].copy()
+    check_model(model)
+    assert torch.equal(torch.rand(3), expected)
+    assert (np.random.get_state()[1] == state).all()
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(m._forward_hooks for m in model.modules() if isinstance(m, nn.Module))
+
+
+@pytest.mark.parametrize(("name", "attention"), [("Qwen3", RAGGED), ("Qwen3.5", "sdpa")])
+def test_the_decision_is_made_once_and_restores_the_attention(name, attention, caplog):
+    model = PROGRAM.build(name)
+    first = check_model(model)
+    model.set_attn_implementation("eager" if attention == RAGGED else RAGGED)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    assert check_model(model) is first
+    assert check_model(copy.deepcopy(model)) == first
+    assert model.config._attn_implementation == attention
+    assert not caplog.records
+
+
+def test_an_adapter_of_a_checked_model_keeps_its_way():
+    model = PROGRAM.build("Qwen3.5")
+    first = check_model(model)
+    assert check_model(add_adapter(model, 2)) is first
+
+
+def test_a_model_that_already_has_ragged_attention_is_checked_against_its_own():
+    model = PROGRAM.build("Qwen3")
+    use_ragged_attention(model)
+    assert check_model(model).way is Way.SHARED
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("Qwen3", TransformersEngine), ("Qwen3.5", UnbatchedEngine)]
+)
+def test_learner_and_engine_take_the_same_way_in_any_order(name, kind):
+    for engine_first in (True, False):
+        model = PROGRAM.build(name)
+        steps = [lambda m=model: Transformers().start(m, max_slots=2, max_context=64)]
+        steps.insert(engine_first, lambda m=model: PROGRAM.make_learner(m))
+        made = [step() for step in steps]
+        assert isinstance(made[not engine_first], kind)
+        learner = made[engine_first]
+        assert bool(learner.pack(PROGRAM.make_samples(40)).runs) == (name == "Qwen3")
+
+
+def test_many_experts_in_half_precision_are_no_reason_for_the_slower_way(monkeypatch):
+    settings = PROGRAM.MOE | {"num_experts": 64, "num_local_experts": 64}
+    monkeypatch.setitem(PROGRAM.ARCHITECTURES, "experts", ("qwen3_moe", settings))
+    for dtype in (torch.bfloat16, torch.float16):
+        assert check_model(PROGRAM.build("experts").to(dtype)).way is Way.SHARED
+
+
+def test_a_model_that_cannot_run_on_the_sequences_is_refused_with_its_error(monkeypatch):
+    settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "max_position_embeddings": 16}
+    monkeypatch.setitem(PROGRAM.ARCHITECTURES, "short", ("gpt2", settings))
+    with pytest.raises(ModelError, match="GPT2LMHeadModel cannot score 32 random tokens: Index"):
+        check_model(PROGRAM.build("short"))
+
+
+def cut(sample, length):
+    turns = sample.turn_ids[:length]
+    tokens, count = np.roll(sample.token_ids, length)[:length], int((turns >= 0).sum())
+    return Sample(token_ids=tokens, turn_ids=turns, advantages=np.ones(count))
+
+
+def test_sequences_of_similar_length_run_as_one_padded_batch_with_the_same_numbers():
+    model = PROGRAM.build("Qwen3.5-MoE")
+    assert check_model(model).padded
+    batched, single = (PROGRAM.make_learner(copy.deepcopy(model)) for _ in range(2))
+    single.scorer._run = single.scorer._run_alone
+    samples = [cut(PROGRAM.make_samples(0)[0], 60 + 4 * n) for n in range(4)]
+    rows = [learner.scorer(learner.pack(samples), routers=True) for learner in (batched, single)]
+    (ours, our_balance), (theirs, their_balance) = rows
+    torch.testing.assert_close(ours.logprobs_N, theirs.logprobs_N, rtol=0, atol=1e-5)
+    torch.testing.assert_close(our_balance.loss, their_balance.loss, rtol=0, atol=1e-5)
+    torch.testing.assert_close(our_balance.load, their_balance.load, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_a_batch_is_not_padded_if_its_longest_sequence_changes_the_others(name):
+    assert not check_model(PROGRAM.build(name)).padded

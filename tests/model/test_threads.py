@@ -1,0 +1,46 @@
+"""The number of CPU threads, and how they wait for each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+AGENT = """
+import gspo_env, torch
+from gspo_env import Config
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.model.threads import use_threads
+from transformers import Qwen3Config, Qwen3ForCausalLM
+torch.set_num_threads(4)
+shape = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+big = Qwen3ForCausalLM(Qwen3Config(vocab_size=100_000, num_hidden_layers=1, **shape))
+print(use_threads(big))
+config = Config.from_recipe("tiny", recipe={"demonstrations": 20})
+GSPOAgent(config=config)
+print(torch.get_num_threads())
+"""
+
+
+def run(program: str, **variables: str) -> str:
+    rest = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env=rest | variables, capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(("own", "threads"), [({}, "4\n1"), ({"OMP_NUM_THREADS": "2"}, "4\n4")])
+def test_a_small_model_computes_with_one_thread_unless_the_user_chose(own, threads):
+    assert run(AGENT, **own) == threads
+
+
+@pytest.mark.parametrize(
+    ("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
+)
+def test_threads_wait_passively_unless_the_user_chose(own, policy):
+    program = "import gspo_env, os; print(os.environ['OMP_WAIT_POLICY'])"
+    assert run(program, **own) == policy

@@ -1,0 +1,191 @@
+"""Attention by flash kernels for rows of sequences: the numbers of the other paths.
+
+The kernels run on a reference that takes the same calls, in float64, or on a pretend GPU.
+"""
+
+from __future__ import annotations
+
+import flash_reference
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pretend_device import pretend_gpu
+
+from gspo_env.batch.prefix import Run
+from gspo_env.model import varlen
+from gspo_env.model.attention import PackedAttention
+from gspo_env.model.tree_attention import TreeAttention
+
+flash_reference.register()
+WINDOWS = st.sampled_from([None, None, 1, 2, 5, 100])
+HEADS = st.sampled_from([(1, 1), (2, 2), (4, 2), (6, 1)])
+
+
+@st.composite
+def trees(draw):
+    """Random runs in depth-first order."""
+    runs = []
+
+    def grow(start, depth, level):
+        length = draw(st.integers(1, 6))
+        end = start + length
+        place = len(runs)
+        runs.append(None)
+        for _ in range(draw(st.integers(0, 3)) if level < 3 else 0):
+            end = grow(end, depth + length, level + 1)
+        runs[place] = Run(start=start, length=length, depth=depth, end=end)
+        return end
+
+    row = 0
+    for _ in range(draw(st.integers(1, 3))):
+        row = grow(row, 0, 0)
+    return tuple(runs)
+
+
+def rows(count, heads, dtype=torch.float64, size=8, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(count, n, size, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+        for n in (heads[0], heads[1], heads[1])
+    ]
+
+
+def results(attend, tensors):
+    """The output and the gradients for a fixed gradient of it."""
+    out = attend(*tensors)
+    rng = torch.Generator().manual_seed(1)
+    gradient = torch.randn(out.shape, generator=rng, dtype=torch.float64).to(out.dtype)
+    return [out, *torch.autograd.grad(out, tensors, gradient)]
+
+
+def compare(make, tensors, window, tolerance):
+    with pytest.MonkeyPatch.context() as patched:
+        plain = make()
+        expected = results(lambda q, k, v: plain.attend(0, q, k, v, 0.3, window), tensors)
+        patched.setattr(varlen, "has_kernel", lambda *_: True)
+        found = results(lambda q, k, v: make().attend(0, q, k, v, 0.3, window), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), HEADS, WINDOWS)
+def test_packed_rows_have_the_output_and_gradients_of_padded_buckets(lengths, heads, window):
+    compare(lambda: PackedAttention(lengths), rows(sum(lengths), heads), window, 1e-10)
+
+
+@given(trees(), HEADS, WINDOWS)
+def test_trees_have_the_output_and_gradients_of_the_masked_path(runs, heads, window):
+    count = sum(run.length for run in runs)
+
+    class Masked(TreeAttention):
+        def attend(self, layer, q, k, v, scale, window):
+            if varlen.has_kernel(q, k, v):
+                return super().attend(layer, q, k, v, scale, window)
+            return self._masked(q, k, v, scale, window)
+
+    compare(lambda: Masked(runs), rows(count, heads), window, 1e-10)
+
+
+@given(trees(), HEADS)
+def test_trees_have_the_output_and_gradients_of_the_cpu(runs, heads):
+    compare(lambda: TreeAttention(runs), rows(sum(r.length for r in runs), heads), None, 1e-10)
+
+
+@given(trees())
+def test_forks_that_are_left_out_would_be_noticed(runs):
+    forks = [run for run in runs if run.end > run.stop]
+    if not forks:
+        return
+    tensors = rows(sum(run.length for run in runs), (2, 2))
+    attention = TreeAttention(runs)
+    expected = results(lambda q, k, v: attention.attend(0, q, k, v, 0.3, None), tensors)
+    spans = attention._spans
+    found = results(lambda q, k, v: varlen.attend_forks(q, k, v, spans, [], 0.3), tensors)
+    assert all((a - b).abs().max() > 1e-6 for a, b in zip(found, expected, strict=True))
+
+
+def test_one_call_takes_all_forks_of_a_level():
+    """Two prefixes of 4 with 3 runs each, one of which is continued twice."""
+    runs = []
+    for start in (0, 14):
+        runs += [
+            Run(start=start, length=4, depth=0, end=start + 14),
+            Run(start=start + 4, length=2, depth=4, end=start + 10),
+            Run(start=start + 6, length=2, depth=6, end=start + 8),
+            Run(start=start + 8, length=2, depth=6, end=start + 10),
+            Run(start=start + 10, length=4, depth=4, end=start + 14),
+        ]
+    first, second = TreeAttention(runs)._levels
+    assert [len(level.queries) for level in (first, second)] == [20, 8]
+    assert [len(level.keys) for level in (first, second)] == [8, 4]
+    assert first.spans.queries.tolist() == [0, 10, 20]
+    assert (first.spans.longest_query, first.spans.longest_key) == (10, 4)
+
+
+def tensors_of(dtype=torch.bfloat16, sizes=(16, 16, 16), device="cuda"):
+    return [torch.zeros(3, 2, n, dtype=dtype, device=device) for n in sizes]
+
+
+def test_the_kernels_are_for_half_precision_on_a_gpu():
+    assert not varlen.has_kernel(*tensors_of(device="cpu"))
+    with pretend_gpu():
+        assert varlen.has_kernel(*tensors_of())
+        assert varlen.has_kernel(*tensors_of(torch.float16))
+        assert not varlen.has_kernel(*tensors_of(torch.float32))
+        q, k, v = tensors_of()
+        assert varlen.has_kernel(q.float(), k.float(), v)  # as some norms leave them
+        assert not varlen.has_kernel(q, k, v.float())
+
+
+@pytest.mark.parametrize("sizes", [(20, 20, 20), (264, 264, 264), (24, 24, 16), (16, 16, 24)])
+def test_head_sizes_without_a_kernel_take_the_other_path(sizes):
+    with pretend_gpu():
+        assert not varlen.has_kernel(*tensors_of(sizes=sizes))
+
+
+def test_cards_without_a_kernel_take_the_other_path(monkeypatch):
+    large = (256, 256, 256)
+    with pretend_gpu():
+        assert varlen.has_kernel(*tensors_of(sizes=large))
+        for capability, small_heads in (((7, 5), False), ((8, 6), True), ((12, 0), True)):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
+            assert not varlen.has_kernel(*tensors_of(sizes=large))
+            assert varlen.has_kernel(*tensors_of()) == small_heads
+        monkeypatch.undo()
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+        assert not varlen.has_kernel(*tensors_of())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", ["packed", "tree"])
+def test_a_gpu_runs_the_kernels_and_nothing_else(kind, window, dtype):
+    lengths = [7, 1, 12]
+    prefix = Run(start=0, length=6, depth=0, end=20)
+    runs = [
+        prefix,
+        Run(start=6, length=9, depth=6, end=15),
+        Run(start=15, length=5, depth=6, end=20),
+    ]
+
+    def make(device):
+        return PackedAttention(lengths, device) if kind == "packed" else TreeAttention(runs, device)
+
+    tensors = rows(20, (4, 2), torch.float64)
+    expected = results(lambda q, k, v: make("cpu").attend(0, q, k, v, 0.3, window), tensors)
+    with pretend_gpu() as gpu:
+        moved = [t.detach().to(dtype).to("cuda").requires_grad_() for t in tensors]
+        attention = make("cuda")
+        gpu.clear()
+        out = attention.attend(0, *moved, 0.3, window)
+        rng = torch.Generator().manual_seed(1)
+        gradient = torch.randn(out.shape, generator=rng, dtype=torch.float64).to(dtype).to("cuda")
+        found = [out, *torch.autograd.grad(out, moved, gradient)]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.inner.double(), b, rtol=0.05, atol=0.05)
+    called = " ".join(gpu.kernels)
+    assert "_varlen_attn" in called or "_flash_attention_forward" in called
+    assert "scaled_dot_product" not in called
+    waits = [place for (_, place), _ in gpu.waits.items() if place.startswith("gspo_env")]
+    assert not waits

@@ -1,0 +1,167 @@
+"""The probe after an update of the weights notices an engine that is not the trained model."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.config import Config
+from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.env.registration import make_env
+from gspo_env.errors import EngineError
+from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.model.export import named_weights
+from gspo_env.recipes.tiny import Tiny
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.training.probe import HALF_TOLERANCE, check_sync, difference
+
+
+class Copying:
+    """An engine with copies of the weights, of which one may miss a weight of each update."""
+
+    def __init__(self, model, copies=1, missed="", dtype="float32"):
+        self.copies, self.dtype, self.tolerance, self.missed = copies, dtype, None, missed
+        self.asked = [0] * copies
+        self.models = [copy.deepcopy(model) for _ in range(copies)]
+        self.engines = [TransformersEngine(each, max_context=512) for each in self.models]
+        self.running = [0] * copies
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        one = min(range(self.copies), key=self.running.__getitem__)
+        self.asked[one] += 1
+        self.running[one] += 1
+        try:
+            return await self.engines[one].generate(prompt_ids, sampling, session)
+        finally:
+            self.running[one] -= 1
+
+    def release(self, session):
+        pass
+
+    async def sleep(self):
+        pass
+
+    async def update_weights(self, named_tensors, version):
+        for name, tensor in named_tensors:
+            for one, model in enumerate(self.models):
+                if not (one == 0 and self.missed and self.missed in name):
+                    model.get_parameter(name).data.copy_(tensor)
+        for engine in self.engines:
+            await engine.update_weights([], version)
+
+    def close(self):
+        for engine in self.engines:
+            engine.close()
+
+
+@pytest.fixture
+def learner(model):
+    config = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=1)
+    return Learner(model, GSPO(), config, total_steps=10)
+
+
+def perturb(model):
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data.mul_(1 + 0.1 * noise.to(parameter.dtype))
+
+
+def probed(engine, learner, chat, **limits):
+    pool = EnvPool(lambda: make_env("gspo/Lookup-v0"))
+    config = RolloutConfig(**{"max_turn_tokens": 32, "max_context": 512} | limits)
+    collector = Collector(engine, chat, pool, config)
+
+    async def run():
+        await engine.update_weights(named_weights(learner.policy), 1)
+        return await check_sync(collector, learner)
+
+    return asyncio.run(run())
+
+
+def test_a_right_update_differs_by_no_more_than_rounding(learner, chat):
+    engine = Copying(learner.policy)
+    perturb(learner.policy)
+    assert probed(engine, learner, chat)["train/sync_logprob_diff"] < 1e-5
+
+
+@pytest.mark.parametrize("missed", ["q_proj", "layers.1.mlp.down_proj", "norm", "embed"])
+def test_a_weight_that_missed_an_update_stops_the_run(learner, chat, missed):
+    engine = Copying(learner.policy, missed=missed)
+    perturb(learner.policy)
+    message = r"differ from the trainer's by \d.* at most 0\.001 in float32: .* `transformers`"
+    with pytest.raises(EngineError, match=message):
+        probed(engine, learner, chat)
+
+
+def test_every_copy_is_probed(learner, chat):
+    engine = Copying(learner.policy, copies=3, missed="q_proj")
+    perturb(learner.policy)
+    with pytest.raises(EngineError, match="did not reach it"):
+        probed(engine, learner, chat)
+    assert engine.asked == [4, 4, 4]
+
+
+def test_the_bound_follows_the_less_exact_dtype_unless_one_is_set(learner, chat):
+    engine = Copying(learner.policy, missed="v_proj", dtype="bfloat16")
+    engine.tolerance = math.inf
+    perturb(learner.policy)
+    found = probed(engine, learner, chat)["train/sync_logprob_diff"]
+    assert 1e-3 < found < HALF_TOLERANCE
+    engine.tolerance = None
+    assert probed(engine, learner, chat)["train/sync_logprob_diff"] == found
+    engine.tolerance = found / 2
+    with pytest.raises(EngineError, match=f"at most {found / 2:g} in bfloat16 and float32"):
+        probed(engine, learner, chat)
+
+
+def test_a_probability_that_is_no_number_stops_the_run(learner, chat):
+    engine = Copying(learner.policy)
+    learner.policy.get_input_embeddings().weight.data[5:] = math.nan
+    with pytest.raises(EngineError, match="by nan on average"):
+        probed(engine, learner, chat)
+
+
+def test_the_probe_fits_the_shortest_context_and_the_temperature(model, chat):
+    config = LearnerConfig(learning_rate=3e-3, warmup_steps=0, minibatches=1)
+    learner = Learner(model, GSPO(), config, total_steps=10, temperature=0.7)
+    engine = Copying(model)
+    limits = {"max_turn_tokens": 3, "max_context": 5, "temperature": 0.7}
+    assert probed(engine, learner, chat, **limits)["train/sync_logprob_diff"] < 1e-5
+
+
+def test_the_difference_is_the_mean_over_the_sampled_tokens(learner):
+    engine = Copying(learner.policy)
+    found = asyncio.run(
+        difference(
+            engine, lambda sample: sample.engine_logprobs - 0.25, [[3, 4], [5]], max_tokens=4
+        )
+    )
+    assert math.isclose(found, 0.25)
+    samples = []
+    asyncio.run(
+        difference(engine, lambda s: samples.append(s) or np.zeros(4), [[3, 4], [5]], max_tokens=4)
+    )
+    assert [list(s.turn_ids) for s in samples] == [[-1, -1, 0, 0, 0, 0], [-1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("copying", [False, True])
+def test_a_run_probes_an_engine_that_has_a_copy_and_no_other(tmp_path, monkeypatch, copying):
+    monkeypatch.chdir(tmp_path)
+    tiny = Tiny(hidden_size=16, layers=1, heads=2, demonstrations=16, imitation_steps=4)
+    config = Config.from_recipe(tiny, steps=2, tasks_per_step=2, eval_tasks=2, tracker="none")
+    agent = GSPOAgent(config=config)
+    if copying:
+        agent._engine = Copying(agent.model)
+    seen = [
+        m["train/sync_logprob_diff"] for _, m in agent.train() if "train/sync_logprob_diff" in m
+    ]
+    assert len(seen) == (2 if copying else 0)
+    assert all(0 < value < 1e-4 for value in seen)

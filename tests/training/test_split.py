@@ -1,0 +1,299 @@
+"""Held-out tasks: training plays no task of the evaluation, and a summary says what is known."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_agents.scripted import ScriptedAgent
+from gspo_env.cli.main import main
+from gspo_env.config import Config
+from gspo_env.engines.base import Completion
+from gspo_env.env.base import TextEnv, attribute
+from gspo_env.env.registration import make_env
+from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.recipes.tiny import Tiny
+from gspo_env.rollout import Collector, EnvPool, RolloutConfig, RolloutStats
+from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.training import Split, hold_out, read_resets
+from gspo_env.types import ResetInfo, Task
+
+ROWS = [{"prompt": f"What is {n % 90} + 1?", "completion": str(n % 90 + 1)} for n in range(100)]
+SPACES = {
+    "gspo/Wordle-v0": {},
+    "gspo/GuessNumber-v0": {},
+    "gspo/PythonTool-v0": {},
+    "gspo/Calculator-v0": {"operations": (1, 2)},
+    "gspo/Recurring-v0": {},
+    "gspo/Dataset-v0": {"data": ROWS, "held_out": ROWS[85:]},
+}
+"""Environments in which a plain split by seed trains on tasks of the evaluation."""
+ONE = {"gspo/KeyDoor-v0": {}, "gspo/GymText-v0": {}, "gspo/Misleading-v0": {}}
+
+
+class Silent:
+    """An engine whose answers are empty."""
+
+    def __init__(self, stop_id):
+        self.stop_id = stop_id
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        await asyncio.sleep(0)
+        return Completion(
+            token_ids=(self.stop_id,), logprobs=(0.0,), finish_reason="stop", weights_version=0
+        )
+
+    def release(self, session):
+        pass
+
+
+def collector(chat, make, **limits):
+    limits = {"max_turns": 1, "max_turn_tokens": 4, **limits}
+    return Collector(Silent(chat.stop_ids[0]), chat, EnvPool(make), RolloutConfig(**limits))
+
+
+def split_of(pool, env_id, count):
+    env = pool.acquire()
+    pool.give_back(env)
+
+    def read(tasks):
+        return asyncio.run(read_resets(pool, RolloutConfig(), tasks))
+
+    return hold_out(env_id, count, read, attribute(env, "num_tasks", None))
+
+
+def training_tasks(env_id, count):
+    return [Task(env_id=env_id, seed=derive_seed("task", 0, n) % HELD_OUT) for n in range(count)]
+
+
+def keys(groups):
+    return {e.reset.task_key for group in groups for e in group.episodes}
+
+
+@pytest.mark.parametrize("env_id", SPACES)
+def test_training_meets_no_task_of_the_evaluation(chat, env_id):
+    running = collector(chat, lambda: make_env(env_id, **SPACES[env_id]))
+    split = split_of(running.pool, env_id, 64)
+    tasks = training_tasks(env_id, 300)
+    open_split = asyncio.run(running.collect(tasks, seed=0, group_size=1))
+    assert keys(open_split) & split.held_out  # a plain split by seed does not hold out
+    groups = asyncio.run(running.collect(tasks, seed=0, group_size=1, held_out=split.held_out))
+    assert not keys(groups) & split.held_out
+    evaluation = asyncio.run(running.collect(split.tasks, seed=0, group_size=1))
+    assert keys(evaluation) == split.held_out == set(split.keys)
+    moved = [a for a, b in zip(groups, tasks, strict=True) if a.task.seed != b.seed]
+    stats = RolloutStats.of(groups, 1.0)
+    assert stats.metrics()["rollout/redrawn_tasks"] >= len(moved) > 0
+    assert "held-out tasks" in str(split)
+
+
+@pytest.mark.parametrize("env_id", ONE)
+def test_an_environment_with_one_task_holds_out_nothing_and_says_so(env_id):
+    split = ScriptedAgent(env_id).split(16)
+    assert not split.held_out
+    assert split.distinct == 1
+    assert str(split) == "16 episodes of the training tasks, 1 different task"
+
+
+def test_without_a_key_the_overlap_is_unknown():
+    split = hold_out("x", 8, lambda tasks: [ResetInfo()] * len(tasks))
+    assert not split.held_out
+    assert str(split) == "8 tasks, split by seed, overlap unknown"
+    assert [task.seed for task in split.tasks] == list(range(HELD_OUT, HELD_OUT + 8))
+    declared = hold_out("x", 8, lambda tasks: [ResetInfo()] * len(tasks), num_tasks=5)
+    assert str(declared) == "8 episodes of the training tasks, 5 different tasks"
+    many = hold_out("x", 8, lambda tasks: [ResetInfo()] * len(tasks), num_tasks=500)
+    assert str(many) == "8 tasks, split by seed, overlap unknown"
+
+
+@settings(max_examples=60)
+@given(
+    number=st.integers(1, 400),
+    count=st.integers(1, 80),
+    skew=st.sampled_from([0.0, 1.0, 3.0]),
+    declared=st.booleans(),
+    broken=st.integers(0, 7),
+)
+def test_the_evaluation_plays_only_held_out_tasks_and_leaves_half_of_the_draws(
+    number, count, skew, declared, broken
+):
+    def key(seed):  # with skew, the first tasks are drawn more often
+        return str(int(number * random.Random(seed).random() ** (1 + skew)))
+
+    def read(tasks):
+        failed = (lambda seed: seed % 8 == broken) if broken else (lambda seed: False)
+        return [None if failed(t.seed) else ResetInfo(task_key=key(t.seed)) for t in tasks]
+
+    split = hold_out("x", count, read, number if declared else None)
+    assert split == hold_out("x", count, read, number if declared else None)
+    assert split.distinct <= number + count * bool(broken)
+    if split.held_out:
+        assert set(split.keys) <= split.held_out
+        draws = [key(derive_seed("other", n) % HELD_OUT) for n in range(2000)]
+        # 64 probes estimate the share, so it may be somewhat above a half
+        assert sum(k in split.held_out for k in draws) / 2000 < 0.75
+    elif number > 1 and not broken:
+        # one task has more than half of the draws, and no other was among the evaluation's
+        assert len(set(split.keys)) < max(3, number)
+
+
+def test_a_larger_test_set_than_training_set_is_held_out_whole():
+    train, test = ROWS[:4], ROWS[10:80]
+    env = make_env("gspo/Dataset-v0", data=train, held_out=test)
+    split = split_of(EnvPool(lambda: env), "gspo/Dataset-v0", 256)
+    assert split.distinct > 60
+
+
+class Slow(TextEnv):
+    """Ten tasks; the keys of some resets come later than others."""
+
+    blocking = True
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.task = int(self.np_random.integers(10))
+        return "go", {"task_key": self.task}
+
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_group_plays_one_task_whatever_the_concurrency(chat, blocking):
+    tasks = training_tasks("x", 24)
+    seeds = []
+    for limit in (1, 7, 96):
+        running = collector(chat, Slow, concurrency=limit)
+        running.pool.blocking = blocking
+        groups = asyncio.run(running.collect(tasks, seed=0, group_size=4, held_out={"1", "2", "3"}))
+        for group in groups:
+            assert all(episode.task == group.task for episode in group.episodes)
+            assert group.episodes[0].reset.task_key not in {"1", "2", "3"}
+        seeds.append([(g.task.seed, g.redrawn) for g in groups])
+    assert seeds[0] == seeds[1] == seeds[2]
+    assert any(redrawn for _, redrawn in seeds[0])
+
+
+def test_options_stay_and_an_error_names_what_has_no_task_left(chat):
+    running = collector(chat, lambda: make_env("gspo/Wordle-v0"))
+    task = Task(env_id="gspo/Wordle-v0", seed=3, options={"word": "crane"})
+    with pytest.raises(RolloutError, match=r"gspo/Wordle-v0.*'word': 'crane'.*held out"):
+        asyncio.run(running.collect([task], seed=0, group_size=2, held_out={"crane"}))
+    hops = Task(env_id="gspo/Lookup-v0", seed=3, options={"hops": 3})
+    lookup = collector(chat, lambda: make_env("gspo/Lookup-v0"))
+    (plain,) = asyncio.run(lookup.collect([hops], seed=0, group_size=1))
+    held = {plain.episodes[0].reset.task_key}
+    (group,) = asyncio.run(lookup.collect([hops], seed=0, group_size=2, held_out=held))
+    assert group.redrawn == 1
+    assert group.task.options == {"hops": 3}
+    assert group.task.seed != 3
+    assert "Follow 3 links" in group.episodes[0].turns[0].observation
+
+
+def test_a_key_that_does_not_follow_from_the_seed_is_an_error(chat):
+    class Fickle(Slow):
+        blocking = False
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "go", {"task_key": random.choice("ab")}
+
+    running = collector(chat, Fickle)
+    with pytest.raises(EnvironmentContractError, match="one task_key for each seed"):
+        asyncio.run(running.collect(training_tasks("x", 8), seed=0, group_size=8, held_out={"a"}))
+
+
+def test_a_failing_reset_costs_one_task_of_the_evaluation(caplog):
+    class Broken(Slow):
+        blocking = False
+
+        def reset(self, *, seed=None, options=None):
+            observation, info = super().reset(seed=seed)
+            if seed == HELD_OUT + 1:
+                raise OSError("no such file")
+            return observation, info | {"task_key": seed}
+
+    split = split_of(EnvPool(Broken), "x", 4)
+    assert split.distinct == 4
+    assert "no such file" in caplog.text
+    with pytest.raises(EnvironmentContractError, match="num_tasks is 0"):
+        hold_out("x", 4, lambda tasks: [], num_tasks=0)
+
+
+FEW = """
+from gspo_env import TextEnv
+
+class Few(TextEnv):
+    \"\"\"Twenty tasks, which the seed draws; `stepped` has the keys that were played.\"\"\"
+    blocking = False
+    num_tasks = 20
+    stepped = []
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seed, self.task = seed, int(self.np_random.integers(20))
+        return f"task {self.task}", {"task_key": self.task}
+    def step(self, action):
+        self.stepped.append((self.seed >= 10**9, self.task))
+        return "", float(action == "yes"), True, False, {}
+    def expert_action(self, noise=0.0):
+        return "yes" if self.np_random.random() > 0.5 else "no"
+"""
+
+
+def few(**changes):
+    return Config.from_recipe(
+        Tiny(
+            hidden_size=16,
+            layers=1,
+            heads=2,
+            demonstrations=60,
+            imitation_steps=40,
+            imitation_learning_rate=0.02,
+        ),
+        env="few.py:Few",
+        steps=3,
+        tasks_per_step=8,
+        eval_tasks=12,
+        tracker="none",
+        **changes,
+    )
+
+
+def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.py").write_text(FEW)
+    agent = GSPOAgent(config=few(output="out"))
+    played = agent._env.unwrapped.stepped
+    tasks = {e.reset.task_key for e in agent._demonstrations}
+    assert len(tasks) > 15  # the demonstrations meet the tasks of the evaluation too
+    played.clear()
+    history = agent.train()
+    held = {task for evaluation, task in played if evaluation}
+    assert held == set(map(int, agent.split().held_out))
+    assert not held & {task for evaluation, task in played if not evaluation}
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"Success on 12 episodes of {len(held)} held-out tasks" in said
+    assert "Not trained on, because they are held out:" in said
+    redrawn = sum(m.get("rollout/redrawn_tasks", 0) for _, m in history)
+    assert redrawn > 0
+    assert f"{redrawn:.0f} tasks, which were drawn again, and {agent._left_out} demonst" in said
+    played.clear()
+    main(["evaluate", "--model", "out", "--tasks", "40"])
+    assert {task for evaluation, task in played if evaluation} == held
+    assert f"12 episodes of {len(held)} held-out tasks" in capsys.readouterr().out
+
+
+def test_every_run_holds_out_the_same_tasks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.py").write_text(FEW)
+    splits = [GSPOAgent(config=few(seed=seed)).split() for seed in (0, 7)]
+    splits.append(ScriptedAgent("few.py:Few").split(12))
+    assert splits[0] == splits[1] == splits[2]
+    assert isinstance(splits[0], Split)
