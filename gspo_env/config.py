@@ -24,6 +24,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
+from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, check_literals, find, name_of
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.tracking.base import flatten
@@ -172,9 +173,11 @@ def to_toml(config: Config) -> str:
     """Writes the resolved config as TOML; `load_toml` reads it back.
 
     TOML has no null, so fields that are None are left out. An object that TOML cannot hold, such as
-    a function among the arguments of an environment, is written as its `repr`.
+    a function among the arguments of an environment, is written as its `repr`. What looks
+    like a secret is redacted.
     """
-    return tomli_w.dumps(_without_null(to_jsonable_python(to_dict(config), fallback=repr), ""))
+    tree = redact(to_jsonable_python(to_dict(config), fallback=repr))
+    return tomli_w.dumps(_without_null(tree, ""))
 
 
 def _without_null(value: Any, where: str) -> Any:

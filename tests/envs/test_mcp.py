@@ -330,3 +330,18 @@ def test_a_rollout_goes_on_when_every_server_dies(player):
     turns = [turn for group in groups for e in group.episodes for turn in e.turns]
     assert all(e.stop_reason is not StopReason.ERROR for g in groups for e in g.episodes)
     assert sum(turn.info.extra.get("tool_errors", 0) for turn in turns) > 0
+
+
+def test_secrets_are_named_by_their_variables(play, http, monkeypatch):
+    monkeypatch.setenv("OUR_KEY", "open sesame")
+    stdio = {"command": sys.executable, "args": [SERVER]}
+    for env in (["OUR_KEY"], {"OUR_KEY": "${OUR_KEY}"}):
+        assert call(play({**stdio, "env": env}), "variable", name="OUR_KEY")[0] == "open sesame"
+    remote = {"url": http, "headers": {"X-Key": "say ${OUR_KEY}"}}
+    assert call(play(remote), "header", name="x-key")[0] == "say open sesame"
+    for spec in ({**stdio, "env": ["NOT_SET"]}, {"url": http, "headers": {"X": "${NOT_SET}"}}):
+        with pytest.raises(ConfigError, match="the environment variable NOT_SET"):
+            MCPServer.parse("w", spec)
+    with pytest.raises(ConfigError) as error:
+        MCPServer.parse("w", {"env": {"KEY": "open sesame"}})
+    assert "open sesame" not in str(error.value)
