@@ -80,12 +80,6 @@ class Config:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
-        score = self.credit.score
-        if score != "auto" and not getattr(self.advantage, "uses_score", True):
-            raise ConfigError(
-                f"credit.score is {score!r}, which the estimator {type(self.advantage).__name__} "
-                "does not use; expected 'auto'"
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles nested dictionaries, so that another process finds a user's classes."""
@@ -103,6 +97,21 @@ class Config:
             ConfigError: The recipe or a field is unknown, or a value is invalid.
         """
         return override(from_dict({"recipe": name}), changes)
+
+
+def check_score(config: Config) -> None:
+    """Rejects a score for an estimator that uses none.
+
+    A config does not check this itself, because its fields may change one by one.
+
+    Raises:
+        ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`.
+    """
+    if config.credit.score != "auto" and not getattr(config.advantage, "uses_score", True):
+        raise ConfigError(
+            f"credit.score is {config.credit.score!r}, which the estimator "
+            f"{name_of('advantage', config.advantage)!r} does not use; expected --score auto"
+        )
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

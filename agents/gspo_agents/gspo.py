@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.config import Config, from_dict, to_dict, to_toml
+from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml
 from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
@@ -58,6 +58,7 @@ class GSPOAgent:
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
+        check_score(self.config)
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
@@ -153,7 +154,7 @@ class GSPOAgent:
         if not self._trained or not (own := self._draw(self.config.eval_tasks)).held_out:
             return self._draw(count)
         if count > len(own.tasks):
-            logger.warning("%d tasks are more than the %s of the training", count, own)
+            logger.warning("tasks is %d, and training held out only %s", count, own)
         return own.first(count)
 
     def _draw(self, count: int) -> Split:

@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, NoReturn
 
 import gymnasium
@@ -250,7 +251,7 @@ class _Check:
         if self.tasks and (key is None) != (None in self.tasks):
             self.fail(f"reset has a task_key only for some seeds; seed {seed} gave {key!r}.")
         self.tasks.add(key)
-        if number is not None and (not isinstance(number, int) or number < len(self.tasks)):
+        if number is not None and (not isinstance(number, Integral) or number < len(self.tasks)):
             drawn = f"{len(self.tasks)} task{'s' * (len(self.tasks) > 1)}"
             self.fail(f"num_tasks is {number!r}, expected at least the {drawn} that were drawn.")
 

@@ -91,11 +91,6 @@ def _merged(wrapper: Any, path: str) -> Weights:
 def _merge(layer: Any, name: str) -> dict[str, Tensor]:
     """Returns the weights of a layer with its active adapters merged into a copy."""
     dtypes = {key: tensor.dtype for key, tensor in layer.get_base_layer().state_dict().items()}
-    if len(layer.active_adapters) > 1 and any(getattr(layer, "use_dora", {}).values()):
-        raise ModelError(
-            f"{name} has several active adapters and one uses DoRA, which PEFT computes "
-            "otherwise than it merges them; keep one active"
-        )
     each = copy.deepcopy(layer)
     if all(dtype.itemsize < 4 for dtype in dtypes.values()):
         each = each.float()

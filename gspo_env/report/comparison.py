@@ -208,7 +208,8 @@ def _method(comparison: Comparison) -> str:
         f"Arms are paired by seed: the same initial weights and tasks{rms}. p is from a two-sided "
         "paired permutation test of the area against the first arm, after Holm's correction; the "
         f"smallest p of {comparison.seeds} pairs is {smallest:.3f} before the correction. A failed "
-        "run ranks below all others: its curve is just below their lowest value."
+        "run ranks below all others: its curve is just below their lowest value, "
+        "and dashed if all runs of the arm failed."
     )
 
 
@@ -256,7 +257,8 @@ def _draw(axes: Axes, row: Row, colour: str) -> Any:
     low, high = stats.interquartile_interval([row.curves.T], resamples=1000)
     axes.fill_between(row.episodes, low, high, color=colour, alpha=0.15, linewidth=0)
     middle = stats.interquartile_mean(row.curves.T)
-    return axes.plot(row.episodes, middle, color=colour, linewidth=2)[0]
+    line = "--" if row.failed == len(row.finals) else "-"
+    return axes.plot(row.episodes, middle, line, color=colour, linewidth=2)[0]
 
 
 _STYLE = """

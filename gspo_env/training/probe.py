@@ -17,8 +17,10 @@ from gspo_env.types import FloatArray
 TOLERANCE = {"float32": 1e-3}
 """Greatest mean difference by dtype. Engine and trainer compute the same in another order; a right
 update differs by 1e-6, and by less than 1e-4 with long sums on a GPU."""
-HALF_TOLERANCE = 0.15
-"""The same in half precision."""
+HALF_TOLERANCE = 0.3
+"""The same in half precision, where engine and trainer differ about as much as the trainer differs
+from itself in float32. Measured on random networks of 4 and 8 layers: 0.01 in float16; in bfloat16
+0.03 to 0.07, and 0.05 to 0.18 with experts, since rounding can choose another expert."""
 
 _TEXTS = (
     "Hello!",
@@ -71,7 +73,7 @@ async def difference(
 async def check_sync(collector: Collector, learner: Learner) -> dict[str, float]:
     """Compares engine and trainer on fixed prompts, if the engine has a copy of the weights.
 
-    Each copy serves every number of prompts that it gets when all are asked at the same time.
+    All prompts are asked at the same time, as many as make each copy serve some.
 
     Returns:
         The metric `train/sync_logprob_diff`; nothing for an engine on the learner's own weights.

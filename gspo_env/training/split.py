@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.play import look, play
@@ -23,6 +24,9 @@ _SHARE = 0.5
 """Largest share of the training tasks that is held out."""
 _MOST = 20
 """Maximum evaluation seeds to try, as a multiple of the tasks of an evaluation."""
+
+_READERS = 16
+"""Maximum environments that are reset at the same time to read task keys."""
 
 Read = Callable[[Sequence[Task]], Sequence[ResetInfo | None]]
 """Resets an environment to each task; None for a reset that failed."""
@@ -86,7 +90,7 @@ def hold_out(env_id: str, count: int, read: Read, num_tasks: int | None = None) 
     Raises:
         EnvironmentContractError: The declared number is not a positive integer.
     """
-    if num_tasks is not None and (not isinstance(num_tasks, int) or num_tasks < 1):
+    if num_tasks is not None and (not isinstance(num_tasks, Integral) or num_tasks < 1):
         raise EnvironmentContractError(
             f"{env_id}: num_tasks is {num_tasks!r}, expected an integer of at least 1."
         )
@@ -165,7 +169,7 @@ async def read_resets(
     pool: EnvPool, limits: RolloutConfig, tasks: Sequence[Task]
 ) -> list[ResetInfo | None]:
     """Resets environments of a pool to the tasks; None for a reset that failed or timed out."""
-    gate = asyncio.Semaphore(limits.concurrency)
+    gate = asyncio.Semaphore(min(_READERS, limits.concurrency))
 
     async def one(task: Task) -> ResetInfo | None:
         async with gate:

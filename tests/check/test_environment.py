@@ -241,3 +241,29 @@ def test_spaces_other_than_text_are_a_fault() -> None:
 def test_impossible_arguments_are_refused() -> None:
     with pytest.raises(ConfigError, match="episodes is 0"):
         check_env("gspo/Lookup-v0", episodes=0)
+
+
+def test_task_keys_come_always_or_never_and_are_at_most_the_declared_number() -> None:
+    class Sometimes(Echo):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            observation, info = super().reset(seed=seed)
+            return observation, ({"task_key": seed} if (seed or 0) % 3 else info)
+
+    class Many(Echo):
+        num_tasks = 4
+
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            observation, _ = super().reset(seed=seed)
+            return observation, {"task_key": seed}
+
+    class Moving(Echo):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            Moving.shared += 1
+            return super().reset(seed=seed)[0], {"task_key": Moving.shared}
+
+    with pytest.raises(EnvironmentCheckError, match="task_key only for some seeds"):
+        check_env(Sometimes())
+    with pytest.raises(EnvironmentCheckError, match="num_tasks is 4, expected at least the 5"):
+        check_env(Many())
+    with pytest.raises(EnvironmentCheckError, match="task_key"):
+        check_env(Moving())

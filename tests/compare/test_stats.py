@@ -36,6 +36,21 @@ def test_bootstrap_draws_tasks_not_samples() -> None:
     assert (low, high) == success_interval(clustered)
 
 
+def test_more_episodes_of_the_same_tasks_do_not_narrow_an_interval() -> None:
+    few = [[1] * 16] * 3 + [[0] * 16] * 4  # 7 tasks in 112 episodes
+    low, high = success_interval(few)
+    assert high - low > 2 * (wilson(48, 112)[1] - wilson(48, 112)[0])
+    # tasks are known to be fewer than the rows, but not which rows are of one task
+    unknown = success_interval([[1]] * 48 + [[0]] * 64, tasks=7)
+    assert unknown == pytest.approx(wilson(3, 7))
+
+
+def test_an_interval_of_tasks_with_different_numbers_of_samples_is_around_the_rate() -> None:
+    rows = [[1] * 9] * 30 + [[0]] * 30
+    low, high = success_interval(rows)
+    assert 0.6 < low < 270 / 300 < high < 1.0  # the mean of the tasks' rates is 0.5
+
+
 @pytest.mark.parametrize(("n", "c", "k"), [(5, 2, 1), (5, 2, 3), (5, 0, 2), (5, 5, 5), (6, 3, 4)])
 def test_pass_rates_equal_enumeration(n: int, c: int, k: int) -> None:
     draws = list(combinations([True] * c + [False] * (n - c), k))

@@ -202,3 +202,59 @@ def test_guesses_pay_only_while_possible() -> None:
 def test_impossible_options_are_an_error(env_id: str, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected 1 to"):
         make_env(env_id).reset(seed=0, options=options)
+
+
+KEYED = {
+    "gspo/Wordle-v0": {},
+    "gspo/GuessNumber-v0": {},
+    "gspo/Calculator-v0": {"operations": 1},
+    "gspo/Recurring-v0": {},
+    "gspo/VariableLength-v0": {},
+    "gspo/Additive-v0": {"turns": 2},
+    "gspo/KeyDoor-v0": {},
+    "gspo/Misleading-v0": {},
+    "gspo/GymText-v0": {"env": "FrozenLake-v1", "is_slippery": False},
+    "gspo/Lookup-v0": {},
+    "gspo/SQL-v0": {},
+}
+
+
+@pytest.mark.parametrize("env_id", KEYED)
+def test_seeds_with_the_same_task_key_play_the_same_task(env_id: str) -> None:
+    env: Any = make_env(env_id, **KEYED[env_id])
+    by_key: dict[str | None, int] = {}
+    episodes: set[str] = set()
+    repeats = 0
+    for seed in range(80):
+        key = parse_reset("x", env.reset(seed=seed))[1].task_key
+        assert key is not None
+        assert parse_reset("x", env.reset(seed=seed))[1].task_key == key
+        if key in by_key:
+            repeats += 1
+            assert play(env, seed) == play(env, by_key[key])
+        else:
+            by_key[key] = seed
+    if repeats == 0:  # too many tasks for two equal ones: then episodes differ too
+        episodes = {repr(play(env, seed)) for seed in list(by_key.values())[:20]}
+        assert len(episodes) == 20
+
+
+@pytest.mark.parametrize(
+    ("env_id", "arguments"),
+    [
+        ("gspo/GuessNumber-v0", {"high": 9}),
+        ("gspo/Recurring-v0", {"rooms": 4}),
+        ("gspo/VariableLength-v0", {}),
+        ("gspo/Additive-v0", {"turns": 1}),
+        ("gspo/Calculator-v0", {"operations": 1}),
+        ("gspo/KeyDoor-v0", {}),
+        ("gspo/GymText-v0", {"env": "CliffWalking-v1"}),
+    ],
+)
+def test_a_declared_number_of_tasks_is_the_number_of_keys(
+    env_id: str, arguments: dict[str, Any]
+) -> None:
+    env: Any = make_env(env_id, **arguments)
+    number = env.get_wrapper_attr("num_tasks")
+    keys = {env.reset(seed=seed)[1]["task_key"] for seed in range(16 * number + 20)}
+    assert len(keys) == number

@@ -28,7 +28,7 @@ class VLLMSettings:
     """Quantization method, such as `fp8`; empty for none."""
     sync_tolerance: float | None = None
     """After each update of the weights, training stops if the log-probabilities of a probe differ
-    from the trainer's by more than this on average. None is 0.001 in float32, 0.15 in half
+    from the trainer's by more than this on average. None is 0.001 in float32, 0.3 in half
     precision, and no limit for quantized weights."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Other arguments of vLLM's engine; they override all of the above."""

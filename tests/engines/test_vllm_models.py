@@ -1,0 +1,167 @@
+"""Real vLLM: every weight of a model reaches the engine, or the engine is refused with a reason.
+
+Runs where vLLM is installed: `pytest -m vllm`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+
+from gspo_env.engines.vllm.local import VLLM, VLLMEngine
+from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
+from gspo_env.errors import EngineError
+from gspo_env.model.export import named_weights
+from gspo_env.training.probe import HALF_TOLERANCE, difference
+
+pytestmark = pytest.mark.vllm
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+MODELS = {
+    "Qwen3Moe": {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32},
+    "Mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
+    "Gemma3": {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 2},
+    "GptOss": {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 16},
+}
+EAGER = VLLM(enforce_eager=True)
+ROOM = {"max_slots": 8, "max_context": 128}
+PROMPTS = [list(range(2, 30)), [9, 8, 7], [40, 3, 40, 5]]
+
+
+def tiny(name):
+    kind = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, kind)(**{**SIZES, **MODELS[name]})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def perturb(model):
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.mul_(1 + 0.3 * torch.randn_like(parameter)).add_(0.01)
+
+
+def differs(engine, model):
+    """The mean difference of the probabilities that the engine and the plain model give."""
+
+    @torch.no_grad()
+    def score(sample):
+        ids = torch.from_numpy(sample.token_ids)[None]
+        logprobs = model(ids).logits[0].log_softmax(-1)
+        places = np.flatnonzero(sample.mask)
+        return logprobs[places - 1, ids[0, places]].double().numpy()
+
+    return asyncio.run(difference(engine, score, PROMPTS, max_tokens=12))
+
+
+def sync(engine, weights):
+    asyncio.run(engine.update_weights(weights, 1))
+
+
+@pytest.fixture
+def start():
+    engines = []
+
+    def start(model, kind=VLLMEngine, config=EAGER):
+        engines.append(kind(model, config, **ROOM))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "Gemma3"])
+def test_changed_weights_reach_the_engine(start, name):
+    model = tiny(name)
+    engine = start(model)
+    assert differs(engine, model) < 1e-5
+    for _ in range(2):
+        perturb(model)
+        assert differs(engine, model) > 1e-2
+        sync(engine, named_weights(model))
+        assert differs(engine, model) < 1e-5
+
+
+@pytest.mark.parametrize("transfer", ["folder", "gloo"])
+def test_changed_experts_reach_servers(start, transfer):
+    model = tiny("Qwen3Moe")
+    config = VLLMServer(transfer=transfer, enforce_eager=True)
+    engine = start(model, VLLMServerEngine, config)
+    assert differs(engine, model) < 1e-5
+    perturb(model)
+    sync(engine, named_weights(model))
+    assert differs(engine, model) < 1e-5
+    assert (engine.copies, engine.dtype) == (1, "float32")
+    names = [(name, t) for name, t in named_weights(model) if "experts.2.up_proj" not in name]
+    with pytest.raises(EngineError, match="none of the 1 vLLM servers"):
+        sync(engine, [*names, ("model.layers.0.mlp.extra.weight", torch.zeros(2))])
+
+
+def test_adapters_reach_the_engine_in_every_form(start):
+    base = tiny("Qwen3Moe")
+    config = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        modules_to_save=["lm_head", "norm"],
+        use_rslora=True,
+    )
+    model = get_peft_model(base, config)
+    engine = start(model)
+    perturb(model)
+    assert differs(engine, model) > 1e-2
+    sync(engine, named_weights(model))
+    assert differs(engine, model) < 1e-5
+
+
+def test_a_weight_that_the_engine_does_not_take_or_get_is_named(start):
+    model = tiny("Qwen3Moe")
+    engine = start(model)
+    weights = dict(named_weights(model))
+    extra = {**weights, "lm_head.bias": torch.zeros(128)}
+    with pytest.raises(EngineError, match=r"did not read 1 weights \(lm_head\.bias\)"):
+        sync(engine, extra.items())
+    fewer = {name: t for name, t in weights.items() if "layers.1.input_layernorm" not in name}
+    with pytest.raises(EngineError, match=r"no new values for 1 .*layers\.1\.input_layernorm"):
+        sync(engine, fewer.items())
+    sync(engine, weights.items())
+    assert differs(engine, model) < 1e-5
+
+
+def test_a_loader_that_writes_past_the_update_is_refused(start):
+    with pytest.raises(EngineError, match=r"no new values for .*experts"):
+        start(tiny("GptOss"))
+
+
+def test_half_precision_is_probed_with_its_dtype(start):
+    model = tiny("Mixtral").bfloat16()
+    engine = start(model)
+    assert engine.dtype == "bfloat16"
+    assert differs(engine, model) < HALF_TOLERANCE
+    perturb(model)
+    assert differs(engine, model) > HALF_TOLERANCE
+    sync(engine, named_weights(model))
+    assert differs(engine, model) < HALF_TOLERANCE
