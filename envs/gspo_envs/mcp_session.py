@@ -25,7 +25,7 @@ T = TypeVar("T")
 _LOOP = "mcp"
 _CLOSING = 15.0
 """Seconds to wait for a server to shut down; after that, it ends in the background."""
-MOST_BYTES = 1 << 20
+MOST_BYTES = 4 << 20
 """Maximum size of a message over stdio, and of the body of a response over HTTP."""
 _MOST_PAGES = 50
 _MOST_TOOLS = 500
