@@ -265,7 +265,7 @@ def _set_up(threads: int) -> None:
 
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
 
