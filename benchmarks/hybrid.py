@@ -75,7 +75,7 @@ def train(recipe: Hybrid, folder: str, **changes: Any) -> list[tuple[int, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", default=[*SHAPES])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--imitation", type=int, default=280)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -87,11 +87,11 @@ def main() -> None:
                 Hybrid(kind=kind, imitation_steps=arguments.imitation),
                 str(Path(folder) / "run"),
                 env_kwargs={"hops": 1, "entries": 12},
-                learner={"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "constant"},
+                learner={"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "cosine"},
                 steps=arguments.steps,
-                tasks_per_step=8,
+                tasks_per_step=16,
                 eval_every=0,
-                eval_tasks=128,
+                eval_tasks=256,
             )
         success = [m["eval/success"] for _, m in history if "eval/success" in m]
         worst = max(m.get("train/logprob_diff_max", 0.0) for _, m in history)
