@@ -88,7 +88,7 @@ def speed() -> None:
                 runs = [
                     episodes_to_target(
                         additive(turns),
-                        find("advantage", name)(),
+                        find("advantage", name)(scale="std"),
                         step_size=size,
                         seed=s,
                         limit=4000,

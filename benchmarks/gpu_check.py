@@ -187,7 +187,7 @@ def update(rounds: int, size: str = "large", own: tuple[int, int] = (64, 512)) -
     return good
 
 
-def waits(rounds: int, shared: int = 512) -> bool:
+def waits(rounds: int, shared: int = 512, tokens: int = 32) -> bool:
     """Counts the synchronisations that PyTorch warns of; the pretend GPU counts the same."""
     import asyncio
 
@@ -203,7 +203,6 @@ def waits(rounds: int, shared: int = 512) -> bool:
     print(f"  update of {steps} steps: {found} waits, {steps + 1} expected")
     model = copy.deepcopy(learner.policy)
     engine = TransformersEngine(model, max_slots=4, max_context=256)
-    tokens = 32
 
     async def play() -> None:
         await engine.generate(list(range(1, 20)), Sampling(max_tokens=tokens, temperature=1.0))

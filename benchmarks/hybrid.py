@@ -75,7 +75,7 @@ def train(recipe: Hybrid, folder: str, **changes: Any) -> list[tuple[int, dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", default=[*SHAPES])
-    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--imitation", type=int, default=280)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")

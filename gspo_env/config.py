@@ -24,6 +24,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
+from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, check_literals, find, name_of
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.tracking.base import flatten
@@ -79,12 +80,6 @@ class Config:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
-        score = self.credit.score
-        if score != "auto" and not getattr(self.advantage, "uses_score", True):
-            raise ConfigError(
-                f"credit.score is {score!r}, which the estimator {type(self.advantage).__name__} "
-                "does not use; expected 'auto'"
-            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles nested dictionaries, so that another process finds a user's classes."""
@@ -102,6 +97,21 @@ class Config:
             ConfigError: The recipe or a field is unknown, or a value is invalid.
         """
         return override(from_dict({"recipe": name}), changes)
+
+
+def check_score(config: Config) -> None:
+    """Rejects a score for an estimator that uses none.
+
+    A config does not check this itself, because its fields may change one by one.
+
+    Raises:
+        ConfigError: The estimator has its own rewards, and `credit.score` is not `auto`.
+    """
+    if config.credit.score != "auto" and not getattr(config.advantage, "uses_score", True):
+        raise ConfigError(
+            f"credit.score is {config.credit.score!r}, which the estimator "
+            f"{name_of('advantage', config.advantage)!r} does not use; expected --score auto"
+        )
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -163,9 +173,11 @@ def to_toml(config: Config) -> str:
     """Writes the resolved config as TOML; `load_toml` reads it back.
 
     TOML has no null, so fields that are None are left out. An object that TOML cannot hold, such as
-    a function among the arguments of an environment, is written as its `repr`.
+    a function among the arguments of an environment, is written as its `repr`. What looks
+    like a secret is redacted.
     """
-    return tomli_w.dumps(_without_null(to_jsonable_python(to_dict(config), fallback=repr), ""))
+    tree = redact(to_jsonable_python(to_dict(config), fallback=repr))
+    return tomli_w.dumps(_without_null(tree, ""))
 
 
 def _without_null(value: Any, where: str) -> Any:

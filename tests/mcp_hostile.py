@@ -19,6 +19,11 @@ REFS = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(4
 SCHEMAS = {
     "pattern": {"type": "object", "properties": {"a": {"pattern": "^(a+)+$"}}},
     "names": {"patternProperties": {"^(a+)+$": {}}, "additionalProperties": False},
+    "choice": {
+        "properties": {"a": {"oneOf": [{"pattern": "^a"}, {"pattern": "^a*b"}]}},
+        "if": {"properties": {"a": {"pattern": "^c"}}},
+        "then": {"required": ["zz"]},
+    },
     "type": {"type": "object", "properties": {"a": {"type": "nonsense"}}},
     "list": {"type": "object", "properties": []},
     "nowhere": {"type": "object", "properties": {"a": {"$ref": "#/nowhere"}}},

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.config import Config, from_dict, to_dict, to_toml
+from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml
 from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
@@ -25,6 +25,7 @@ from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import to_samples, warm_up
+from gspo_env.redaction import write_text
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
@@ -57,6 +58,7 @@ class GSPOAgent:
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
+        check_score(self.config)
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
@@ -102,7 +104,7 @@ class GSPOAgent:
         check = self._check()
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder, self._trained = folder, True
-        (folder / "config.toml").write_text(to_toml(config))
+        write_text(folder / "config.toml", to_toml(config))
         tags = {"env": self.env_id, "way": check.way.value}
         info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
         with Progress() as progress, start(config.tracker, info) as tracker:
@@ -152,7 +154,7 @@ class GSPOAgent:
         if not self._trained or not (own := self._draw(self.config.eval_tasks)).held_out:
             return self._draw(count)
         if count > len(own.tasks):
-            logger.warning("%d tasks are more than the %s of the training", count, own)
+            logger.warning("tasks is %d, and training held out only %s", count, own)
         return own.first(count)
 
     def _draw(self, count: int) -> Split:
@@ -219,7 +221,7 @@ class GSPOAgent:
         """Writes the model, the tokenizer and the config; `load` reads them back."""
         folder = Path(path)
         save_model(self.model, self.tokenizer, folder)
-        (folder / "gspo_env.json").write_text(json.dumps({"config": to_toml(self.config)}))
+        write_text(folder / "gspo_env.json", json.dumps({"config": to_toml(self.config)}))
 
     @classmethod
     def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
@@ -368,13 +370,13 @@ class _Reporter:
         self._tracker.log(evaluation.metrics(), step)
         self._show("evaluate", step, evaluation.sampled, None)
         shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
-        (self._folder / f"episodes-{step:04d}.txt").write_text(shown)
+        write_text(self._folder / f"episodes-{step:04d}.txt", shown)
         self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
 
     def scored(self, score: Score, reason: str) -> None:
         logger.info("credit.score is %r: %s", score, reason)
         self.config = _with_score(self.config, score)
-        (self._folder / "config.toml").write_text(to_toml(self.config))
+        write_text(self._folder / "config.toml", to_toml(self.config))
         self._tracker.text("score.txt", f"{score}: {reason}")
 
     def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:

@@ -16,6 +16,8 @@ _MOST_WORK = 50_000
 _DEEPEST = 100
 _LEFT_TO_THE_SERVER = ("pattern", "patternProperties", "unevaluatedItems", "unevaluatedProperties")
 """Keywords that match a regular expression, which can take for ever and cannot be interrupted."""
+_TURNED = ("contains", "if", "not", "oneOf")
+"""Keywords that may refuse because a part is valid: left to the server beside those above."""
 
 Check = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -32,7 +34,7 @@ def checker(schema: dict[str, Any]) -> Check:
     from referencing import Registry
 
     _check_size(schema)
-    kind = _validator()
+    kind = _validator(any(_left_out(part) for part in _parts(schema)))
     try:
         kind.check_schema(schema, format_checker=FormatChecker(formats=()))
         _check_references(schema)
@@ -83,18 +85,25 @@ def _check_references(schema: dict[str, Any]) -> None:
 
     root = DRAFT202012.create_resource(schema)
     resolver = Registry().with_resource("", root).resolver()
-    for name in _references(schema):
+    names = [part.get("$ref") for part in _parts(schema)]
+    for name in (name for name in names if isinstance(name, str)):
         if not name.startswith("#"):
             raise ValueError(f"it refers to {name!r}, expected a part of itself")
         resolver.lookup(name)
 
 
-def _references(part: Any) -> Iterator[str]:
+def _parts(part: Any) -> Iterator[dict[str, Any]]:
+    """Yields every object of a schema."""
     if isinstance(part, dict):
-        yield from (v for k, v in part.items() if k == "$ref" and isinstance(v, str))
+        yield part
     for child in part.values() if isinstance(part, dict) else part:
         if isinstance(child, (dict, list)):
-            yield from _references(child)
+            yield from _parts(child)
+
+
+def _left_out(part: dict[str, Any]) -> bool:
+    """Returns whether an object has a keyword that is left to the server."""
+    return isinstance(part.get("pattern"), str) or any(n in part for n in _LEFT_TO_THE_SERVER[1:])
 
 
 _work = threading.local()
@@ -102,8 +111,12 @@ _work = threading.local()
 
 
 @cache
-def _validator() -> Any:
-    """Returns a validator class that counts its work and runs no regular expression."""
+def _validator(incomplete: bool) -> Any:
+    """Returns a validator class that counts its work and runs no regular expression.
+
+    Args:
+        incomplete: Whether the schema has a keyword that is left to the server.
+    """
     from jsonschema import Draft202012Validator, validators
 
     def counted(name: str, apply: Any) -> Any:
@@ -118,8 +131,9 @@ def _validator() -> Any:
 
         return run
 
+    left = _LEFT_TO_THE_SERVER + (_TURNED if incomplete else ())
     kept = {
-        name: _pass if name in _LEFT_TO_THE_SERVER else counted(name, apply)
+        name: _pass if name in left else counted(name, apply)
         for name, apply in Draft202012Validator.VALIDATORS.items()
     }
     return validators.extend(Draft202012Validator, kept)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from gspo_env.env import background
 from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
+from gspo_env.redaction import redact, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 _LOOP = "mcp"
 _CLOSING = 15.0
 """Seconds to wait for a server to shut down; after that, it ends in the background."""
-MOST_BYTES = 1 << 20
+MOST_BYTES = 4 << 20
 """Maximum size of a message over stdio, and of the body of a response over HTTP."""
 _MOST_PAGES = 50
 _MOST_TOOLS = 500
@@ -39,7 +40,8 @@ class MCPServer:
     name: str
     command: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
-    """Environment variables in addition to a few harmless ones; no others are inherited."""
+    """Environment variables in addition to a few harmless ones; no others are inherited. In values
+    and headers, `${NAME}` is our own variable NAME, so that secrets are not part of the config."""
     cwd: str | None = None
     url: str = ""
     headers: tuple[tuple[str, str], ...] = ()
@@ -51,10 +53,11 @@ class MCPServer:
         Args:
             name: Name of the server in messages.
             spec: An http address, a command as a list, or a table with `command`, `args`, `env`
-                and `cwd`, or with `url` and `headers`.
+                and `cwd`, or with `url` and `headers`. `env` may also be a list of the names of
+                variables to pass on.
 
         Raises:
-            ConfigError: It is none of these.
+            ConfigError: It is none of these, or a variable that it names is not set.
         """
         table = spec if isinstance(spec, Mapping) else {}
         if isinstance(spec, str):
@@ -66,14 +69,19 @@ class MCPServer:
         wrong = bool(url) == bool(command) or (url and not url.startswith(("http://", "https://")))
         if unknown or wrong:
             shape = "an http address, a command as a list, or a table with command or url"
-            raise ConfigError(f"MCP server {name!r} is {spec!r}, expected {shape}.")
+            raise ConfigError(f"MCP server {name!r} is {redact(spec)!r}, expected {shape}.")
+        env, headers = table.get("env", {}), table.get("headers", {})
+        if not isinstance(env, Mapping):
+            env = {variable: f"${{{variable}}}" for variable in env}
+        for value in (*env.values(), *headers.values()):
+            resolve(str(value))  # an unset variable is an error of the settings
         return cls(
             name=name,
             command=(str(command), *map(str, table.get("args", ()))) if command else (),
-            env=tuple(sorted((str(k), str(v)) for k, v in table.get("env", {}).items())),
+            env=tuple(sorted((str(k), str(v)) for k, v in env.items())),
             cwd=table.get("cwd"),
             url=url,
-            headers=tuple(sorted((str(k), str(v)) for k, v in table.get("headers", {}).items())),
+            headers=tuple(sorted((str(k), str(v)) for k, v in headers.items())),
         )
 
 
@@ -233,8 +241,9 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
 
         # a server may hold a stream open for long; each call has its own limit
         limits = httpx2.Timeout(30.0, read=None)
+        headers = {name: resolve(value) for name, value in server.headers}
         client = httpx2.AsyncClient(
-            headers={**dict(server.headers), "accept-encoding": "identity"},
+            headers={**headers, "accept-encoding": "identity"},
             timeout=limits,
             event_hooks={"response": [_bound]},
         )
@@ -248,7 +257,10 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
         bounds = (str(os.getpid()), str(MOST_BYTES))
         command, args = sys.executable, ["-I", "-S", launcher, *bounds, *server.command]
     started = StdioServerParameters(
-        command=command, args=args, env=dict(server.env), cwd=server.cwd
+        command=command,
+        args=args,
+        env={name: resolve(value) for name, value in server.env},
+        cwd=server.cwd,
     )
     return stdio_client(started, errlog=log)
 

@@ -12,6 +12,7 @@ from gspo_env.env import background
 from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError, ToolServerError
 from gspo_env.importing import load_function
+from gspo_env.redaction import resolve
 from gspo_envs.foreign import ForeignEnv, load
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class OpenEnvEnv(ForeignEnv):
         observation: Field of the observation that the policy reads, by default all fields as JSON,
             or a function (`file.py:function`) from the dictionary to a text.
         system_prompt: The system prompt; the server has none.
-        headers: HTTP headers for the connection.
+        headers: HTTP headers for the connection; `${NAME}` is the environment variable NAME.
         timeout: Maximum seconds of one request.
         max_turns: Turns before the episode is truncated.
         reset: Additional arguments of the server's `reset`.
@@ -69,7 +70,7 @@ class OpenEnvEnv(ForeignEnv):
             base_url=url,
             connect_timeout_s=timeout,
             message_timeout_s=timeout,
-            headers=dict(headers or {}),
+            headers={name: resolve(value) for name, value in (headers or {}).items()},
         )
         # a session that is never closed would keep its slot
         self._forgotten = weakref.finalize(self, _free, self._client)

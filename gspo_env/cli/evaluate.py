@@ -45,7 +45,7 @@ class Evaluate:
         else:
             agent = load_agent("gspo").load(self.model, self.env)
             groups = agent.evaluate(self.tasks, self.samples, self.seed)
-            print_scores(groups, agent.split(self.tasks))
+            print_scores(groups, agent.split(len(groups)))
 
 
 def print_scores(groups: Sequence[Group], split: Split) -> None:

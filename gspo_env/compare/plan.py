@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_env.config import Config, override, resolve, to_dict
+from gspo_env.config import Config, check_score, override, resolve, to_dict
 from gspo_env.errors import ConfigError
 
 _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
@@ -59,6 +59,7 @@ class Comparison:
         for problem in self.problems.values():
             for arm in self.arms:
                 _refuse_other_tasks(problem, arm)
+                check_score(change(problem, arm.changes))
 
     def config(self, problem: str, arm: Arm, seed: int) -> Config:
         """Returns the config of one run."""

@@ -24,6 +24,7 @@ from gspo_env.config import Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
+from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
 
 logger = logging.getLogger(__name__)
@@ -185,8 +186,8 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
 def _claim(comparison: Comparison, output: Path) -> None:
     """Makes the folder, or checks that it belongs to this comparison."""
     tomls = {name: to_toml(config) for name, config in comparison.problems.items()}
-    arms = [[arm.name, dict(arm.changes)] for arm in comparison.arms]
-    said = json.dumps({"problems": tomls, "arms": arms}, indent=1)
+    arms = [[arm.name, redact(dict(arm.changes))] for arm in comparison.arms]
+    said = redact_text(json.dumps({"problems": tomls, "arms": arms}, indent=1))
     note = output / "comparison.json"
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -194,7 +195,7 @@ def _claim(comparison: Comparison, output: Path) -> None:
             raise OutputError(
                 f"{str(output)!r} holds another comparison; name a new folder with --output"
             )
-        note.write_text(said)
+        write_text(note, said)
     except OSError as error:
         raise OutputError(f"cannot write to {str(output)!r}: {error.strerror}") from error
 
@@ -254,7 +255,7 @@ def _play(run: Run) -> None:
 def _leave(run: Run, history: Sequence[Any], seconds: float, error: str) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     part = run.folder / "result.json.part"
-    part.write_text(json.dumps({"history": history, "seconds": seconds, "error": error}))
+    write_text(part, json.dumps({"history": history, "seconds": seconds, "error": error}))
     part.replace(run.folder / "result.json")
 
 
@@ -264,7 +265,7 @@ def _set_up(threads: int) -> None:
 
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
 

@@ -45,7 +45,7 @@ class Estimator:
     scale: Literal["none", "batch", "std"] = "none"
     """Divisor: 1, the standard deviation of all advantages of the batch, or that of the group,
     which is a bias (see docs/credit.md). With `batch`, `advantages` does not divide and `estimate`
-    does."""
+    does. A z-score is divided with `std` only."""
     ddof: int = 0
     """Delta degrees of freedom of the standard deviation, 0 or 1."""
 

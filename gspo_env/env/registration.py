@@ -15,6 +15,7 @@ from gymnasium.spaces import Text
 
 from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
 from gspo_env.importing import load_module
+from gspo_env.redaction import find_mark, redact
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +108,11 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
         EnvironmentContractError: Its observations or actions are not text.
     """
     env_id = resolve_env(spec)
+    if lost := find_mark(kwargs):
+        raise ConfigError(
+            f"{env_id}: {lost} was redacted when it was saved; expected the value again, or, in a "
+            "table env or headers, the name of an environment variable as '${NAME}'."
+        )
     try:
         env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except ConfigError:
@@ -115,7 +121,7 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
         reason = str(error).split(" was raised from")[0]
         if not kwargs and "__init__() missing" not in reason:
             raise
-        raise ConfigError(f"{env_id} cannot be made with {kwargs}: {reason}.") from error
+        raise ConfigError(f"{env_id} cannot be made with {redact(kwargs)}: {reason}.") from error
     for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
         if not isinstance(space, Text):
             env.close()

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from gspo_env.batch.packing import pack
 from gspo_env.batch.prefix import build_tree, sort_by_prefix
 from gspo_env.batch.sample import Sample
 from gspo_env.errors import ModelError
-from gspo_env.model.attention import RAGGED, PackedAttention, use_ragged_attention
+from gspo_env.model.attention import RAGGED, use_ragged_attention
 from gspo_env.model.kv_cache import KVCache
+from gspo_env.model.limits import attention_limit, rope_limit
 from gspo_env.model.own_cache import OwnCache
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.trace import Trace
@@ -91,6 +91,8 @@ class ModelCheck:
     """Why no faster way is taken; empty for the fastest."""
     attention: str = RAGGED
     """Name of the attention that the model gets."""
+    limit: int | None = None
+    """Tokens of a sequence beyond which packed rows would be wrong."""
     longest: int | None = None
     """Tokens of a sequence beyond which the model changes the positions of its first tokens."""
 
@@ -103,7 +105,8 @@ def check_model(model: Any, *, max_context: int | None = None) -> ModelCheck:
         max_context: Maximum tokens of a sequence; None if it is not known.
 
     Raises:
-        ModelError: Even one sequence a row gives other log-probabilities than the model itself.
+        ModelError: Even one sequence a row gives other log-probabilities than the model itself, or
+            an earlier call prepared the model for shorter sequences.
     """
     noted: ModelCheck | None = getattr(model, _NOTE, None)
     if noted is None:
@@ -111,6 +114,11 @@ def check_model(model: Any, *, max_context: int | None = None) -> ModelCheck:
         setattr(model, _NOTE, noted)
         if noted.way is not Way.SHARED:
             logger.warning("%s runs %s: %s", _name(model), noted.way, noted.reason)
+    if noted.limit is not None and noted.limit < (max_context or 0):
+        raise ModelError(
+            f"{_name(model)} was prepared for at most {noted.limit} tokens a sequence, and "
+            f"max_context is {max_context}; expected the largest max_context in the first call"
+        )
     if model.config._attn_implementation != noted.attention:
         model.set_attn_implementation(noted.attention)
     return noted
@@ -220,16 +228,19 @@ class _Checker:
         found = ModelCheck(
             way=Way.SHARED, bound=self.bound, packed=packed, shared=shared, engine=engine
         )
-        found = replace(found, longest=_rope_limit(self.model))
+        found = replace(found, longest=rope_limit(self.model))
         if not packed.within(self.bound):
             return replace(found, way=Way.ALONE, reason=f"packed rows {packed}")
         if not engine.within(self.bound):
             return replace(found, way=Way.ALONE, reason=f"batches of the engine {engine}")
-        limit = min(_attention_limit(self.model), found.longest or math.inf)
+        limit = min(attention_limit(self.model), found.longest or math.inf)
         if limit < (max_context or math.inf):
             length = "not known" if max_context is None else str(max_context)
-            reason = f"packed rows need at most {limit} tokens a sequence; max_context is {length}"
+            reason = (
+                f"packed rows are wrong beyond {limit} tokens a sequence; max_context is {length}"
+            )
             return replace(found, way=Way.ALONE, reason=reason)
+        found = replace(found, limit=None if math.isinf(limit) else int(limit))
         if not shared.within(self.bound):
             return replace(found, way=Way.PACKED, reason=f"shared prefixes {shared}")
         return found
@@ -325,56 +336,6 @@ class _Checker:
         targets = torch.tensor([self.ids[n][t] for n, t in tokens], device=self.device)
         places = [t - 1 + n * (_LONG - 1) for n, t in tokens]
         return _distance(_picked(logits, targets), self.truth[places])
-
-
-class _Windows(PackedAttention):
-    """Notes the window that each layer asks for."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__([1], device)
-        self.told: dict[int, int | None] = {}
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """See `Ragged.attend`."""
-        self.told[layer] = window
-        return super().attend(layer, q, k, v, scale, window)
-
-
-def _attention_limit(model: Any) -> float:
-    """Returns the tokens beyond which a layer's own mask differs from what it asks ragged for.
-
-    The library's cache knows which layers forget: those with a window, which packed rows follow,
-    and those that attend in chunks, which they do not.
-    """
-    config = model.config.get_text_config(decoder=True)
-    if getattr(config, "attn_temperature_tuning", False):
-        return 0  # scales by the position in the row
-    windows = _Windows(next(model.parameters()).device)
-    ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    model(input_ids=ids, position_ids=ids, use_cache=False, ragged=windows)
-    limit = math.inf
-    for n, layer in enumerate(DynamicCache(config=config).layers):
-        kept = getattr(layer, "sliding_window", None) or math.inf
-        told = windows.told.get(n) or math.inf
-        if n in windows.told and kept != told:
-            limit = min(limit, kept, told)
-    return limit
-
-
-def _rope_limit(model: Any) -> int | None:
-    """Returns the tokens beyond which all rotary positions depend on the length of the sequence."""
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    limits = []
-    for part in [rope, *rope.values()]:  # one for all layers, or one for each type of layer
-        kind = part.get("rope_type", "") if isinstance(part, dict) else ""
-        if kind == "longrope":
-            limits.append(int(part["original_max_position_embeddings"]))
-        elif "dynamic" in kind:
-            limits.append(int(config.max_position_embeddings))
-    return min(limits, default=None)
 
 
 def _picked(logits_TV: Tensor, ids_T: Tensor) -> Tensor:

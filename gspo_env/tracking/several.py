@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from gspo_env.errors import ConfigError, MissingExtraError, TrackingError
+from gspo_env.redaction import redact, redact_text
 from gspo_env.registry import find, name_of
 from gspo_env.tracking.base import RunInfo, Status, Tracker, TrackerChoice, flatten
 
@@ -42,7 +43,8 @@ class Several:
         self._trackers: dict[str, Tracker] = {}
         self._errors: dict[str, list[str]] = {}
         self._finished = False
-        run = replace(run, params=flatten(run.params))
+        tags = {name: redact_text(value) for name, value in run.tags.items()}
+        run = replace(run, params=flatten(redact(run.params)), tags=tags)
         for name, choice in choices.items():
             try:
                 self._trackers[name] = choice.start(run)
@@ -75,7 +77,8 @@ class Several:
         self._each("log", lambda tracker: tracker.log(values, step))
 
     def text(self, name: str, text: str) -> None:
-        """Stores a text under a name such as `episodes/step-0010.txt`."""
+        """Stores a text under a name such as `episodes/step-0010.txt`, without secrets."""
+        text = redact_text(text)
         self._each("text", lambda tracker: tracker.text(name, text))
 
     def artifact(self, path: str | Path, folder: str = "") -> None:
@@ -122,7 +125,7 @@ class Several:
                 self._count(name, method, error)
 
     def _count(self, name: str, method: str, error: Exception) -> None:
-        found = [f"{method}: {type(error).__name__}: {error}"]
+        found = [redact_text(f"{method}: {type(error).__name__}: {error}")]
         if isinstance(error, TrackingError):
             found = error.calls  # the tracker has logged them
         elif name not in self._errors:

@@ -138,9 +138,12 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
         (["--advantage", "outcome", "--gamma", "0.9"], "which takes scale, ddof, baseline"),
         (
             ["--advantage", "outcome", "--score", "sum"],
-            "'sum', which the estimator Outcome does not",
+            "'sum', which the estimator 'outcome' does not",
         ),
-        (["--advantage", "turn_plus_outcome", "--score", "turns"], "TurnPlusOutcome does not use"),
+        (
+            ["--advantage", "turn_plus_outcome", "--score", "turns"],
+            "'turn_plus_outcome' does not use",
+        ),
         (["--env", "gspo/Additive-v0", "--score", "sum"], "gspo/Additive-v0 gives no outcome"),
         (["--env-kwargs", "hops=four"], "cannot be made with {'hops': 'four'}"),
         (["--env-kwargs", "hops=[3,"], "is no JSON value"),

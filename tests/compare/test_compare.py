@@ -467,3 +467,15 @@ def test_runs_that_decided_to_learn_from_different_rewards_are_named(tmp_path):
     )
     failed = [Result(run=run, history=[], seconds=1.0, error="gone") for run in runs]
     assert list(mixed_scores(failed)) == []
+
+
+def test_an_arm_may_take_back_a_score_that_its_estimator_does_not_use():
+    def arm(name, **changes):
+        return Arm(name=name, changes=changes)
+
+    problems = {"p": from_dict({"env": "gspo/Additive-v0", "credit": {"score": "turns"}})}
+    with pytest.raises(
+        ConfigError, match="estimator 'outcome' does not use; expected --score auto"
+    ):
+        Comparison(problems=problems, arms=(arm("a"), arm("b", advantage="outcome")))
+    Comparison(problems=problems, arms=(arm("a"), arm("b", advantage="outcome", score="auto")))

@@ -59,10 +59,11 @@ def test_a_wrong_kernel_fails(program, monkeypatch):
         assert not program.attention(1, tasks=1, shared=64, heads=4)
 
 
-def test_its_updates_and_decode_steps_run_on_a_pretend_gpu(program):
+def test_its_updates_and_decode_steps_run_on_a_pretend_gpu(program, monkeypatch):
+    monkeypatch.setattr(program, "alternate", lambda rounds, *works: [[work()] for work in works])
     with pretend_gpu():
         assert program.update(1, size="small", own=(16, 32))
-        assert program.waits(1, shared=16)
+        assert program.waits(1, shared=16, tokens=4)
 
 
 def test_an_exception_is_a_failure(program, monkeypatch, capsys):

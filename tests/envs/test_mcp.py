@@ -127,9 +127,9 @@ def test_what_a_server_refuses_is_an_observation(server, play, name, arguments, 
 
 
 def test_a_server_that_hangs_costs_the_turn_and_is_started_anew(play):
-    env = play(STDIO, timeout=3.0)
+    env = play(STDIO, timeout=8.0)
     before = int(call(env, "pid")[0])
-    assert "no answer in 3 seconds" in call(env, "hang")[0]
+    assert "no answer in 8 seconds" in call(env, "hang")[0]
     after = int(call(env, "pid")[0])
     assert after != before
     env.close()
@@ -227,7 +227,7 @@ def test_the_end_of_the_program_ends_a_hanging_server():
         "import sys; from gspo_env.env.registration import make_env\n"
         "from gspo_env.env.tools import format_tool_call as call\n"
         f"env = make_env('gspo/MCP-v0', data=[{{'prompt': ''}}], servers={{'w': {STDIO!r}}},"
-        " timeout=3.0)\n"
+        " timeout=8.0)\n"
         "env.reset(seed=0); print(env.step(call('pid', {}))[0]); env.step(call('hang', {}))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -330,3 +330,18 @@ def test_a_rollout_goes_on_when_every_server_dies(player):
     turns = [turn for group in groups for e in group.episodes for turn in e.turns]
     assert all(e.stop_reason is not StopReason.ERROR for g in groups for e in g.episodes)
     assert sum(turn.info.extra.get("tool_errors", 0) for turn in turns) > 0
+
+
+def test_secrets_are_named_by_their_variables(play, http, monkeypatch):
+    monkeypatch.setenv("OUR_KEY", "open sesame")
+    stdio = {"command": sys.executable, "args": [SERVER]}
+    for env in (["OUR_KEY"], {"OUR_KEY": "${OUR_KEY}"}):
+        assert call(play({**stdio, "env": env}), "variable", name="OUR_KEY")[0] == "open sesame"
+    remote = {"url": http, "headers": {"X-Key": "say ${OUR_KEY}"}}
+    assert call(play(remote), "header", name="x-key")[0] == "say open sesame"
+    for spec in ({**stdio, "env": ["NOT_SET"]}, {"url": http, "headers": {"X": "${NOT_SET}"}}):
+        with pytest.raises(ConfigError, match="the environment variable NOT_SET"):
+            MCPServer.parse("w", spec)
+    with pytest.raises(ConfigError) as error:
+        MCPServer.parse("w", {"env": {"KEY": "open sesame"}})
+    assert "open sesame" not in str(error.value)

@@ -115,6 +115,10 @@ def test_the_work_of_a_check_is_bounded(play):
     assert errors == 1
 
 
+def test_a_choice_by_patterns_is_left_to_the_server(play):
+    assert call(play("choice"), a="apple") == ("ok", 0)
+
+
 def test_a_pattern_that_is_none_is_left_to_the_server(play):
     assert call(play("broken pattern"), a="x") == ("ok", 0)
 

@@ -91,6 +91,14 @@ def test_a_model_that_changes_with_length_is_packed_only_below_that_length(name)
         assert check_model(PROGRAM.build(name), max_context=48).way is Way.SHARED
 
 
+def test_a_model_that_was_prepared_for_short_sequences_is_refused_for_longer_ones():
+    model = PROGRAM.build("Llama, dynamic RoPE")
+    first = check_model(model, max_context=40)
+    assert check_model(model) is check_model(model, max_context=48) is first
+    with pytest.raises(ModelError, match="at most 48 tokens a sequence, and max_context is 49"):
+        check_model(model, max_context=49)
+
+
 @pytest.mark.parametrize("name", ROPE)
 def test_the_engine_refuses_a_context_in_which_cached_positions_become_wrong(name):
     with pytest.raises(ModelError, match="max_context is 64, expected at most 48"):
@@ -114,7 +122,7 @@ def test_chunks_longer_than_any_sequence_are_still_noticed(monkeypatch):
     assert check_model(PROGRAM.build("chunks"), max_context=200).way is Way.SHARED
     check = check_model(PROGRAM.build("chunks"), max_context=201)
     assert check.way is Way.ALONE
-    assert "at most 200 tokens" in check.reason
+    assert "beyond 200 tokens" in check.reason
 
 
 def test_a_model_without_a_cache_is_refused_by_the_engine_but_trains():
@@ -210,7 +218,7 @@ def test_learner_and_engine_take_the_same_way_in_any_order(name, kind):
 
 
 def test_many_experts_in_half_precision_are_no_reason_for_the_slower_way(monkeypatch):
-    settings = PROGRAM.MOE | {"num_experts": 64, "num_local_experts": 64}
+    settings = PROGRAM.PARTS["MOE"] | {"num_experts": 64, "num_local_experts": 64}
     monkeypatch.setitem(PROGRAM.ARCHITECTURES, "experts", ("qwen3_moe", settings))
     for dtype in (torch.bfloat16, torch.float16):
         assert check_model(PROGRAM.build("experts").to(dtype)).way is Way.SHARED

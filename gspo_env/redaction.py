@@ -1,0 +1,150 @@
+"""Keeps secrets out of everything that a run writes: settings, texts, messages.
+
+A setting names a secret by its environment variable, as `${NAME}`. A value that stands in its place
+is replaced by a mark when it is written, and so is text that looks like a key or a password.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gspo_env.errors import ConfigError
+
+MARK = "[redacted]"
+
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_PRIVATE_TABLES = ("env", "headers")
+"""Tables of which every value may be a secret."""
+_SECRET_NAME = re.compile(
+    r"(?:^|[-_.])(?:password|passwd|passphrase|secret|credentials?|authorization|cookie|token"
+    r"|(?:(?:api|access|secret|private|signing|auth)[-_.]?)key)$",
+    re.IGNORECASE,
+)
+_SECRET_VARIABLE = re.compile("key|token|secret|pass|auth|cred|cookie", re.IGNORECASE)
+_CAMEL = re.compile("(?<=[a-z0-9])(?=[A-Z])")
+_HARMLESS = re.compile(r"(?:[A-Za-z]{0,16}[\s:/@.,;=])*[A-Za-z]{0,16}")
+"""What may stand beside the name of a variable, such as `Bearer ` or parts of an address."""
+_OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)")
+_ASSIGNMENT = re.compile(r"(-{0,2}([A-Za-z_][A-Za-z0-9_-]*)=)(.+)", re.DOTALL)
+_LOOKS = re.compile(
+    r"\b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}"
+    r"|\bsk_(?:live|test)_[A-Za-z0-9]{16,}"
+    r"|\bgh[opsur]_[A-Za-z0-9]{20,}|\bgithub_pat_[A-Za-z0-9_]{20,}|\bglpat-[A-Za-z0-9_-]{16,}"
+    r"|\bhf_[A-Za-z0-9]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[A-Za-z0-9_-]{30,}"
+    r"|\bxox[abeoprs]-[A-Za-z0-9-]{10,}"
+    r"|\beyJ[A-Za-z0-9_-]{8,2000}\.[A-Za-z0-9_-]{8,2000}\.[A-Za-z0-9_-]{8,2000}"
+    r"|(?<=://)[^\s/:@]*:[^\s/@]+(?=@)"
+    r"|(?:(?<=[Bb]earer )|(?<=[Bb]asic ))(?=\S{0,50}\d)[A-Za-z0-9._~+/=-]{8,}"
+    r"|(?:(?<=[?&]key=)|(?<=[?&]sig=)|(?<=[?&]token=)|(?<=[?&]api_key=)|(?<=[?&]apikey=)"
+    r"|(?<=[?&]access_token=)|(?<=[?&]password=)|(?<=[?&]secret=))[^\s&\"'#]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_SHORTEST = 8
+_known: set[str] = set()
+"""The values of variables that settings name and that may be secrets."""
+
+
+def resolve(text: str) -> str:
+    """Replaces each `${NAME}` by the environment variable.
+
+    If its name is that of a secret, such as `MY_TOKEN`, its value is redacted from then on.
+
+    Raises:
+        ConfigError: A variable is not set.
+    """
+
+    def look_up(found: re.Match[str]) -> str:
+        value = os.environ.get(found[1])
+        if value is None:
+            raise ConfigError(
+                f"the settings name the environment variable {found[1]}; expected it to be set"
+            )
+        if len(value) >= _SHORTEST and _SECRET_VARIABLE.search(found[1]):
+            _known.add(value)
+        return value
+
+    return _REFERENCE.sub(look_up, text)
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """Returns settings without what is or looks like a secret.
+
+    Args:
+        value: A string, or nested mappings and lists; other values are returned as they are.
+        name: Name of the setting.
+
+    Example:
+        >>> redact({"env": {"KEY": "1234"}, "url": "https://me:pw@host", "password": "${PW}"})
+        {'env': {'KEY': '[redacted]'}, 'url': 'https://[redacted]@host', 'password': '${PW}'}
+    """
+    if isinstance(value, Mapping):
+        private = name in _PRIVATE_TABLES
+        return {
+            key: _hide(item) if private else redact(item, str(key)) for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return _redact_list(value)
+    if not isinstance(value, str):
+        return value
+    return _hide(value) if _is_secret(name) else redact_text(value)
+
+
+def redact_text(text: str) -> str:
+    """Returns a text without what looks like a secret or is the value of a named variable."""
+    for value in sorted(_known, key=len, reverse=True):
+        text = text.replace(value, MARK)
+    return _LOOKS.sub(MARK, text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text; one in which something was redacted can be read by its owner alone."""
+    text = redact_text(text)
+    if MARK in text:
+        path.touch(0o600)
+        path.chmod(0o600)  # it may have existed
+    path.write_text(text)
+
+
+def find_mark(value: Any, name: str = "") -> str:
+    """Returns the dotted name of the first setting that was redacted, or an empty string."""
+    if isinstance(value, str):
+        return name if MARK in value else ""
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    found = (find_mark(item, f"{name}.{key}" if name else str(key)) for key, item in items)
+    return next(filter(None, found), "")
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET_NAME.search(_CAMEL.sub("_", name)) is not None
+
+
+def _hide(value: Any) -> Any:
+    """Hides a value, but not the names of variables in it."""
+    if not isinstance(value, str):
+        return redact(value)
+    rest, references = _REFERENCE.subn("", value)
+    return value if references and _HARMLESS.fullmatch(rest) else MARK
+
+
+def _redact_list(values: Any) -> list[Any]:
+    """Redacts a list, which may be a command with options such as `--token VALUE`."""
+    made: list[Any] = []
+    for index, value in enumerate(values):
+        option = _OPTION.fullmatch(str(values[index - 1])) if index else None
+        assigned = _ASSIGNMENT.fullmatch(value) if isinstance(value, str) else None
+        if isinstance(value, str) and option and _is_secret(option[1]):
+            made.append(_hide(value))
+        elif assigned and _is_secret(assigned[2]):
+            made.append(assigned[1] + _hide(assigned[3]))
+        else:
+            made.append(redact(value))
+    return made
