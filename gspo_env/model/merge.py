@@ -91,6 +91,11 @@ def _merged(wrapper: Any, path: str) -> Weights:
 def _merge(layer: Any, name: str) -> dict[str, Tensor]:
     """Returns the weights of a layer with its active adapters merged into a copy."""
     dtypes = {key: tensor.dtype for key, tensor in layer.get_base_layer().state_dict().items()}
+    if not all(dtype.is_floating_point for dtype in dtypes.values()):
+        raise ModelError(
+            f"{name} has an adapter on quantized weights, which cannot be merged into a copy for "
+            "the engine; load the model in another way or choose the engine `transformers`"
+        )
     each = copy.deepcopy(layer)
     if all(dtype.itemsize < 4 for dtype in dtypes.values()):
         each = each.float()

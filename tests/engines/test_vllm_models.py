@@ -147,6 +147,9 @@ def test_a_weight_that_the_engine_does_not_take_or_get_is_named(start):
     fewer = {name: t for name, t in weights.items() if "layers.1.input_layernorm" not in name}
     with pytest.raises(EngineError, match=r"no new values for 1 .*layers\.1\.input_layernorm"):
         sync(engine, fewer.items())
+    unknown = {**weights, "other.weight": torch.zeros(2)}
+    with pytest.raises(EngineError, match=r"does not take the weights: ValueError: .* 'other'"):
+        sync(engine, unknown.items())
     sync(engine, weights.items())
     assert differs(engine, model) < 1e-5
 

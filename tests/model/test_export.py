@@ -222,6 +222,10 @@ def test_what_no_plain_weights_can_express_is_refused_with_its_name():
     base = tiny("Qwen3", tie_word_embeddings=False)
     with_bias = adapted(copy.deepcopy(base), target_modules=["q_proj"], lora_bias=True)
     refused(with_bias, r"adapter of model\.layers\.0\.self_attn\.q_proj .*lora_bias")
+    quantized = adapted(copy.deepcopy(base), target_modules=["q_proj"])
+    weight = quantized.base_model.model.model.layers[1].self_attn.q_proj.base_layer
+    weight.weight = torch.nn.Parameter(torch.ones(16, 16, dtype=torch.uint8), requires_grad=False)
+    refused(quantized, r"layers\.1\.self_attn\.q_proj has an adapter on quantized weights")
     prefixes = PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     refused(PeftModel(copy.deepcopy(base), prefixes), r"prompt_encoder\.default\.embedding\.weight")
 

@@ -22,7 +22,7 @@ import torch
 from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.engines.vllm.worker import EXTENSION
-from gspo_env.errors import EngineError, MissingExtraError
+from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
 
@@ -109,7 +109,7 @@ class VLLMEngine:
             arguments["enable_sleep_mode"] = True
         try:
             self._thread.submit(self._start, model, arguments, config.kv_cache_gib).result()
-        except (EngineError, MissingExtraError):
+        except GspoEnvError:
             raise
         except Exception as error:
             raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
@@ -149,7 +149,9 @@ class VLLMEngine:
         """Copies the learner's weights and clears the prefix cache.
 
         Raises:
-            EngineError: Requests are running, or the cache could not be reset.
+            EngineError: Requests are running, the cache could not be reset, or a weight is left
+                out.
+            ModelError: The weights cannot be exported; see `named_weights`.
         """
         if self._running or self._new:
             raise EngineError("weights cannot change while requests are running")
@@ -199,7 +201,15 @@ class VLLMEngine:
             folder = Path(self._folder.name) / "model"
             self._exporter.write(named_tensors, folder)
             keywords = {"folder": str(folder)}
-        check_loaded(self._engine.collective_rpc("load_checked", kwargs=keywords))
+        try:
+            reports = self._engine.collective_rpc("load_checked", kwargs=keywords)
+        except GspoEnvError:  # of the export
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"vLLM does not take the weights: {type(error).__name__}: {str(error)[:300]}"
+            ) from error
+        check_loaded(reports)
 
     def _stop(self) -> None:
         core = self._engine.engine_core
