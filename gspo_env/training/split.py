@@ -105,9 +105,8 @@ def hold_out(env_id: str, count: int, read: Read, num_tasks: int | None = None) 
         logger.warning("%s: some resets have a task_key and others have none", env_id)
         return unsplit
     pairs = list(zip(tasks, map(str, drawn), strict=True))
-    held_out = list(dict.fromkeys(key for _, key in pairs))
-    if num_tasks is None or count > _SHARE * num_tasks:
-        held_out = _spare(held_out, _probe(env_id, read), num_tasks)
+    keys = tuple(dict.fromkeys(key for _, key in pairs))
+    held_out = _spare(keys, _probe(env_id, read), num_tasks)
     if held_out:
         pairs = _select(env_id, pairs, held_out, read)
     return Split(

@@ -53,7 +53,7 @@ def test_token_advantages_reach_the_samples_unchanged():
 
 def test_rewards_of_episodes_become_the_groups_outcome_advantages():
     samples = build(rewards=[1.0, 0.0, 2.0, 2.0], group_ids=GROUPS)
-    assert [s.advantages.tolist() for s in samples] == [[1.0] * 3, [-1.0] * 2, [0.0] * 2, [0.0] * 3]
+    assert [s.advantages.tolist() for s in samples] == [[0.5] * 3, [-0.5] * 2, [0.0] * 2, [0.0] * 3]
 
 
 def test_rewards_of_turns_go_through_any_estimator():

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gspo_agents.gspo import GSPOAgent
@@ -119,6 +119,7 @@ def test_without_a_key_the_overlap_is_unknown():
     declared=st.booleans(),
     broken=st.integers(0, 7),
 )
+@example(number=2, count=1, skew=3.0, declared=True, broken=0)
 def test_the_evaluation_plays_only_held_out_tasks_and_leaves_half_of_the_draws(
     number, count, skew, declared, broken
 ):
