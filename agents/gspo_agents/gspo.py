@@ -345,8 +345,13 @@ class GSPOAgent:
         if redrawn or self._left_out:
             lines.insert(
                 1,
-                f"Not trained on, because they are held out: {redrawn:.0f} tasks, which were drawn "
-                f"again, and {self._left_out} demonstrations.",
+                f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, which were "
+                f"repeated, and {self._left_out} demonstrations.",
+            )
+        skipped = sum(metrics.get("train/skipped_steps", 0.0) for _, metrics in history)
+        if skipped:
+            lines.insert(
+                1, f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}."
             )
         if tracker.how_to_look:
             lines.append(f"Tracked: {tracker.how_to_look}")

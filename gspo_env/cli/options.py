@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
@@ -15,6 +16,8 @@ import tyro
 from gspo_env.config import Config, from_dict, override, read_toml, resolve
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
+
+logger = logging.getLogger(__name__)
 
 _TRL = {
     "beta": "loss.kl-coef",
@@ -93,6 +96,7 @@ class _Start(Choices):
     """Options that determine which other options exist."""
 
     model: str = ""
+    env: str = ""
     env_kwargs: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
 
 
@@ -134,13 +138,14 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     start, rest = tyro.cli(_Start, args=arguments, return_unknown_args=True, add_help=False)
     tree = read_toml(start.config) if start.config else {}
     own = command.take(tree)
-    tree |= {key: value for key in ("model", "recipe") if (value := getattr(start, key))}
+    tree |= {key: value for key in ("model", "recipe", "env") if (value := getattr(start, key))}
     config = from_dict(tree)
     given = dict(_pair(text) for texts in start.env_kwargs for text in texts)
     config = override(config, {"env_kwargs": config.env_kwargs | given})
     for kind in BUILTIN:
         if chosen := getattr(start, kind):
             config = override(config, {kind: chosen})
+    config = _with_score_of_file(config, start)
     chosen = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
     choices = Choices(config=start.config, **chosen)
     known = {"help", *(f.name for f in dataclasses.fields(command))}
@@ -149,6 +154,24 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
             _print_page(config, group)
     made = command(choices=choices, settings=_sections(config, _unchecked), **own)
     return made, [_spell_out(argument, config, known) for argument in rest]
+
+
+def _with_score_of_file(config: Config, start: _Start) -> Config:
+    """Returns the config with the score of the file, where it still applies.
+
+    A run writes the score that its episodes decided into its file, so the user may not know of it.
+    """
+    score = config.credit.score
+    if not start.config or score == "auto":
+        return config
+    if start.advantage and not getattr(config.advantage, "uses_score", True):
+        return override(config, {"credit": {"score": "auto"}})
+    if start.env:
+        logger.warning(
+            "credit.score is %r, as in %s; --score auto takes that of %s",
+            *(score, start.config, start.env),
+        )
+    return config
 
 
 def _unchecked(section: Any) -> Any:

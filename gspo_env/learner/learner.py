@@ -320,7 +320,7 @@ class Learner:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise TrainingError(
-                f"{self._skipped_in_a_row} optimiser steps in a row were skipped: in the last one, "
+                f"the last {self._skipped_in_a_row} optimiser steps were skipped: in the last one, "
                 f"{seen}; expected finite numbers, lower learning_rate or correct the loss"
             )
 

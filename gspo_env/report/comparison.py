@@ -189,7 +189,8 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
         first, last = rows[0].episodes[0], rows[0].episodes[-1]
         text = (
             f"`{comparison.problems[name].env}`. Runs have different lengths ({listed}), so "
-            f"everything is compared from episode {first:,.0f} to {last:,.0f}, which all have"
+            f"everything is compared from episode {first:,.0f} to {last:,.0f}, which all have. "
+            "Between its evaluations, a run is read off a straight line"
         )
     other = [row.arm.name for row in rows if not comparison.same_start(name, row.arm)]
     if other:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gspo_env.cli.main import main
+from gspo_env.cli.main import main, parse
 from gspo_env.config import Config, read_toml
 from gspo_env.credit import GroupGAE
 from gspo_env.learner import GRPO
@@ -78,6 +78,18 @@ def test_the_readme_shows_the_example_word_for_word(root):
     assert (root / "examples" / "backwards.py").read_text().strip() in (
         root / "README.md"
     ).read_text()
+
+
+def test_the_score_of_a_file_gives_way_to_another_estimator_and_is_named_with_another_environment(
+    tmp_path, caplog
+):
+    (tmp_path / "run.toml").write_text('[credit]\nscore = "turns"\n')
+    command = ["train", *TINY, "--config", "run.toml"]
+    assert parse([*command, "--advantage", "outcome"]).resolved.credit.score == "auto"
+    assert parse([*command, "--advantage", "gigpo"]).resolved.credit.score == "turns"
+    assert not caplog.text
+    assert parse([*command, "--env", "gspo/SQL-v0"]).resolved.credit.score == "turns"
+    assert "credit.score is 'turns', as in run.toml" in caplog.text
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
