@@ -345,8 +345,8 @@ class GSPOAgent:
         if redrawn or self._left_out:
             lines.insert(
                 1,
-                f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, which were "
-                f"repeated, and {self._left_out} demonstrations.",
+                f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, "
+                f"which were repeated, and {self._left_out} demonstrations.",
             )
         skipped = sum(metrics.get("train/skipped_steps", 0.0) for _, metrics in history)
         if skipped:

@@ -281,7 +281,7 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     assert not held & {task for evaluation, task in played if not evaluation}
     said = " ".join(capsys.readouterr().out.split())
     assert f"Success on 12 episodes of {len(held)} held-out tasks" in said
-    assert "Not trained on, because they are held out:" in said
+    assert "Not trained on, because their tasks are held out:" in said
     redrawn = sum(m.get("rollout/redrawn_tasks", 0) for _, m in history)
     assert redrawn > 0
     assert f"{redrawn:.0f} draws, which were repeated, and {agent._left_out} demonst" in said
