@@ -38,7 +38,7 @@ RENAMED: dict[str, str] = {
 TINY = {"recipe": {"demonstrations": 300, "imitation_steps": 40}}
 SHORT = {"steps": 4, "tasks_per_step": 8, "eval_every": 2, "eval_tasks": 16}
 RUNS: dict[str, dict[str, Any]] = {
-    "look-up, defaults": {**TINY, **SHORT},
+    "look-up": {**TINY, **SHORT, "advantage": {"scale": "std"}},
     "calculator, outcome, token ratio": {
         **TINY,
         **SHORT,
@@ -51,7 +51,7 @@ RUNS: dict[str, dict[str, Any]] = {
         **TINY,
         **SHORT,
         "env": "gspo/KeyDoor-v0",
-        "advantage": {"name": "group_gae", "lam": 0.9},
+        "advantage": {"name": "group_gae", "lam": 0.9, "scale": "std"},
         "loss": {"ratio_level": "turn", "kl_coef": 0.01},
     },
     "dataset": {
@@ -59,11 +59,13 @@ RUNS: dict[str, dict[str, Any]] = {
         **SHORT,
         "env": "gspo/Dataset-v0",
         "env_kwargs": {"data": "sums.jsonl", "rewards": ["reward.py:exact"], "blocking": False},
+        "advantage": {"scale": "std"},
         "learner": {"minibatches": 2},
     },
     "LoRA on a saved model": {
         **SHORT,
         "model": "saved",
+        "advantage": {"scale": "std"},
         "rollout": {"max_turn_tokens": 32, "max_context": 512},
         "learner": {"lora_rank": 4, "learning_rate": 1e-3},
     },

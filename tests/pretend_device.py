@@ -367,6 +367,8 @@ def pretend_gpu() -> Iterator[Device]:
             ),
             (torch.cuda, "is_available", lambda: True),
             (torch.cuda, "device_count", lambda: 1),
+            # a CUDA build has the optimiser ask the driver whether a graph is being captured
+            (torch.accelerator, "current_accelerator", lambda *_, **__: None),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
             (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
             (torch.cuda, "mem_get_info", lambda *_: FREE_MEMORY),
