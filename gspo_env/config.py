@@ -8,7 +8,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -29,6 +29,7 @@ from gspo_env.registry import BUILTIN, check_literals, find, name_of
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.tracking.base import flatten
 from gspo_env.tracking.mlflow import MLflow
+from gspo_env.types import Score
 
 T = TypeVar("T")
 
@@ -97,6 +98,17 @@ class Config:
             ConfigError: The recipe or a field is unknown, or a value is invalid.
         """
         return override(from_dict({"recipe": name}), changes)
+
+
+def with_score(config: Config, score: Score | None) -> Config:
+    """Sets a score that the config leaves open, if the estimator uses one."""
+    if (
+        score is None
+        or config.credit.score != "auto"
+        or not getattr(config.advantage, "uses_score", True)
+    ):
+        return config
+    return replace(config, credit=replace(config.credit, score=score))
 
 
 def check_score(config: Config) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml
+from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
@@ -288,7 +288,7 @@ class GSPOAgent:
         Raises:
             ConfigError: The score is `sum`, and the environment declares that it has no outcome.
         """
-        self.config = _with_score(self.config, declared_score(self.env_id, self._env))
+        self.config = with_score(self.config, declared_score(self.env_id, self._env))
         without = attribute(self._env, "gives_outcome", None) is False
         if self.config.credit.score == "sum" and without:
             raise ConfigError(
@@ -380,7 +380,7 @@ class _Reporter:
 
     def scored(self, score: Score, reason: str) -> None:
         logger.info("credit.score is %r: %s", score, reason)
-        self.config = _with_score(self.config, score)
+        self.config = with_score(self.config, score)
         write_text(self._folder / "config.toml", to_toml(self.config))
         self._tracker.text("score.txt", f"{score}: {reason}")
 
@@ -393,14 +393,3 @@ class _Reporter:
             return_=what.mean_return,
             tokens_per_second=speed,
         )
-
-
-def _with_score(config: Config, score: Score | None) -> Config:
-    """Sets a score that the config leaves open, if the estimator uses one."""
-    if (
-        score is None
-        or config.credit.score != "auto"
-        or not getattr(config.advantage, "uses_score", True)
-    ):
-        return config
-    return replace(config, credit=replace(config.credit, score=score))

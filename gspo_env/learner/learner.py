@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import get_scheduler
 
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
-from gspo_env.errors import BatchError, ConfigError, MissingExtraError, TrainingError
+from gspo_env.errors import BatchError, ConfigError, TrainingError
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import Loss, LossInput
 from gspo_env.learner.masters import Masters
 from gspo_env.learner.objectives import ObjectiveOutput
+from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
@@ -372,27 +373,6 @@ def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutpu
     if not output.loss.requires_grad:
         raise BatchError(f"the loss of {name} is {output.loss}; expected a number with a gradient")
     return replace(output, **{part: values.detach() for part, values in known.items()})
-
-
-def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Makes the optimiser that the config names.
-
-    Raises:
-        MissingExtraError: The optimiser needs bitsandbytes, which is not installed.
-    """
-    settings: Any = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(weights, fused=True, **settings)
-    try:
-        from bitsandbytes import optim
-    except ImportError as error:
-        raise MissingExtraError(
-            f"optimizer is {config.optimizer!r} and bitsandbytes is not installed: "
-            "pip install bitsandbytes"
-        ) from error
-    kind = optim.AdamW8bit if config.optimizer == "adamw_8bit" else optim.PagedAdamW8bit
-    made: torch.optim.Optimizer = kind(weights, **settings)
-    return made
 
 
 def _adapted(model: Any) -> bool:
