@@ -10,7 +10,7 @@ _WIDTH = 80
 
 
 def render_episode(episode: Episode) -> str:
-    """Renders the task, every turn and how the episode ended."""
+    """Renders the task, every turn and how the episode ended; a lone surrogate as its escape."""
     prompt = episode.prompt
     told = [] if prompt.system is None else [("system prompt", prompt.system)]
     told += [(f"earlier {message.role} message", message.content) for message in prompt.messages]
@@ -18,7 +18,8 @@ def render_episode(episode: Episode) -> str:
     parts += [_block(title, text) for title, text in told]
     parts += [_turn(number, turn) for number, turn in enumerate(episode.turns, start=1)]
     parts.append(_footer(episode))
-    return "\n\n".join(parts) + "\n"
+    text = "\n\n".join(parts) + "\n"
+    return text.encode(errors="backslashreplace").decode()  # files and trackers take UTF-8
 
 
 def _header(episode: Episode) -> str:

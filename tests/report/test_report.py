@@ -82,3 +82,9 @@ def test_the_learning_curve_is_1200_by_675_and_holds_three_series() -> None:
 def test_an_empty_history_still_draws() -> None:
     figure = learning_curve([], "nothing")
     assert len(figure.axes[0].get_lines()) == 0
+
+
+def test_a_lone_surrogate_of_an_environment_can_be_written_to_a_file(tmp_path):
+    text = render_episode(make_episode(final_observation="half \ud83d of a pair"))
+    (tmp_path / "episode.txt").write_text(text, encoding="utf-8")
+    assert r"half \ud83d of a pair" in text
