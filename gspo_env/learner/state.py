@@ -42,7 +42,9 @@ def numbers(learner: Learner) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def restore(learner: Learner, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]) -> None:
+def restore(
+    learner: Learner, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]
+) -> None:
     """Gives a learner with the weights of the start the state that another one had.
 
     Args:

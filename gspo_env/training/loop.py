@@ -24,9 +24,10 @@ from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
-from gspo_env.training.state import Checkpoint, Keeper, generators, set_generators
+from gspo_env.training.state import Keeper, generators, set_generators
 from gspo_env.types import FloatArray, Group, Score, StopReason, Task
 
 logger = logging.getLogger(__name__)
