@@ -138,7 +138,7 @@ class GSPOAgent:
                 loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
                 if resumed is not None:
                     loop.restore(resumed.saved)
-                report.take_score(loop.score.score)
+                    report.take_score(loop.score.score)
                 stop.graceful = True
                 history = asyncio.run(loop.train())
                 self.config = report.config

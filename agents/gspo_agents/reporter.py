@@ -28,6 +28,7 @@ class Reporter:
     ) -> None:
         self.config, self._progress, self._tracker = config, progress, tracker
         self._checkpoints = checkpoints
+        self.take_score(None)
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Reports an update, with every metric of the step."""

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gspo_agents.gspo import GSPOAgent
@@ -109,17 +110,21 @@ def _folder(tmp_path, monkeypatch):
         Path(name).write_text(text)
 
 
-def start(*arguments, prepare=None):
-    """Starts a training process with Python's own signal handlers."""
+def start(*arguments, command="train", prepare=None):
+    """Starts a process with Python's own signal handlers and in a session of its own."""
 
     def before():
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if prepare is not None:
             prepare()
 
-    command = [sys.executable, "-m", "gspo_env", "train", *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=before
+        [sys.executable, "-m", "gspo_env", command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,
+        start_new_session=True,
     )
 
 
@@ -226,3 +231,19 @@ def test_an_environment_that_does_not_close_does_not_cost_the_model(caplog):
     assert Path("run/model/config.json").exists()
     assert "could not be closed" in caplog.text
     assert Path("status").read_text() == "FINISHED"
+
+
+def test_a_comparison_stopped_by_ctrl_c_leaves_no_worker_and_no_result():
+    Path("wait").touch()
+    arms = ("--arm", "advantage=outcome,returns_to_go", "--seeds", "1", "--workers", "2")
+    process = start("--config", "run.toml", "--tracker", "none", *arms, command="compare")
+    until("waiting", process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the workers as well
+    output, errors = process.communicate(timeout=30)  # the step would wait for a minute
+    assert process.returncode == 130, errors
+    assert "Stopped. The same command goes on with the results in run." in output
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+    assert list(Path("run").rglob("result.json")) == []
