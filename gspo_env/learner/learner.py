@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from gspo_env.errors import BatchError, ConfigError, TrainingError
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
+from gspo_env.learner.minibatch import Microbatch, Minibatch
 from gspo_env.learner.objectives import ObjectiveOutput
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
@@ -31,35 +32,6 @@ from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Microbatch:
-    """A packed row, and its log-probabilities from before the first step."""
-
-    row: PackedBatch
-    trainer_logprobs_N: Tensor | None = None
-    """Of the policy before the first step; None if nothing needs them, and in the first minibatch,
-    because its backward pass gives the same numbers."""
-    reference_logprobs_N: Tensor | None = None
-    """Of the reference; None if the policy still equals it, or if nothing needs them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Minibatch:
-    """The samples of one optimiser step, in packed rows."""
-
-    microbatches: tuple[Microbatch, ...]
-    first: bool
-    """Whether this is the first optimiser step of the update."""
-    episodes: int
-    tokens: int
-    """Model tokens."""
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences."""
-        return sum(len(m.row.lengths_B) for m in self.microbatches)
 
 
 class Learner:
