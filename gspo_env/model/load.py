@@ -157,7 +157,7 @@ def add_adapter(
         )
     adapter = LoraConfig(
         r=rank,
-        lora_alpha=alpha or 2 * rank,
+        lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type]  # PEFT divides it
         target_modules=chosen,
         exclude_modules=routers or None,
     )
