@@ -89,6 +89,8 @@ class Choices:
     """Engine that samples the actions."""
     tracker: Annotated[str, _names("tracker")] = ""
     """Where metrics are recorded; separate several with commas."""
+    curriculum: Annotated[str, _names("curriculum")] = ""
+    """Chooses the options of the environment's `reset` by the results so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
