@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.engines.vllm.worker import EXTENSION
 from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
@@ -132,9 +132,12 @@ class VLLMEngine:
             future=loop.create_future(),
         )
         self._new[str(self._count)] = request
-        if self._pump is None or self._pump.done():
-            self._pump = loop.create_task(self._run())
+        self._ensure_running()
         return await request.future
+
+    def _ensure_running(self) -> None:
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._run())
 
     def release(self, session: str) -> None:
         """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
@@ -153,8 +156,9 @@ class VLLMEngine:
                 out.
             ModelError: The weights cannot be exported; see `named_weights`.
         """
-        if self._running or self._new:
-            raise EngineError("weights cannot change while requests are running")
+        if self._running or self._new:  # some may be cancelled, which the next step notices
+            self._ensure_running()
+            await drained(lambda: len(self._running) + len(self._new))
         if self._asleep:
             await self._call(self._engine.wake_up, ["weights"])
         await self._call(self._load, named_tensors)
