@@ -25,6 +25,8 @@ from typing import IO, NoReturn
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _PATIENCE = 60.0
 """Seconds until a guard that does not end is left alone."""
+_LOOK_SECONDS = 5.0
+"""Time between two looks at the shared memory of descendants."""
 _LONGEST = 40
 """Characters of the folder of temporary folders; the path of a Unix socket has at most 104."""
 
@@ -92,7 +94,10 @@ class Guard:
             self.process.stdin.close()
 
     def end(self) -> int | None:
-        """Waits until the guard has ended; returns the command's exit code, None if it has not."""
+        """Waits for the end; returns the exit code of a command that had ended, else 0.
+
+        None means that the guard has not ended.
+        """
         self.ask_to_end()
         try:
             return self.process.wait(_PATIENCE)
@@ -163,14 +168,22 @@ def _run(parent: int, grace: float, command: Sequence[str]) -> NoReturn:
         process_group=0,
         preexec_fn=(lambda: die_with_parent(own)) if sys.platform == "linux" else None,
     )
+    shared: set[str] = set()
+    looked = 0.0
     while process.poll() is None and not _is_over(parent):
-        pass
+        if time.monotonic() - looked > _LOOK_SECONDS:
+            shared |= _shared_memory()
+            looked = time.monotonic()
     code = process.returncode or 0
+    shared |= _shared_memory()
     for number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + grace
         _signal(process.pid, number)
         while time.monotonic() < deadline:
             if not _has_children() and not _signal(process.pid, 0):
+                for path in shared:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
                 os._exit(code if code >= 0 else 128 - code)
             if number == signal.SIGKILL:
                 _signal(process.pid, number)
@@ -217,6 +230,16 @@ def _descendants() -> list[int]:
     while level:
         level = {pid for pid, parent in parents.items() if parent in level}
         found += level
+    return found
+
+
+def _shared_memory() -> set[str]:
+    """Returns the paths of the shared memory that descendants use, which outlives their end."""
+    found: set[str] = set()
+    for pid in _descendants():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
+            lines = (line.rstrip().rpartition(b" ")[2] for line in file if b" /dev/shm/" in line)
+            found |= {os.fsdecode(path) for path in lines}
     return found
 
 

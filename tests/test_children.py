@@ -112,6 +112,22 @@ def test_a_command_whose_guard_is_killed_ends_as_well():
     assert wait_until(lambda: not is_running(command))
 
 
+def test_shared_memory_of_a_command_does_not_outlive_it():
+    name = f"/dev/shm/gspo-env-test-{os.getpid()}"
+    code = f"""
+    import mmap, os, time
+    file = os.open({name!r}, os.O_CREAT | os.O_RDWR)
+    os.truncate({name!r}, 4096)
+    kept = mmap.mmap(file, 4096)
+    time.sleep(600)
+    """
+    guard = spawn([sys.executable, "-c", textwrap.dedent(code)], log=subprocess.DEVNULL)
+    assert wait_until(lambda: os.path.exists(name))
+    time.sleep(0.2)
+    assert guard.end() == 0
+    assert not os.path.exists(name)
+
+
 def test_signals_that_reach_a_guard_do_not_end_it_and_a_command_gets_the_defaults(tmp_path):
     folder = PrivateFolder("gspo-env-test-")
     code = "import signal, time; print(signal.getsignal(2), flush=True); time.sleep(600)"
