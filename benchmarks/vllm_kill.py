@@ -75,7 +75,7 @@ def play(number: int, args: argparse.Namespace, draw: random.Random) -> tuple[in
         ended = process.poll()
         at_kill = marked(mark)
         text = (runs / "log").read_text(errors="replace").split("\n")
-        os.kill(process.pid, getattr(signal, args.signal))
+        process.send_signal(getattr(signal, args.signal))  # does nothing if it has ended
         process.wait()
         log.close()
         took = settle(mark, place, before, args.wait)
