@@ -5,6 +5,7 @@
 Every process of a run inherits an environment variable, by which it is found even if it left its
 parent, its group and its session. Every run has a folder of its own for temporary files. What is
 left is counted a while after the kill: processes, temporary files and folders, shared memory.
+PyTorch's cache of compiled code, which later runs use again, is no temporary file.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 
 MARK = "GSPO_ENV_KILL_RUN"
 TRAIN = """
---engine vllm-server --replicas 2 --enforce-eager --steps 1000 --tracker none
+--engine vllm-server --replicas 2 --enforce-eager True --steps 1000 --tracker none
 --recipe.demonstrations 100 --recipe.imitation-steps 20 --eval-tasks 8
 """
 
@@ -66,7 +67,12 @@ def play(number: int, args: argparse.Namespace, draw: random.Random) -> tuple[in
         process = subprocess.Popen(
             [sys.executable, "-m", "gspo_env", "train", *TRAIN.split(), *args.train.split()],
             cwd=runs,
-            env={**os.environ, name: value, "TMPDIR": str(place)},
+            env={
+                **os.environ,
+                name: value,
+                "TMPDIR": str(place),
+                "TORCHINDUCTOR_CACHE_DIR": str(runs / "cache"),
+            },
             stdout=(log := (runs / "log").open("w")),
             stderr=log,
         )

@@ -166,3 +166,30 @@ def test_a_process_that_was_forked_does_not_keep_a_folder(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, timeout=50
     )
     assert done.stdout.split() == [b"False"]
+
+
+COMPARE = """
+import sys, time
+from pathlib import Path
+from gspo_env.compare.play import _parallel
+
+def work(run):
+    Path(sys.argv[1], run).touch()
+    time.sleep(600 if run == "long" else 0.0)
+
+if __name__ == "__main__":
+    list(_parallel(work, ["short", "long"], 2))
+"""
+
+
+def test_workers_of_a_comparison_end_with_it_busy_or_idle(tmp_path):
+    (tmp_path / "main.py").write_text(COMPARE)
+    command = [sys.executable, str(tmp_path / "main.py"), str(tmp_path)]
+    with subprocess.Popen(command) as trainer:
+        assert wait_until(
+            lambda: (tmp_path / "short").exists() and (tmp_path / "long").exists(), 60
+        )
+        family = descendants(trainer.pid)
+        assert len(family) == 3  # two workers and Python's resource tracker
+        trainer.kill()
+    assert wait_until(lambda: not any(map(is_running, family)))

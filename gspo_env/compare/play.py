@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import time
@@ -18,6 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from gspo_env.children import die_with_parent
 from gspo_env.compare.plan import Arm, Comparison, start_settings
 from gspo_env.compare.record import Recorder
 from gspo_env.config import Config, read_toml, to_toml
@@ -264,6 +266,10 @@ def _set_up(threads: int) -> None:
     import sys
 
     import torch
+
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
 
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
