@@ -17,7 +17,7 @@ import torch
 
 from gspo_agents.reporter import Reporter
 from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
-from gspo_env.engines import Engine, Sampling, Transformers
+from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
 from gspo_env.env.registration import make_env, resolve_env
@@ -262,6 +262,7 @@ class GSPOAgent:
         most = self.config.rollout.max_turn_tokens
         sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=self.chat.stop_ids)
         completion = asyncio.run(self._new_engine().generate(self._talk.ids, sampling))
+        check_completion(completion, sampling, self.model.get_input_embeddings().num_embeddings)
         self._talk.write(completion.token_ids)
         return self.chat.decode(completion.token_ids)
 
@@ -369,7 +370,8 @@ class GSPOAgent:
         """Yields a collector; closes its environments and the engine afterwards."""
         with self._pool() as pool:
             try:
-                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout)
+                size = self.model.get_input_embeddings().num_embeddings
+                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout, size)
             finally:
                 if not keep_engine:
                     self.close()

@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from gspo_env.children import die_with_parent
 from gspo_env.compare.plan import Arm, Comparison, start_settings
 from gspo_env.compare.record import Recorder
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
@@ -282,6 +284,10 @@ def _set_up(threads: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; `_stop` follows
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
+
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 

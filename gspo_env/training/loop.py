@@ -15,7 +15,7 @@ from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice
-from gspo_env.engines.base import CopiesWeights
+from gspo_env.engines.base import CopiesWeights, CountsFaults
 from gspo_env.env.curriculum import StepResult, next_options
 from gspo_env.errors import RolloutError
 from gspo_env.learner import state as learner_state
@@ -220,7 +220,9 @@ class Loop:
         started = time.perf_counter()
         await self.collector.engine.update_weights(named_weights(self.learner.policy), version)
         seconds = time.perf_counter() - started
-        return {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
+        metrics = {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
+        engine = self.collector.engine
+        return metrics | (engine.metrics() if isinstance(engine, CountsFaults) else {})
 
     def _tasks(self, step: int, options: Mapping[str, Any]) -> list[Task]:
         seeds = (
