@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
+from gspo_env.config import Config, check_score, from_dict, override, to_dict, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
@@ -32,6 +31,7 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
+from gspo_env.saved import read_saved, record
 from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several, start
@@ -58,6 +58,8 @@ class GSPOAgent:
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
+        if env:
+            self.config = replace(self.config, env=env)
         check_score(self.config)
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
@@ -105,6 +107,7 @@ class GSPOAgent:
         folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
         self.folder, self._trained = folder, True
         write_text(folder / "config.toml", to_toml(config))
+        record(folder, config)
         tags = {"env": self.env_id, "way": check.way.value}
         info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
         with Progress() as progress, start(config.tracker, info) as tracker:
@@ -222,30 +225,36 @@ class GSPOAgent:
         folder = Path(path)
         save_model(self.model, self.tokenizer, folder)
         write_text(folder / "gspo_env.json", json.dumps({"config": to_toml(self.config)}))
+        record(folder, self.config)
 
     @classmethod
-    def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
+    def load(cls, path: str | Path, env: str = "", **changes: Any) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
+
+        The folder is data, see `gspo_env.saved`: what it names beyond built-in choices and numbers
+        is taken only if the user trained there with it, or gives it here.
 
         Args:
             path: The folder.
-            env: Another environment than the saved one; the saved score is not taken over to it.
+            env: Another environment than the saved one; saved arguments and the saved score are not
+                taken over to it.
+            changes: Fields of the config by name; a dictionary changes fields of a section.
 
         Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
         so that the folder loads without that file.
+
+        Raises:
+            ConfigError: The saved settings are damaged, or name something that has to be given.
         """
-        folder = Path(path)
-        if (folder / "model").is_dir():
-            folder = folder / "model"
-        note = folder / "gspo_env.json"
-        tree = tomllib.loads(json.loads(note.read_text())["config"]) if note.exists() else {}
-        for kind in ("advantage", "loss", "tracker"):
-            if ":" in tree.get(kind, {}).get("name", ""):
-                logger.warning("%s of %s is not loaded: %s", kind, path, tree.pop(kind)["name"])
-        if env and env != tree.get("env"):
-            tree.get("credit", {}).pop("score", None)
-        agent = cls(str(folder), env, from_dict(tree))
-        agent._trained = note.exists() and env in ("", agent.config.env)
+        saved = read_saved(path)
+        folder = Path(path, "model") if Path(path, "model").is_dir() else path
+        if saved is None:
+            return cls(str(folder), env, override(Config(model=str(folder)), changes))
+        own = not env or env == saved.env
+        tree = saved.settings(changes, env=env, playing=True)
+        changes.pop("env_kwargs", None)  # they are in the tree
+        agent = cls(str(folder), "", override(from_dict(tree), changes))
+        agent._trained = own
         return agent
 
     def warm_up(self, progress: Progress | None = None) -> None:
