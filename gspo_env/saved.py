@@ -20,7 +20,7 @@ import stat
 import tomllib
 import typing
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any

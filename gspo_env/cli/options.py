@@ -239,7 +239,7 @@ def _print_page(config: Config, group: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _spell_out(argument: str, config: Config, known: set[str]) -> str:
+def _spell_out(argument: str, config: Config, known: Collection[str]) -> str:
     """Expands a flag to its full path, `--lam` to `--advantage.lam`; other arguments stay."""
     if not argument.startswith("--"):
         return argument
