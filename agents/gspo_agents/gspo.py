@@ -231,17 +231,13 @@ class GSPOAgent:
     def load(cls, path: str | Path, env: str = "", **changes: Any) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
 
-        The folder is data, see `gspo_env.saved`: what it names beyond built-in choices and numbers
-        is taken only if the user trained there with it, or gives it here.
+        The folder is data (`gspo_env.saved`). Playing needs no estimator, loss or tracker; those
+        that are classes of a file are left out, so that the folder loads without that file.
 
         Args:
             path: The folder.
-            env: Another environment than the saved one; saved arguments and the saved score are not
-                taken over to it.
+            env: Another environment, to which neither saved arguments nor the score are taken over.
             changes: Fields of the config by name; a dictionary changes fields of a section.
-
-        Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
-        so that the folder loads without that file.
 
         Raises:
             ConfigError: The saved settings are damaged, or name something that has to be given.

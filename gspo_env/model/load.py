@@ -21,7 +21,6 @@ from torch import nn
 from gspo_env.errors import ModelError, OutputError
 from gspo_env.visible import visible
 
-
 _ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _LARGEST_TEXT = 2**28
@@ -154,10 +153,9 @@ def _check_place(name: str) -> None:
             raise ModelError(
                 f"{visible(str(file))!r} is no regular file; expected a file of a model"
             )
-        if file.suffix in (".json", ".jinja") and kind.st_size > _LARGEST_TEXT:
-            raise ModelError(
-                f"{visible(str(file))!r} has {kind.st_size:,} bytes; expected at most {_LARGEST_TEXT:,}"
-            )
+        if file.suffix in (".json", ".jinja") and (size := kind.st_size) > _LARGEST_TEXT:
+            name = visible(str(file))
+            raise ModelError(f"{name!r} has {size:,} bytes; expected at most {_LARGEST_TEXT:,}")
 
 
 def _check_config(name: str, config: Any) -> None:

@@ -126,7 +126,7 @@ def test_a_name_that_can_be_no_hub_id_is_a_missing_folder_without_a_connection(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", connect)
     (tmp_path / "runs").mkdir()
-    with pytest.raises(ModelError, match="there is no folder|folder without"):
+    with pytest.raises(ModelError, match=r"there is no folder|folder without"):
         load_model(name)
 
 
