@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 R = TypeVar("R")
 
-_ENTRY = 450
+_ENTRY = 600
 """Bytes of an entry besides its arguments and result."""
 _NUMBER = 40
 """Bytes of an integer in a tuple, its place included."""
