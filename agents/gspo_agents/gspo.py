@@ -23,7 +23,7 @@ from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
 from gspo_env.model.threads import use_threads
-from gspo_env.recipes.embedded import to_samples, warm_up
+from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
@@ -265,7 +265,7 @@ class GSPOAgent:
         if not kept:
             logger.warning("every demonstration plays a held-out task: the model starts untrained")
             return
-        samples = to_samples(kept, self.chat)
+        samples = imitation_samples(kept, self.chat)
         total = settings.imitation_steps
 
         def show(step: int, loss: float) -> None:

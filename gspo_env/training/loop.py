@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from gspo_env.batch.sample import Sample, to_sample
+from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice
@@ -139,16 +139,17 @@ class Loop:
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
     ) -> list[Sample]:
-        """Returns a sample for every episode that has a token to train on."""
+        """Returns the samples of every episode that has a token to train on."""
         keep_cut = self.config.credit.train_on_truncated
-        samples = (
-            to_sample(episode, values)
+        trained = [
+            (episode, values)
             for group, rows in zip(groups, advantages, strict=True)
             for episode, values in zip(group.episodes, rows, strict=True)
             if episode.turns
             and episode.stop_reason is not StopReason.ERROR
             and (keep_cut or not episode.truncated)
-        )
+        ]
+        samples = to_samples([episode for episode, _ in trained], [values for _, values in trained])
         return [sample for sample in samples if sample.mask.any()]
 
     async def _evaluate(self, step: int, played: int) -> Sequence[Group]:

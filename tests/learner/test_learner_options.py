@@ -177,9 +177,9 @@ def test_routing_noise_moves_the_sequence_ratio_less_than_token_ratios(mixture, 
         log_ratio = learner.logprobs(batch) - before
         for router, weight in zip(routers, kept, strict=True):
             router.weight.data = weight
-        sums = torch.zeros(len(samples)).index_add(0, batch.sequence_N, log_ratio)
+        sums = torch.zeros(len(samples)).index_add(0, batch.episode_N, log_ratio)
         token_ratios.append(log_ratio.exp())
-        sequence_ratios.append((sums / torch.bincount(batch.sequence_N)).exp())
+        sequence_ratios.append((sums / torch.bincount(batch.episode_N)).exp())
     token, sequence = torch.stack(token_ratios).std(), torch.stack(sequence_ratios).std()
     assert token > 0.005  # the experts changed
     assert sequence < 0.6 * token
