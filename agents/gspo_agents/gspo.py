@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from gspo_agents.reporter import Reporter
-from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
+from gspo_env.config import Config, check_score, from_dict, override, to_dict, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
@@ -32,6 +31,7 @@ from gspo_env.report.curves import learning_curve
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
+from gspo_env.saved import read_saved, record
 from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several, parts, start
@@ -61,9 +61,9 @@ class GSPOAgent:
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
-        check_score(self.config)
         if env:
             self.config = replace(self.config, env=env)
+        check_score(self.config)
         self.env_id = resolve_env(self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
@@ -118,6 +118,7 @@ class GSPOAgent:
             made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, ids = Checkpoints(made, config.checkpoints), {}
         self.folder = folder = checkpoints.run
+        record(folder, config)
         self._trained, self._resumed = True, None
         params = to_dict(config)
         info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=ids)
@@ -271,30 +272,32 @@ class GSPOAgent:
         folder = Path(path)
         save_model(self.model, self.tokenizer, folder)
         write_text(folder / "gspo_env.json", json.dumps({"config": to_toml(self.config)}))
+        record(folder, self.config)
 
     @classmethod
-    def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
+    def load(cls, path: str | Path, env: str = "", **changes: Any) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
+
+        The folder is data (`gspo_env.saved`). Playing needs no estimator, loss or tracker; those
+        that are classes of a file are left out, so that the folder loads without that file.
 
         Args:
             path: The folder.
-            env: Another environment than the saved one; the saved score is not taken over to it.
+            env: Another environment, to which neither saved arguments nor the score are taken over.
+            changes: Fields of the config by name; a dictionary changes fields of a section.
 
-        Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
-        so that the folder loads without that file.
+        Raises:
+            ConfigError: The saved settings are damaged, or name something that has to be given.
         """
-        folder = Path(path)
-        if (folder / "model").is_dir():
-            folder = folder / "model"
-        note = folder / "gspo_env.json"
-        tree = tomllib.loads(json.loads(note.read_text())["config"]) if note.exists() else {}
-        for kind in ("advantage", "loss", "tracker"):
-            if ":" in tree.get(kind, {}).get("name", ""):
-                logger.warning("%s of %s is not loaded: %s", kind, path, tree.pop(kind)["name"])
-        if env and env != tree.get("env"):
-            tree.get("credit", {}).pop("score", None)
-        agent = cls(str(folder), env, from_dict(tree))
-        agent._trained = note.exists() and env in ("", agent.config.env)
+        saved = read_saved(path)
+        folder = Path(path, "model") if Path(path, "model").is_dir() else path
+        if saved is None:
+            return cls(str(folder), env, override(Config(model=str(folder)), changes))
+        own = not env or env == saved.env
+        tree = saved.settings(changes, env=env, playing=True)
+        changes.pop("env_kwargs", None)  # they are in the tree
+        agent = cls(str(folder), "", override(from_dict(tree), changes))
+        agent._trained = own
         return agent
 
     def warm_up(self, progress: Progress | None = None) -> None:
