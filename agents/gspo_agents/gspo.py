@@ -26,15 +26,16 @@ from gspo_env.model.load import add_adapter, load_model, make_output, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import to_samples, warm_up
 from gspo_env.redaction import write_text
+from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
-from gspo_env.tracking.base import MODEL, RunInfo
+from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, start
+from gspo_env.tracking.several import Several, check_trackers, start
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.split import Split, hold_out, read_resets
 from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Score, Task
@@ -101,12 +102,20 @@ class GSPOAgent:
             OutputError: The output folder cannot be written.
         """
         config = self.config
+        check_trackers(config.tracker)
         check = self._check()
-        folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
+        env = self.env_id.split("/")[-1]
+        folder = make_output(config.output, f"{env}-seed{config.seed}")
         self.folder, self._trained = folder, True
         write_text(folder / "config.toml", to_toml(config))
-        tags = {"env": self.env_id, "way": check.way.value}
-        info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
+        estimator = name_of("advantage", config.advantage).rpartition(":")[2]
+        info = RunInfo(
+            name=f"{env}-{estimator}-seed{config.seed}",
+            folder=folder,
+            params=to_dict(config),
+            tags={"env": self.env_id, "way": check.way.value},
+            started=begin_run(),
+        )
         with Progress() as progress, start(config.tracker, info) as tracker:
             self.warm_up(progress)
             self._add_adapter()
