@@ -40,8 +40,12 @@ class Lines:
     written before the next one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, private: bool = False) -> None:
         """Opens the file; a last line that was not written to its end is cut off.
+
+        Args:
+            path: The file.
+            private: Whether only its owner can read it.
 
         Raises:
             OutputError: The file cannot be written.
@@ -50,9 +54,10 @@ class Lines:
         self._lost = 0
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
+        mode = 0o600 if private else 0o666
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
             self.size = _whole_lines(self._file)
             os.ftruncate(self._file, self.size)
         except OSError as error:
@@ -175,7 +180,9 @@ class Journal:
         for _, line in self.metrics.read(0):
             self._known.setdefault(line["step"], set()).update(line["metrics"])
         self.folder = run.folder.absolute()
-        self.files = Lines(run.folder / FOLDER / "files.jsonl") if files else None
+        self.files: Lines | None = None
+        if files:
+            self.files = Lines(run.folder / FOLDER / "files.jsonl", private=True)
         self._outside: set[str] = set()
         self.run = self._describe(run) if files else run
 
