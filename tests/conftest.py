@@ -24,7 +24,7 @@ from gspo_env.recipes.embedded import (
     build,
     build_model,
     build_tokenizer,
-    to_samples,
+    imitation_samples,
     warm_up,
 )
 from gspo_env.recipes.tiny import Tiny
@@ -96,7 +96,7 @@ def player():
     )
     tiny, words, demonstrations = build(env, env_id, config, seed=0)
     chat = ChatTokenizer(words)
-    samples = to_samples(demonstrations, chat)
+    samples = imitation_samples(demonstrations, chat)
     warm_up(tiny, samples, config, 0, lambda step, loss: None)
     return Player(env_id, tiny, words, chat, samples)
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,44 +16,22 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import get_scheduler
 
-from gspo_env.batch.packing import microbatches, pack
+from gspo_env.batch.packing import by_episode, microbatches, pack
 from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, TrainingError
 from gspo_env.learner.log import PassStats, UpdateStats
-from gspo_env.learner.loss import Loss, LossInput
+from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
+from gspo_env.learner.minibatch import Microbatch, Minibatch
 from gspo_env.learner.objectives import ObjectiveOutput
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
+from gspo_env.learner.spread import Scored, complete, own_part, spread_rows
 from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Microbatch:
-    """A packed row, and its log-probabilities from before the first step."""
-
-    row: PackedBatch
-    trainer_logprobs_N: Tensor | None = None
-    """Of the policy before the first step; None if nothing needs them, and in the first minibatch,
-    because its backward pass gives the same numbers."""
-    reference_logprobs_N: Tensor | None = None
-    """Of the reference; None if the policy still equals it, or if nothing needs them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Minibatch:
-    """The samples of one optimiser step, in packed rows."""
-
-    microbatches: tuple[Microbatch, ...]
-    first: bool
-    """Whether this is the first optimiser step of the update."""
-    episodes: int
-    tokens: int
-    """Model tokens."""
 
 
 class Learner:
@@ -169,19 +147,21 @@ class Learner:
                 "the engine's log-probabilities of some samples are not known; expected them where "
                 "they are pi_old or a mismatch is corrected"
             )
-        parts = [list(range(len(samples)))]
-        count = min(self.config.minibatches, len(samples))
+        episodes = by_episode(samples)
+        parts = [list(range(len(episodes)))]
+        count = min(self.config.minibatches, len(episodes))
         if count > 1:
             generator = np.random.default_rng(seed)
-            parts = split_minibatches([s.token_ids for s in samples], count, generator)
-        return [self._minibatch([samples[i] for i in part], n == 0) for n, part in enumerate(parts)]
+            parts = split_minibatches([e[0].token_ids for e in episodes], count, generator)
+        chosen = [[sample for i in part for sample in episodes[i]] for part in parts]
+        return [self._minibatch(part, n == 0) for n, part in enumerate(chosen)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
         rows = microbatches(samples, self.config.microbatch_tokens, share=self._share)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row)) for row in rows),
             first=first,
-            episodes=len(samples),
+            episodes=len(by_episode(samples)),
             tokens=sum(int(s.mask.sum()) for s in samples),
         )
 
@@ -230,19 +210,42 @@ class Learner:
         Raises:
             BatchError: The loss is not a scalar with a gradient.
         """
-        return [self._backward(m, minibatch) for m in minibatch.microbatches]
+        spread = self._spread(minibatch)
+        return [
+            self._backward(m, minibatch, [other for k, other in spread.items() if k != n])
+            for n, m in enumerate(minibatch.microbatches)
+        ]
 
-    def _backward(self, microbatch: Microbatch, minibatch: Minibatch) -> PassStats:
+    def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
+        """Scores the rows that share an episode, before the gradient of any of them."""
+        found = {}
+        # before the first step, the policy is pi_old, so every ratio is 1 and needs no pass
+        alike = minibatch.first and isinstance(self.loss, ClippedLoss)
+        alike = alike and not self.loss.needs_engine_logprobs
+        for n in spread_rows([m.row for m in minibatch.microbatches]):
+            microbatch = minibatch.microbatches[n]
+            row = microbatch.row
+            policy_N = torch.zeros_like(row.advantages_N) if alike else self.logprobs(row)
+            if minibatch.first:
+                microbatch = replace(microbatch, trainer_logprobs_N=policy_N)
+            inputs = self._loss_input(microbatch, minibatch, policy_N)
+            found[n] = Scored(row=microbatch.row, inputs=inputs)
+        return found
+
+    def _backward(
+        self, microbatch: Microbatch, minibatch: Minibatch, others: Sequence[Scored] = ()
+    ) -> PassStats:
         row, coefficient = microbatch.row, self.scorer.router_coefficient
         predictions, router_balance = self.scorer(row, routers=coefficient > 0)
         policy_N = predictions.logprobs_N.detach()
         scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
         inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
-        output = _checked(self.loss.compute(inputs), self.loss, len(policy_N))
-        total = output.loss
+        inputs = complete(inputs, row, others)
+        output = _checked(self.loss.compute(inputs), self.loss, len(inputs.logprobs_N))
+        output, total = own_part(output, len(policy_N)), output.loss
         if router_balance is not None:
-            row_loss = coefficient * router_balance.loss * len(row.lengths_B)
-            total = total + row_loss / minibatch.episodes
+            share = len(row.lengths_B) / minibatch.sequences
+            total = total + coefficient * router_balance.loss * share
             router_balance = replace(router_balance, loss=router_balance.loss.detach())
         self._add_gradient(total)
         return PassStats(
@@ -272,11 +275,11 @@ class Learner:
             logprobs_N=logprobs_N,
             old_logprobs_N=old_N,
             advantages_N=row.advantages_N,
-            sequence_N=row.sequence_N,
+            episode_N=row.episode_N,
             turn_N=row.turn_N,
             reference_logprobs_N=reference_N,
             engine_logprobs_N=row.engine_logprobs_N,
-            num_sequences=len(row.lengths_B),
+            num_episodes=len(row.episodes),
             num_turns=row.num_turns,
             episodes=minibatch.episodes,
             tokens=minibatch.tokens,
