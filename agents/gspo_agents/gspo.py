@@ -27,14 +27,15 @@ from gspo_env.model.load import add_adapter, load_model, make_output, save_adapt
 from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
+from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.saved import read_saved, record
-from gspo_env.tracking.base import MODEL, RunInfo
+from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, parts, start
+from gspo_env.tracking.several import Several, check_trackers, parts, start
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
@@ -111,6 +112,7 @@ class GSPOAgent:
             OutputError: The output folder cannot be written.
         """
         config, resumed = self.config, self._resumed
+        check_trackers(config.tracker)
         tags = {"env": self.env_id, "way": self._check().way.value}
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
@@ -120,8 +122,14 @@ class GSPOAgent:
         self.folder = folder = checkpoints.run
         record(folder, config)
         self._trained, self._resumed = True, None
-        params = to_dict(config)
-        info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=ids)
+        info = RunInfo(
+            name=self._run_name,
+            folder=folder,
+            params=to_dict(config),
+            tags=tags,
+            resume=ids,
+            started=begin_run(),
+        )
         with (
             checkpoints,
             stop_on_signals() as stop,
@@ -346,6 +354,12 @@ class GSPOAgent:
         embedded = isinstance(self.config.engine, Transformers)
         decide = check_engine if embedded else check_model
         return decide(self.model, max_context=self.config.rollout.max_context)
+
+    @property
+    def _run_name(self) -> str:
+        """What trackers call the run: environment, estimator and seed."""
+        estimator = name_of("advantage", self.config.advantage).rpartition(":")[2]
+        return f"{self.env_id.split('/')[-1]}-{estimator}-seed{self.config.seed}"
 
     def _take_score(self) -> None:
         """Takes the score that the environment declares, unless the config has one.

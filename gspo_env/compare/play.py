@@ -32,6 +32,7 @@ from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
+from gspo_env.tracking.several import check_trackers
 from gspo_env.training.signals import stop_on_signals
 
 logger = logging.getLogger(__name__)
@@ -101,11 +102,13 @@ def compare(
 
     Raises:
         OutputError: The folder cannot be written, or holds another comparison.
-        ConfigError: An estimator or the metric does not exist.
+        ConfigError: An estimator or the metric does not exist, or a tracker's address does not
+            answer.
         UnknownEnvironmentError: An environment does not exist.
     """
     for config in comparison.problems.values():
         resolve_env(config.env)
+    check_trackers(tracker)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     played = [run for run in runs if (run.folder / "result.json").exists()]
@@ -149,7 +152,8 @@ def _played(
 
 def _keep(record: Recorder, result: Result) -> None:
     run = result.run
-    record.child(run.name, run.folder, run.config, result.history, result.error)
+    ended = (run.folder / "result.json").stat().st_mtime
+    record.child(run.name, run.folder, run.config, ended - result.seconds, result.error)
 
 
 def _score(result: Result, metric: str) -> str:
