@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from gspo_env.children import die_with_parent
 from gspo_env.compare.plan import Arm, Comparison, start_settings
 from gspo_env.compare.record import Recorder
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
@@ -30,6 +32,7 @@ from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
+from gspo_env.tracking.several import check_trackers
 from gspo_env.training.signals import stop_on_signals
 
 logger = logging.getLogger(__name__)
@@ -99,11 +102,13 @@ def compare(
 
     Raises:
         OutputError: The folder cannot be written, or holds another comparison.
-        ConfigError: An estimator or the metric does not exist.
+        ConfigError: An estimator or the metric does not exist, or a tracker's address does not
+            answer.
         UnknownEnvironmentError: An environment does not exist.
     """
     for config in comparison.problems.values():
         resolve_env(config.env)
+    check_trackers(tracker)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     played = [run for run in runs if (run.folder / "result.json").exists()]
@@ -147,7 +152,8 @@ def _played(
 
 def _keep(record: Recorder, result: Result) -> None:
     run = result.run
-    record.child(run.name, run.folder, run.config, result.history, result.error)
+    ended = (run.folder / "result.json").stat().st_mtime
+    record.child(run.name, run.folder, run.config, ended - result.seconds, result.error)
 
 
 def _score(result: Result, metric: str) -> str:
@@ -282,6 +288,10 @@ def _set_up(threads: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; `_stop` follows
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
+
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 

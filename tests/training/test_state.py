@@ -28,6 +28,9 @@ WAYS = {
     "a KL reference": {"loss": {"kl_coef": 0.05}},
     "a KL reference, LoRA": {"loss": {"kl_coef": 0.05}, "learner": {"lora_rank": 2}},
     "one minibatch, constant": {"learner": {"minibatches": 1, "schedule": "constant"}},
+    "a curriculum": {
+        "curriculum": {"name": "ladder", "option": "size", "values": [1, 2, 3], "success": 0.0}
+    },
     "outcomes that use the global generators": {"env_kwargs": {"noise": 1.0}},
 }
 
