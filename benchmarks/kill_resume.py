@@ -34,9 +34,14 @@ from gspo_env.config import Config, override
 
 STEPS = 6
 SHORT = {
-    "recipe": {"hidden_size": 32, "demonstrations": 200, "imitation_steps": 40},
+    "recipe": {
+        "hidden_size": 32,
+        "demonstrations": 200,
+        "imitation_steps": 40,
+        "imitation_learning_rate": 1e-2,
+    },
     "steps": STEPS,
-    "tasks_per_step": 2,
+    "tasks_per_step": 4,
     "eval_every": 2,
     "eval_tasks": 4,
     "rollout": {"group_size": 4},
@@ -83,8 +88,9 @@ def _reference(way: str) -> float:
         sys.exit(f"the run {way} failed: {Path('errors.txt').read_text()[-2000:]}")
     seconds = time.perf_counter() - begun
     state = json.loads(Path(way, f"checkpoints/step-{STEPS:06d}/state.json").read_text())
-    if not all(m.get("train/grad_norm", 1.0) > 0 for _, m in state["history"]):
-        sys.exit(f"a step of the run {way} has no gradient; expected one in each")
+    norms = [m["train/grad_norm"] for _, m in state["history"] if "train/grad_norm" in m]
+    if not min(norms) > 0:
+        sys.exit(f"steps of the run {way} have no gradient, the norms are {norms}")
     return seconds
 
 
