@@ -29,6 +29,7 @@ from gspo_env.redaction import write_text
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
@@ -61,7 +62,7 @@ class GSPOAgent:
         check_score(self.config)
         self.env_id = resolve_env(env or self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
-        try_out(self.env_id, self._env)
+        try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self._take_score()
         self._demonstrations: list[Episode] = []
         dtype = self.config.model_dtype
@@ -92,6 +93,7 @@ class GSPOAgent:
         self._trained, self._left_out = False, 0
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
+        close_quietly(self._env)  # from here on, only what it declares is read
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
@@ -118,7 +120,7 @@ class GSPOAgent:
                 temperature=config.rollout.temperature,
             )
             report = _Reporter(config, progress, tracker, folder)
-            with self._collector() as collector:
+            with self._collector() as collector, _first_fault(collector, folder, tracker):
                 split = self.split()
                 loop = Loop(config, self.env_id, collector, learner, report, split)
                 history = asyncio.run(loop.train())
@@ -315,8 +317,7 @@ class GSPOAgent:
 
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
-        threads = self.config.rollout.concurrency
-        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), threads)
+        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), self._env)
         try:
             yield pool
         finally:
@@ -356,6 +357,18 @@ class GSPOAgent:
         if tracker.how_to_look:
             lines.append(f"Tracked: {tracker.how_to_look}")
         return "\n".join(lines)
+
+
+@contextmanager
+def _first_fault(collector: Collector, folder: Path, tracker: Several) -> Iterator[None]:
+    """Keeps the first failure of an environment in the folder and the tracker, at any end."""
+    try:
+        yield
+    finally:
+        if (first := collector.pool.faults.first) is not None:
+            path = folder / "first-environment-error.txt"
+            write_text(path, f"{first.message}\n\n{first.traceback}")
+            tracker.artifact(path)
 
 
 class _Reporter:

@@ -21,7 +21,7 @@ from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
-from gspo_env.types import FloatArray, Group, Score, StopReason, Task
+from gspo_env.types import FloatArray, Group, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +145,7 @@ class Loop:
             to_sample(episode, values)
             for group, rows in zip(groups, advantages, strict=True)
             for episode, values in zip(group.episodes, rows, strict=True)
-            if episode.turns
-            and episode.stop_reason is not StopReason.ERROR
-            and (keep_cut or not episode.truncated)
+            if episode.turns and not episode.failed and (keep_cut or not episode.truncated)
         )
         return [sample for sample in samples if sample.mask.any()]
 
