@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gspo_agents.reporter import Reporter
+from gspo_agents.reporter import Reporter, first_fault
 from gspo_env.config import Config, check_score, from_dict, override, to_dict, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import attribute
@@ -30,6 +30,7 @@ from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.saved import read_saved, record
@@ -67,7 +68,7 @@ class GSPOAgent:
         check_score(self.config)
         self.env_id = resolve_env(self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
-        try_out(self.env_id, self._env)
+        try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self._take_score()
         self._demonstrations: list[Episode] = []
         dtype = self.config.model_dtype
@@ -100,6 +101,7 @@ class GSPOAgent:
         self._resumed: Resumed | None = None
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
+        close_quietly(self._env)  # from here on, only what it declares is read
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
@@ -142,7 +144,11 @@ class GSPOAgent:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
             facts = run_facts(config, self.model, self._source, self._left_out)
             learner = self._learner()
-            with checkpoints.named_on_failure(), self._collector() as collector:
+            with (
+                checkpoints.named_on_failure(),
+                self._collector() as collector,
+                first_fault(collector, folder, tracker),
+            ):
                 keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self.save)
                 loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
                 if resumed is not None:
@@ -395,8 +401,7 @@ class GSPOAgent:
 
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
-        threads = self.config.rollout.concurrency
-        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), threads)
+        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), self._env)
         try:
             yield pool
         finally:

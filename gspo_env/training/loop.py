@@ -29,7 +29,7 @@ from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, generators, set_generators
-from gspo_env.types import FloatArray, Group, Score, StopReason, Task
+from gspo_env.types import FloatArray, Group, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -240,9 +240,7 @@ class Loop:
             (episode, values)
             for group, rows in zip(groups, advantages, strict=True)
             for episode, values in zip(group.episodes, rows, strict=True)
-            if episode.turns
-            and episode.stop_reason is not StopReason.ERROR
-            and (keep_cut or not episode.truncated)
+            if episode.turns and not episode.failed and (keep_cut or not episode.truncated)
         ]
         samples = to_samples([episode for episode, _ in trained], [values for _, values in trained])
         return [sample for sample in samples if sample.mask.any()]
