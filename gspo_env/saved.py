@@ -189,7 +189,10 @@ def record(folder: Path, config: Config) -> None:
 def _is_recorded(folder: Path, refused: Mapping[str, Any]) -> bool:
     """Returns whether the user trained there with these settings, and files, from this place."""
     wanted = {"cwd": os.getcwd(), "settings": _digest(refused), "files": _files(refused)}
-    for place in (folder, folder.parent) if folder.name == "model" else (folder,):
+    places = [folder, folder.parent] if folder.name == "model" else [folder]
+    if places[-1].parent.name == "checkpoints":  # the model of a checkpoint
+        places.append(places[-1].parent.parent)
+    for place in places:
         try:
             note = json.loads(_note(place).read_text())
         except (OSError, ValueError):
