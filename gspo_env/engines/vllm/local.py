@@ -37,6 +37,7 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         # All weights arrive as an update does: one that is not updated shows at once.
         "load_format": "dummy",
         "worker_extension_cls": EXTENSION,
