@@ -6,6 +6,7 @@ is replaced by a mark when it is written, and so is text that looks like a key o
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -108,6 +109,20 @@ def write_text(path: Path, text: str) -> None:
         path.touch(0o600)
         path.chmod(0o600)  # it may have existed
     path.write_text(text)
+
+
+def log_to_terminal() -> None:
+    """Shows warnings of this process in the terminal, without secrets, unless logging is set up."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Redacted("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class _Redacted(logging.Formatter):
+    """Formats lines without what looks like a secret, also in tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact_text(super().format(record))
 
 
 def find_mark(value: Any, name: str = "") -> str:

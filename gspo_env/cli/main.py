@@ -1,9 +1,8 @@
-"""The command line: train, evaluate, compare, envs, doctor."""
+"""The command line: train, evaluate, compare, sync, envs, doctor."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,11 +12,13 @@ import tyro
 
 import gspo_env
 from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.redaction import log_to_terminal, redact_text
 
 COMMANDS = {
     "train": "gspo_env.cli.train:Train",
     "evaluate": "gspo_env.cli.evaluate:Evaluate",
     "compare": "gspo_env.cli.compare:Compare",
+    "sync": "gspo_env.cli.sync:Sync",
     "envs": "gspo_env.cli.envs:Envs",
     "doctor": "gspo_env.cli.doctor:Doctor",
 }
@@ -29,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] == "--version":
         print(f"gspo-env {gspo_env.__version__}")
         return
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    log_to_terminal()
     try:
         parse(arguments).run()
     except GspoEnvError as error:
-        print(f"gspo-env: {error}", file=sys.stderr)
+        print(f"gspo-env: {redact_text(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
