@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import ConfigError
+from gspo_env.visible import visible
 
 MARK = "[redacted]"
 
@@ -112,17 +113,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 def log_to_terminal() -> None:
-    """Shows warnings of this process in the terminal, without secrets, unless logging is set up."""
+    """Shows warnings of this process in the terminal, unless the program has set up logging."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_Redacted("%(levelname)s %(message)s"))
+    handler.setFormatter(_Formatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
-class _Redacted(logging.Formatter):
-    """Formats lines without what looks like a secret, also in tracebacks."""
+class _Formatter(logging.Formatter):
+    """Hides secrets, shows hidden characters, and indents all but a record's first line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return redact_text(super().format(record))
+        return visible(redact_text(super().format(record))).replace("\n", "\n    ")
 
 
 def find_mark(value: Any, name: str = "") -> str:

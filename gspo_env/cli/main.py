@@ -13,6 +13,7 @@ import tyro
 import gspo_env
 from gspo_env.errors import ConfigError, GspoEnvError
 from gspo_env.redaction import log_to_terminal, redact_text
+from gspo_env.visible import visible
 
 COMMANDS = {
     "train": "gspo_env.cli.train:Train",
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         parse(arguments).run()
     except GspoEnvError as error:
-        print(f"gspo-env: {redact_text(str(error))}", file=sys.stderr)
+        print(f"gspo-env: {visible(redact_text(str(error)))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
