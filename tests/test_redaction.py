@@ -189,7 +189,7 @@ def test_log_lines_tracebacks_errors_and_the_progress_show_no_secret() -> None:
         "try:\n    raise ValueError(secret)\n"
         "except ValueError:\n    logging.exception('failed')\n"
         "Progress().line(secret)\n"
-        "main(['train', '--env', secret])\n"
+        "main([secret])\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
