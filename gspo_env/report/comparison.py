@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.compare import Arm, Comparison, Result, stats
+from gspo_env.redaction import write_text
 from gspo_env.report.curves import INK, frame, plain
 from gspo_env.types import BoolArray, FloatArray
 
@@ -278,7 +279,7 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
     """Writes `report.html`, `tables.md` and a picture of each problem; returns their paths."""
     summary = summarise(comparison, results)
     paths = [folder / "tables.md"]
-    paths[0].write_text(markdown(comparison, summary))
+    write_text(paths[0], markdown(comparison, summary))
     method = html.escape(_method(comparison).replace("`", ""))
     body = [f"<h1>Comparison</h1><p>{method}</p>"]
     for name, rows in summary.items():
@@ -296,10 +297,11 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
         items = "".join(f"<li>{html.escape(f'{r.run.name}: {r.error}')}</li>" for r in failed)
         body.append(f"<h2>Failed runs</h2><ul>{items}</ul>")
     page = folder / "report.html"
-    page.write_text(
+    write_text(
+        page,
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>Comparison</title>'
-        f"<style>{_STYLE}</style>{''.join(body)}</html>"
+        f"<style>{_STYLE}</style>{''.join(body)}</html>",
     )
     return [page, *paths]
 
