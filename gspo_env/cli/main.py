@@ -42,7 +42,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     handler.setFormatter(_Visible("%(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:
-        parse(arguments).run()
+        try:
+            parse(arguments).run()
+        finally:
+            sys.stdout.flush()
     except GspoEnvError as error:
         print(f"gspo-env: {visible(str(error))}", file=sys.stderr)
         sys.exit(2)

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from gspo_env.compare.plan import Arm, Comparison, start_settings
+from gspo_env.compare.plan import Arm, Comparison, check_metric, start_settings
 from gspo_env.compare.record import Recorder
 from gspo_env.config import Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
@@ -97,6 +97,7 @@ def compare(
     """
     for config in comparison.problems.values():
         resolve_env(config.env)
+    check_metric(comparison.metric)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     played = [run for run in runs if (run.folder / "result.json").exists()]
@@ -191,6 +192,11 @@ def _claim(comparison: Comparison, output: Path) -> None:
     note = output / "comparison.json"
     try:
         output.mkdir(parents=True, exist_ok=True)
+        if not note.exists() and any(output.iterdir()):
+            raise OutputError(
+                f"{str(output)!r} is not empty and holds no comparison; name a new folder with "
+                "--output"
+            )
         if note.exists() and note.read_text() != said:
             raise OutputError(
                 f"{str(output)!r} holds another comparison; name a new folder with --output"

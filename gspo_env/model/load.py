@@ -210,4 +210,7 @@ def add_adapter(model: Any, rank: int, seed: int = 0) -> Any:
         try:
             return get_peft_model(model, adapter)
         except ValueError as error:
-            raise ModelError(f"{kind} cannot have an adapter: {_first_line(error)}") from error
+            raise ModelError(
+                f"{kind} cannot have an adapter: PEFT knows none of its layers, or not all; "
+                "expected lora_rank 0"
+            ) from error
