@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
@@ -90,12 +90,15 @@ class Choices:
     """Engine that samples the actions."""
     tracker: Annotated[str, _names("tracker")] = ""
     """Where metrics are recorded; separate several with commas."""
+    curriculum: Annotated[str, _names("curriculum")] = ""
+    """Chooses the options of the environment's `reset` by the results so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Start(Choices):
     """Options that determine which other options exist."""
 
+    resume: str = ""
     model: str = ""
     env: str = ""
     env_kwargs: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
@@ -122,6 +125,20 @@ class Run:
         return _sections(self.settings, _checked)
 
     @classmethod
+    def saved(cls, folder: str, given: Mapping[str, Any], env: str) -> dict[str, Any]:
+        """Returns the settings of a run to go on with.
+
+        Args:
+            folder: Folder of the run.
+            given: Settings of the user.
+            env: The environment, if the user names one.
+
+        Raises:
+            ConfigError: The command goes on with no run.
+        """
+        raise ConfigError(f"--resume is {folder!r}; expected it with `train` only")
+
+    @classmethod
     def take(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Takes the command's own table out of a file's tree; returns its options."""
         return {}
@@ -137,11 +154,18 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
         ConfigError: The file, a choice or a flag is unknown or invalid.
     """
     start, rest = tyro.cli(_Start, args=arguments, return_unknown_args=True, add_help=False)
+    if start.config and start.resume:
+        raise ConfigError("--config and --resume are given; expected one of them")
     tree = read_toml(start.config) if start.config else {}
     own = command.take(tree)
+    if start.resume:
+        pairs = dict(_pair(text) for texts in start.env_kwargs for text in texts)
+        given = {k: v for k in BUILTIN if (v := getattr(start, k))} | {"env_kwargs": pairs}
+        tree = command.saved(start.resume, given, start.env)
+        own |= {"resume": start.resume}
     tree |= {key: value for key in ("model", "recipe", "env") if (value := getattr(start, key))}
     known = {"help", *(f.name for f in dataclasses.fields(command))}
-    config = _base(tree, start, rest, known)
+    config = from_dict(tree) if start.resume else _base(tree, start, rest, known)
     given = dict(_pair(text) for texts in start.env_kwargs for text in texts)
     config = override(config, {"env_kwargs": config.env_kwargs | given})
     for kind in BUILTIN:

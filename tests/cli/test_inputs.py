@@ -12,6 +12,8 @@ from gspo_env.cli.main import main, parse
 from gspo_env.compare.plan import check_metric
 from gspo_env.errors import ConfigError
 
+ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
+
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
@@ -45,8 +47,8 @@ def refused(capsys, *arguments):
         (["train", "--learner.precision", "bf16"], "it is called model_dtype"),
         (["train", "--match-rms", "1"], "it is called credit.rms"),
         (["train", "--held-out-tasks", "9"], "it is called eval_tasks"),
-        (["compare", "--metric", "nope", "--seeds", "1"], "metric is 'nope'; expected a metric"),
-        (["compare", "--metric", "eval/sucess", "--seeds", "1"], "such as eval/success"),
+        (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
+        (["compare", "--metric", "eval/sucess", *ARMS], "such as eval/success"),
     ],
 )
 def test_an_input_that_cannot_be_meant_is_one_sentence_at_once(capsys, tmp_path, arguments, words):
@@ -83,7 +85,7 @@ def test_a_file_in_another_encoding_is_named_and_one_with_a_mark_is_read(capsys,
 def test_a_comparison_into_the_folder_of_a_run_is_refused(capsys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
-    said = refused(capsys, "compare", "--output", "run", "--seeds", "1")
+    said = refused(capsys, "compare", "--output", "run", *ARMS)
     assert "'run' is not empty and holds no comparison" in said
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.toml"]
 
