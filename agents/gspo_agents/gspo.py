@@ -64,6 +64,7 @@ class GSPOAgent:
         if env:
             self.config = replace(self.config, env=env)
         check_score(self.config)
+        getattr(self.config.engine, "require", lambda: None)()
         self.env_id = resolve_env(self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
