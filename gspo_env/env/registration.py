@@ -13,6 +13,8 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator, registry
 from gymnasium.spaces import Text
 
+from gspo_env.env.background import make_synchronous
+from gspo_env.env.base import METHODS
 from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
 from gspo_env.importing import load_module
 from gspo_env.redaction import find_mark, redact
@@ -122,6 +124,7 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
         if not kwargs and "__init__() missing" not in reason:
             raise
         raise ConfigError(f"{env_id} cannot be made with {redact(kwargs)}: {reason}.") from error
+    make_synchronous(type(env.unwrapped), METHODS)
     for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
         if not isinstance(space, Text):
             env.close()
