@@ -14,7 +14,7 @@ import numpy as np
 from gspo_env.batch.sample import Sample
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.registration import make_env
-from gspo_env.recipes.embedded import build, to_samples, warm_up
+from gspo_env.recipes.embedded import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
@@ -41,7 +41,7 @@ def make_player(steps: int = 100) -> Player:
     config = Tiny(demonstrations=1000, imitation_steps=steps)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
     chat = ChatTokenizer(tokenizer)
-    warm_up(model, to_samples(demonstrations, chat), config, 0, lambda step, loss: None)
+    warm_up(model, imitation_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return Player(model=model, tokenizer=tokenizer, chat=chat)
 
 

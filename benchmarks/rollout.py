@@ -67,7 +67,7 @@ def main() -> None:
     turns = sum(len(e.turns) for e in episodes)
     model_tokens = sum(e.model_tokens for e in episodes)
     follow = sum(len(t.prompt_ids) for e in episodes for t in e.turns[1:])
-    length = sum(len(e.token_ids) for e in episodes) / len(episodes)
+    length = sum(len(s.token_ids) for e in episodes for s in e.sequences) / len(episodes)
     rows = min(config.concurrency, len(episodes))
     same = Shape(
         rows=rows,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class JsonLines:
     """Writes the metrics of each step as a line of JSON into the folder of the run."""
 
-    file: str = "metrics.jsonl"
+    file: str = "lines.jsonl"
     """Name of the file."""
 
     def start(self, run):
@@ -33,5 +33,5 @@ class Writer:
         if self.folder not in path.parents:  # the files of the run are already here
             shutil.copy(path, self.folder)
 
-    def finish(self, status):
+    def finish(self, status, reason):
         self.log({}, status)

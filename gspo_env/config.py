@@ -20,6 +20,7 @@ from pydantic_core import to_jsonable_python
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
+from gspo_env.env.curriculum import NoCurriculum
 from gspo_env.errors import ConfigError
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
@@ -35,11 +36,27 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When a run is saved so that `gspo-env train --resume` can go on with it."""
+
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves as often as takes at most 2 % of the time."""
+    keep: int = 2
+    """Newest checkpoints to keep, besides the best by `eval/success`; 0 saves none."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        for name in ("save_every", "keep"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """All settings of a run. `Config()` has the same values for every model.
 
-    The fields `recipe`, `advantage`, `loss`, `engine` and `tracker` hold choices: instances of a
-    class that `gspo_env.registry` finds by name.
+    The fields `recipe`, `advantage`, `loss`, `engine`, `tracker` and `curriculum` hold choices:
+    instances of a class that `gspo_env.registry` finds by name.
     """
 
     env: str = "gspo/Lookup-v0"
@@ -65,6 +82,7 @@ class Config:
     """Held-out tasks of an evaluation."""
     output: str = ""
     """Folder for the results; by default a new one under `runs`, or `comparisons/comparison`."""
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: Any = field(default_factory=ReturnsToGo)
     credit: CreditConfig = field(default_factory=CreditConfig)
@@ -73,6 +91,7 @@ class Config:
     engine: Any = field(default_factory=Transformers)
     tracker: Any = field(default_factory=MLflow)
     recipe: Any = field(default_factory=Recipe)
+    curriculum: Any = field(default_factory=NoCurriculum)
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""

@@ -86,9 +86,4 @@ class ToolServerError(GspoEnvError, RuntimeError):
 
 
 class TrackingError(GspoEnvError, RuntimeError):
-    """A tracker could not record everything; raised by its `finish`."""
-
-    def __init__(self, calls: list[str]) -> None:
-        """Stores the errors of the failed calls."""
-        super().__init__(f"{len(calls)} calls failed, the first was {calls[0]}")
-        self.calls = calls
+    """A tracker cannot record now."""

@@ -158,8 +158,11 @@ class Turn:
     The turns of a text-only policy have no ids and no log-probabilities.
     """
 
+    parent: int | None = -1
+    """Index of the turn whose tokens this turn's prompt continues; None where a new sequence
+    begins. The default -1 is the turn before this one."""
     prompt_ids: tuple[int, ...] = ()
-    """The environment's tokens that are new in this turn, template glue included."""
+    """The environment's tokens that follow those of the parent, template glue included."""
     action_ids: tuple[int, ...] = ()
     """Exactly the ids that the engine sampled, the end-of-turn id included."""
     logprobs: tuple[float, ...] = ()
@@ -178,8 +181,18 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokenSequence:
+    """Tokens of an episode that stood in one context."""
+
+    token_ids: IntArray
+    """(T,)"""
+    turn_ids: IntArray
+    """(T,) the turn of each model token that is trained here; -1 on all other tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """One episode; also one training sequence, since its token ids are only ever appended to."""
+    """One episode: turns in order of time, whose tokens form one or more sequences."""
 
     task: Task
     prompt: Prompt = field(default_factory=Prompt)
@@ -212,31 +225,50 @@ class Episode:
         return np.array([turn.reward for turn in self.turns], dtype=np.float64)
 
     @property
-    def token_ids(self) -> IntArray:
-        """Every token of the episode in order, shape (T,)."""
-        ids = [
-            i for turn in self.turns for part in (turn.prompt_ids, turn.action_ids) for i in part
-        ]
-        return np.array(ids, dtype=np.int64)
+    def parents(self) -> tuple[int | None, ...]:
+        """(K,) the turn that each turn continues; None where a sequence begins.
+
+        Raises:
+            ValueError: A parent is not an earlier turn.
+        """
+        found: list[int | None] = []
+        for k, turn in enumerate(self.turns):
+            parent = (k - 1 if k else None) if turn.parent == -1 else turn.parent
+            if parent is not None and not 0 <= parent < k:
+                raise ValueError(f"the parent of turn {k} is {parent}; expected an earlier turn")
+            found.append(parent)
+        return tuple(found)
 
     @property
-    def turn_ids(self) -> IntArray:
-        """The turn of each model token, -1 on environment tokens, shape (T,)."""
-        spans = [
-            np.full(len(part), value, dtype=np.int64)
-            for k, turn in enumerate(self.turns)
-            for part, value in ((turn.prompt_ids, -1), (turn.action_ids, k))
-        ]
-        return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+    def sequences(self) -> tuple[TokenSequence, ...]:
+        """The training sequences: one for each turn that no other turn continues.
 
-    @property
-    def mask(self) -> BoolArray:
-        """True on the tokens that the policy sampled, shape (T,)."""
-        return self.turn_ids >= 0
+        A turn that several sequences contain is trained in the first of them and is context in the
+        others, so each sampled token is trained once, in the context in which it was sampled.
+        """
+        parents = self.parents
+        trained: set[int] = set()
+        found = []
+        for leaf in sorted(set(range(len(parents))) - set(parents)):
+            path: list[int] = []
+            at: int | None = leaf
+            while at is not None:
+                path.append(at)
+                at = parents[at]
+            ids: list[int] = []
+            turn_ids: list[int] = []
+            for k in reversed(path):
+                turn = self.turns[k]
+                ids += [*turn.prompt_ids, *turn.action_ids]
+                turn_ids += [-1] * len(turn.prompt_ids)
+                turn_ids += [-1 if k in trained else k] * len(turn.action_ids)
+            trained.update(path)
+            found.append(TokenSequence(token_ids=np.array(ids), turn_ids=np.array(turn_ids)))
+        return tuple(found)
 
     @property
     def engine_logprobs(self) -> FloatArray:
-        """The engine's log-probabilities of the model tokens, shape (N,)."""
+        """The engine's log-probabilities of the sampled tokens by turn, shape (N,)."""
         return np.array([p for turn in self.turns for p in turn.logprobs], dtype=np.float64)
 
     @property

@@ -24,7 +24,7 @@ from gspo_env.recipes.embedded import (
     build,
     build_model,
     build_tokenizer,
-    to_samples,
+    imitation_samples,
     warm_up,
 )
 from gspo_env.recipes.tiny import Tiny
@@ -39,6 +39,14 @@ WORDS = [
     "You are a helpful assistant. Use the tool, then answer.",
     "<answer>cedar</answer> birch stone river",
 ]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state(tmp_path_factory):
+    """Records of trained folders do not go to the home of who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +104,7 @@ def player():
     )
     tiny, words, demonstrations = build(env, env_id, config, seed=0)
     chat = ChatTokenizer(words)
-    samples = to_samples(demonstrations, chat)
+    samples = imitation_samples(demonstrations, chat)
     warm_up(tiny, samples, config, 0, lambda step, loss: None)
     return Player(env_id, tiny, words, chat, samples)
 

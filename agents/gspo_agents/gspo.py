@@ -5,41 +5,45 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
-from gspo_env.engines import Engine, Sampling, Transformers
+from gspo_agents.reporter import Reporter, first_fault
+from gspo_env.config import Config, check_score, from_dict, override, to_dict, to_toml, with_score
+from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score, try_out
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env, resolve_env
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, OutputError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
-from gspo_env.model.load import add_adapter, load_model, make_output, save_model
+from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
-from gspo_env.recipes.embedded import to_samples, warm_up
+from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
+from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
-from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.faults import close_quietly
-from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
-from gspo_env.tracking.base import MODEL, RunInfo
+from gspo_env.saved import read_saved, record
+from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, start
+from gspo_env.tracking.several import Several, check_trackers, parts, start
+from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
+from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
-from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Score, Task
+from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
+from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +64,10 @@ class GSPOAgent:
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
+        if env:
+            self.config = replace(self.config, env=env)
         check_score(self.config)
-        self.env_id = resolve_env(env or self.config.env)
-        self._spec = env or self.config.env
+        self.env_id = resolve_env(self.config.env)
         self._env = self._make_env()
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self._take_score()
@@ -93,6 +98,8 @@ class GSPOAgent:
         self.folder: Path | None = None
         self._splits: dict[int, Split] = {}
         self._trained, self._left_out = False, 0
+        self._source = (model or self.config.model) if isinstance(model, str) else ""
+        self._resumed: Resumed | None = None
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
         close_quietly(self._env)  # from here on, only what it declares is read
@@ -100,37 +107,90 @@ class GSPOAgent:
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
 
+        SIGINT and SIGTERM end the training after the step that runs, with a checkpoint; a second
+        one raises KeyboardInterrupt. An agent of `resume` goes on where its run stopped.
+
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
         """
-        config = self.config
-        check = self._check()
-        folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
-        self.folder, self._trained = folder, True
-        write_text(folder / "config.toml", to_toml(config))
-        tags = {"env": self.env_id, "way": check.way.value}
-        info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
-        with Progress() as progress, start(config.tracker, info) as tracker:
+        config, resumed = self.config, self._resumed
+        check_trackers(config.tracker)
+        tags = {"env": self.env_id, "way": self._check().way.value}
+        if resumed is not None:
+            checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
+        else:
+            made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
+            checkpoints, ids = Checkpoints(made, config.checkpoints), {}
+        self.folder = folder = checkpoints.run
+        record(folder, config)
+        self._trained, self._resumed = True, None
+        info = RunInfo(
+            name=self._run_name,
+            folder=folder,
+            params=to_dict(config),
+            tags=tags,
+            resume=ids,
+            started=begin_run(),
+        )
+        with (
+            checkpoints,
+            stop_on_signals() as stop,
+            Progress() as progress,
+            start(config.tracker, info) as tracker,
+        ):
+            report = Reporter(config, progress, tracker, checkpoints)
             self.warm_up(progress)
-            self._add_adapter()
-            learner = Learner(
-                self.model,
-                config.loss,
-                config.learner,
-                total_steps=config.steps * config.learner.minibatches,
-                temperature=config.rollout.temperature,
-            )
-            report = _Reporter(config, progress, tracker, folder)
-            with self._collector() as collector, _first_fault(collector, folder, tracker):
-                split = self.split()
-                loop = Loop(config, self.env_id, collector, learner, report, split)
+            if resumed is None and not self._source:
+                checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
+            facts = run_facts(config, self.model, self._source, self._left_out)
+            learner = self._learner()
+            with (
+                checkpoints.named_on_failure(),
+                self._collector() as collector,
+                first_fault(collector, folder, tracker),
+            ):
+                keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self.save)
+                loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
+                if resumed is not None:
+                    loop.restore(resumed.saved)
+                    report.take_score(loop.score.score)
+                stop.graceful = True
                 history = asyncio.run(loop.train())
-            self.config = report.config
-            self._finish(folder, history, tracker)
-            tracker.finish()
-            progress.line(self._summary(folder, history, report.evaluations, tracker))
+                self.config = report.config
+                # before the environments close, which may raise
+                finished = loop.step == config.steps
+                if finished:
+                    self._finish(checkpoints, history, tracker)
+                tracker.finish("FINISHED" if finished else "KILLED")
+            report.end(history, self.split(), self._left_out)
         return history
+
+    @classmethod
+    def resume(cls, path: str | Path, config: Config | None = None) -> GSPOAgent:
+        """Returns the agent of a run that stopped; `train` goes on after its newest checkpoint.
+
+        Until it has trained, no other process can train the run.
+
+        Args:
+            path: Folder of the run.
+            config: The run's config with another number of steps, or other settings of checkpoints.
+
+        Raises:
+            ConfigError: The config changes another setting.
+            ModelError: The model that the run began with is not found, or differs.
+            OutputError: The run has no undamaged checkpoint, or another process trains it.
+        """
+        resumed = open_run(Path(path), config)
+        agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer)
+        resumed.check(agent.model)
+        agent._resumed, agent._left_out = resumed, resumed.saved.numbers["left_out"]
+        return agent
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the agent of a resumed run that has nothing left to do."""
+        return self._resumed is not None and self._resumed.finished
 
     def evaluate(self, tasks: int = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
         """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
@@ -218,6 +278,7 @@ class GSPOAgent:
         most = self.config.rollout.max_turn_tokens
         sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=self.chat.stop_ids)
         completion = asyncio.run(self._new_engine().generate(self._talk.ids, sampling))
+        check_completion(completion, sampling, self.model.get_input_embeddings().num_embeddings)
         self._talk.write(completion.token_ids)
         return self.chat.decode(completion.token_ids)
 
@@ -226,30 +287,32 @@ class GSPOAgent:
         folder = Path(path)
         save_model(self.model, self.tokenizer, folder)
         write_text(folder / "gspo_env.json", json.dumps({"config": to_toml(self.config)}))
+        record(folder, self.config)
 
     @classmethod
-    def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
+    def load(cls, path: str | Path, env: str = "", **changes: Any) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
+
+        The folder is data (`gspo_env.saved`). Playing needs no estimator, loss or tracker; those
+        that are classes of a file are left out, so that the folder loads without that file.
 
         Args:
             path: The folder.
-            env: Another environment than the saved one; the saved score is not taken over to it.
+            env: Another environment, to which neither saved arguments nor the score are taken over.
+            changes: Fields of the config by name; a dictionary changes fields of a section.
 
-        Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
-        so that the folder loads without that file.
+        Raises:
+            ConfigError: The saved settings are damaged, or name something that has to be given.
         """
-        folder = Path(path)
-        if (folder / "model").is_dir():
-            folder = folder / "model"
-        note = folder / "gspo_env.json"
-        tree = tomllib.loads(json.loads(note.read_text())["config"]) if note.exists() else {}
-        for kind in ("advantage", "loss", "tracker"):
-            if ":" in tree.get(kind, {}).get("name", ""):
-                logger.warning("%s of %s is not loaded: %s", kind, path, tree.pop(kind)["name"])
-        if env and env != tree.get("env"):
-            tree.get("credit", {}).pop("score", None)
-        agent = cls(str(folder), env, from_dict(tree))
-        agent._trained = note.exists() and env in ("", agent.config.env)
+        saved = read_saved(path)
+        folder = Path(path, "model") if Path(path, "model").is_dir() else path
+        if saved is None:
+            return cls(str(folder), env, override(Config(model=str(folder)), changes))
+        own = not env or env == saved.env
+        tree = saved.settings(changes, env=env, playing=True)
+        changes.pop("env_kwargs", None)  # they are in the tree
+        agent = cls(str(folder), "", override(from_dict(tree), changes))
+        agent._trained = own
         return agent
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -264,7 +327,7 @@ class GSPOAgent:
         if not kept:
             logger.warning("every demonstration plays a held-out task: the model starts untrained")
             return
-        samples = to_samples(kept, self.chat)
+        samples = imitation_samples(kept, self.chat)
         total = settings.imitation_steps
 
         def show(step: int, loss: float) -> None:
@@ -273,18 +336,37 @@ class GSPOAgent:
 
         warm_up(self.model, samples, settings, self.config.seed, show)
 
-    def _add_adapter(self) -> None:
-        """Adds the LoRA adapter, after the warm-up, which trains every weight."""
-        rank = self.config.learner.lora_rank
-        if rank and not hasattr(self.model, "disable_adapter"):
+    def _learner(self) -> Learner:
+        """Makes the learner; adds the adapter after the warm-up, which trains every weight."""
+        config, settings = self.config, self.config.learner
+        if settings.lora_rank and not hasattr(self.model, "disable_adapter"):
             self.close()  # an engine that `play` started holds the model without the adapter
-            self.model = add_adapter(self.model, rank, self.config.seed)
+            self.model = add_adapter(
+                self.model,
+                settings.lora_rank,
+                config.seed,
+                alpha=settings.lora_alpha,
+                targets=settings.lora_targets,
+            )
+        return Learner(
+            self.model,
+            config.loss,
+            config.learner,
+            total_steps=config.steps * config.learner.minibatches,
+            temperature=config.rollout.temperature,
+        )
 
     def _check(self) -> ModelCheck:
         """Decides how the model is run; says so if the slower way is needed."""
         embedded = isinstance(self.config.engine, Transformers)
         decide = check_engine if embedded else check_model
         return decide(self.model, max_context=self.config.rollout.max_context)
+
+    @property
+    def _run_name(self) -> str:
+        """What trackers call the run: environment, estimator and seed."""
+        estimator = name_of("advantage", self.config.advantage).rpartition(":")[2]
+        return f"{self.env_id.split('/')[-1]}-{estimator}-seed{self.config.seed}"
 
     def _take_score(self) -> None:
         """Takes the score that the environment declares, unless the config has one.
@@ -312,7 +394,8 @@ class GSPOAgent:
         """Yields a collector; closes its environments and the engine afterwards."""
         with self._pool() as pool:
             try:
-                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout)
+                size = self.model.get_input_embeddings().num_embeddings
+                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout, size)
             finally:
                 if not keep_engine:
                     self.close()
@@ -320,7 +403,7 @@ class GSPOAgent:
     def _make_env(self) -> TextEnvironment:
         config = self.config
         if config.rollout.isolation == "process":
-            return IsolatedEnv(self._spec, config.env_kwargs, config.rollout.episode_timeout)
+            return IsolatedEnv(config.env, config.env_kwargs, config.rollout.episode_timeout)
         return make_env(self.env_id, **config.env_kwargs)
 
     @contextmanager
@@ -329,88 +412,26 @@ class GSPOAgent:
         try:
             yield pool
         finally:
-            pool.close()
+            try:
+                pool.close()
+            except Exception:  # nothing is played any more, so it costs nothing
+                logger.exception("an environment of %s could not be closed", self.env_id)
 
-    def _finish(self, folder: Path, history: History, tracker: Several) -> None:
-        self.save(folder / "model")
-        figure = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
-        figure.savefig(folder / "learning_curve.png")
-        for name in ("config.toml", "learning_curve.png"):
+    def _finish(self, checkpoints: Checkpoints, history: History, tracker: Several) -> None:
+        """Writes and tracks the trained model and the learning curve.
+
+        Raises:
+            OutputError: The model cannot be written.
+        """
+        folder = checkpoints.run
+        if not checkpoints.attempt("the trained model", lambda: self.save(folder / MODEL)):
+            raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
+        if hasattr(self.model, "disable_adapter") and self.config.model:
+            write = partial(save_adapter, self.model, folder / "adapter")
+            checkpoints.attempt("the adapter", write)
+        curve = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
+        path = folder / "learning_curve.png"
+        checkpoints.attempt(path.name, lambda: curve.savefig(path))
+        for name in ("config.toml", path.name):
             tracker.artifact(folder / name)
-        tracker.artifact(folder / "model", MODEL)
-
-    def _summary(
-        self, folder: Path, history: History, evaluations: Sequence[Evaluation], tracker: Several
-    ) -> str:
-        first, last = evaluations[0], evaluations[-1]
-        redrawn = sum(metrics.get("rollout/redrawn_tasks", 0.0) for _, metrics in history)
-        lines = [
-            f"Success on {self.split()}: "
-            f"{first.sampled.success:.1%} before training, {last.sampled.success:.1%} after "
-            f"(greedy {first.greedy.success:.1%} and {last.greedy.success:.1%}).",
-            f"Model, config and learning curve: {folder}",
-            *tracker.problems,
-        ]
-        if redrawn or self._left_out:
-            lines.insert(
-                1,
-                f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, "
-                f"which were repeated, and {self._left_out} demonstrations.",
-            )
-        skipped = sum(metrics.get("train/skipped_steps", 0.0) for _, metrics in history)
-        if skipped:
-            lines.insert(
-                1, f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}."
-            )
-        if tracker.how_to_look:
-            lines.append(f"Tracked: {tracker.how_to_look}")
-        return "\n".join(lines)
-
-
-@contextmanager
-def _first_fault(collector: Collector, folder: Path, tracker: Several) -> Iterator[None]:
-    """Keeps the first failure of an environment in the folder and the tracker, at any end."""
-    try:
-        yield
-    finally:
-        if (first := collector.pool.faults.first) is not None:
-            path = folder / "first-environment-error.txt"
-            write_text(path, f"{first.message}\n\n{first.traceback}")
-            tracker.artifact(path)
-
-
-class _Reporter:
-    """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
-
-    def __init__(self, config: Config, progress: Progress, tracker: Several, folder: Path) -> None:
-        self.config, self._progress, self._tracker = config, progress, tracker
-        self._folder = folder
-        self.evaluations: list[Evaluation] = []
-
-    def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
-        self._tracker.log(metrics, step)
-        self._show("train", step, stats.played, stats.tokens / stats.seconds)
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self.evaluations.append(replace(evaluation, groups=()))
-        self._tracker.log(evaluation.metrics(), step)
-        self._show("evaluate", step, evaluation.sampled, None)
-        shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
-        write_text(self._folder / f"episodes-{step:04d}.txt", shown)
-        self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
-
-    def scored(self, score: Score, reason: str) -> None:
-        logger.info("credit.score is %r: %s", score, reason)
-        self.config = with_score(self.config, score)
-        write_text(self._folder / "config.toml", to_toml(self.config))
-        self._tracker.text("score.txt", f"{score}: {reason}")
-
-    def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:
-        self._progress.update(
-            phase=phase,
-            step=step,
-            total=self.config.steps,
-            success=what.success,
-            return_=what.mean_return,
-            tokens_per_second=speed,
-        )
+        tracker.artifact(folder / MODEL, MODEL)

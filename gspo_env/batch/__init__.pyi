@@ -3,4 +3,4 @@ from .packing import pack as pack
 from .padded import from_padded as from_padded
 from .sample import PackedBatch as PackedBatch
 from .sample import Sample as Sample
-from .sample import to_sample as to_sample
+from .sample import to_samples as to_samples

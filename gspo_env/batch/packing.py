@@ -23,6 +23,7 @@ def pack(
     sizes = np.array([len(row) for row in sequences])
     turns = np.concatenate([s.turn_ids for s in samples])
     tokens = np.concatenate(sequences)
+    episodes, number_B = number_episodes(samples)
     order = sort_by_prefix(sequences)
     tree = build_tree(sequences, order) if share and order.pays else None
     positions = np.concatenate([np.arange(n) for n in sizes])
@@ -37,7 +38,7 @@ def pack(
         "uses_T": uses,
         "source_N": source,
         "target_N": target,
-        "sequence_N": np.repeat(np.arange(len(samples)), sizes)[model],
+        "episode_N": np.repeat(number_B, sizes)[model],
         "turn_N": turns[model],
         "advantages_N": np.concatenate([s.advantages for s in samples]).astype(np.float32),
     }
@@ -53,9 +54,19 @@ def pack(
         **tensors,
         lengths_B=tuple(sizes.tolist()),
         counts_B=tuple(int(s.mask.sum()) for s in samples),
+        episode_B=tuple(number_B),
+        episodes=episodes,
         num_turns=int(turns.max()) + 1,
         runs=tree.runs if tree else (),
     )
+
+
+def number_episodes(samples: Sequence[Sample]) -> tuple[tuple[int | None, ...], list[int]]:
+    """Returns the number of each episode, and the index of each sample's episode among them."""
+    places: dict[int | str, int] = {}
+    keys = [f"alone {n}" if s.episode is None else s.episode for n, s in enumerate(samples)]
+    index = [places.setdefault(key, len(places)) for key in keys]
+    return tuple(None if isinstance(key, str) else key for key in places), index
 
 
 def microbatches(
@@ -64,19 +75,42 @@ def microbatches(
     """Splits samples into rows of at most `max_tokens`, or of one sample.
 
     If `share`, samples with a common prefix go together, and its tokens count once, where that
-    saves enough. Otherwise the longest come first, so that the lengths of a row are alike.
+    saves enough. Otherwise the longest come first, so that the lengths of a row are alike. The
+    sequences of an episode are in one row if they fit.
     """
-    order = sort_by_prefix([s.token_ids for s in samples])
-    by_size = sorted(range(len(samples)), key=lambda n: -len(samples[n].token_ids))
+    units: list[list[Sample]] = []
+    for unit in by_episode(samples):
+        units += [unit] if _tokens(unit, share) <= max_tokens else [[sample] for sample in unit]
+    order = sort_by_prefix([unit[0].token_ids for unit in units])
+    sizes = [_tokens(unit, share) for unit in units]
+    by_size = sorted(range(len(units)), key=lambda n: -sizes[n])
     rows: list[list[Sample]] = [[]]
     used = 0
     shares = share and order.pays
     ids, saved = (order.ids, order.saved) if shares else (by_size, np.zeros_like(order.saved))
     for n, shared in zip(ids, saved.tolist(), strict=True):
-        length = len(samples[n].token_ids)
-        if rows[-1] and used + length - shared > max_tokens:
+        if rows[-1] and used + sizes[n] - shared > max_tokens:
             rows.append([])
             used = shared
-        rows[-1].append(samples[n])
-        used += length - shared
+        rows[-1] += units[n]
+        used += sizes[n] - shared
     return rows if rows[0] else []
+
+
+def by_episode(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Returns the samples of each episode."""
+    episodes, index = number_episodes(samples)
+    units: list[list[Sample]] = [[] for _ in episodes]
+    for n, sample in zip(index, samples, strict=True):
+        units[n].append(sample)
+    return units
+
+
+def _tokens(unit: Sequence[Sample], share: bool) -> int:
+    """Returns the number of tokens that a row with these samples alone computes."""
+    sequences = [sample.token_ids for sample in unit]
+    total = sum(map(len, sequences))
+    if not share or len(unit) == 1:
+        return total
+    order = sort_by_prefix(sequences)
+    return total - int(order.saved.sum()) if order.pays else total

@@ -25,6 +25,7 @@ def from_padded(
     token_advantages: Any = None,
     old_logprobs: Any = None,
     turn_ids: Any = None,
+    episode_ids: Any = None,
     estimator: Any = None,
 ) -> list[Sample]:
     """Makes samples for `Learner.update` from padded tensors, arrays or lists.
@@ -38,14 +39,17 @@ def from_padded(
         input_ids: (B, T)
         attention_mask: (B, T) true on tokens that are not padding.
         response_mask: (B, T) true on tokens that the policy sampled.
-        rewards: (B,) of episodes, or (B, K) of turns; values after a sequence's last turn are
-            ignored.
+        rewards: (B,) of episodes, or (B, K) of turns; values after an episode's last turn are
+            ignored. Rows of one episode have the same.
         group_ids: (B,) equal for episodes of the same task.
         advantages: (B,)
         token_advantages: (B, T), read where `response_mask` is true.
         old_logprobs: (B, T) of the sampled tokens, each at the position of its token; a loss with
             `old_logprobs="engine"` takes them as pi_old.
-        turn_ids: (B, T) turn of each response token, from 0; one turn by default.
+        turn_ids: (B, T) turn of each response token in its episode, from 0; by default each row is
+            one turn.
+        episode_ids: (B,) equal for the rows of one episode, whose turns are in order of time; by
+            default each row is an episode.
         estimator: `gspo_env.credit.Outcome()` by default.
 
     Raises:
@@ -60,9 +64,20 @@ def from_padded(
         raise BatchError(f"input_ids has shape {ids.shape}; expected (B, T)")
     real = _mask("attention_mask", attention_mask, ids.shape)
     model = _mask("response_mask", response_mask, ids.shape)
-    given = 0 if turn_ids is None else _array("turn_ids", turn_ids, ids.shape, np.int64)
-    turns = np.where(model, given, -1)
-    _check_rows(real, model, turns)
+    owners = np.arange(len(ids))
+    if episode_ids is not None:
+        owners = _array("episode_ids", episode_ids, ids.shape[:1], np.int64)
+    rows = [np.flatnonzero(owners == owner) for owner in np.unique(owners)]
+    if turn_ids is not None:
+        turns = _array("turn_ids", turn_ids, ids.shape, np.int64)
+    else:
+        turns = np.zeros(ids.shape, dtype=np.int64)
+        for place in rows:
+            spoke = model[place].any(axis=1)
+            turns[place] = np.maximum(np.cumsum(spoke) - 1, 0)[:, None]
+    turns = np.where(model, turns, -1)
+    _check_rows(real, model)
+    _check_turns(rows, turns)
     logprobs: FloatArray | None = None
     if old_logprobs is not None:
         logprobs = _array("old_logprobs", old_logprobs, ids.shape, np.float64)
@@ -70,7 +85,7 @@ def from_padded(
     if sum(way is not None for way in (rewards, advantages, token_advantages)) != 1:
         raise BatchError("expected exactly one of rewards, advantages and token_advantages")
     if rewards is not None:
-        credit = _from_rewards(rewards, group_ids, turns, estimator)
+        credit = _from_rewards(rewards, group_ids, rows, turns, estimator)
     elif advantages is not None:
         values = _array("advantages", advantages, ids.shape[:1], np.float64)
         credit = np.repeat(values[:, None], ids.shape[1], axis=1)
@@ -83,13 +98,16 @@ def from_padded(
             turn_ids=turns[b][real[b]],
             advantages=credit[b][model[b]],
             engine_logprobs=None if logprobs is None else logprobs[b][model[b]],
+            episode=int(owners[b]),
         )
         for b in range(len(ids))
         if model[b].any()
     ]
 
 
-def _from_rewards(rewards: Any, group_ids: Any, turns: IntArray, estimator: Any) -> FloatArray:
+def _from_rewards(
+    rewards: Any, group_ids: Any, rows: Sequence[IntArray], turns: IntArray, estimator: Any
+) -> FloatArray:
     """Computes the advantages by the estimator, (B, T)."""
     if group_ids is None:
         raise BatchError("rewards were given without group_ids; expected both")
@@ -99,39 +117,60 @@ def _from_rewards(rewards: Any, group_ids: Any, turns: IntArray, estimator: Any)
         raise BatchError(
             f"rewards has shape {values.shape}; expected ({len(turns)},) or ({len(turns)}, K)"
         )
-    episodes = [_episode(b, row, values[b]) for b, row in enumerate(turns)]
-    members = [np.flatnonzero(groups == key) for key in np.unique(groups)]
+    for name, given in (("rewards", values), ("group_ids", groups)):
+        for place in rows:
+            if len(np.unique(given[place], axis=0)) > 1:
+                raise BatchError(
+                    f"{name} of rows {place.tolist()} are {given[place].tolist()}; expected the "
+                    "same, because they are one episode"
+                )
+    first = np.array([place[0] for place in rows])
+    episodes = [_episode(place, turns[place], values[place[0]]) for place in rows]
+    members = [np.flatnonzero(groups[first] == key) for key in np.unique(groups)]
     batch = [
-        Group(task=episodes[place[0]].task, episodes=tuple(episodes[b] for b in place))
-        for place in members
+        Group(task=episodes[m[0]].task, episodes=tuple(episodes[e] for e in m)) for m in members
     ]
-    rows = estimate(batch, estimator or Outcome()).advantages
+    found = estimate(batch, estimator or Outcome()).advantages
     credit = np.zeros(turns.shape)
-    for place, row in zip(members, rows, strict=True):
-        for b, advantage in zip(place, row, strict=True):
-            is_model = turns[b] >= 0
-            by_turn = len(advantage) == len(episodes[b].turns)
-            credit[b, is_model] = advantage[turns[b, is_model]] if by_turn else advantage
+    of_episode = [values for row in found for values in row]
+    for e, values_K in zip(np.concatenate(members).tolist(), of_episode, strict=True):
+        own = turns[rows[e]]
+        turn_N = own[own >= 0]
+        by_turn = len(values_K) == len(episodes[e].turns)
+        # values of tokens are in order of time, which the rows of an episode need not be
+        index_N = turn_N if by_turn else np.argsort(np.argsort(turn_N, kind="stable"))
+        rows_N, columns_N = np.nonzero(own >= 0)
+        credit[rows[e][rows_N], columns_N] = values_K[index_N]
     return credit
 
 
-def _episode(place: int, turns: IntArray, rewards: FloatArray) -> Episode:
-    """Makes the record that estimators read, with the lengths and rewards of turns."""
+def _episode(place: IntArray, turns: IntArray, rewards: FloatArray) -> Episode:
+    """Makes the record that estimators read, with the lengths and rewards of turns.
+
+    Args:
+        place: The rows of the episode.
+        turns: (rows, T)
+        rewards: () or (K,)
+    """
     count = int(turns.max(initial=-1)) + 1
     sizes = [int((turns == k).sum()) for k in range(count)]
     if rewards.ndim == 0:
         emitted = [0.0] * (count - 1) + [float(rewards)] if count else []
     elif len(rewards) < count:
         raise BatchError(
-            f"rewards has {len(rewards)} turns; expected {count}, as turn_ids of sequence {place}"
+            f"rewards has {len(rewards)} turns; expected {count}, as turn_ids of {_rows(place)}"
         )
     else:
         emitted = rewards[:count].tolist()
-    _check_finite(f"rewards of sequence {place}", np.array(emitted))
-    return bare_episode(Task(env_id="batch", seed=place), sizes, emitted)
+    _check_finite(f"rewards of {_rows(place)}", np.array(emitted))
+    return bare_episode(Task(env_id="batch", seed=int(place[0])), sizes, emitted)
 
 
-def _check_rows(real: BoolArray, model: BoolArray, turns: IntArray) -> None:
+def _rows(place: IntArray) -> str:
+    return f"sequence {place[0]}" if len(place) == 1 else f"sequences {place.tolist()}"
+
+
+def _check_rows(real: BoolArray, model: BoolArray) -> None:
     for b in range(len(real)):
         places = np.flatnonzero(real[b])
         if (model[b] & ~real[b]).any():
@@ -140,10 +179,16 @@ def _check_rows(real: BoolArray, model: BoolArray, turns: IntArray) -> None:
             raise BatchError(
                 f"the first token of sequence {b} is a response; expected a prompt before it"
             )
-        ids = np.unique(turns[b][model[b]]).tolist()
+
+
+def _check_turns(rows: Sequence[IntArray], turns: IntArray) -> None:
+    for place in rows:
+        by_row = [np.unique(turns[b][turns[b] >= 0]) for b in place]
+        ids = sorted(np.concatenate(by_row).tolist())
         if ids != list(range(len(ids))):
             raise BatchError(
-                f"turn_ids of sequence {b} are {ids}; expected 0, 1, ... without a gap"
+                f"turn_ids of {_rows(place)} are {ids}; expected 0, 1, ... without a gap, each in "
+                "one sequence"
             )
 
 

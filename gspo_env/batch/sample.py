@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,9 @@ class Sample:
     """(N,) of each model token."""
     engine_logprobs: FloatArray | None = None
     """(N,) as the engine reported them; None if they are not known."""
+    episode: int | None = None
+    """Samples with the same number are sequences of one episode, which has one ratio and one
+    weight; None is an episode of its own."""
 
     @property
     def mask(self) -> BoolArray:
@@ -48,6 +52,10 @@ class PackedBatch:
     lengths_B: tuple[int, ...]
     counts_B: tuple[int, ...]
     """Model tokens of each sequence."""
+    episode_B: tuple[int, ...]
+    """Index into `episodes` of each sequence."""
+    episodes: tuple[int | None, ...]
+    """The number of each episode, see `Sample.episode`."""
     num_turns: int
     """One more than the largest turn."""
     runs: tuple[Run, ...]
@@ -56,7 +64,8 @@ class PackedBatch:
     """The number of sequences that each token of the row belongs to."""
     source_N: Tensor
     target_N: Tensor
-    sequence_N: Tensor
+    episode_N: Tensor
+    """Index into `episodes` of each model token."""
     turn_N: Tensor
     advantages_N: Tensor
     engine_logprobs_N: Tensor | None = None
@@ -67,26 +76,45 @@ class PackedBatch:
     """Index into `distinct_M` of each model token."""
 
 
-def to_sample(episode: Episode, advantages: FloatArray) -> Sample:
-    """Makes the training sequence of an episode from its advantages.
+def to_samples(episodes: Sequence[Episode], advantages: Sequence[FloatArray]) -> list[Sample]:
+    """Makes the training sequences of episodes; the samples of the i-th episode have the number i.
 
-    Per-turn advantages (K,) are given to each token of their turn; per-token ones (N,) stay as they
-    are. The `token_advantages` and `token_mask` of a turn's `StepInfo` replace the estimator's.
+    The `token_advantages` and `token_mask` of a turn's `StepInfo` replace the estimator's.
+
+    Args:
+        episodes: The episodes of an update.
+        advantages: For each episode (K,), which every token of a turn gets, or (N,), of each
+            sampled token by turn.
     """
-    turn_ids = episode.turn_ids
-    turn_N = turn_ids[turn_ids >= 0]
+    pairs = enumerate(zip(episodes, advantages, strict=True))
+    return [sample for i, (episode, values) in pairs for sample in _samples(episode, values, i)]
+
+
+def _samples(episode: Episode, advantages: FloatArray, number: int) -> list[Sample]:
+    turns = episode.turns
+    turn_N = np.repeat(np.arange(len(turns)), [len(turn.action_ids) for turn in turns])
     values_N = np.asarray(advantages, dtype=np.float64)
-    values_N = values_N[turn_N] if len(values_N) == len(episode.turns) else values_N.copy()
+    values_N = values_N[turn_N] if len(values_N) == len(turns) else values_N.copy()
     keep_N = np.ones(len(turn_N), dtype=bool)
-    for k, turn in enumerate(episode.turns):
+    for k, turn in enumerate(turns):
         if turn.info.token_advantages is not None:
             values_N[turn_N == k] = turn.info.token_advantages
         if turn.info.token_mask is not None:
             keep_N[turn_N == k] = turn.info.token_mask
-    turn_ids[np.flatnonzero(turn_ids >= 0)[~keep_N]] = -1
-    return Sample(
-        token_ids=episode.token_ids,
-        turn_ids=turn_ids,
-        advantages=values_N[keep_N],
-        engine_logprobs=episode.engine_logprobs[keep_N],
-    )
+    engine_N = episode.engine_logprobs
+    samples = []
+    for sequence in episode.sequences:
+        own = np.flatnonzero(sequence.turn_ids >= 0)
+        in_order = np.isin(turn_N, sequence.turn_ids[own])  # a sequence has its turns in order too
+        keep = keep_N[in_order]
+        sequence.turn_ids[own[~keep]] = -1
+        samples.append(
+            Sample(
+                token_ids=sequence.token_ids,
+                turn_ids=sequence.turn_ids,
+                advantages=values_N[in_order][keep],
+                engine_logprobs=engine_N[in_order][keep],
+                episode=number,
+            )
+        )
+    return samples

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_env.errors import ConfigError
 from gspo_env.types import Group
@@ -19,8 +19,14 @@ class Evaluate:
 
     model: str = ""
     """A trained folder, a hub id, or `scripted`."""
+    model_dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
+    """The dtype of the weights; a trained folder's own setting by default."""
     env: str = ""
     """Environment; a trained folder's own by default."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment, such as `hops=4`; they are added to a folder's own."""
+    engine: str = ""
+    """Engine that samples the actions; a trained folder's own by default."""
     tasks: int = 0
     """Tasks; by default as many as the folder's training held out, or 256."""
     samples: int = 1
@@ -39,11 +45,13 @@ class Evaluate:
         if not self.model:
             raise ConfigError("model is ''; expected a folder, a hub id or 'scripted'")
         if self.model == "scripted":
-            agent = load_agent("scripted")(self.env or "gspo/Lookup-v0")
+            agent = load_agent("scripted")(self.env or "gspo/Lookup-v0", **self.env_kwargs)
             tasks = self.tasks or 256
             print_scores(agent.evaluate(tasks, self.samples), agent.split(tasks))
         else:
-            agent = load_agent("gspo").load(self.model, self.env)
+            names = ("model_dtype", "env_kwargs", "engine")
+            given = {name: value for name in names if (value := getattr(self, name))}
+            agent = load_agent("gspo").load(self.model, self.env, **given)
             groups = agent.evaluate(self.tasks, self.samples, self.seed)
             print_scores(groups, agent.split(len(groups)))
 

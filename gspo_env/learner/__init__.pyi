@@ -1,6 +1,4 @@
 from .learner import Learner as Learner
-from .learner import Microbatch as Microbatch
-from .learner import Minibatch as Minibatch
 from .log import PassStats as PassStats
 from .log import UpdateStats as UpdateStats
 from .loss import GRPO as GRPO
@@ -11,6 +9,8 @@ from .loss import DrGRPO as DrGRPO
 from .loss import Loss as Loss
 from .loss import LossInput as LossInput
 from .masters import Masters as Masters
+from .minibatch import Microbatch as Microbatch
+from .minibatch import Minibatch as Minibatch
 from .objectives import ObjectiveOutput as ObjectiveOutput
 from .objectives import importance_weights as importance_weights
 from .objectives import packed_policy_loss as packed_policy_loss

@@ -6,9 +6,9 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,44 +16,24 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import get_scheduler
 
-from gspo_env.batch.packing import microbatches, pack
+from gspo_env.batch.packing import by_episode, microbatches, pack
 from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, TrainingError
 from gspo_env.learner.log import PassStats, UpdateStats
-from gspo_env.learner.loss import Loss, LossInput
+from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
-from gspo_env.learner.objectives import ObjectiveOutput
+from gspo_env.learner.memory import in_memory, watch
+from gspo_env.learner.minibatch import Microbatch, Minibatch
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
+from gspo_env.learner.spread import Scored, check_output, complete, own_part, spread_rows
 from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Microbatch:
-    """A packed row, and its log-probabilities from before the first step."""
-
-    row: PackedBatch
-    trainer_logprobs_N: Tensor | None = None
-    """Of the policy before the first step; None if nothing needs them, and in the first minibatch,
-    because its backward pass gives the same numbers."""
-    reference_logprobs_N: Tensor | None = None
-    """Of the reference; None if the policy still equals it, or if nothing needs them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Minibatch:
-    """The samples of one optimiser step, in packed rows."""
-
-    microbatches: tuple[Microbatch, ...]
-    first: bool
-    """Whether this is the first optimiser step of the update."""
-    episodes: int
-    tokens: int
-    """Model tokens."""
+T = TypeVar("T")
 
 
 class Learner:
@@ -109,7 +89,7 @@ class Learner:
         self.optimizer = self.accelerator.prepare(optimizer)
         self.scorer = Scorer(self.model, self.policy, temperature, **how)
         self._losses: list[Tensor] = []
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = self._oom_splits = 0
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
@@ -133,9 +113,10 @@ class Learner:
         Raises:
             BatchError: No sample has a model token, the loss needs log-probabilities of the engine
                 that are not known, or the loss is not a scalar with a gradient.
-            TrainingError: `max_skipped_steps` steps in a row were skipped.
+            TrainingError: `max_skipped_steps` steps in a row were skipped, or a sequence alone does
+                not fit into memory.
         """
-        started = time.perf_counter()
+        started, self._oom_splits = time.perf_counter(), 0
         passes: list[PassStats] = []
         grad_norms = []
         minibatches = self.score(self.prepare(samples, seed))
@@ -149,6 +130,7 @@ class Learner:
             passes=tuple(passes),
             grad_norms=tuple(grad_norms),
             skipped_steps=len(minibatches) - len(grad_norms),
+            oom_splits=self._oom_splits,
             loss_scale=self.masters.loss_scale if self.masters.scaled else None,
             learning_rate=float(self.scheduler.get_last_lr()[0]),
             seconds=time.perf_counter() - started,
@@ -169,19 +151,21 @@ class Learner:
                 "the engine's log-probabilities of some samples are not known; expected them where "
                 "they are pi_old or a mismatch is corrected"
             )
-        parts = [list(range(len(samples)))]
-        count = min(self.config.minibatches, len(samples))
+        episodes = by_episode(samples)
+        parts = [list(range(len(episodes)))]
+        count = min(self.config.minibatches, len(episodes))
         if count > 1:
             generator = np.random.default_rng(seed)
-            parts = split_minibatches([s.token_ids for s in samples], count, generator)
-        return [self._minibatch([samples[i] for i in part], n == 0) for n, part in enumerate(parts)]
+            parts = split_minibatches([e[0].token_ids for e in episodes], count, generator)
+        chosen = [[sample for i in part for sample in episodes[i]] for part in parts]
+        return [self._minibatch(part, n == 0) for n, part in enumerate(chosen)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
         rows = microbatches(samples, self.config.microbatch_tokens, share=self._share)
         return Minibatch(
-            microbatches=tuple(Microbatch(row=self.pack(row)) for row in rows),
+            microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,
-            episodes=len(samples),
+            episodes=len(by_episode(samples)),
             tokens=sum(int(s.mask.sum()) for s in samples),
         )
 
@@ -195,10 +179,20 @@ class Learner:
         The first minibatch needs no pass for pi_old, and no pass for the reference before the first
         step of a run: its backward pass gives the same numbers.
         """
-        return [
-            replace(part, microbatches=tuple(self._scored(m, part) for m in part.microbatches))
-            for part in minibatches
-        ]
+        return [self._in_memory(part, self._score_rows) for part in minibatches]
+
+    def _score_rows(self, minibatch: Minibatch) -> Minibatch:
+        rows = []
+        for n, microbatch in enumerate(minibatch.microbatches):
+            with watch(n):
+                rows.append(self._scored(microbatch, minibatch))
+        return replace(minibatch, microbatches=tuple(rows))
+
+    def _in_memory(self, minibatch: Minibatch, compute: Callable[[Minibatch], T]) -> T:
+        """Computes; where a row does not fit into memory, splits it and begins again."""
+        result, splits = in_memory(minibatch, compute, self.masters, self._losses, self.pack)
+        self._oom_splits += splits
+        return result
 
     def _scored(self, microbatch: Microbatch, minibatch: Minibatch) -> Microbatch:
         loss, trainer_N, reference_N = self.loss, None, None
@@ -229,20 +223,49 @@ class Learner:
 
         Raises:
             BatchError: The loss is not a scalar with a gradient.
+            TrainingError: A sequence alone does not fit into memory.
         """
-        return [self._backward(m, minibatch) for m in minibatch.microbatches]
+        return self._in_memory(minibatch, self._backward_rows)
 
-    def _backward(self, microbatch: Microbatch, minibatch: Minibatch) -> PassStats:
+    def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:
+        spread, passes = self._spread(minibatch), []
+        for n, microbatch in enumerate(minibatch.microbatches):
+            others = [other for k, other in spread.items() if k != n]
+            with watch(n):
+                passes.append(self._backward(microbatch, minibatch, others))
+        return passes
+
+    def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
+        """Scores the rows that share an episode, before the gradient of any of them."""
+        found = {}
+        # before the first step, the policy is pi_old, so every ratio is 1 and needs no pass
+        alike = minibatch.first and isinstance(self.loss, ClippedLoss)
+        alike = alike and not self.loss.needs_engine_logprobs
+        for n in spread_rows([m.row for m in minibatch.microbatches]):
+            microbatch = minibatch.microbatches[n]
+            row = microbatch.row
+            with watch(n):
+                policy_N = torch.zeros_like(row.advantages_N) if alike else self.logprobs(row)
+            if minibatch.first:
+                microbatch = replace(microbatch, trainer_logprobs_N=policy_N)
+            inputs = self._loss_input(microbatch, minibatch, policy_N)
+            found[n] = Scored(row=microbatch.row, inputs=inputs)
+        return found
+
+    def _backward(
+        self, microbatch: Microbatch, minibatch: Minibatch, others: Sequence[Scored] = ()
+    ) -> PassStats:
         row, coefficient = microbatch.row, self.scorer.router_coefficient
         predictions, router_balance = self.scorer(row, routers=coefficient > 0)
         policy_N = predictions.logprobs_N.detach()
         scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
         inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
-        output = _checked(self.loss.compute(inputs), self.loss, len(policy_N))
-        total = output.loss
+        inputs = complete(inputs, row, others)
+        output = check_output(self.loss.compute(inputs), self.loss, len(inputs.logprobs_N))
+        output, total = own_part(output, len(policy_N)), output.loss
         if router_balance is not None:
-            row_loss = coefficient * router_balance.loss * len(row.lengths_B)
-            total = total + row_loss / minibatch.episodes
+            share = len(row.lengths_B) / minibatch.sequences
+            total = total + coefficient * router_balance.loss * share
             router_balance = replace(router_balance, loss=router_balance.loss.detach())
         self._add_gradient(total)
         return PassStats(
@@ -272,11 +295,11 @@ class Learner:
             logprobs_N=logprobs_N,
             old_logprobs_N=old_N,
             advantages_N=row.advantages_N,
-            sequence_N=row.sequence_N,
+            episode_N=row.episode_N,
             turn_N=row.turn_N,
             reference_logprobs_N=reference_N,
             engine_logprobs_N=row.engine_logprobs_N,
-            num_sequences=len(row.lengths_B),
+            num_episodes=len(row.episodes),
             num_turns=row.num_turns,
             episodes=minibatch.episodes,
             tokens=minibatch.tokens,
@@ -333,12 +356,16 @@ class Learner:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
         minibatch = self._minibatch(_with_model_tokens(samples), first=True)
-        for microbatch in minibatch.microbatches:
-            logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
-            self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
+        self._in_memory(minibatch, self._imitate_rows)
         loss = sum(self._losses)
         self.step()
         return float(loss)
+
+    def _imitate_rows(self, minibatch: Minibatch) -> None:
+        for n, microbatch in enumerate(minibatch.microbatches):
+            with watch(n):
+                logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
+                self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
 
 
 def _with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
@@ -351,28 +378,6 @@ def _with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
     if not kept:
         raise BatchError("no sample has a model token; expected at least one")
     return kept
-
-
-def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutput:
-    """Checks the output of a loss, which a user may have written; only its loss keeps a gradient.
-
-    Raises:
-        BatchError: The loss is not a scalar with a gradient, or a part has another shape.
-    """
-    name = type(loss).__name__
-    if not isinstance(output, ObjectiveOutput):
-        got = type(output).__name__
-        raise BatchError(f"compute of {name} returned {got}; expected ObjectiveOutput")
-    parts = {part: getattr(output, part) for part in ("ratio", "clipped", "kl")}
-    known = {part: values for part, values in parts.items() if values is not None}
-    for part, values in {"loss": output.loss, **known}.items():
-        shape = () if part == "loss" else (tokens,)
-        if not isinstance(values, Tensor) or values.shape != shape:
-            got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
-            raise BatchError(f"the {part} of {name} is {got}; expected a tensor of shape {shape}")
-    if not output.loss.requires_grad:
-        raise BatchError(f"the loss of {name} is {output.loss}; expected a number with a gradient")
-    return replace(output, **{part: values.detach() for part, values in known.items()})
 
 
 def _adapted(model: Any) -> bool:

@@ -68,6 +68,8 @@ class UpdateStats:
     """One for each step that was not skipped."""
     skipped_steps: int
     """Steps whose gradient was not finite."""
+    oom_splits: int = 0
+    """Rows that did not fit into memory and were split."""
     loss_scale: float | None
     """None unless the model has float16 weights."""
     learning_rate: float
@@ -79,6 +81,7 @@ class UpdateStats:
         """Returns the metrics by name, without those that are not known."""
         always: dict[str, float | None] = {
             "train/skipped_steps": float(self.skipped_steps),
+            "train/oom_splits": float(self.oom_splits),
             "train/learning_rate": self.learning_rate,
             "train/loss_scale": self.loss_scale,
             "time/update": self.seconds,
@@ -116,12 +119,12 @@ class UpdateStats:
         if not known:
             return {}
         size_N = torch.cat(known)
-        sequences = [len(p.row.lengths_B) for p in self.passes]
+        episodes = [len(p.row.episodes) for p in self.passes]
         return {
             "train/logprob_diff_mean": float(size_N.mean()),
             "train/logprob_diff_p99": float(np.quantile(size_N.numpy(), 0.99)),
             "train/logprob_diff_max": float(size_N.max()),
-            "train/ratio_outside_clip": _mean(passes, "outside", sequences),
+            "train/ratio_outside_clip": _mean(passes, "outside", episodes),
         }
 
 
@@ -153,12 +156,12 @@ def _mean(
 
 
 def _outside(row: PackedBatch, mismatch_N: Tensor, low: float, high: float) -> Tensor:
-    """Returns the share of sequences whose mismatch alone takes their ratio outside the clip."""
-    count = len(row.lengths_B)
-    sum_B = mismatch_N.new_zeros(count).index_add_(0, row.sequence_N, mismatch_N)
-    lengths_B = segment_sizes(row.sequence_N, count).clamp(min=1)
-    ratio_B = (sum_B / lengths_B).exp()
-    return _float((ratio_B < low) | (ratio_B > high)).mean()
+    """Returns the share of episodes whose mismatch alone takes their ratio outside the clip."""
+    count = len(row.episodes)
+    sum_E = mismatch_N.new_zeros(count).index_add_(0, row.episode_N, mismatch_N)
+    lengths_E = segment_sizes(row.episode_N, count).clamp(min=1)
+    ratio_E = (sum_E / lengths_E).exp()
+    return _float((ratio_E < low) | (ratio_E > high)).mean()
 
 
 def _float(values: Tensor) -> Tensor:

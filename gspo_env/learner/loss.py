@@ -42,6 +42,8 @@ class LossInput:
     """The N model tokens of a microbatch, and the counts of the minibatch that it is part of.
 
     The losses of a minibatch's microbatches are added up: divide sums by `episodes` or `tokens`.
+    Every episode is complete. If some of its tokens are in other microbatches, they are here too,
+    at the end, without a gradient and with the advantage 0.
     """
 
     logprobs_N: Tensor
@@ -49,16 +51,16 @@ class LossInput:
     old_logprobs_N: Tensor
     """Log-probabilities by the policy that sampled the tokens, pi_old."""
     advantages_N: Tensor
-    sequence_N: Tensor
-    """The sequence of each token, from 0."""
+    episode_N: Tensor
+    """The episode of each token, from 0; it has one ratio, however many sequences it has."""
     turn_N: Tensor
-    """The turn of each token, from 0."""
+    """The turn of each token in its episode, from 0."""
     reference_logprobs_N: Tensor | None
     """Log-probabilities by the reference; None unless the loss needs them."""
     engine_logprobs_N: Tensor | None
     """Log-probabilities as the engine reported them; None if they are not known."""
-    num_sequences: int
-    """Sequences of this microbatch."""
+    num_episodes: int
+    """Episodes of this microbatch."""
     num_turns: int
     """One more than the largest turn of this microbatch."""
     episodes: int
@@ -199,17 +201,17 @@ class ClippedLoss(ClipSettings, Loss):
             weights_N = importance_weights(
                 inputs.old_logprobs_N,
                 inputs.engine_logprobs_N,
-                inputs.sequence_N,
+                inputs.episode_N,
                 kind=self.correction,
                 cap=self.correction_cap,
-                num_sequences=inputs.num_sequences,
+                num_sequences=inputs.num_episodes,
             )
         return packed_policy_loss(
             inputs.logprobs_N,
             inputs.old_logprobs_N,
             inputs.advantages_N,
-            inputs.sequence_N,
-            num_sequences=inputs.num_sequences,
+            inputs.episode_N,
+            num_sequences=inputs.num_episodes,
             turn_ids_N=inputs.turn_N,
             num_turns=inputs.num_turns,
             reference_logprobs_N=inputs.reference_logprobs_N,

@@ -42,6 +42,7 @@ def policy_loss(
     mask: Tensor,
     *,
     turn_ids: Tensor | None = None,
+    episode_ids: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
     **options: Unpack[ClipOptions],
@@ -53,12 +54,14 @@ def policy_loss(
     `dual_clip`, `aggregation`, `max_tokens` and `kl_coef`.
 
     The content of a masked-out slot, NaN included, changes neither the loss nor its gradient.
-    Sequences without a model token count in neither the sum nor the number of sequences. The
-    function is long because it describes and checks every argument.
+    Sequences without a model token count in neither the sum nor the number of sequences. Rows with
+    the same id in `episode_ids` are one sequence in these terms: they have one ratio and one
+    weight. The function is long because it describes and checks every argument.
 
     Shapes:
         logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
-        reference_logprobs, importance_weights: (B, T) if given.
+        reference_logprobs, importance_weights: (B, T) if given; episode_ids: (B,) in [0, B) if
+        given.
 
     Raises:
         BatchError: Shapes do not fit together, or a setting is invalid.
@@ -75,11 +78,16 @@ def policy_loss(
         _check_shape(name, values, logprobs.shape)
         return None if values is None else values[mask]
 
+    rows_N = mask.nonzero()[:, 0]
+    if episode_ids is not None:
+        _check_shape("episode_ids", episode_ids, mask.shape[:1])
+        rows_N = episode_ids[rows_N]
+
     output = packed_policy_loss(
         logprobs[mask],
         packed("old_logprobs", old_logprobs),
         advantages[mask],
-        mask.nonzero()[:, 0],
+        rows_N,
         num_sequences=len(mask),
         turn_ids_N=packed("turn_ids", turn_ids),
         reference_logprobs_N=packed("reference_logprobs", reference_logprobs),

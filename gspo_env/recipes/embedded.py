@@ -18,7 +18,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from gspo_env.batch.sample import Sample, to_sample
+from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.env.base import TextEnvironment
 from gspo_env.env.tools import tool_call_frames
 from gspo_env.learner.learner import Learner
@@ -167,10 +167,10 @@ def _always(action: str) -> Policy:
     return lambda now: action
 
 
-def to_samples(demonstrations: Sequence[Episode], chat: ChatTokenizer) -> list[Sample]:
+def imitation_samples(demonstrations: Sequence[Episode], chat: ChatTokenizer) -> list[Sample]:
     """Returns the token sequences that rollouts with the demonstrated actions would have."""
     episodes = [tokenize(episode, chat) for episode in demonstrations]
-    return [to_sample(episode, np.zeros(len(episode.turns))) for episode in episodes]
+    return to_samples(episodes, [np.zeros(len(episode.turns)) for episode in episodes])
 
 
 def warm_up(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from gspo_env.engines.base import Engine, Sampling
+from gspo_env.engines.base import Engine, Sampling, check_completion
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.faults import refuse_failures
 from gspo_env.rollout.play import ENDED, Move, Situation, conclude
@@ -33,6 +33,8 @@ class Collector:
     chat: ChatTokenizer
     pool: EnvPool
     config: RolloutConfig
+    vocab_size: int | None = None
+    """Number of ids of the model, which bounds what an engine may return; None if unknown."""
     no_room: str = ""
     """Why no first prompt of the last collection fitted the context; empty if one did."""
     _unfit: list[int] = field(default_factory=list)
@@ -198,6 +200,7 @@ class _EnginePolicy:
         self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
         self.session = f"{task.env_id}:{task.seed}:{seed}"
         self.seed, self.temperature = seed, temperature
+        self.vocab_size = collector.vocab_size
         self.transcript: Transcript | None = None
         self.unfit: int | None = None
 
@@ -218,6 +221,7 @@ class _EnginePolicy:
         )
         started = time.perf_counter()
         done = await self.engine.generate(self.transcript.ids, sampling, self.session)
+        check_completion(done, sampling, self.vocab_size)
         self.transcript.write(done.token_ids)
         return Move(
             text=self.chat.decode(done.token_ids),

@@ -163,8 +163,8 @@ def test_save_and_load_give_an_agent_that_acts_the_same(tmp_path):
     assert agent.act("oak", role="tool") == again.act("oak", role="tool")
     mine, theirs = (a.evaluate(tasks=4, samples=2) for a in (agent, again))
     for one, other in zip(mine, theirs, strict=True):
-        assert [e.token_ids.tolist() for e in one.episodes] == [
-            e.token_ids.tolist() for e in other.episodes
+        assert [e.sequences[0].token_ids.tolist() for e in one.episodes] == [
+            e.sequences[0].token_ids.tolist() for e in other.episodes
         ]
 
 

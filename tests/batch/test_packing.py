@@ -30,7 +30,7 @@ def test_a_worked_example():
     assert batch.lengths_B == (6, 2)
     assert batch.source_N.tolist() == [1, 2, 4, 6]
     assert batch.target_N.tolist() == [12, 13, 15, 51]
-    assert batch.sequence_N.tolist() == [0, 0, 0, 1]
+    assert batch.episode_N.tolist() == [0, 0, 0, 1]
     assert batch.turn_N.tolist() == [0, 0, 1, 0]
     assert batch.advantages_N.tolist() == [0, 1, 2, 0]
 

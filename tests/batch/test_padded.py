@@ -130,3 +130,43 @@ def test_masks_have_to_fit_the_tokens():
         from_padded(IDS, REAL, first, advantages=[0.0] * 4)
     with pytest.raises(BatchError, match="attention_mask holds other values"):
         from_padded(IDS, REAL * 2, MODEL, advantages=[0.0] * 4)
+
+
+def test_rows_of_one_episode_get_the_credit_of_one_row_with_all_of_its_turns():
+    rows = {"group_ids": [1, 1, 1], "episode_ids": [7, 8, 7]}
+    ids, real = np.ones((3, 4), dtype=int), np.ones((3, 4))
+    model = [[0, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+    turns = [[0] * 4, [0, 0, 1, 1], [1] * 4]
+    rewards = [[1.0, 0.5], [0.0, 2.0], [1.0, 0.5]]
+    estimator = ReturnsToGo(scale="none")
+    first, other, second = from_padded(
+        ids, real, model, rewards=rewards, turn_ids=turns, estimator=estimator, **rows
+    )
+    assert (first.episode, other.episode, second.episode) == (7, 8, 7)
+    joined = from_padded(
+        np.ones((2, 8), dtype=int),
+        np.ones((2, 8)),
+        [model[0] + model[2], model[1] + [0] * 4],
+        rewards=[rewards[0], rewards[1]],
+        group_ids=[1, 1],
+        turn_ids=[turns[0] + turns[2], turns[1] + [0] * 4],
+        estimator=estimator,
+    )
+    assert [*first.advantages, *second.advantages] == joined[0].advantages.tolist()
+    assert other.advantages.tolist() == joined[1].advantages.tolist()
+
+
+def test_rows_of_an_episode_are_turns_in_order_by_default():
+    samples = from_padded(
+        IDS, REAL, MODEL, rewards=[1.0, 0.0, 1.0, 4.0], group_ids=[3] * 4, episode_ids=[5, 6, 5, 7]
+    )
+    assert [s.turn_ids.max() for s in samples] == [0, 0, 1, 0]
+    assert samples[0].advantages[0] == samples[2].advantages[0] == pytest.approx(1 - 5 / 3)
+
+
+def test_rows_of_an_episode_that_do_not_fit_together_are_named():
+    rows = {"group_ids": GROUPS, "episode_ids": [5, 5, 6, 7]}
+    with pytest.raises(BatchError, match=r"rewards of rows \[0, 1\] are .* they are one episode"):
+        build(rewards=[1.0, 0.0, 2.0, 2.0], **rows)
+    with pytest.raises(BatchError, match=r"turn_ids of sequences \[0, 1\] are \[0, 0, 1\]"):
+        build(rewards=[1.0, 1.0, 2.0, 2.0], turn_ids=TURNS, **rows)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.batch.sample import to_sample
+from gspo_env.batch.sample import to_samples
 from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo, estimate
 from gspo_env.engines.base import Sampling
@@ -25,7 +25,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.export import named_weights
-from gspo_env.recipes.embedded import build, to_samples, warm_up
+from gspo_env.recipes.embedded import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
@@ -47,7 +47,7 @@ def parts():
     config = Tiny(demonstrations=300, imitation_steps=60)
     model, tokenizer, demonstrations = build(env, ENV, config, 0)
     chat = ChatTokenizer(tokenizer)
-    warm_up(model, to_samples(demonstrations, chat), config, 0, lambda step, loss: None)
+    warm_up(model, imitation_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return model, chat
 
 
@@ -83,13 +83,8 @@ def collect(engine, chat, tasks=16, seed=0, size=4):
 def update(learner, groups):
     """One training step; its metrics contain the mismatch before the step."""
     advantages = estimate(groups, ReturnsToGo()).advantages
-    return learner.update(
-        [
-            to_sample(episode, values)
-            for group, rows in zip(groups, advantages, strict=True)
-            for episode, values in zip(group.episodes, rows, strict=True)
-        ]
-    )
+    episodes = [episode for group in groups for episode in group.episodes]
+    return learner.update(to_samples(episodes, [values for rows in advantages for values in rows]))
 
 
 def learner_of(parts):
@@ -130,7 +125,7 @@ def test_the_agreement_would_notice(parts, engine, monkeypatch, fault):
 def test_500_episodes_extend_their_prompts_by_exactly_the_sampled_ids(parts, engine):
     recording = Recording(engine)
     groups = collect(recording, parts[1], tasks=125, size=4, seed=5)
-    trained = {e.token_ids.tobytes() for g in groups for e in g.episodes}
+    trained = {e.sequences[0].token_ids.tobytes() for g in groups for e in g.episodes}
     assert len(recording.log) == 500
     for log in recording.log.values():
         for (before, sampled), (after, _) in pairwise(log):

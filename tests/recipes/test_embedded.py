@@ -12,7 +12,7 @@ from gspo_env.engines.base import Completion
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, RolloutError
-from gspo_env.recipes.embedded import build, demonstrate, to_samples
+from gspo_env.recipes.embedded import build, demonstrate, imitation_samples
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
@@ -91,7 +91,7 @@ def rolled_out(env, task, actions, chat):
     limits = RolloutConfig(max_context=4096)
     running = Collector(engine, chat, EnvPool(lambda: env), limits)
     (group,) = asyncio.run(running.collect([task], seed=0, group_size=1))
-    return group.episodes[0].token_ids.tolist()
+    return group.episodes[0].sequences[0].token_ids.tolist()
 
 
 ROWS = [
@@ -119,7 +119,7 @@ def test_a_demonstration_has_the_ids_that_a_rollout_of_its_actions_has(name, cha
     for seed in range(6):
         task = Task(env_id="test", seed=seed)
         demonstrations = demonstrate(env, [task], 0.0)
-        (sample,) = to_samples(demonstrations, chat)
+        (sample,) = imitation_samples(demonstrations, chat)
         actions = [turn.text for turn in demonstrations[0].turns]
         assert sample.token_ids.tolist() == rolled_out(env, task, actions, chat)
         assert sample.mask.sum() == sum(len(chat.encode(text)) + 1 for text in actions)
@@ -152,7 +152,7 @@ def test_what_an_environment_says_of_tokens_is_not_about_a_demonstration(chat):
             *rest, info = super().step(action)
             return *rest, info | {"token_mask": [False] * len(action.token_ids)}
 
-    (sample,) = to_samples(demonstrate(Judge(), [Task(env_id="test", seed=0)], 0.0), chat)
+    (sample,) = imitation_samples(demonstrate(Judge(), [Task(env_id="test", seed=0)], 0.0), chat)
     assert sample.mask.sum() > 2
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
 
-from gspo_env.batch.sample import to_sample
+from gspo_env.batch.sample import to_samples
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
@@ -68,7 +68,7 @@ def test_each_prompt_is_the_one_before_with_its_sampled_ids_and_training_sees_ex
     running = collector(player, lambda: make_env(player.env_id), Recording, concurrency=7)
     everything = episodes(play(running, tasks=16, size=4))
     turns = 0
-    by_tokens = {e.token_ids.tobytes() for e in everything}
+    by_tokens = {e.sequences[0].token_ids.tobytes() for e in everything}
     for log in running.engine.log.values():
         for (before, sampled), (after, _) in pairwise(log):
             assert after[: len(before) + len(sampled)] == before + sampled
@@ -77,7 +77,9 @@ def test_each_prompt_is_the_one_before_with_its_sampled_ids_and_training_sees_ex
         assert np.array(prompt + action, dtype=np.int64).tobytes() in by_tokens
     assert turns > 64
     for episode in everything:
-        assert (episode.token_ids[episode.mask] == _flat(t.action_ids for t in episode.turns)).all()
+        (whole,) = episode.sequences
+        sampled = whole.token_ids[whole.turn_ids >= 0].tolist()
+        assert sampled == _flat(t.action_ids for t in episode.turns)
 
 
 def _flat(parts):
@@ -96,7 +98,7 @@ def test_the_same_seed_gives_the_same_episodes_and_another_seed_others(player):
     running = collector(player, lambda: make_env(player.env_id))
 
     def ids(seed):
-        return [e.token_ids.tolist() for e in episodes(play(running, seed=seed))]
+        return [e.sequences[0].token_ids.tolist() for e in episodes(play(running, seed=seed))]
 
     assert ids(1) == ids(1)
     assert ids(1) != ids(2)
@@ -364,7 +366,7 @@ def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player)
     running = collector(player, TokenJudge, max_turns=2)
     turns = 0
     for episode in episodes(play(running)):
-        sample = to_sample(episode, np.full(len(episode.turns), 7.0))
+        (sample,) = to_samples([episode], [np.full(len(episode.turns), 7.0)])
         ids, advantages = sample.token_ids[sample.mask].tolist(), sample.advantages.tolist()
         for turn in episode.turns:
             if turn.info.token_advantages is None:  # cut before the environment received it
@@ -504,7 +506,7 @@ def test_threads_give_the_same_episodes_as_the_event_loop(player):
     def ids(blocking):
         running = collector(player, lambda: make_env(player.env_id))
         running.pool.blocking = blocking
-        return [e.token_ids.tolist() for e in episodes(play(running, seed=4))]
+        return [e.sequences[0].token_ids.tolist() for e in episodes(play(running, seed=4))]
 
     assert ids(True) == ids(False)
 

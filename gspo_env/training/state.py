@@ -1,0 +1,232 @@
+"""What a checkpoint says of a run, and what may differ when the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gspo_env.config import Config, from_dict, to_toml
+from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.tracking.base import MODEL, flatten
+from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage, step_folders
+from gspo_env.training.signals import Stop
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CHANGEABLE = ("steps", "checkpoints.")
+"""Beginnings of the settings that a resumed run may change."""
+
+
+@dataclass(slots=True)
+class Keeper:
+    """Saves a training loop into checkpoints, and says when it should stop."""
+
+    checkpoints: Checkpoints
+    stop: Stop
+    facts: Mapping[str, Any]
+    """The result of `run_facts`."""
+    tracker_ids: Callable[[], Mapping[str, str]]
+    """Returns the id of the run in each tracker, as far as it is known."""
+    write_model: Callable[[Path], None]
+    """Writes the trained model into a folder."""
+
+    def keep(
+        self,
+        step: int,
+        state: Callable[[], tuple[Mapping[str, Any], Iterable[tuple[str, Tensor]]]],
+        *,
+        must: bool,
+        best: bool,
+    ) -> bool:
+        """Saves the state after a step if it must be or if it is due; returns whether it did."""
+        if not (must or self.checkpoints.due(step)):
+            return False
+        numbers, tensors = state()
+        now = {"tracker": self.tracker_ids(), "failed": self.checkpoints.failed}
+        write_model = self.write_model if best else None
+        return self.checkpoints.save({**self.facts, **now, **numbers}, tensors, write_model)
+
+
+def read_config(numbers: Mapping[str, Any]) -> Config:
+    """Returns the settings in a checkpoint; the only place that reads those of a run."""
+    return from_dict(tomllib.loads(numbers["config"]))
+
+
+def newest_config(run: str | Path) -> Config:
+    """Returns the settings of a run, from its newest checkpoint that can be read.
+
+    Raises:
+        OutputError: There is none.
+    """
+    for folder in reversed(step_folders(Path(run) / "checkpoints")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return read_config(json.loads((folder / "state.json").read_text()))
+    raise OutputError(
+        f"{str(run)!r} has no checkpoint that can be read; expected the folder of a run, such as "
+        "runs/Lookup-v0-seed0-1"
+    )
+
+
+def changed_config(saved: Checkpoint, wanted: Config | None) -> Config:
+    """Returns the wanted config, or else the saved one, if the two differ only where they may.
+
+    Raises:
+        ConfigError: Another setting differs, or the run has done more steps already.
+    """
+    config = read_config(saved.numbers)
+    if wanted is None:
+        return config
+    if wanted.credit.score == saved.numbers["score"]["score"]:  # as the run's config.toml has it
+        wanted = replace(wanted, credit=replace(wanted.credit, score=config.credit.score))
+    old, new = flatten(config), flatten(wanted)
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name) and not name.startswith(_CHANGEABLE):
+            raise ConfigError(
+                f"{name} is {new.get(name)!r}, and {old.get(name)!r} in the run that goes on; only "
+                "steps, save_every and keep may change: start a new run for another value"
+            )
+    if wanted.steps < saved.step:
+        raise ConfigError(
+            f"steps is {wanted.steps}; expected at least {saved.step}, which are done"
+        )
+    return wanted
+
+
+def run_facts(config: Config, model: Any, source: str, left_out: int) -> dict[str, Any]:
+    """Returns what does not change in a run, and what a process that goes on with it needs.
+
+    Args:
+        config: The settings.
+        model: The model before training, without the adapter that training adds.
+        source: The folder or the hub id of the model; empty if it was given or made.
+        left_out: Demonstrations that the warm-up left out.
+    """
+    return {
+        "config": to_toml(config),
+        "model": source,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "fingerprint": fingerprint(model),
+        "left_out": left_out,
+    }
+
+
+def fingerprint(model: Any) -> str:
+    """Returns a checksum of the names, dtypes and values of a model's weights."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        values = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(values.numpy().data)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """A run that goes on."""
+
+    checkpoints: Checkpoints
+    saved: Checkpoint
+    config: Config
+    model: Any
+    """The model before training, or the name that finds it."""
+    tokenizer: Any
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done and the model is written."""
+        return self.saved.step >= self.config.steps and (self.checkpoints.run / MODEL).is_dir()
+
+    def tracker_ids(self, trackers: Iterable[str]) -> dict[str, str]:
+        """Returns the id of the run in each tracker, empty where a tracker had not given one."""
+        return {name: self.saved.numbers["tracker"].get(name, "") for name in trackers}
+
+    def check(self, model: Any) -> None:
+        """Checks that the model before training is the one that the run began with.
+
+        Raises:
+            ModelError: It is another one.
+        """
+        if fingerprint(model) != self.saved.numbers["fingerprint"]:
+            source = self.saved.numbers["model"] or "in checkpoints/start"
+            raise ModelError(
+                f"the model {source!r} has other weights than when the run "
+                f"{str(self.checkpoints.run)!r} began; expected the same"
+            )
+
+
+def open_run(run: Path, wanted: Config | None) -> Resumed:
+    """Locks a run and reads its newest undamaged checkpoint and the model that it began with.
+
+    Args:
+        run: Folder of the run.
+        wanted: The config to go on with; None takes the saved one.
+
+    Raises:
+        ConfigError: The config changes a setting that may not change.
+        OutputError: There is no such checkpoint, or another process trains the run.
+    """
+    if not (run / "checkpoints").is_dir():
+        raise OutputError(f"{str(run)!r} has no checkpoints; expected the folder of a run")
+    checkpoints = Checkpoints(run, (wanted or Config()).checkpoints)
+    saved = checkpoints.newest()
+    config = changed_config(saved, wanted)
+    checkpoints.settings, checkpoints.failed = config.checkpoints, int(saved.numbers["failed"])
+    model, tokenizer = saved.numbers["model"], None
+    if not model:
+        model, tokenizer = _load_start(checkpoints, saved.numbers["dtype"])
+    return Resumed(
+        checkpoints=checkpoints, saved=saved, config=config, model=model, tokenizer=tokenizer
+    )
+
+
+def _load_start(checkpoints: Checkpoints, dtype: str) -> tuple[Any, Any]:
+    from gspo_env.model.load import load_model
+
+    folder = checkpoints.folder / START
+    if problem := damage(folder):
+        raise OutputError(f"{str(folder)!r} is damaged: {problem}; start a new run")
+    model, tokenizer = load_model(str(folder), dtype)
+    for weight in model.parameters():
+        # memory of a mapped file is aligned in another way, and kernels may round in another order
+        weight.data = weight.data.clone()
+    return model, tokenizer
+
+
+def generators() -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the states of the global generators, which environments may use."""
+    import torch
+
+    kind, keys, *rest = np.random.get_state()
+    numbers = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
+    tensors = {"generators.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states = enumerate(torch.cuda.get_rng_state_all())
+        tensors |= {f"generators.cuda{n}": state for n, state in states}
+    return numbers, tensors
+
+
+def set_generators(numbers: Mapping[str, Any], named: Iterable[tuple[str, Tensor]]) -> None:
+    """Sets the global generators to states of `generators`."""
+    import torch
+
+    version, keys, gauss = numbers["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, keys, *rest = numbers["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    for name, state in named:
+        if name == "generators.cpu":
+            torch.set_rng_state(state)
+        elif name.startswith("generators.cuda"):
+            torch.cuda.set_rng_state(state, int(name.removeprefix("generators.cuda")))

@@ -1,0 +1,232 @@
+"""Episodes of several sequences have one ratio, one length and one weight, however cut."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from gspo_env.batch.packing import microbatches, pack
+from gspo_env.batch.sample import to_samples
+from gspo_env.errors import BatchError
+from gspo_env.learner import GRPO, GSPO, DrGRPO, Learner, LearnerConfig
+from gspo_env.learner.objectives import policy_loss
+from gspo_env.learner.reference import policy_loss as reference_loss
+from gspo_env.types import Episode, StopReason, Task, Turn
+
+
+def learner_of(model, loss, **config):
+    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
+    return Learner(copy.deepcopy(model).double(), loss, settings, total_steps=8)
+
+
+def in_float32(values):
+    """A row holds log-probabilities of the engine and advantages in float32."""
+    return tuple(values.astype(np.float32).tolist())
+
+
+def episode_of(rng, parents, vocabulary=200, most=12):
+    """An episode of random tokens whose turns continue the given turns."""
+    turns = []
+    for parent in parents:
+        action = rng.integers(3, vocabulary, rng.integers(1, most)).tolist()
+        turns.append(
+            Turn(
+                parent=parent,
+                prompt_ids=tuple(rng.integers(3, vocabulary, rng.integers(1, 2 * most)).tolist()),
+                action_ids=tuple(action),
+                logprobs=in_float32(np.log(rng.uniform(0.7, 1.4, len(action))) - 5.3),
+                text="",
+                observation="",
+                reward=float(rng.standard_normal()),
+            )
+        )
+    return Episode(
+        task=Task(env_id="test", seed=0),
+        turns=tuple(turns),
+        outcome=0.0,
+        stop_reason=StopReason.TERMINATED,
+        terminated=True,
+        truncated=False,
+    )
+
+
+def episodes(seed=0):
+    """A growing transcript, a compacted one, a fork, interleaved agents, and one of a turn."""
+    rng = np.random.default_rng(seed)
+    shapes = [
+        [None, 0, 1],
+        [None, 0, None, 2, None],
+        [None, 0, 0, 1, 1],
+        [None, None, 0, 1, 2, 3],
+        [None],
+    ]
+    return [episode_of(rng, shape) for shape in shapes]
+
+
+def credit(played, seed=1):
+    rng = np.random.default_rng(seed)
+    return [np.array(in_float32(rng.standard_normal(len(e.turns)))) for e in played]
+
+
+def context_of(episode, k):
+    """The tokens before the action of a turn, from its parents."""
+    parent = episode.parents[k]
+    before = []
+    if parent is not None:
+        before = [*context_of(episode, parent), *episode.turns[parent].action_ids]
+    return [*before, *episode.turns[k].prompt_ids]
+
+
+def logprobs_by_turn(model, episode):
+    """The log-probabilities of all sampled tokens, each in its own context, without packing."""
+    found = []
+    for k, turn in enumerate(episode.turns):
+        ids = torch.tensor([[*context_of(episode, k), *turn.action_ids]])
+        rows = torch.log_softmax(model(ids).logits[0, :-1], -1)
+        place = torch.arange(len(ids[0]) - len(turn.action_ids) - 1, len(ids[0]) - 1)
+        found.append(rows[place, ids[0, place + 1]])
+    return torch.cat(found)
+
+
+def as_rows(played, values):
+    """One padded row for each episode, from an array for each episode."""
+    longest = max(e.model_tokens for e in played)
+    return np.stack([np.pad(np.asarray(v), (0, longest - len(v))) for v in values])
+
+
+def by_token(played, values):
+    sizes = [[len(t.action_ids) for t in e.turns] for e in played]
+    return [np.repeat(v, n) for v, n in zip(values, sizes, strict=True)]
+
+
+LOSSES = {
+    "gspo": GSPO(clip_low=0.1, clip_high=0.1, old_logprobs="engine"),
+    "turn": GSPO(ratio_level="turn", clip_low=0.1, clip_high=0.1, old_logprobs="engine"),
+    "grpo": GRPO(old_logprobs="engine"),
+    "mean": GSPO(clip_low=0.1, clip_high=0.1, ratio_mean=0.5, old_logprobs="engine"),
+    "sum": DrGRPO(ratio_level="sequence", old_logprobs="engine", max_tokens=50),
+    "dapo": GSPO(clip_low=0.1, clip_high=0.1, aggregation="token_mean", old_logprobs="engine"),
+    "kl": GSPO(clip_low=0.1, clip_high=0.1, kl_coef=0.3, old_logprobs="engine"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("tokens", [10_000, 60, 1])
+def test_the_loss_and_its_gradient_are_those_of_the_likelihood_of_whole_episodes(
+    model, gradients, name, tokens
+):
+    loss, played = LOSSES[name], episodes()
+    values = credit(played)
+    learner = learner_of(model, loss, microbatch_tokens=tokens)
+    found, metrics = gradients(learner, to_samples(played, values))
+
+    plain = copy.deepcopy(model).double()
+    plain.set_attn_implementation("sdpa")
+    logprobs = [logprobs_by_turn(plain, e) for e in played]
+    rows = [p.detach().numpy() for p in logprobs]
+    options = {k: getattr(loss, k) for k in ("ratio_level", "ratio_mean", "clip_low", "clip_high")}
+    options |= {k: getattr(loss, k) for k in ("aggregation", "max_tokens", "kl_coef")}
+    expected = reference_loss(
+        as_rows(played, rows),
+        as_rows(played, [e.engine_logprobs for e in played]),
+        as_rows(played, by_token(played, values)),
+        as_rows(played, [np.ones(e.model_tokens) for e in played]).astype(bool),
+        turn_ids=as_rows(played, by_token(played, [range(len(e.turns)) for e in played])),
+        **options,
+    )
+    assert metrics["train/loss"] == pytest.approx(expected.loss, abs=1e-10)
+    slopes = torch.from_numpy(expected.gradient)
+    sum((slopes[i, : len(p)] * p).sum() for i, p in enumerate(logprobs)).backward()
+    for parameter, value in plain.named_parameters():
+        torch.testing.assert_close(found[parameter], value.grad, rtol=1e-4, atol=1e-8)
+
+
+def test_the_ratio_of_an_episode_in_several_rows_stays_that_of_the_whole_after_a_step(model):
+    played = [e for seed in range(3) for e in episodes(seed)]
+    samples = to_samples(played, credit(played))
+    ends = []
+    for tokens in (10_000, 1):
+        config = {"minibatches": 3, "learning_rate": 1e-2, "microbatch_tokens": tokens}
+        learner = learner_of(model, GSPO(clip_low=0.3, clip_high=0.3), **config)
+        metrics = learner.update(samples)
+        assert metrics["train/ratio_max"] > 1.01
+        ends.append((metrics, {n: p.detach() for n, p in learner.policy.named_parameters()}))
+    (one, weights), (other, same) = ends
+    for key in ("train/loss", "train/ratio", "train/ratio_min", "train/ratio_max"):
+        assert one[key] == pytest.approx(other[key], abs=1e-7)
+    for name, value in weights.items():
+        torch.testing.assert_close(same[name], value, rtol=1e-3, atol=1e-6)
+
+
+def test_the_first_step_needs_no_pass_for_its_ratios(model, gradients):
+    played = episodes()
+    samples = to_samples(played, credit(played))
+    learner = learner_of(model, GSPO(), microbatch_tokens=1)
+    passes = []
+    learner.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    found, metrics = gradients(learner, samples)
+    assert passes == [True] * len(samples)
+    assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
+    whole, _ = gradients(learner_of(model, GSPO()), samples)
+    for name, value in whole.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-8)
+
+
+def test_a_ratio_taken_from_the_part_in_hand_would_be_another_one(model, gradients):
+    played = episodes()
+    samples = to_samples(played, credit(played))
+    loss = LOSSES["gspo"]
+    whole, _ = gradients(learner_of(model, loss), samples)
+    apart = [copy.copy(s) for s in samples]
+    for n, sample in enumerate(apart):
+        object.__setattr__(sample, "episode", n)
+    wrong, _ = gradients(learner_of(model, loss), apart)
+    assert any((whole[n] - wrong[n]).abs().max() > 1e-4 for n in whole)
+
+
+def test_sampled_tokens_are_trained_once_and_forks_compute_their_context_once():
+    rng = np.random.default_rng(3)
+    episode = episode_of(rng, [None, *range(19), 9, *range(20, 29)], most=40)
+    samples = to_samples([episode], [np.zeros(len(episode.turns))])
+    turn_ids = np.concatenate([s.turn_ids for s in samples])
+    counts = np.bincount(turn_ids[turn_ids >= 0], minlength=len(episode.turns))
+    assert counts.tolist() == [len(t.action_ids) for t in episode.turns]
+    (row,) = microbatches(samples, 100_000)
+    batch = pack(row)
+    tokens = sum(len(t.prompt_ids) + len(t.action_ids) for t in episode.turns)
+    assert len(batch.input_ids_T) <= tokens + 16
+    assert batch.episodes == (0,)
+
+
+def test_the_sequences_of_an_episode_share_a_minibatch_and_a_row_if_they_fit(model):
+    played = [e for seed in range(4) for e in episodes(seed)]
+    learner = learner_of(model, GSPO(), minibatches=4, microbatch_tokens=300)
+    parts = learner.prepare(to_samples(played, credit(played)), seed=2)
+    seen = [{n for m in part.microbatches for n in m.row.episodes} for part in parts]
+    assert sorted(n for found in seen for n in found) == list(range(len(played)))
+    assert [part.episodes for part in parts] == [5, 5, 5, 5]
+    for part in parts:
+        places = [n for m in part.microbatches for n in m.row.episodes]
+        assert len(places) == len(set(places))
+
+
+def test_a_parent_that_is_not_an_earlier_turn_is_named():
+    episode = episode_of(np.random.default_rng(0), [None, 1])
+    with pytest.raises(ValueError, match="parent of turn 1 is 1; expected an earlier turn"):
+        to_samples([episode], [np.zeros(2)])
+
+
+def test_policy_loss_takes_rows_of_one_episode():
+    rng = np.random.default_rng(0)
+    new, old, adv = (torch.tensor(rng.standard_normal((3, 4))) for _ in range(3))
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.bool)
+    joined = [torch.cat([v[0], v[2]])[None] for v in (new, old, adv, mask)]
+    padded = [torch.nn.functional.pad(v[1][None], (0, 4)) for v in (new, old, adv, mask)]
+    whole = policy_loss(*(torch.cat(pair) for pair in zip(joined, padded, strict=True)))
+    ids = torch.tensor([0, 1, 0])
+    assert policy_loss(new, old, adv, mask, episode_ids=ids).loss == whole.loss
+    with pytest.raises(BatchError, match=r"episode_ids has shape \(2,\)"):
+        policy_loss(new, old, adv, mask, episode_ids=ids[:2])
