@@ -17,8 +17,9 @@ import torch
 from gspo_agents.reporter import Reporter, first_fault, run_info
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
-from gspo_env.env.base import attribute
+from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score, try_out
+from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
@@ -66,7 +67,7 @@ class GSPOAgent:
         check_score(self.config)
         getattr(self.config.engine, "require", lambda: None)()
         self.env_id = resolve_env(self.config.env)
-        self._env = make_env(self.env_id, **self.config.env_kwargs)
+        self._env = self._make_env()
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self._take_score()
         self._demonstrations: list[Episode] = []
@@ -390,9 +391,15 @@ class GSPOAgent:
                 if not keep_engine:
                     self.close()
 
+    def _make_env(self) -> TextEnvironment:
+        config = self.config
+        if config.rollout.isolation == "process":
+            return IsolatedEnv(config.env, config.env_kwargs, config.rollout.episode_timeout)
+        return make_env(self.env_id, **config.env_kwargs)
+
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
-        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), self._env)
+        pool = EnvPool(self._make_env, self._env)
         try:
             yield pool
         finally:

@@ -14,6 +14,8 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator, registry
 from gymnasium.spaces import Text
 
+from gspo_env.env.background import make_synchronous
+from gspo_env.env.base import METHODS
 from gspo_env.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -133,6 +135,7 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             f"{env_id} cannot be made{f' with {redact(kwargs)}' if kwargs else ''}: "
             f"{_reason(error)}."
         ) from error
+    make_synchronous(type(env.unwrapped), METHODS)
     for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
         if not isinstance(space, Text):
             env.close()
