@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from gspo_agents.reporter import Reporter, run_info
+from gspo_agents.reporter import Reporter, first_fault, run_info
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
-from gspo_env.env.base import attribute
+from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score, try_out
+from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
@@ -28,6 +29,7 @@ from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.saved import read_saved, record
@@ -63,9 +65,10 @@ class GSPOAgent:
         if env:
             self.config = replace(self.config, env=env)
         check_score(self.config)
+        getattr(self.config.engine, "require", lambda: None)()
         self.env_id = resolve_env(self.config.env)
-        self._env = make_env(self.env_id, **self.config.env_kwargs)
-        try_out(self.env_id, self._env)
+        self._env = self._make_env()
+        try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self._take_score()
         self._demonstrations: list[Episode] = []
         dtype = self.config.model_dtype
@@ -98,6 +101,7 @@ class GSPOAgent:
         self._resumed: Resumed | None = None
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
+        close_quietly(self._env)  # from here on, only what it declares is read
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
@@ -133,7 +137,11 @@ class GSPOAgent:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
             facts = run_facts(config, self.model, self._source, self._left_out)
             learner = self._learner()
-            with checkpoints.named_on_failure(), self._collector() as collector:
+            with (
+                checkpoints.named_on_failure(),
+                self._collector() as collector,
+                first_fault(collector, folder, tracker),
+            ):
                 keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self._write)
                 loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
                 if resumed is not None:
@@ -383,10 +391,15 @@ class GSPOAgent:
                 if not keep_engine:
                     self.close()
 
+    def _make_env(self) -> TextEnvironment:
+        config = self.config
+        if config.rollout.isolation == "process":
+            return IsolatedEnv(config.env, config.env_kwargs, config.rollout.episode_timeout)
+        return make_env(self.env_id, **config.env_kwargs)
+
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
-        threads = self.config.rollout.concurrency
-        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), threads)
+        pool = EnvPool(self._make_env, self._env)
         try:
             yield pool
         finally:

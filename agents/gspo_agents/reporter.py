@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from gspo_env.config import Config, to_dict, to_toml, with_score
@@ -13,6 +14,7 @@ from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
+from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
@@ -158,3 +160,15 @@ def _results(history: History, split: Split, left_out: int) -> list[str]:
             f"which were repeated, and {left_out} demonstrations."
         )
     return lines
+
+
+@contextmanager
+def first_fault(collector: Collector, folder: Path, tracker: Several) -> Iterator[None]:
+    """Keeps the first failure of an environment in the folder and the tracker, at any end."""
+    try:
+        yield
+    finally:
+        if (first := collector.pool.faults.first) is not None:
+            path = folder / "first-environment-error.txt"
+            write_text(path, f"{first.message}\n\n{first.traceback}")
+            tracker.artifact(path)

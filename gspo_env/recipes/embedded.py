@@ -25,10 +25,12 @@ from gspo_env.learner.learner import Learner
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.play import Policy, demonstrator, look, play_now, refuse_failures
+from gspo_env.rollout.faults import FaultLog, refuse_failures
+from gspo_env.rollout.play import Policy, demonstrator, look, play_now
+from gspo_env.rollout.retry import play_alone
 from gspo_env.rollout.transcript import ChatTokenizer, tokenize
 from gspo_env.seeding import derive_seed
-from gspo_env.types import Episode, StopReason, Task
+from gspo_env.types import Episode, Task
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +114,7 @@ def build(
         read = demonstrations
     except NotImplementedError:
         logger.warning("%s has no expert_action: the model starts untrained", env_id)
-        demonstrations, read = [], [play_now(env, task, look) for task in tasks[:256]]
+        demonstrations, read = [], play_all(env, tasks[:256], look)
         refuse_failures(read)
     prompts = [episode.prompt for episode in read]
     texts = {text for e in read for turn in e.turns for text in (turn.observation, turn.text)}
@@ -135,13 +137,20 @@ def demonstrate(env: TextEnvironment, tasks: Sequence[Task], slips: float) -> li
         NotImplementedError: The environment has no demonstrator.
         RolloutError: More than half of the episodes failed; the others are left out.
     """
-    expert = demonstrator(slips)
-    episodes = [play_now(env, task, expert, max_turns=_LONGEST) for task in tasks]
+    episodes = play_all(env, tasks, demonstrator(slips))
     refuse_failures(episodes)
-    played = [e for e in episodes if e.stop_reason is not StopReason.ERROR]
+    played = [e for e in episodes if not e.failed]
     if len(played) < len(episodes):
         logger.warning("%d of %d demonstrations failed", len(episodes) - len(played), len(episodes))
     return played
+
+
+def play_all(env: TextEnvironment, tasks: Sequence[Task], policy: Policy) -> list[Episode]:
+    """Plays the tasks one after another, again where the environment fails."""
+    log = FaultLog()
+    episodes = [play_alone(env, task, policy, log, max_turns=_LONGEST) for task in tasks]
+    log.summarise()
+    return episodes
 
 
 def _complaints(env: TextEnvironment, task: Task, calls: Sequence[Sequence[str]]) -> set[str]:

@@ -38,6 +38,8 @@ def _turn(number: int, turn: Turn) -> str:
 
 def _footer(episode: Episode) -> str:
     verdict = {True: "success", False: "failure", None: "no verdict"}[episode.success]
+    if episode.failed:
+        verdict = "its environment failed"
     title = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"
     lines = [_rule(title), f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled"]
     if episode.final_observation:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_literals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,17 +28,31 @@ class RolloutConfig:
     """Maximum seconds of one episode, including time spent waiting for the engine."""
     concurrency: int = 256
     """Maximum number of episodes in flight."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where environments run: in threads of this process, or each in a child process, which is
+    killed if it hangs or crashes."""
+    max_retries: int = 2
+    """Times that an episode is played again, in another environment, if its environment failed."""
+    max_env_error_rate: float = 0.5
+    """The run stops if a larger share of a rollout's episodes failed after every retry, or all."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
+        check_literals(self)
         for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
+        if not isinstance(self.max_retries, int) or self.max_retries < 0:
+            raise ConfigError(f"max_retries is {self.max_retries!r}; expected an integer from 0 on")
+        if not 0 <= self.max_env_error_rate <= 1:
+            raise ConfigError(
+                f"max_env_error_rate is {self.max_env_error_rate!r}; expected a number from 0 to 1"
+            )
         for name in ("temperature", "episode_timeout"):
             value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(f"{name} is {value!r}; expected a number above 0")
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
         if self.max_turn_tokens >= self.max_context:
             raise ConfigError(
                 f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "

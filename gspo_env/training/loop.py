@@ -29,7 +29,7 @@ from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, generators, set_generators
-from gspo_env.types import FloatArray, Group, Score, StopReason, Task
+from gspo_env.types import FloatArray, Group, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +184,7 @@ class Loop:
         self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
         self.results = [StepResult(**result) for result in numbers["results"]]
         self.score.restore(numbers["score"])
-        pool = self.collector.pool
-        pool.give_back(pool.acquire())  # the first environment declares what it may know better
-        pool.gives_outcome = numbers["gives_outcome"]
+        self.collector.pool.gives_outcome = numbers["gives_outcome"]
         self.collector._said = bool(numbers["said"])
         learner_state.restore(self.learner, saved.tensors(), numbers["learner"])
         set_generators(numbers["generators"], saved.tensors())
@@ -240,9 +238,7 @@ class Loop:
             (episode, values)
             for group, rows in zip(groups, advantages, strict=True)
             for episode, values in zip(group.episodes, rows, strict=True)
-            if episode.turns
-            and episode.stop_reason is not StopReason.ERROR
-            and (keep_cut or not episode.truncated)
+            if episode.turns and not episode.failed and (keep_cut or not episode.truncated)
         ]
         samples = to_samples([episode for episode, _ in trained], [values for _, values in trained])
         return [sample for sample in samples if sample.mask.any()]
