@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gspo_agents.reporter import Reporter, first_fault, run_info
+from gspo_agents.reporter import Reporter, run_info
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
@@ -137,11 +137,7 @@ class GSPOAgent:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
             facts = run_facts(config, self.model, self._source, self._left_out)
             learner = self._learner()
-            with (
-                checkpoints.named_on_failure(),
-                self._collector() as collector,
-                first_fault(collector, folder, tracker),
-            ):
+            with self._collector() as collector, report.watch(collector):
                 keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self._write)
                 loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
                 if resumed is not None:
@@ -403,7 +399,4 @@ class GSPOAgent:
         try:
             yield pool
         finally:
-            try:
-                pool.close()
-            except Exception:  # nothing is played any more, so it costs nothing
-                logger.exception("an environment of %s could not be closed", self.env_id)
+            pool.close()

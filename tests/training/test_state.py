@@ -16,6 +16,7 @@ from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, load_toml, override
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.saved import record
 from gspo_env.training.checkpoints import Checkpoints
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
@@ -121,6 +122,7 @@ def same(first, second):
 def cut(run, step, to):
     """Copies a run as it was after a step."""
     shutil.copytree(run, to, symlinks=True)
+    record(to, load_toml(to / "config.toml"))  # else it is the run of somebody else
     shutil.rmtree(to / "model")
     for folder in (to / "checkpoints").glob("step-*"):
         if int(folder.name[-6:]) > step:
@@ -255,6 +257,7 @@ def test_only_the_number_of_steps_and_the_checkpoints_may_change(done):
     assert [step for step, _ in GSPOAgent.resume("run", changed).train()] == [0, 1, 2, 2, 3, 3]
 
 
-def test_a_finished_run_says_so(done, capsys):
-    main(["train", "--resume", str(done)])
+def test_a_finished_run_says_so(done, capsys, monkeypatch):
+    monkeypatch.chdir(done.parent)
+    main(["train", "--resume", "run"])
     assert "is finished: all 3 steps are done; --steps adds more" in capsys.readouterr().out
