@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class JsonLines:
     """Writes the metrics of each step as a line of JSON into the folder of the run."""
 
-    file: str = "metrics.jsonl"
+    file: str = "lines.jsonl"
     """Name of the file."""
 
     def start(self, run):

@@ -35,6 +35,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """When a run is saved so that `gspo-env train --resume` can go on with it."""
+
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves as often as takes at most 2 % of the time."""
+    keep: int = 2
+    """Newest checkpoints to keep, besides the best by `eval/success`; 0 saves none."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        for name in ("save_every", "keep"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """All settings of a run. `Config()` has the same values for every model.
 
@@ -65,6 +81,7 @@ class Config:
     """Held-out tasks of an evaluation."""
     output: str = ""
     """Folder for the results; by default a new one under `runs`, or `comparisons/comparison`."""
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: Any = field(default_factory=ReturnsToGo)
     credit: CreditConfig = field(default_factory=CreditConfig)

@@ -6,20 +6,21 @@ import asyncio
 import json
 import logging
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gspo_agents.reporter import Reporter, summary
 from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
 from gspo_env.env.registration import make_env, resolve_env
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_model
@@ -27,17 +28,25 @@ from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
 from gspo_env.report.curves import learning_curve
-from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, start
+from gspo_env.tracking.several import Several, parts, start
+from gspo_env.training.checkpoints import Checkpoint, Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
+from gspo_env.training.signals import Stop, stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
-from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Score, Task
+from gspo_env.training.state import (
+    FACTS,
+    Keeper,
+    changed_config,
+    fingerprint,
+    load_start,
+    run_facts,
+)
+from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +68,8 @@ class GSPOAgent:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
         check_score(self.config)
-        self.env_id = resolve_env(env or self.config.env)
+        self._env_name = env or self.config.env
+        self.env_id = resolve_env(self._env_name)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
         self._take_score()
@@ -90,25 +100,50 @@ class GSPOAgent:
         self.folder: Path | None = None
         self._splits: dict[int, Split] = {}
         self._trained, self._left_out = False, 0
+        self._source = (model or self.config.model) if isinstance(model, str) else ""
+        self._saved: Checkpoint | None = None
+        self._checkpoints: Checkpoints | None = None
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
 
+        SIGINT and SIGTERM end the training after the step that runs, with a checkpoint; a second
+        one raises KeyboardInterrupt. An agent of `resume` goes on where its run stopped.
+
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
         """
-        config = self.config
+        config, saved = self.config, self._saved
         check = self._check()
-        folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
-        self.folder, self._trained = folder, True
-        write_text(folder / "config.toml", to_toml(config))
+        if (checkpoints := self._checkpoints) is None:
+            made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
+            checkpoints = Checkpoints(made, config.checkpoints)
+        self.folder, self._trained = checkpoints.run, True
+        self._checkpoints = self._saved = None
+        ids = {}
+        if saved is not None:
+            ids = dict.fromkeys(parts(config.tracker), "") | saved.numbers["tracker"]
         tags = {"env": self.env_id, "way": check.way.value}
-        info = RunInfo(name=folder.name, folder=folder, params=to_dict(config), tags=tags)
-        with Progress() as progress, start(config.tracker, info) as tracker:
+        info = RunInfo(
+            name=self.folder.name,
+            folder=self.folder,
+            params=to_dict(config),
+            tags=tags,
+            resume=ids,
+        )
+        with (
+            checkpoints,
+            stop_on_signals() as stop,
+            Progress() as progress,
+            start(config.tracker, info) as tracker,
+        ):
+            report = Reporter(config, progress, tracker, checkpoints)
+            report.take_score(None)
             self.warm_up(progress)
+            keeper = self._keeper(checkpoints, stop, tracker, saved)
             self._add_adapter()
             learner = Learner(
                 self.model,
@@ -117,16 +152,68 @@ class GSPOAgent:
                 total_steps=config.steps * config.learner.minibatches,
                 temperature=config.rollout.temperature,
             )
-            report = _Reporter(config, progress, tracker, folder)
-            with self._collector() as collector:
-                split = self.split()
-                loop = Loop(config, self.env_id, collector, learner, report, split)
+            with checkpoints.named_on_failure(), self._collector() as collector:
+                loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
+                if saved is not None:
+                    loop.restore(saved)
+                    report.take_score(loop.score.score)
+                stop.graceful = True
                 history = asyncio.run(loop.train())
-            self.config = report.config
-            self._finish(folder, history, tracker)
-            tracker.finish()
-            progress.line(self._summary(folder, history, report.evaluations, tracker))
+                self.config = report.config
+                if stopped := loop.step < config.steps:
+                    tracker.finish("KILLED")
+                else:  # before the environments close, which may raise
+                    self._finish(self.folder, history, tracker)
+                    tracker.finish()
+            if stopped:
+                how = checkpoints.how_to_resume
+                progress.line(f"Stopped after step {loop.step} of {config.steps}. {how}")
+            else:
+                split, out = self.split(), self._left_out
+                progress.line(summary(history, split, out, self.folder, tracker))
         return history
+
+    @classmethod
+    def resume(cls, path: str | Path, config: Config | None = None) -> GSPOAgent:
+        """Returns the agent of a run that stopped; `train` goes on after its newest checkpoint.
+
+        Until it has trained, no other process can train the run.
+
+        Args:
+            path: Folder of the run.
+            config: The run's config with another number of steps, or other settings of checkpoints.
+
+        Raises:
+            ConfigError: The config changes another setting.
+            ModelError: The model that the run began with is not found, or differs.
+            OutputError: The run has no undamaged checkpoint, or another process trains it.
+        """
+        if not (Path(path) / "checkpoints").is_dir():
+            raise OutputError(f"{str(path)!r} is no folder of a run with checkpoints")
+        checkpoints = Checkpoints(Path(path), (config or Config()).checkpoints)
+        saved = checkpoints.newest()
+        config = changed_config(saved, config)
+        checkpoints.settings, checkpoints.failed = config.checkpoints, saved.numbers["failed"]
+        numbers = saved.numbers
+        model, tokenizer = numbers["model"], None
+        if not model:
+            model, tokenizer = load_start(checkpoints, numbers["dtype"])
+        agent = cls(model, numbers["env"], config, tokenizer)
+        if fingerprint(agent.model) != numbers["fingerprint"]:
+            raise ModelError(
+                f"the model {numbers['model'] or 'in checkpoints/start'!r} has other weights than "
+                f"when the run {str(path)!r} began; expected the same"
+            )
+        agent._checkpoints, agent._saved, agent._left_out = checkpoints, saved, numbers["left_out"]
+        return agent
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the agent of a resumed run that has nothing left to do."""
+        saved = self._saved
+        if saved is None or saved.step < self.config.steps:
+            return False
+        return (saved.run / MODEL).is_dir()
 
     def evaluate(self, tasks: int = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
         """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
@@ -322,6 +409,25 @@ class GSPOAgent:
         finally:
             pool.close()
 
+    def _keeper(
+        self, checkpoints: Checkpoints, stop: Stop, tracker: Several, saved: Checkpoint | None
+    ) -> Keeper:
+        """Returns what saves the run; saves the model of the start, if no name finds it again."""
+        if saved is not None:
+            facts = {name: saved.numbers[name] for name in FACTS}
+        else:
+            facts = run_facts(self.model, self._source, self._env_name, self._left_out)
+            if not self._source:
+                write = partial(save_model, self.model, self.tokenizer)
+                checkpoints.save_start(lambda part: write(part / MODEL))
+        config = to_toml(self.config)
+
+        def now() -> dict[str, Any]:
+            failed = checkpoints.failed
+            return {**facts, "config": config, "tracker": tracker.ids, "failed": failed}
+
+        return Keeper(checkpoints, stop, now, self.save)
+
     def _finish(self, folder: Path, history: History, tracker: Several) -> None:
         self.save(folder / "model")
         figure = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
@@ -329,67 +435,3 @@ class GSPOAgent:
         for name in ("config.toml", "learning_curve.png"):
             tracker.artifact(folder / name)
         tracker.artifact(folder / "model", MODEL)
-
-    def _summary(
-        self, folder: Path, history: History, evaluations: Sequence[Evaluation], tracker: Several
-    ) -> str:
-        first, last = evaluations[0], evaluations[-1]
-        redrawn = sum(metrics.get("rollout/redrawn_tasks", 0.0) for _, metrics in history)
-        lines = [
-            f"Success on {self.split()}: "
-            f"{first.sampled.success:.1%} before training, {last.sampled.success:.1%} after "
-            f"(greedy {first.greedy.success:.1%} and {last.greedy.success:.1%}).",
-            f"Model, config and learning curve: {folder}",
-            *tracker.problems,
-        ]
-        if redrawn or self._left_out:
-            lines.insert(
-                1,
-                f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, "
-                f"which were repeated, and {self._left_out} demonstrations.",
-            )
-        skipped = sum(metrics.get("train/skipped_steps", 0.0) for _, metrics in history)
-        if skipped:
-            lines.insert(
-                1, f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}."
-            )
-        if tracker.how_to_look:
-            lines.append(f"Tracked: {tracker.how_to_look}")
-        return "\n".join(lines)
-
-
-class _Reporter:
-    """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
-
-    def __init__(self, config: Config, progress: Progress, tracker: Several, folder: Path) -> None:
-        self.config, self._progress, self._tracker = config, progress, tracker
-        self._folder = folder
-        self.evaluations: list[Evaluation] = []
-
-    def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
-        self._tracker.log(metrics, step)
-        self._show("train", step, stats.played, stats.tokens / stats.seconds)
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        self.evaluations.append(replace(evaluation, groups=()))
-        self._tracker.log(evaluation.metrics(), step)
-        self._show("evaluate", step, evaluation.sampled, None)
-        shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
-        write_text(self._folder / f"episodes-{step:04d}.txt", shown)
-        self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
-
-    def scored(self, score: Score, reason: str) -> None:
-        logger.info("credit.score is %r: %s", score, reason)
-        self.config = with_score(self.config, score)
-        write_text(self._folder / "config.toml", to_toml(self.config))
-        self._tracker.text("score.txt", f"{score}: {reason}")
-
-    def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:
-        self._progress.update(
-            phase=phase,
-            step=step,
-            total=self.config.steps,
-            success=what.success,
-            return_=what.mean_return,
-            tokens_per_second=speed,
-        )

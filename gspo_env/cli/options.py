@@ -95,6 +95,7 @@ class Choices:
 class _Start(Choices):
     """Options that determine which other options exist."""
 
+    resume: str = ""
     model: str = ""
     env: str = ""
     env_kwargs: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
@@ -121,6 +122,15 @@ class Run:
         return _sections(self.settings, _checked)
 
     @classmethod
+    def saved(cls, folder: str) -> dict[str, Any]:
+        """Returns the settings of a run to go on with.
+
+        Raises:
+            ConfigError: The command goes on with no run.
+        """
+        raise ConfigError(f"--resume is {folder!r}; expected it with `train` only")
+
+    @classmethod
     def take(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Takes the command's own table out of a file's tree; returns its options."""
         return {}
@@ -136,8 +146,12 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
         ConfigError: The file, a choice or a flag is unknown or invalid.
     """
     start, rest = tyro.cli(_Start, args=arguments, return_unknown_args=True, add_help=False)
+    if start.config and start.resume:
+        raise ConfigError("--config and --resume are given; expected one of them")
     tree = read_toml(start.config) if start.config else {}
     own = command.take(tree)
+    if start.resume:
+        tree, own = command.saved(start.resume), own | {"resume": start.resume}
     tree |= {key: value for key in ("model", "recipe", "env") if (value := getattr(start, key))}
     config = from_dict(tree)
     given = dict(_pair(text) for texts in start.env_kwargs for text in texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from gspo_env.cli.options import Run
 
@@ -11,8 +12,29 @@ from gspo_env.cli.options import Run
 class Train(Run):
     """Train a policy with GSPO on a text environment."""
 
+    resume: str = ""
+    """Folder of a run to go on with, under its own settings; only `--steps`, `--save-every` and
+    `--keep` may be given with it."""
+
+    @classmethod
+    def saved(cls, folder: str) -> dict[str, Any]:
+        """Returns the settings of a run to go on with."""
+        from gspo_env.config import to_dict
+        from gspo_env.training.state import newest_config
+
+        return to_dict(newest_config(folder))
+
     def run(self) -> None:
         """Trains."""
         from gspo_env.env.registration import load_agent
 
-        load_agent("gspo")(config=self.resolved).train()
+        kind = load_agent("gspo")
+        if not self.resume:
+            kind(config=self.resolved).train()
+            return
+        agent = kind.resume(self.resume, self.resolved)
+        if agent.finished:
+            steps = agent.config.steps
+            print(f"{self.resume} is finished: all {steps} steps are done; --steps adds more")
+        else:
+            agent.train()

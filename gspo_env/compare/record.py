@@ -26,8 +26,9 @@ class Recorder(Several):
             json.loads(self._note.read_text()) if self._note.exists() else {}
         )
         tags = {"gspo_env.kind": "comparison"}
-        info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=True)
         self._choices, self._folder, self._say = parts(tracker), folder, say
+        goes_on = dict.fromkeys(self._choices, "")
+        info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=goes_on)
         self._failed: set[str] = set()
         super().__init__(self._choices, info)
 
@@ -53,7 +54,14 @@ class Recorder(Several):
             if key not in failed and name not in self._done.get(key, [])
         }
         tags = {"error": error} if error else {}
-        info = RunInfo(name=name, folder=folder, params=params, tags=tags, parent=self._folder)
+        info = RunInfo(
+            name=name,
+            folder=folder,
+            params=params,
+            tags=tags,
+            parent=self._folder,
+            resume=dict.fromkeys(self._choices, ""),  # the worker wrote its metrics.jsonl
+        )
         child = Several(waiting, info)
         for step, metrics in history:
             child.log(metrics, step)

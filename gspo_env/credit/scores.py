@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from gspo_env.errors import ConfigError
 from gspo_env.types import Episode, FloatArray, Score, StopReason
 
 logger = logging.getLogger(__name__)
+
+_KEPT = ("score", "reason", "_turns", "_outcomes")
+"""The state of a `ScoreChoice`."""
 
 
 def turn_rewards(episode: Episode, score: Score) -> FloatArray:
@@ -103,6 +107,15 @@ class ScoreChoice:
             return False
         self.score, self.reason = self._decide(episodes)
         return self.score is not None
+
+    def state(self) -> dict[str, Any]:
+        """Returns what was decided and seen, for `restore`."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what another choice had decided and seen."""
+        for name in _KEPT:
+            setattr(self, name, saved[name])
 
     def _decide(self, episodes: Sequence[Episode]) -> tuple[Score | None, str]:
         if not self._turns and not self._outcomes:

@@ -120,12 +120,17 @@ class TransformersEngine:
         """Does nothing: the weights are the learner's, and the cache is small."""
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Clears the cache; the engine already shares the learner's weights."""
+        """Clears the cache; the engine already shares the learner's weights.
+
+        Afterwards the engine is as a new one, so that what it samples does not depend on what it
+        served before.
+        """
         if self._running or self._waiting:
             raise EngineError("weights cannot change while requests are running")
         self._prefixes.clear()
-        for slot in self._slots:
-            slot.tokens = []
+        self._sessions.clear()
+        self._slots = [_Slot(slot.index) for slot in self._slots]
+        self._free = [slot.index for slot in self._slots]
         self.weights_version = version
 
     def close(self) -> None:

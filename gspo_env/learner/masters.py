@@ -40,6 +40,8 @@ class Masters:
     """Whether the model has float16 weights."""
     loss_scale: float
     """A power of two; 1 unless `scaled`."""
+    steps: int
+    """Optimiser steps since the last overflow."""
 
     def __init__(self, model: Any) -> None:
         weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -48,7 +50,7 @@ class Masters:
         self.tensors = weights | copies
         self.scaled = any(p.dtype == torch.float16 for p in model.parameters())
         self.loss_scale = _LARGEST_SCALE if self.scaled else 1.0
-        self._steps = 0
+        self.steps = 0
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -74,18 +76,22 @@ class Masters:
             if master.grad is not None:
                 master.grad.mul_(factor)
 
-    @torch.no_grad()
     def write(self) -> None:
         """Rounds the masters into the weights, after an optimiser step."""
+        self.round_weights()
+        self.steps += 1
+        if self.scaled and self.steps % _GROWTH_INTERVAL == 0:
+            self.loss_scale = min(2 * self.loss_scale, _LARGEST_SCALE)
+
+    @torch.no_grad()
+    def round_weights(self) -> None:
+        """Gives each half-precision weight the nearest value to its master."""
         for name, weight in self._half.items():
             weight.copy_(self.tensors[name])
-        self._steps += 1
-        if self.scaled and self._steps % _GROWTH_INTERVAL == 0:
-            self.loss_scale = min(2 * self.loss_scale, _LARGEST_SCALE)
 
     def lower_scale(self) -> bool:
         """Halves the loss scale after an overflow; returns False if it is 1 already."""
-        self._steps, before = 0, self.loss_scale
+        self.steps, before = 0, self.loss_scale
         self.loss_scale = max(1.0, before / 2)
         return self.loss_scale < before
 

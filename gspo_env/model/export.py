@@ -76,7 +76,7 @@ class Exporter:
         with replaced_folder(folder) as part:
             self.config.save_pretrained(part)
             files: dict[str, str] = {}
-            for number, shard in enumerate(_shards(self.weights(named)), 1):
+            for number, shard in enumerate(shards(self.weights(named)), 1):
                 file = f"model-{number:05d}.safetensors"
                 save_file(shard, part / file, metadata={"format": "pt"})
                 files |= dict.fromkeys(shard, file)
@@ -84,8 +84,8 @@ class Exporter:
             (part / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yields copies of the weights on the CPU, in parts of about `_SHARD` bytes."""
+def shards(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yields copies of tensors on the CPU, in parts of about 4 GiB."""
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:

@@ -33,8 +33,9 @@ class RunInfo:
     tags: Mapping[str, str] = field(default_factory=dict)
     parent: Path | None = None
     """Folder of the comparison that the run belongs to."""
-    resume: bool = False
-    """Continues the run that a tracker noted in `folder`, if there is one."""
+    resume: Mapping[str, str] = field(default_factory=dict)
+    """The id that each tracker, by name, gave to the run that goes on; empty for a new run. An id
+    is empty if the tracker had not begun, or gives none."""
 
     @property
     def group(self) -> str | None:
@@ -71,13 +72,25 @@ class TrackerChoice(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoTracker:
-    """Records nothing."""
+    """Records in no tracker; the run's `metrics.jsonl` is written all the same."""
+
+    how_to_look = ""
 
     def start(self, run: RunInfo) -> Tracker:
-        """Returns a tracker that does nothing."""
-        from gspo_env.tracking.several import Several
+        """Returns itself, which does nothing."""
+        return self
 
-        return Several({}, run)
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Does nothing."""
+
+    def text(self, name: str, text: str) -> None:
+        """Does nothing."""
+
+    def artifact(self, path: Path, folder: str = "") -> None:
+        """Does nothing."""
+
+    def finish(self, status: Status) -> None:
+        """Does nothing."""
 
 
 def flatten(tree: object, *, mappings: bool = True) -> dict[str, Any]:

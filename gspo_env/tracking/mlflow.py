@@ -150,6 +150,11 @@ class MLflowTracker:
         return self._run.run_id
 
     @property
+    def id(self) -> str:
+        """Id of the run; empty until the store is open."""
+        return "" if self._run is None else self._run.run_id
+
+    @property
     def how_to_look(self) -> str:
         """Returns the run's page on a tracking server, or the command that shows a local store."""
         uri = self._uri
@@ -212,7 +217,7 @@ def _open_run(settings: MLflow, info: RunInfo) -> _Run:
         logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri=settings.tracking_uri or None)
     experiment_id = _experiment_id(client, settings.experiment)
-    known = _noted(info.folder) if info.resume else ""
+    known = (info.resume.get("mlflow") or _noted(info.folder)) if info.resume else ""
     if known and _resume(client, known):
         return _Run(client=client, run_id=known, experiment_id=experiment_id, resumed=True)
     tags = dict(info.tags)

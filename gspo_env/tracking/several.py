@@ -15,6 +15,7 @@ from gspo_env.errors import ConfigError, MissingExtraError, TrackingError
 from gspo_env.redaction import redact, redact_text
 from gspo_env.registry import find, name_of
 from gspo_env.tracking.base import RunInfo, Status, Tracker, TrackerChoice, flatten
+from gspo_env.tracking.journal import METRICS, Journal
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +40,12 @@ class Several:
         Raises:
             ConfigError: A setting is invalid.
             MissingExtraError: A tracker's package is not installed.
+            OutputError: `metrics.jsonl` cannot be written in the run's folder.
         """
         self._trackers: dict[str, Tracker] = {}
         self._errors: dict[str, list[str]] = {}
         self._finished = False
+        self._journal = Journal(run.folder, resumed=bool(run.resume))
         tags = {name: redact_text(value) for name, value in run.tags.items()}
         run = replace(run, params=flatten(redact(run.params)), tags=tags)
         for name, choice in choices.items():
@@ -74,6 +77,10 @@ class Several:
             del values[name]
         if dropped:
             values[NON_FINITE] = float(len(dropped))
+        try:
+            self._journal.log(values, step)
+        except OSError as error:
+            self._count(METRICS, "log", error)
         self._each("log", lambda tracker: tracker.log(values, step))
 
     def text(self, name: str, text: str) -> None:
@@ -100,6 +107,11 @@ class Several:
             except Exception as error:
                 self._count(name, "how_to_look", error)
         return " or ".join(filter(None, found))
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """The id of the run in each tracker, by name, for `RunInfo.resume`; empty if not known."""
+        return {name: getattr(tracker, "id", "") for name, tracker in self._trackers.items()}
 
     @property
     def failed(self) -> set[str]:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from itertools import chain
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice
+from gspo_env.engines.base import CopiesWeights
 from gspo_env.errors import RolloutError
+from gspo_env.learner import state as learner_state
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
+from gspo_env.training.state import Keeper, generators, set_generators
 from gspo_env.types import FloatArray, Group, Score, StopReason, Task
 
 logger = logging.getLogger(__name__)
@@ -54,9 +61,17 @@ class Loop:
     learner: Learner
     report: Reporter
     split: Split
+    keeper: Keeper | None = None
+    """Saves the run; None saves nothing."""
     history: History = field(default_factory=list)
     score: ScoreChoice = field(init=False)
     """Which rewards the estimator learns from."""
+    step: int = 0
+    """Steps that are done."""
+    played: int = 0
+    """Training episodes that were played."""
+    best: dict[str, float] = field(default_factory=dict)
+    """The step of the best saved evaluation after training began, and its success."""
     _warned: bool = False
 
     def __post_init__(self) -> None:
@@ -65,38 +80,108 @@ class Loop:
         self.score = ScoreChoice(self.env_id, None if given == "auto" else given)
 
     async def train(self) -> History:
-        """Runs every step; returns the metrics of each.
+        """Runs the steps that are left, until the keeper stops it; returns the metrics of each.
 
         Raises:
             RolloutError: No first prompt of the first step fits the context.
         """
-        config = self.config
-        await self._sync(0)
-        before = await self._evaluate(0, 0)
-        played = 0
-        for step in range(1, config.steps + 1):
-            started = time.perf_counter()
-            groups = await self.collector.collect(
-                self._tasks(step),
-                seed=derive_seed("rollout", config.seed, step),
-                held_out=self.split.held_out,
-            )
-            if step == 1 and self.collector.no_room:
-                raise RolloutError(self.collector.no_room)
-            stats = RolloutStats.of(groups, time.perf_counter() - started)
-            metrics = stats.metrics() | {"rollout/episodes_before": float(played)}
-            played += sum(len(group.episodes) for group in groups)
-            credit = self._credit(groups, [*before, *groups] if step == 1 else groups)
-            samples = self._samples(groups, credit.advantages)
-            await self.collector.engine.sleep()
-            if samples:
-                metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
-            metrics |= credit.metrics() | await self._sync(step)
-            self.history.append((step, metrics))
-            self.report.trained(step, stats, metrics)
-            if step == config.steps or (config.eval_every and step % config.eval_every == 0):
-                await self._evaluate(step, played)
+        await self._sync(self.step)
+        before: Sequence[Group] = ()
+        if self.step == 0:
+            self._keep(must=True)  # before the evaluation, whose episodes the first step needs
+            before = await self._evaluate()
+        while self.step < self.config.steps and not (self.keeper and self.keeper.stop.wanted):
+            await self._train_step(before)
+            before = ()
+        if self.keeper and self.keeper.checkpoints.last != self.step:
+            self._keep(must=True)
         return self.history
+
+    async def _train_step(self, before: Sequence[Group]) -> None:
+        """Plays, learns, reports, evaluates and saves.
+
+        Args:
+            before: Episodes of the evaluation before the first step.
+        """
+        config, step = self.config, self.step + 1
+        started = time.perf_counter()
+        groups = await self.collector.collect(
+            self._tasks(step),
+            seed=derive_seed("rollout", config.seed, step),
+            held_out=self.split.held_out,
+        )
+        if step == 1 and self.collector.no_room:
+            raise RolloutError(self.collector.no_room)
+        stats = RolloutStats.of(groups, time.perf_counter() - started)
+        metrics = stats.metrics() | {"rollout/episodes_before": float(self.played)}
+        self.played += sum(len(group.episodes) for group in groups)
+        credit = self._credit(groups, [*before, *groups])
+        samples = self._samples(groups, credit.advantages)
+        await self.collector.engine.sleep()
+        if samples:
+            metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
+        metrics |= credit.metrics() | await self._sync(step)
+        if self.keeper:
+            metrics["train/failed_saves"] = float(self.keeper.checkpoints.failed)
+        self.step = step
+        self.history.append((step, metrics))
+        self.report.trained(step, stats, metrics)
+        if step == config.steps or (config.eval_every and step % config.eval_every == 0):
+            await self._evaluate()
+            await self._forget_evaluation()
+        self._keep()
+
+    async def _forget_evaluation(self) -> None:
+        """Empties the cache of an engine on the learner's weights.
+
+        So the next step samples the same bits as in a run that goes on from here.
+        """
+        engine = self.collector.engine
+        if not isinstance(engine, CopiesWeights):
+            await engine.update_weights(named_weights(self.learner.policy), self.step)
+
+    def _keep(self, must: bool = False) -> None:
+        """Saves the run if it must be saved, if that is due, or if it is the best so far."""
+        if self.keeper is None:
+            return
+        step, metrics = self.history[-1] if self.history else (0, {})
+        success, known = metrics.get("eval/success"), self.best
+        best = self.step > 0 and success is not None and success > known.get("success", -1.0)
+        if best:
+            self.best = {"step": step, "success": float(success or 0.0)}
+        if not self.keeper.keep(self.step, self._state, must=must or best, best=best):
+            self.best = known
+
+    def _state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+        """Returns the numbers and the tensors of the state."""
+        random_numbers, random_tensors = generators()
+        numbers = {
+            "step": self.step,
+            "played": self.played,
+            "best": self.best,
+            "history": self.history,
+            "warned": self._warned,
+            "score": self.score.state(),
+            "gives_outcome": self.collector.pool.gives_outcome,
+            "said": self.collector._said,
+            "learner": learner_state.numbers(self.learner),
+            "generators": random_numbers,
+        }
+        return numbers, chain(learner_state.tensors(self.learner), random_tensors.items())
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Takes over the state of a checkpoint of the same run."""
+        numbers = saved.numbers
+        self.step, self.played = int(numbers["step"]), int(numbers["played"])
+        self.best, self._warned = dict(numbers["best"]), bool(numbers["warned"])
+        self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
+        self.score.restore(numbers["score"])
+        pool = self.collector.pool
+        pool.give_back(pool.acquire())  # the first environment declares what it may know better
+        pool.gives_outcome = numbers["gives_outcome"]
+        self.collector._said = bool(numbers["said"])
+        learner_state.restore(self.learner, saved.tensors(), numbers["learner"])
+        set_generators(numbers["generators"], saved.tensors())
 
     def _credit(self, groups: Sequence[Group], seen: Sequence[Group]) -> Credit:
         """Computes the advantages with the score that all episodes before the first update decide.
@@ -152,12 +237,12 @@ class Loop:
         samples = to_samples([episode for episode, _ in trained], [values for _, values in trained])
         return [sample for sample in samples if sample.mask.any()]
 
-    async def _evaluate(self, step: int, played: int) -> Sequence[Group]:
+    async def _evaluate(self) -> Sequence[Group]:
         """Evaluates; returns the sampled groups."""
         evaluation = await evaluate(self.collector, self.split.tasks)
-        metrics = evaluation.metrics() | {"eval/episodes_before": float(played)}
-        self.history.append((step, metrics))
-        self.report.evaluated(step, evaluation)
+        metrics = evaluation.metrics() | {"eval/episodes_before": float(self.played)}
+        self.history.append((self.step, metrics))
+        self.report.evaluated(self.step, evaluation)
         return evaluation.groups
 
 

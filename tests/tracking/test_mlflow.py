@@ -141,9 +141,9 @@ def test_logging_forty_metrics_does_not_keep_the_caller(begin: Callable[..., Sev
     assert sorted(costs)[len(costs) // 2] < 0.005
 
 
-@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("resume", [{}, {"mlflow": ""}])
 def test_a_store_that_cannot_be_opened_is_reported_at_once_and_counted(
-    begin: Callable[..., Several], caplog: pytest.LogCaptureFixture, resume: bool
+    begin: Callable[..., Several], caplog: pytest.LogCaptureFixture, resume: dict[str, str]
 ) -> None:
     with begin(MLflow(tracking_uri="nonsense://store"), resume=resume) as tracker:
         tracker.log({"a": 1.0}, step=1)
@@ -179,7 +179,7 @@ def test_a_server_that_stops_answering_costs_the_end_of_a_run_little(
         raise ConnectionError("no route")
 
     monkeypatch.setattr("gspo_env.tracking.mlflow._PATIENCE", 5.0)
-    tracker = begin(resume=True)
+    tracker = begin(resume={"mlflow": ""})
     monkeypatch.setattr("gspo_env.tracking.mlflow._PATIENCE", 0.5)
     monkeypatch.setattr(MlflowClient, "log_batch", fails)
     for step in range(100):
@@ -208,10 +208,10 @@ def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(
     begin: Callable[..., Several], tmp_path: Path
 ) -> None:
     (tmp_path / "child").mkdir()
-    parent = begin(name="parent", params={"a": 1}, resume=True)
+    parent = begin(name="parent", params={"a": 1}, resume={"mlflow": ""})
     first = recorded(tmp_path)
     parent.finish()
-    again = begin(name="parent", params={"a": 2}, resume=True)
+    again = begin(name="parent", params={"a": 2}, resume={"mlflow": ""})
     begin(MLflow(run_name="all"), name="child", folder=tmp_path / "child", parent=tmp_path).finish()
     assert recorded(tmp_path).info.status == "RUNNING"
     again.finish()

@@ -160,13 +160,17 @@ def test_a_missing_extra_stops_the_run_before_it_begins_with_the_install_command
     assert kept.calls[-1] == ("finish", "FAILED")
 
 
-def test_no_tracker_writes_nothing(run: RunInfo, tmp_path: Path) -> None:
+def test_no_tracker_writes_only_the_metrics(run: RunInfo, tmp_path: Path) -> None:
     with start(NoTracker(), run) as tracker:
         tracker.log({"a": 1.0}, step=1)
         tracker.text("a.txt", "a")
         tracker.artifact(tmp_path)
     assert tracker.how_to_look == ""
-    assert list(tmp_path.iterdir()) == []
+    assert tracker.ids == {"none": ""}
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (line["step"], line["metrics"]) == (1, {"a": 1.0})
+    assert abs(line["time"] / 1000 - time.time()) < 60
 
 
 def test_combined_trackers_are_one_choice_with_the_settings_of_each(run: RunInfo) -> None:
@@ -198,7 +202,7 @@ def test_a_tracker_of_ones_own_is_one_file(run: RunInfo, tmp_path: Path) -> None
         tracker.text("episodes/step-2.txt", "héllo")
         tracker.artifact(__file__)
     assert time.monotonic() - began < 5
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert lines[1:] == [
         {"step": 2, "loss é": 0.5, NON_FINITE: 1.0},
         {"step": "episodes/step-2.txt", "text": "héllo"},
@@ -207,4 +211,4 @@ def test_a_tracker_of_ones_own_is_one_file(run: RunInfo, tmp_path: Path) -> None
     assert (tmp_path / Path(__file__).name).exists()
     assert json.loads((tmp_path / "params.json").read_text())["learner.level"] == "turn"
     assert tracker.problems == []
-    assert tracker.how_to_look == f"cat {tmp_path / 'metrics.jsonl'}"
+    assert tracker.how_to_look == f"cat {tmp_path / 'lines.jsonl'}"

@@ -40,8 +40,8 @@ def test_two_trackers_by_name_of_which_one_always_fails(
     main([*TINY, "--tracker", f"{OWN},broken.py:Broken"])
     said = capsys.readouterr().out
     assert "broken.py:Broken did NOT record everything" in said
-    assert f"Tracked: cat {Path('out', 'metrics.jsonl')}" in said
-    lines = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert f"Tracked: cat {Path('out', 'lines.jsonl')}" in said
+    lines = [json.loads(line) for line in Path("out/lines.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "eval/success" in line] == [0, 1]
     assert lines[-1] == {"step": "FINISHED"}
     assert list(Path("out/model").glob("*.safetensors"))

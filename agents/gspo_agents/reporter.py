@@ -1,0 +1,106 @@
+"""Shows and records the progress of a training run, and sums it up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from gspo_env.config import Config, to_toml, with_score
+from gspo_env.redaction import write_text
+from gspo_env.report.text import render_episode
+from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
+from gspo_env.tracking.progress import Progress
+from gspo_env.tracking.several import Several
+from gspo_env.training.loop import History
+from gspo_env.training.split import Split
+from gspo_env.training.state import Checkpoints
+from gspo_env.types import Score
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
+
+    def __init__(
+        self, config: Config, progress: Progress, tracker: Several, checkpoints: Checkpoints
+    ) -> None:
+        self.config, self._progress, self._tracker = config, progress, tracker
+        self._checkpoints = checkpoints
+
+    def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
+        """Reports an update, with every metric of the step."""
+        self._tracker.log(metrics, step)
+        self._show("train", step, stats.played, stats.tokens / stats.seconds)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Reports an evaluation and writes its first episodes."""
+        self._tracker.log(evaluation.metrics(), step)
+        self._show("evaluate", step, evaluation.sampled, None)
+        shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
+        self.write(f"episodes-{step:04d}.txt", shown)
+        self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
+
+    def scored(self, score: Score, reason: str) -> None:
+        """Reports which rewards the run learns from and writes the config that has them."""
+        logger.info("credit.score is %r: %s", score, reason)
+        self.take_score(score)
+        self._tracker.text("score.txt", f"{score}: {reason}")
+
+    def take_score(self, score: Score | None) -> None:
+        """Writes the config with the rewards that the run learns from, None before it decides."""
+        self.config = with_score(self.config, score)
+        self.write("config.toml", to_toml(self.config))
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a file of the run; on a full disk, training goes on without it."""
+        path: Path = self._checkpoints.run / name
+        self._checkpoints.attempt(name, lambda: write_text(path, text))
+
+    def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:
+        self._progress.update(
+            phase=phase,
+            step=step,
+            total=self.config.steps,
+            success=what.success,
+            return_=what.mean_return,
+            tokens_per_second=speed,
+        )
+
+
+def summary(history: History, split: Split, left_out: int, files: Path, tracker: Several) -> str:
+    """Says at the end of a run what it reached, and where its files and its records are.
+
+    Args:
+        history: The metrics of every step.
+        split: The tasks of the evaluation.
+        left_out: Demonstrations of held-out tasks.
+        files: Folder of the run.
+        tracker: Its trackers.
+    """
+
+    def total(name: str) -> float:
+        return sum(metrics.get(name, 0.0) for _, metrics in history)
+
+    evaluations = [metrics for _, metrics in history if "eval/success" in metrics]
+    first, last = evaluations[0], evaluations[-1]
+    lines = [
+        f"Success on {split}: {first['eval/success']:.1%} before training, "
+        f"{last['eval/success']:.1%} after (greedy {first['eval/success_greedy']:.1%} and "
+        f"{last['eval/success_greedy']:.1%}).",
+        f"Model, config and learning curve: {files}",
+        *tracker.problems,
+    ]
+    redrawn = total("rollout/redrawn_tasks")
+    if redrawn or left_out:
+        lines.insert(
+            1,
+            f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, "
+            f"which were repeated, and {left_out} demonstrations.",
+        )
+    if skipped := total("train/skipped_steps"):
+        lines.insert(1, f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
+    if tracker.how_to_look:
+        lines.append(f"Tracked: {tracker.how_to_look}")
+    return "\n".join(lines)

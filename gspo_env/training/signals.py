@@ -1,0 +1,56 @@
+"""Stops a run on SIGINT and SIGTERM: after the step that runs, or at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+_NOTE = b"\ngspo-env: stops after this step and saves it; a second Ctrl-C stops at once\n"
+
+
+@dataclass(slots=True)
+class Stop:
+    """Whether a run was asked to stop."""
+
+    wanted: bool = False
+    graceful: bool = False
+    """Whether there are steps that could be finished; otherwise the first signal stops at once."""
+
+    def __call__(self, *_: object) -> None:
+        """Handles a signal.
+
+        Raises:
+            KeyboardInterrupt: It is the second one, or there is no step to finish.
+        """
+        if self.wanted or not self.graceful:
+            raise KeyboardInterrupt
+        self.wanted = True
+        os.write(2, _NOTE)  # `print` may not be entered again by a handler
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Stop]:
+    """Handles SIGINT and SIGTERM inside the context.
+
+    A signal that is ignored or that has another handler than Python's own stays as it is, and so do
+    all signals outside of the main thread, where Python allows no handler.
+    """
+    stop = Stop()
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {
+        number: handler
+        for number, handler in usual.items()
+        if threading.current_thread() is threading.main_thread()
+        and signal.getsignal(number) is handler
+    }
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
