@@ -23,7 +23,7 @@ from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
-from gspo_env.model.load import add_adapter, load_model, make_output, save_model
+from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
@@ -358,10 +358,16 @@ class GSPOAgent:
 
     def _add_adapter(self) -> None:
         """Adds the LoRA adapter, after the warm-up, which trains every weight."""
-        rank = self.config.learner.lora_rank
-        if rank and not hasattr(self.model, "disable_adapter"):
+        settings = self.config.learner
+        if settings.lora_rank and not hasattr(self.model, "disable_adapter"):
             self.close()  # an engine that `play` started holds the model without the adapter
-            self.model = add_adapter(self.model, rank, self.config.seed)
+            self.model = add_adapter(
+                self.model,
+                settings.lora_rank,
+                self.config.seed,
+                alpha=settings.lora_alpha,
+                targets=settings.lora_targets,
+            )
 
     def _check(self) -> ModelCheck:
         """Decides how the model is run; says so if the slower way is needed."""
@@ -430,6 +436,8 @@ class GSPOAgent:
 
     def _finish(self, folder: Path, history: History, tracker: Several) -> None:
         self.save(folder / "model")
+        if hasattr(self.model, "disable_adapter") and self.config.model:
+            save_adapter(self.model, folder / "adapter")
         figure = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
         figure.savefig(folder / "learning_curve.png")
         for name in ("config.toml", "learning_curve.png"):

@@ -12,9 +12,9 @@ from gspo_env.report.text import render_episode
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several
+from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History
 from gspo_env.training.split import Split
-from gspo_env.training.state import Checkpoints
 from gspo_env.types import Score
 
 logger = logging.getLogger(__name__)

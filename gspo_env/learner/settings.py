@@ -8,6 +8,9 @@ from typing import Literal
 
 from gspo_env.errors import ConfigError
 
+OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
+"""Optimisers by name."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerConfig:
@@ -31,10 +34,16 @@ class LearnerConfig:
     """Maximum tokens of one forward and backward pass."""
     lora_rank: int = 0
     """Rank of a LoRA adapter; 0 trains every weight."""
+    lora_alpha: float = 0.0
+    """The adapter's output is multiplied by alpha / rank; 0 is twice the rank."""
+    lora_targets: str = "all-linear"
+    """Names of the layers that get an adapter, separated by commas, such as `q_proj,v_proj`;
+    `all-linear` is every linear layer but routers and the output head."""
     checkpointing: bool = False
     """Activation checkpointing: stores only each layer's input and recomputes the rest."""
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """The optimiser; the 8-bit ones need bitsandbytes."""
+    optimizer: str = "adamw"
+    """`adamw`; `adamw_8bit` or `paged_adamw_8bit` from bitsandbytes; or `module:function` or
+    `file.py:function`, which takes the weights, `lr` and `weight_decay`."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
@@ -44,3 +53,15 @@ class LearnerConfig:
         for name in (*positive, "warmup_steps", "weight_decay", "max_grad_norm", "lora_rank"):
             if not getattr(self, name) >= (least := positive.get(name, 0)):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
+        if self.optimizer not in OPTIMIZERS and ":" not in self.optimizer:
+            raise ConfigError(
+                f"optimizer is {self.optimizer!r}; expected one of {', '.join(OPTIMIZERS)}, or "
+                "module:function, or file.py:function"
+            )
+        if not 0 <= self.lora_alpha < math.inf:
+            raise ConfigError(f"lora_alpha is {self.lora_alpha!r}; expected a number of at least 0")
+        if not all(name.strip() for name in self.lora_targets.split(",")):
+            raise ConfigError(
+                f"lora_targets is {self.lora_targets!r}; expected names separated by commas, such "
+                "as q_proj,v_proj"
+            )

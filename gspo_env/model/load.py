@@ -65,6 +65,12 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(part)
 
 
+def save_adapter(model: Any, folder: Path) -> None:
+    """Writes the adapter of a model in PEFT's form, all or nothing; it needs its base to load."""
+    with replaced_folder(folder) as part:
+        model.save_pretrained(part)
+
+
 def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Loads a causal LM and its tokenizer from a folder or the hub.
 
@@ -107,16 +113,23 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def add_adapter(model: Any, rank: int, seed: int = 0) -> Any:
-    """Adds a LoRA adapter to every linear layer that is no router; only the adapter trains.
+def add_adapter(
+    model: Any, rank: int, seed: int = 0, *, alpha: float = 0.0, targets: str = "all-linear"
+) -> Any:
+    """Adds a LoRA adapter to linear layers, but to no router; only the adapter trains.
+
+    It has no dropout: the policy that trains is the one that was sampled.
 
     Args:
         model: A `transformers` causal LM.
         rank: Rank of the adapter.
         seed: Seed of the adapter's initial weights.
+        alpha: The adapter's output is multiplied by `alpha / rank`; 0 is twice the rank.
+        targets: Names of layers, separated by commas; `all-linear` is all but the output head.
 
     Raises:
-        ModelError: PEFT has no adapter for a layer of the model, or layers share their weights.
+        ModelError: PEFT has no adapter for a layer of the model, no layer has one of the names, or
+            layers share their weights.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -130,8 +143,23 @@ def add_adapter(model: Any, rank: int, seed: int = 0) -> Any:
                 "could not be merged; expected lora_rank 0"
             )
     routers = [name for name, module in linear.items() if type(module) is not nn.Linear]
+    chosen = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    tied = head is not None and uses[id(head.weight)] > 1
+    names = {
+        name.rpartition(".")[2]
+        for name, module in linear.items()
+        if name not in routers and not (tied and module is head)
+    }
+    if missing := sorted(set(chosen) - names) if isinstance(chosen, list) else []:
+        raise ModelError(
+            f"lora_targets has {', '.join(missing)}; expected names of layers of {kind} that can "
+            f"have an adapter: {', '.join(sorted(names))}"
+        )
     adapter = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=routers or None
+        r=rank,
+        lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type]  # PEFT divides it
+        target_modules=chosen,
+        exclude_modules=routers or None,
     )
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU, whatever the model's device
         torch.default_generator.manual_seed(seed)

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from gspo_env.batch.packing import pack
-from gspo_env.errors import MissingExtraError
+from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.experts import balance_router
 
@@ -120,6 +120,57 @@ def test_an_8_bit_optimiser_without_its_library_says_how_to_install_it(model, mo
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingExtraError, match="pip install bitsandbytes"):
         learner_of(model, optimizer="adamw_8bit")
+
+
+OWN = """
+import torch
+
+def sgd(weights, lr, weight_decay):
+    return torch.optim.SGD(weights, lr=lr, momentum=0.5, weight_decay=weight_decay)
+
+def half(weights, lr, weight_decay):
+    return torch.optim.SGD(weights[1:], lr=lr)
+
+def wrong(weights, **settings):
+    return "sgd"
+
+def few(weights):
+    pass
+"""
+
+
+def test_an_optimiser_of_ones_own_is_a_function_in_a_file(model, samples, gradients, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    learner = learner_of(model, optimizer=f"{tmp_path}/mine.py:sgd", learning_rate=0.5)
+    found, _ = gradients(learner, samples)
+    before = {n: p.detach().clone() for n, p in learner.policy.named_parameters()}
+    learner.update(samples)
+    for name, weight in learner.policy.named_parameters():
+        torch.testing.assert_close(weight, before[name] - 0.5 * found[name])
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        ("half", "leaves out 1 of "),
+        ("wrong", "returned str; expected a torch.optim.Optimizer"),
+        ("few", "raised TypeError: .*; expected a class or function that takes the weights, lr"),
+        ("none", "expected a name in .*mine.py, such as: "),
+    ],
+)
+def test_an_optimiser_of_ones_own_that_cannot_be_used_is_named(model, tmp_path, function, sentence):
+    (tmp_path / "mine.py").write_text(OWN)
+    with pytest.raises(ConfigError, match=sentence):
+        learner_of(model, optimizer=f"{tmp_path}/mine.py:{function}")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"optimizer": "adam"}, {"lora_alpha": -1.0}, {"lora_targets": "q_proj,,"}]
+)
+def test_an_invalid_setting_is_named_with_its_value(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=f"{name} is {value!r}; expected"):
+        LearnerConfig(**wrong)
 
 
 @pytest.mark.parametrize("weights", [[1] * 7, [3, 1, 1, 2, 1, 1, 8]])
