@@ -8,19 +8,20 @@ import logging
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gspo_agents.reporter import Reporter, summary
+from gspo_agents.reporter import Reporter
 from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
 from gspo_env.env.registration import make_env, resolve_env
-from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.errors import ConfigError, OutputError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
@@ -34,18 +35,11 @@ from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several, parts, start
-from gspo_env.training.checkpoints import Checkpoint, Checkpoints
+from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
-from gspo_env.training.signals import Stop, stop_on_signals
+from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
-from gspo_env.training.state import (
-    FACTS,
-    Keeper,
-    changed_config,
-    fingerprint,
-    load_start,
-    run_facts,
-)
+from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
 from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
 
 logger = logging.getLogger(__name__)
@@ -68,8 +62,9 @@ class GSPOAgent:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
         check_score(self.config)
-        self._env_name = env or self.config.env
-        self.env_id = resolve_env(self._env_name)
+        if env:
+            self.config = replace(self.config, env=env)
+        self.env_id = resolve_env(self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
         try_out(self.env_id, self._env)
         self._take_score()
@@ -101,8 +96,7 @@ class GSPOAgent:
         self._splits: dict[int, Split] = {}
         self._trained, self._left_out = False, 0
         self._source = (model or self.config.model) if isinstance(model, str) else ""
-        self._saved: Checkpoint | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._resumed: Resumed | None = None
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
 
@@ -116,24 +110,17 @@ class GSPOAgent:
             ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
         """
-        config, saved = self.config, self._saved
-        check = self._check()
-        if (checkpoints := self._checkpoints) is None:
+        config, resumed = self.config, self._resumed
+        tags = {"env": self.env_id, "way": self._check().way.value}
+        if resumed is not None:
+            checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
+        else:
             made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
-            checkpoints = Checkpoints(made, config.checkpoints)
-        self.folder, self._trained = checkpoints.run, True
-        self._checkpoints = self._saved = None
-        ids = {}
-        if saved is not None:
-            ids = dict.fromkeys(parts(config.tracker), "") | saved.numbers["tracker"]
-        tags = {"env": self.env_id, "way": check.way.value}
-        info = RunInfo(
-            name=self.folder.name,
-            folder=self.folder,
-            params=to_dict(config),
-            tags=tags,
-            resume=ids,
-        )
+            checkpoints, ids = Checkpoints(made, config.checkpoints), {}
+        self.folder = folder = checkpoints.run
+        self._trained, self._resumed = True, None
+        params = to_dict(config)
+        info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=ids)
         with (
             checkpoints,
             stop_on_signals() as stop,
@@ -141,36 +128,26 @@ class GSPOAgent:
             start(config.tracker, info) as tracker,
         ):
             report = Reporter(config, progress, tracker, checkpoints)
-            report.take_score(None)
             self.warm_up(progress)
-            keeper = self._keeper(checkpoints, stop, tracker, saved)
-            self._add_adapter()
-            learner = Learner(
-                self.model,
-                config.loss,
-                config.learner,
-                total_steps=config.steps * config.learner.minibatches,
-                temperature=config.rollout.temperature,
-            )
+            if resumed is None and not self._source:
+                checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
+            facts = run_facts(config, self.model, self._source, self._left_out)
+            learner = self._learner()
             with checkpoints.named_on_failure(), self._collector() as collector:
+                keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self.save)
                 loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
-                if saved is not None:
-                    loop.restore(saved)
-                    report.take_score(loop.score.score)
+                if resumed is not None:
+                    loop.restore(resumed.saved)
+                report.take_score(loop.score.score)
                 stop.graceful = True
                 history = asyncio.run(loop.train())
                 self.config = report.config
-                if stopped := loop.step < config.steps:
-                    tracker.finish("KILLED")
-                else:  # before the environments close, which may raise
-                    self._finish(self.folder, history, tracker)
-                    tracker.finish()
-            if stopped:
-                how = checkpoints.how_to_resume
-                progress.line(f"Stopped after step {loop.step} of {config.steps}. {how}")
-            else:
-                split, out = self.split(), self._left_out
-                progress.line(summary(history, split, out, self.folder, tracker))
+                # before the environments close, which may raise
+                finished = loop.step == config.steps
+                if finished:
+                    self._finish(checkpoints, history, tracker)
+                tracker.finish("FINISHED" if finished else "KILLED")
+            report.end(history, self.split(), self._left_out)
         return history
 
     @classmethod
@@ -188,32 +165,16 @@ class GSPOAgent:
             ModelError: The model that the run began with is not found, or differs.
             OutputError: The run has no undamaged checkpoint, or another process trains it.
         """
-        if not (Path(path) / "checkpoints").is_dir():
-            raise OutputError(f"{str(path)!r} is no folder of a run with checkpoints")
-        checkpoints = Checkpoints(Path(path), (config or Config()).checkpoints)
-        saved = checkpoints.newest()
-        config = changed_config(saved, config)
-        checkpoints.settings, checkpoints.failed = config.checkpoints, saved.numbers["failed"]
-        numbers = saved.numbers
-        model, tokenizer = numbers["model"], None
-        if not model:
-            model, tokenizer = load_start(checkpoints, numbers["dtype"])
-        agent = cls(model, numbers["env"], config, tokenizer)
-        if fingerprint(agent.model) != numbers["fingerprint"]:
-            raise ModelError(
-                f"the model {numbers['model'] or 'in checkpoints/start'!r} has other weights than "
-                f"when the run {str(path)!r} began; expected the same"
-            )
-        agent._checkpoints, agent._saved, agent._left_out = checkpoints, saved, numbers["left_out"]
+        resumed = open_run(Path(path), config)
+        agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer)
+        resumed.check(agent.model)
+        agent._resumed, agent._left_out = resumed, resumed.saved.numbers["left_out"]
         return agent
 
     @property
     def finished(self) -> bool:
         """Whether this is the agent of a resumed run that has nothing left to do."""
-        saved = self._saved
-        if saved is None or saved.step < self.config.steps:
-            return False
-        return (saved.run / MODEL).is_dir()
+        return self._resumed is not None and self._resumed.finished
 
     def evaluate(self, tasks: int = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
         """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
@@ -356,18 +317,25 @@ class GSPOAgent:
 
         warm_up(self.model, samples, settings, self.config.seed, show)
 
-    def _add_adapter(self) -> None:
-        """Adds the LoRA adapter, after the warm-up, which trains every weight."""
-        settings = self.config.learner
+    def _learner(self) -> Learner:
+        """Makes the learner; adds the adapter after the warm-up, which trains every weight."""
+        config, settings = self.config, self.config.learner
         if settings.lora_rank and not hasattr(self.model, "disable_adapter"):
             self.close()  # an engine that `play` started holds the model without the adapter
             self.model = add_adapter(
                 self.model,
                 settings.lora_rank,
-                self.config.seed,
+                config.seed,
                 alpha=settings.lora_alpha,
                 targets=settings.lora_targets,
             )
+        return Learner(
+            self.model,
+            config.loss,
+            settings,
+            total_steps=config.steps * settings.minibatches,
+            temperature=config.rollout.temperature,
+        )
 
     def _check(self) -> ModelCheck:
         """Decides how the model is run; says so if the slower way is needed."""
@@ -413,33 +381,25 @@ class GSPOAgent:
         try:
             yield pool
         finally:
-            pool.close()
+            try:
+                pool.close()
+            except Exception:  # nothing is played any more, so it costs nothing
+                logger.exception("an environment of %s could not be closed", self.env_id)
 
-    def _keeper(
-        self, checkpoints: Checkpoints, stop: Stop, tracker: Several, saved: Checkpoint | None
-    ) -> Keeper:
-        """Returns what saves the run; saves the model of the start, if no name finds it again."""
-        if saved is not None:
-            facts = {name: saved.numbers[name] for name in FACTS}
-        else:
-            facts = run_facts(self.model, self._source, self._env_name, self._left_out)
-            if not self._source:
-                write = partial(save_model, self.model, self.tokenizer)
-                checkpoints.save_start(lambda part: write(part / MODEL))
-        config = to_toml(self.config)
+    def _finish(self, checkpoints: Checkpoints, history: History, tracker: Several) -> None:
+        """Writes and tracks the trained model and the learning curve.
 
-        def now() -> dict[str, Any]:
-            failed = checkpoints.failed
-            return {**facts, "config": config, "tracker": tracker.ids, "failed": failed}
-
-        return Keeper(checkpoints, stop, now, self.save)
-
-    def _finish(self, folder: Path, history: History, tracker: Several) -> None:
-        self.save(folder / "model")
+        Raises:
+            OutputError: The model cannot be written.
+        """
+        folder = checkpoints.run
+        if not checkpoints.attempt("the trained model", lambda: self.save(folder / MODEL)):
+            raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
         if hasattr(self.model, "disable_adapter") and self.config.model:
             save_adapter(self.model, folder / "adapter")
-        figure = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
-        figure.savefig(folder / "learning_curve.png")
-        for name in ("config.toml", "learning_curve.png"):
+        curve = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
+        path = folder / "learning_curve.png"
+        checkpoints.attempt(path.name, lambda: curve.savefig(path))
+        for name in ("config.toml", path.name):
             tracker.artifact(folder / name)
-        tracker.artifact(folder / "model", MODEL)
+        tracker.artifact(folder / MODEL, MODEL)

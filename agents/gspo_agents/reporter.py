@@ -58,6 +58,25 @@ class Reporter:
         path: Path = self._checkpoints.run / name
         self._checkpoints.attempt(name, lambda: write_text(path, text))
 
+    def end(self, history: History, split: Split, left_out: int) -> None:
+        """Says what the run reached, and where its files are or how to go on with it.
+
+        Args:
+            history: The metrics of every step.
+            split: The tasks of the evaluation.
+            left_out: Demonstrations of held-out tasks.
+        """
+        step, steps = history[-1][0], self.config.steps
+        if step < steps:
+            lines = [f"Stopped after step {step} of {steps}. {self._checkpoints.how_to_resume}"]
+        else:
+            lines = _results(history, split, left_out)
+            lines.append(f"Model, config and learning curve: {self._checkpoints.run}")
+        lines += self._tracker.problems
+        if self._tracker.how_to_look:
+            lines.append(f"Tracked: {self._tracker.how_to_look}")
+        self._progress.line("\n".join(lines))
+
     def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:
         self._progress.update(
             phase=phase,
@@ -69,17 +88,7 @@ class Reporter:
         )
 
 
-def summary(history: History, split: Split, left_out: int, files: Path, tracker: Several) -> str:
-    """Says at the end of a run what it reached, and where its files and its records are.
-
-    Args:
-        history: The metrics of every step.
-        split: The tasks of the evaluation.
-        left_out: Demonstrations of held-out tasks.
-        files: Folder of the run.
-        tracker: Its trackers.
-    """
-
+def _results(history: History, split: Split, left_out: int) -> list[str]:
     def total(name: str) -> float:
         return sum(metrics.get(name, 0.0) for _, metrics in history)
 
@@ -88,19 +97,14 @@ def summary(history: History, split: Split, left_out: int, files: Path, tracker:
     lines = [
         f"Success on {split}: {first['eval/success']:.1%} before training, "
         f"{last['eval/success']:.1%} after (greedy {first['eval/success_greedy']:.1%} and "
-        f"{last['eval/success_greedy']:.1%}).",
-        f"Model, config and learning curve: {files}",
-        *tracker.problems,
+        f"{last['eval/success_greedy']:.1%})."
     ]
+    if skipped := total("train/skipped_steps"):
+        lines.append(f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
     redrawn = total("rollout/redrawn_tasks")
     if redrawn or left_out:
-        lines.insert(
-            1,
+        lines.append(
             f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, "
-            f"which were repeated, and {left_out} demonstrations.",
+            f"which were repeated, and {left_out} demonstrations."
         )
-    if skipped := total("train/skipped_steps"):
-        lines.insert(1, f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
-    if tracker.how_to_look:
-        lines.append(f"Tracked: {tracker.how_to_look}")
-    return "\n".join(lines)
+    return lines

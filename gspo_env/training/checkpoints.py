@@ -140,7 +140,7 @@ class Checkpoints:
             write()
         except (OSError, SafetensorError) as error:
             self.failed += 1
-            logger.warning("cannot write %s, training goes on: %s", what, error)
+            logger.warning("cannot write %s: %s", what, error)
             return False
         return True
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_env.config import Config, from_dict
-from gspo_env.errors import ConfigError, OutputError
-from gspo_env.tracking.base import flatten
+from gspo_env.config import Config, from_dict, to_toml
+from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.tracking.base import MODEL, flatten
 from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage, step_folders
 from gspo_env.training.signals import Stop
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _CHANGEABLE = ("steps", "checkpoints.")
 """Beginnings of the settings that a resumed run may change."""
-FACTS = ("env", "model", "dtype", "fingerprint", "left_out")
-"""The entries of `run_facts`."""
 
 
 @dataclass(slots=True)
@@ -35,8 +33,10 @@ class Keeper:
 
     checkpoints: Checkpoints
     stop: Stop
-    facts: Callable[[], Mapping[str, Any]]
-    """What a checkpoint says of the run besides the state of its loop."""
+    facts: Mapping[str, Any]
+    """The result of `run_facts`."""
+    tracker_ids: Callable[[], Mapping[str, str]]
+    """Returns the id of the run in each tracker, as far as it is known."""
     write_model: Callable[[Path], None]
     """Writes the trained model into a folder."""
 
@@ -52,8 +52,9 @@ class Keeper:
         if not (must or self.checkpoints.due(step)):
             return False
         numbers, tensors = state()
+        now = {"tracker": self.tracker_ids(), "failed": self.checkpoints.failed}
         write_model = self.write_model if best else None
-        return self.checkpoints.save({**self.facts(), **numbers}, tensors, write_model)
+        return self.checkpoints.save({**self.facts, **now, **numbers}, tensors, write_model)
 
 
 def read_config(numbers: Mapping[str, Any]) -> Config:
@@ -99,18 +100,22 @@ def changed_config(saved: Checkpoint, wanted: Config | None) -> Config:
     return wanted
 
 
-def run_facts(model: Any, source: str, env: str, left_out: int) -> dict[str, Any]:
+def run_facts(config: Config, model: Any, source: str, left_out: int) -> dict[str, Any]:
     """Returns what does not change in a run, and what a process that goes on with it needs.
 
     Args:
+        config: The settings.
         model: The model before training, without the adapter that training adds.
         source: The folder or the hub id of the model; empty if it was given or made.
-        env: The environment as the user named it.
         left_out: Demonstrations that the warm-up left out.
     """
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    values = env, source, dtype, fingerprint(model), left_out
-    return dict(zip(FACTS, values, strict=True))
+    return {
+        "config": to_toml(config),
+        "model": source,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "fingerprint": fingerprint(model),
+        "left_out": left_out,
+    }
 
 
 def fingerprint(model: Any) -> str:
@@ -125,18 +130,72 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def load_start(checkpoints: Checkpoints, dtype: str) -> tuple[Any, Any]:
-    """Loads the model and the tokenizer that a run began with.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """A run that goes on."""
+
+    checkpoints: Checkpoints
+    saved: Checkpoint
+    config: Config
+    model: Any
+    """The model before training, or the name that finds it."""
+    tokenizer: Any
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done and the model is written."""
+        return self.saved.step >= self.config.steps and (self.checkpoints.run / MODEL).is_dir()
+
+    def tracker_ids(self, trackers: Iterable[str]) -> dict[str, str]:
+        """Returns the id of the run in each tracker, empty where a tracker had not given one."""
+        return {name: self.saved.numbers["tracker"].get(name, "") for name in trackers}
+
+    def check(self, model: Any) -> None:
+        """Checks that the model before training is the one that the run began with.
+
+        Raises:
+            ModelError: It is another one.
+        """
+        if fingerprint(model) != self.saved.numbers["fingerprint"]:
+            source = self.saved.numbers["model"] or "in checkpoints/start"
+            raise ModelError(
+                f"the model {source!r} has other weights than when the run "
+                f"{str(self.checkpoints.run)!r} began; expected the same"
+            )
+
+
+def open_run(run: Path, wanted: Config | None) -> Resumed:
+    """Locks a run and reads its newest undamaged checkpoint and the model that it began with.
+
+    Args:
+        run: Folder of the run.
+        wanted: The config to go on with; None takes the saved one.
 
     Raises:
-        OutputError: They are missing or damaged.
+        ConfigError: The config changes a setting that may not change.
+        OutputError: There is no such checkpoint, or another process trains the run.
     """
+    if not (run / "checkpoints").is_dir():
+        raise OutputError(f"{str(run)!r} has no checkpoints; expected the folder of a run")
+    checkpoints = Checkpoints(run, (wanted or Config()).checkpoints)
+    saved = checkpoints.newest()
+    config = changed_config(saved, wanted)
+    checkpoints.settings, checkpoints.failed = config.checkpoints, int(saved.numbers["failed"])
+    model, tokenizer = saved.numbers["model"], None
+    if not model:
+        model, tokenizer = _load_start(checkpoints, saved.numbers["dtype"])
+    return Resumed(
+        checkpoints=checkpoints, saved=saved, config=config, model=model, tokenizer=tokenizer
+    )
+
+
+def _load_start(checkpoints: Checkpoints, dtype: str) -> tuple[Any, Any]:
     from gspo_env.model.load import load_model
 
     folder = checkpoints.folder / START
     if problem := damage(folder):
         raise OutputError(f"{str(folder)!r} is damaged: {problem}; start a new run")
-    model, tokenizer = load_model(str(folder / "model"), dtype)
+    model, tokenizer = load_model(str(folder), dtype)
     for weight in model.parameters():
         # memory of a mapped file is aligned in another way, and kernels may round in another order
         weight.data = weight.data.clone()
