@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import tomllib
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from gspo_agents.reporter import Reporter
+from gspo_agents.start import make_start
 from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers
 from gspo_env.env.base import attribute
@@ -40,6 +42,7 @@ from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
 from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
+from gspo_env.training.watch import at_start
 from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class GSPOAgent:
         try_out(self.env_id, self._env)
         self._take_score()
         self._demonstrations: list[Episode] = []
+        self._untrained = False
         dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
@@ -76,13 +80,9 @@ class GSPOAgent:
             self.model, self.tokenizer = load_model(model or self.config.model, dtype)
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
         else:
-            made = self.config.recipe.build(self._env, self.env_id, self.config.seed)
-            if made is None:
-                raise ConfigError(
-                    "model is '' and the recipe makes none; expected a model, or a recipe such as "
-                    "Config.from_recipe('tiny')"
-                )
-            self.model, self.tokenizer, self._demonstrations = made
+            made = make_start(self.config, self._env, self.env_id)
+            self.model, self.tokenizer = made.model, made.tokenizer
+            self._demonstrations, self._untrained = made.episodes, not made.demonstrated
         rank = self.config.learner.lora_rank
         if rank and hasattr(self.model, "disable_adapter"):
             raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
@@ -109,8 +109,14 @@ class GSPOAgent:
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
+            TrainingError: Nothing can be learned; see `gspo_env.training.watch`.
         """
         config, resumed = self.config, self._resumed
+        problems = (
+            []
+            if resumed
+            else at_start(config, self._env, self.env_id, self.chat, untrained=self._untrained)
+        )
         tags = {"env": self.env_id, "way": self._check().way.value}
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
@@ -128,6 +134,7 @@ class GSPOAgent:
             start(config.tracker, info) as tracker,
         ):
             report = Reporter(config, progress, tracker, checkpoints)
+            report.begin(self.model, self.env_id, problems)
             self.warm_up(progress)
             if resumed is None and not self._source:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
@@ -308,11 +315,16 @@ class GSPOAgent:
         if not kept:
             logger.warning("every demonstration plays a held-out task: the model starts untrained")
             return
-        samples = imitation_samples(kept, self.chat)
+        progress = progress or Progress(io.StringIO())
+        most = self.config.rollout.max_context
+        samples = imitation_samples(kept, self.chat, most, progress.when_slow())
+        if not samples:
+            logger.warning("no demonstration fits rollout.max_context %d: none is imitated", most)
+            return
         total = settings.imitation_steps
 
         def show(step: int, loss: float) -> None:
-            if progress is not None and (step % 20 == 0 or step == total):
+            if step % 20 == 0 or step == total:
                 progress.update(phase="warm-up", step=step, total=total, loss=loss)
 
         warm_up(self.model, samples, settings, self.config.seed, show)

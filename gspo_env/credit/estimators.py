@@ -86,7 +86,7 @@ class Estimator:
 
 
 def compares_episodes(estimator: object) -> bool:
-    """Returns whether every advantage of a group of one episode is 0; not known of other classes."""
+    """Returns whether a group of one episode has no advantage; False for a class of another base."""
     return getattr(type(estimator), "advantages", None) is Estimator.advantages
 
 

@@ -13,6 +13,7 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator, registry
 from gymnasium.spaces import Text
 
+from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
 from gspo_env.importing import load_module
 from gspo_env.redaction import find_mark, redact
@@ -102,6 +103,11 @@ def resolve_env(spec: str) -> str:
 def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
     """Makes a text environment from a specification; see `resolve_env`.
 
+    Args:
+        spec: The specification.
+        kwargs: Arguments of the environment. Every environment takes `max_observation`, the maximum
+            characters of an observation, in place of that of its `observation_space`.
+
     Raises:
         UnknownEnvironmentError: Nothing has that name.
         ConfigError: The environment does not take the arguments.
@@ -113,6 +119,9 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             f"{env_id}: {lost} was redacted when it was saved; expected the value again, or, in a "
             "table env or headers, the name of an environment variable as '${NAME}'."
         )
+    longest = kwargs.pop("max_observation", None)
+    if longest is not None and (not isinstance(longest, int) or longest < 1):
+        raise ConfigError(f"max_observation is {longest!r}; expected an integer of at least 1")
     try:
         env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except ConfigError:
@@ -128,6 +137,8 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             raise EnvironmentContractError(
                 f"{env_id}: the space of its {name} is {space}, expected text (UnicodeText)."
             )
+    if longest is not None:
+        env.unwrapped.observation_space = UnicodeText(longest)
     return env
 
 

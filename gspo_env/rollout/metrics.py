@@ -16,6 +16,8 @@ class EpisodeStats:
 
     mean_return: float
     """Mean sum of the turns' rewards."""
+    return_std: float
+    """Standard deviation of the returns."""
     success: float
     turns: float
     reward_parts: Mapping[str, float]
@@ -24,8 +26,10 @@ class EpisodeStats:
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> EpisodeStats:
         """Summarises episodes."""
+        returns = [e.rewards.sum() for e in episodes]
         return cls(
-            mean_return=_mean(e.rewards.sum() for e in episodes),
+            mean_return=_mean(returns),
+            return_std=float(np.std(returns)),
             success=_mean(bool(e.success) for e in episodes),
             turns=_mean(len(e.turns) for e in episodes),
             reward_parts=_reward_parts(episodes),
@@ -36,6 +40,7 @@ class EpisodeStats:
         parts = {f"{prefix}/reward/{name}": value for name, value in self.reward_parts.items()}
         return parts | {
             f"{prefix}/return": self.mean_return,
+            f"{prefix}/return_std": self.return_std,
             f"{prefix}/success": self.success,
             f"{prefix}/turns": self.turns,
         }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_env.env.base import Action, TextEnvironment, attribute
-from gspo_env.env.info import parse_reset, parse_step, read_prompt
+from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.types import (
     Episode,
@@ -224,6 +224,7 @@ class _Game:
             result = await self._call("reset", seed=task.seed, options=dict(task.options))
             try:
                 self.observation, self.reset = parse_reset(task.env_id, result)
+                check_length(self.env, task.env_id, "reset()", self.observation)
                 self.prompt = read_prompt(self.env, self.reset)
             except Exception as error:
                 raise _failure("reading its prompt", error) from error
@@ -244,6 +245,7 @@ class _Game:
                 self.observation, reward, terminated, truncated, info = parse_step(
                     self.task.env_id, result, len(move.action_ids) or None
                 )
+                check_length(self.env, self.task.env_id, "step()", self.observation)
             except EnvironmentContractError as error:
                 raise _failure("", error) from error
             if terminated:

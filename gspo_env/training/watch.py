@@ -13,8 +13,7 @@ from gspo_env.credit.estimators import compares_episodes
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.errors import TrainingError
 from gspo_env.registry import name_of
-from gspo_env.rollout.play import Move, Situation, demonstrator, look, play, play_now
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.play import Move, Situation, demonstrator, look, play_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import HELD_OUT, derive_seed
@@ -72,8 +71,7 @@ def of_settings(config: Config, env: TextEnvironment) -> Iterator[Problem]:
         )
 
 
-def untrained(env_id: str) -> Problem:
-    """Returns the problem of a model with random weights that has nothing to imitate."""
+def _untrained(env_id: str) -> Problem:
     return Problem(
         name="untrained",
         text=f"{env_id} has no expert_action, so the tiny model starts with random weights and has "
@@ -81,18 +79,16 @@ def untrained(env_id: str) -> Problem:
     )
 
 
-async def of_prompts(
-    pool: EnvPool, chat: ChatTokenizer, limits: RolloutConfig, env_id: str
+def of_prompts(
+    env: TextEnvironment, env_id: str, chat: ChatTokenizer, limits: RolloutConfig
 ) -> Problem | None:
-    """Resets environments to tasks; returns a problem if no first prompt fits the context."""
+    """Resets the environment to some tasks; returns a problem if no first prompt fits."""
     tokens: list[int] = []
     for n in range(_PROMPTS):
         task = Task(env_id=env_id, seed=derive_seed("room", n) % HELD_OUT)
-        env = pool.acquire()
-        episode = await play(env, task, look, timeout=limits.episode_timeout, call=pool.call)
-        if episode.stop_reason in (StopReason.ERROR, StopReason.TIMEOUT):
-            return None  # the rollout says it with the number of such episodes
-        pool.give_back(env)
+        episode = play_now(env, task, look)
+        if episode.stop_reason is StopReason.ERROR:
+            return None  # the rollout counts and reports these
         tokens.append(len(chat.start(episode.final_observation, episode.prompt)))
         if tokens[-1] + limits.max_turn_tokens <= limits.max_context:
             return None
@@ -105,6 +101,43 @@ async def of_prompts(
         "max_context or lower max_turn_tokens",
         hopeless=True,
     )
+
+
+def at_start(
+    config: Config, env: TextEnvironment, env_id: str, chat: ChatTokenizer, *, untrained: bool
+) -> list[Problem]:
+    """Returns why a run would learn nothing, or less than its settings say.
+
+    Args:
+        config: The settings.
+        env: The environment, whose episodes are played.
+        env_id: Its id.
+        chat: The tokenizer.
+        untrained: Whether the model has random weights and no demonstrations to imitate.
+
+    Raises:
+        TrainingError: Nothing can be learned, or the run is strict and there is a problem.
+    """
+    found = list(of_settings(config, env))
+    if untrained:
+        found.append(_untrained(env_id))
+    room = of_prompts(env, env_id, chat, config.rollout)
+    found += [] if room is None else [room]
+    for problem in found:
+        refuse(problem, config.strict)
+    return found
+
+
+def refuse(problem: Problem, strict: bool) -> None:
+    """Raises an error for a problem that a run must not begin or go on with.
+
+    Raises:
+        TrainingError: Nothing can be learned, or the run is strict.
+    """
+    if problem.hopeless:
+        raise TrainingError(problem.text)
+    if strict:
+        raise TrainingError(f"{problem.text} (a warning without --strict)")
 
 
 @dataclass(slots=True)
@@ -123,10 +156,7 @@ class Watch:
             TrainingError: Nothing can be learned, or the run is strict.
         """
         self.say(problem)
-        if problem.hopeless:
-            raise TrainingError(problem.text)
-        if self.config.strict:
-            raise TrainingError(f"{problem.text} (without --strict, this is a warning)")
+        refuse(problem, self.config.strict)
 
     def see(
         self,
@@ -150,9 +180,7 @@ class Watch:
             return
         self._found.append(dict(self._signs(groups, samples, metrics)))
         if step == 1 and "no_turn" in self._found[0]:
-            self.report(
-                Problem(name="no_turn", text=self._found[0]["no_turn"], hopeless=True)
-            )
+            self.report(Problem(name="no_turn", text=self._found[0]["no_turn"], hopeless=True))
         if step < min(FIRST_STEPS, self.config.steps):
             return
         common = [name for name in self._found[-1] if all(name in found for found in self._found)]
@@ -194,7 +222,10 @@ class Watch:
                 "false everywhere",
             )
         if samples and not flat and metrics.get("train/grad_norm") == 0.0:
-            yield "no_gradient", "the gradient was 0 although advantages were not: is the model frozen?"
+            yield (
+                "no_gradient",
+                "the gradient was 0 although advantages were not: is the model frozen?",
+            )
 
 
 def _no_turn(episodes: Sequence[Episode], limits: RolloutConfig) -> str:
