@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
@@ -16,6 +16,7 @@ import tyro
 from gspo_env.config import Config, from_dict, override, read_toml, resolve
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
+from gspo_env.tracking.base import flatten
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,17 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
         case ["--help", group]:
             _print_page(config, group)
     made = command(choices=choices, settings=_sections(config, _unchecked), **own)
-    return made, [_spell_out(argument, config, known) for argument in rest]
+    return made, list(_switches([_spell_out(argument, config, known) for argument in rest], config))
+
+
+def _switches(arguments: Sequence[str], config: Config) -> Iterator[str]:
+    """Yields the arguments; a switch without a value, such as `--strict`, is true."""
+    leaves = flatten(config, mappings=False)
+    for n, argument in enumerate(arguments):
+        yield argument
+        switch = isinstance(leaves.get(argument[2:].replace("-", "_")), bool)
+        if switch and arguments[n + 1 : n + 2] not in (["True"], ["False"]):
+            yield "True"
 
 
 def _with_score_of_file(config: Config, start: _Start) -> Config:

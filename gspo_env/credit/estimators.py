@@ -86,7 +86,7 @@ class Estimator:
 
 
 def compares_episodes(estimator: object) -> bool:
-    """Returns whether a group of one episode has no advantage; False for a class of another base."""
+    """Returns whether a group of one episode has no advantage; False for a class of its own."""
     return getattr(type(estimator), "advantages", None) is Estimator.advantages
 
 

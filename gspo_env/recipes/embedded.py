@@ -218,7 +218,7 @@ def babble(
 def _random_action(text: str, tools: Sequence[Any], rng: np.random.Generator) -> str:
     words = re.findall(r"\w+", text) or ["yes"]
     if tools and rng.random() < 0.5:
-        opening, *others = tool_call_frames(tools[rng.integers(len(tools))])
+        opening, *others = tool_call_frames(tools[int(rng.integers(len(tools)))])
         return opening + "".join(str(rng.choice(words)) + frame for frame in others)
     start, length = rng.integers(len(words)), rng.integers(1, 5)
     if rng.random() < 0.5:
