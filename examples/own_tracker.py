@@ -33,5 +33,5 @@ class Writer:
         if self.folder not in path.parents:  # the files of the run are already here
             shutil.copy(path, self.folder)
 
-    def finish(self, status):
+    def finish(self, status, reason):
         self.log({}, status)

@@ -20,6 +20,7 @@ from pydantic_core import to_jsonable_python
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
+from gspo_env.env.curriculum import NoCurriculum
 from gspo_env.errors import ConfigError
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
@@ -54,8 +55,8 @@ class CheckpointConfig:
 class Config:
     """All settings of a run. `Config()` has the same values for every model.
 
-    The fields `recipe`, `advantage`, `loss`, `engine` and `tracker` hold choices: instances of a
-    class that `gspo_env.registry` finds by name.
+    The fields `recipe`, `advantage`, `loss`, `engine`, `tracker` and `curriculum` hold choices:
+    instances of a class that `gspo_env.registry` finds by name.
     """
 
     env: str = "gspo/Lookup-v0"
@@ -92,6 +93,7 @@ class Config:
     engine: Any = field(default_factory=Transformers)
     tracker: Any = field(default_factory=MLflow)
     recipe: Any = field(default_factory=Recipe)
+    curriculum: Any = field(default_factory=NoCurriculum)
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""

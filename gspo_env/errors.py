@@ -17,6 +17,30 @@ class EnvironmentCheckError(EnvironmentContractError):
     """`gspo_env.check.environment.check_env` found a fault."""
 
 
+class ForeignError(GspoEnvError, RuntimeError):
+    """What environment code raised, as text: it raised in another process, or what would end ours.
+
+    Attributes:
+        name: The class of the exception.
+        text: Its message.
+        where: The file and the line.
+        trace: The traceback.
+    """
+
+    def __init__(self, name: str, text: str, where: str, trace: str) -> None:
+        """Stores the parts."""
+        super().__init__(f"{name}: {text}")
+        self.name, self.text, self.where, self.trace = name, text, where, trace
+
+
+class EnvironmentCrashError(GspoEnvError, RuntimeError):
+    """The process of an environment ended, or sent what cannot be read."""
+
+
+class EnvironmentHangError(GspoEnvError, RuntimeError):
+    """An environment did not return in time."""
+
+
 class UnknownEnvironmentError(GspoEnvError, ValueError):
     """No environment has the given id."""
 
@@ -62,9 +86,4 @@ class ToolServerError(GspoEnvError, RuntimeError):
 
 
 class TrackingError(GspoEnvError, RuntimeError):
-    """A tracker could not record everything; raised by its `finish`."""
-
-    def __init__(self, calls: list[str]) -> None:
-        """Stores the errors of the failed calls."""
-        super().__init__(f"{len(calls)} calls failed, the first was {calls[0]}")
-        self.calls = calls
+    """A tracker cannot record now."""

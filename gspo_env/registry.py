@@ -1,7 +1,7 @@
 """Finds choices by name: built-in, from an installed plugin, or a class in a user's file.
 
-A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a loss, an
-engine, a tracker or a recipe. Configs hold instances; files and flags name them.
+A choice is a frozen dataclass with its own settings: an estimator (kind `advantage`), a curriculum,
+a loss, an engine, a tracker or a recipe. Configs hold instances; files and flags name them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ BUILTIN: dict[str, dict[str, str]] = {
         "outcome": "gspo_env.credit.estimators:Outcome",
         "returns_to_go": "gspo_env.credit.estimators:ReturnsToGo",
         "turn_plus_outcome": "gspo_env.credit.estimators:TurnPlusOutcome",
+    },
+    "curriculum": {
+        "none": "gspo_env.env.curriculum:NoCurriculum",
+        "ladder": "gspo_env.env.curriculum:Ladder",
     },
     "engine": {
         "transformers": "gspo_env.engines.base:Transformers",
@@ -51,6 +55,7 @@ BUILTIN: dict[str, dict[str, str]] = {
 
 _METHODS = {
     "advantage": "advantages",
+    "curriculum": "options",
     "engine": "start",
     "loss": "compute",
     "recipe": "build",
@@ -69,7 +74,7 @@ def find(kind: str, name: str) -> type[Any]:
     """Finds the class of a choice.
 
     Args:
-        kind: `advantage`, `engine`, `loss`, `recipe` or `tracker`.
+        kind: `advantage`, `curriculum`, `engine`, `loss`, `recipe` or `tracker`.
         name: A built-in name, a plugin's, `module:Class` or `path/to/file.py:Class`.
 
     Raises:

@@ -39,9 +39,35 @@ class StopReason(StrEnum):
     MAX_CONTEXT = "max_context"
     """The next prompt leaves no room for an action within the context limit."""
     TIMEOUT = "timeout"
-    """The rollout's limit on wall-clock time."""
+    """The rollout's limit on wall-clock time, while the policy acted."""
     ERROR = "error"
-    """The environment raised the exception in `Episode.error`. The episode is not trained on."""
+    """The environment raised an exception. This reason and the next three are failures of the
+    environment: the episode is neither scored nor trained on, and `Episode.error` says why."""
+    INVALID = "invalid"
+    """The environment returned what the contract does not allow, such as a reward that is NaN."""
+    ENV_TIMEOUT = "env_timeout"
+    """The environment did not return within the rollout's limit on wall-clock time."""
+    CRASH = "crash"
+    """The process of the environment ended."""
+
+
+FAILURES = frozenset(
+    {StopReason.ERROR, StopReason.INVALID, StopReason.ENV_TIMEOUT, StopReason.CRASH}
+)
+"""The reasons for which an episode is neither scored nor trained on: its environment failed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """How an environment failed."""
+
+    reason: StopReason
+    message: str
+    """What it did, in one sentence, with the file and the line that raised."""
+    where: str
+    """The file and the line that raised, or what was wrong; equal for failures of one cause."""
+    traceback: str = ""
+    """The traceback of an exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,12 +203,21 @@ class Episode:
     terminated: bool
     truncated: bool
     error: str | None = None
+    """How the environment failed, if it did."""
+    faults: tuple[Fault, ...] = ()
+    """The failures of its environments: one for each attempt before this one, which were played
+    again, and the own one of an episode that failed."""
     success: bool | None = None
     """`success` of the last step, else `outcome > 0`; False if the rollout cut the episode."""
     final_observation: str = ""
     """The observation after the last action."""
     reset: ResetInfo = field(default_factory=ResetInfo)
     """The `info` of `reset`."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether its environment failed, so that it is neither scored nor trained on."""
+        return self.stop_reason in FAILURES
 
     @property
     def rewards(self) -> FloatArray:

@@ -41,6 +41,14 @@ WORDS = [
 ]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _state(tmp_path_factory):
+    """Records of trained folders do not go to the home of who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """A word tokenizer with a ChatML template."""

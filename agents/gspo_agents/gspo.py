@@ -6,7 +6,6 @@ import asyncio
 import io
 import json
 import logging
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,10 +15,10 @@ from typing import Any
 
 import torch
 
-from gspo_agents.reporter import Reporter
+from gspo_agents.reporter import Reporter, first_fault
 from gspo_agents.start import make_start
-from gspo_env.config import Config, check_score, from_dict, to_dict, to_toml, with_score
-from gspo_env.engines import Engine, Sampling, Transformers
+from gspo_env.config import Config, check_score, from_dict, override, to_dict, to_toml, with_score
+from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import attribute
 from gspo_env.env.info import declared_score, try_out
 from gspo_env.env.registration import make_env, resolve_env
@@ -30,13 +29,16 @@ from gspo_env.model.load import add_adapter, load_model, make_output, save_adapt
 from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
+from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
-from gspo_env.tracking.base import MODEL, RunInfo
+from gspo_env.saved import read_saved, record
+from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, parts, start
+from gspo_env.tracking.several import Several, check_trackers, parts, start
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
@@ -64,12 +66,12 @@ class GSPOAgent:
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
-        check_score(self.config)
         if env:
             self.config = replace(self.config, env=env)
+        check_score(self.config)
         self.env_id = resolve_env(self.config.env)
         self._env = make_env(self.env_id, **self.config.env_kwargs)
-        try_out(self.env_id, self._env)
+        try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self._take_score()
         self._demonstrations: list[Episode] = []
         self._untrained = False
@@ -99,6 +101,7 @@ class GSPOAgent:
         self._resumed: Resumed | None = None
         self._engine: Engine | None = None
         self._talk: Transcript | None = None
+        close_quietly(self._env)  # from here on, only what it declares is read
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
@@ -112,6 +115,7 @@ class GSPOAgent:
             TrainingError: Nothing can be learned; see `gspo_env.training.watch`.
         """
         config, resumed = self.config, self._resumed
+        check_trackers(config.tracker)
         problems = (
             []
             if resumed
@@ -124,9 +128,16 @@ class GSPOAgent:
             made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, ids = Checkpoints(made, config.checkpoints), {}
         self.folder = folder = checkpoints.run
+        record(folder, config)
         self._trained, self._resumed = True, None
-        params = to_dict(config)
-        info = RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=ids)
+        info = RunInfo(
+            name=self._run_name,
+            folder=folder,
+            params=to_dict(config),
+            tags=tags,
+            resume=ids,
+            started=begin_run(),
+        )
         with (
             checkpoints,
             stop_on_signals() as stop,
@@ -140,12 +151,16 @@ class GSPOAgent:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
             facts = run_facts(config, self.model, self._source, self._left_out)
             learner = self._learner()
-            with checkpoints.named_on_failure(), self._collector() as collector:
+            with (
+                checkpoints.named_on_failure(),
+                self._collector() as collector,
+                first_fault(collector, folder, tracker),
+            ):
                 keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self.save)
                 loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
                 if resumed is not None:
                     loop.restore(resumed.saved)
-                report.take_score(loop.score.score)
+                    report.take_score(loop.score.score)
                 stop.graceful = True
                 history = asyncio.run(loop.train())
                 self.config = report.config
@@ -269,6 +284,7 @@ class GSPOAgent:
         most = self.config.rollout.max_turn_tokens
         sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=self.chat.stop_ids)
         completion = asyncio.run(self._new_engine().generate(self._talk.ids, sampling))
+        check_completion(completion, sampling, self.model.get_input_embeddings().num_embeddings)
         self._talk.write(completion.token_ids)
         return self.chat.decode(completion.token_ids)
 
@@ -277,30 +293,32 @@ class GSPOAgent:
         folder = Path(path)
         save_model(self.model, self.tokenizer, folder)
         write_text(folder / "gspo_env.json", json.dumps({"config": to_toml(self.config)}))
+        record(folder, self.config)
 
     @classmethod
-    def load(cls, path: str | Path, env: str = "") -> GSPOAgent:
+    def load(cls, path: str | Path, env: str = "", **changes: Any) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
+
+        The folder is data (`gspo_env.saved`). Playing needs no estimator, loss or tracker; those
+        that are classes of a file are left out, so that the folder loads without that file.
 
         Args:
             path: The folder.
-            env: Another environment than the saved one; the saved score is not taken over to it.
+            env: Another environment, to which neither saved arguments nor the score are taken over.
+            changes: Fields of the config by name; a dictionary changes fields of a section.
 
-        Playing needs no estimator, loss or tracker. Those that are classes of a file are left out,
-        so that the folder loads without that file.
+        Raises:
+            ConfigError: The saved settings are damaged, or name something that has to be given.
         """
-        folder = Path(path)
-        if (folder / "model").is_dir():
-            folder = folder / "model"
-        note = folder / "gspo_env.json"
-        tree = tomllib.loads(json.loads(note.read_text())["config"]) if note.exists() else {}
-        for kind in ("advantage", "loss", "tracker"):
-            if ":" in tree.get(kind, {}).get("name", ""):
-                logger.warning("%s of %s is not loaded: %s", kind, path, tree.pop(kind)["name"])
-        if env and env != tree.get("env"):
-            tree.get("credit", {}).pop("score", None)
-        agent = cls(str(folder), env, from_dict(tree))
-        agent._trained = note.exists() and env in ("", agent.config.env)
+        saved = read_saved(path)
+        folder = Path(path, "model") if Path(path, "model").is_dir() else path
+        if saved is None:
+            return cls(str(folder), env, override(Config(model=str(folder)), changes))
+        own = not env or env == saved.env
+        tree = saved.settings(changes, env=env, playing=True)
+        changes.pop("env_kwargs", None)  # they are in the tree
+        agent = cls(str(folder), "", override(from_dict(tree), changes))
+        agent._trained = own
         return agent
 
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -355,6 +373,12 @@ class GSPOAgent:
         decide = check_engine if embedded else check_model
         return decide(self.model, max_context=self.config.rollout.max_context)
 
+    @property
+    def _run_name(self) -> str:
+        """What trackers call the run: environment, estimator and seed."""
+        estimator = name_of("advantage", self.config.advantage).rpartition(":")[2]
+        return f"{self.env_id.split('/')[-1]}-{estimator}-seed{self.config.seed}"
+
     def _take_score(self) -> None:
         """Takes the score that the environment declares, unless the config has one.
 
@@ -381,15 +405,15 @@ class GSPOAgent:
         """Yields a collector; closes its environments and the engine afterwards."""
         with self._pool() as pool:
             try:
-                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout)
+                size = self.model.get_input_embeddings().num_embeddings
+                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout, size)
             finally:
                 if not keep_engine:
                     self.close()
 
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
-        threads = self.config.rollout.concurrency
-        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), threads)
+        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), self._env)
         try:
             yield pool
         finally:
@@ -408,7 +432,8 @@ class GSPOAgent:
         if not checkpoints.attempt("the trained model", lambda: self.save(folder / MODEL)):
             raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
         if hasattr(self.model, "disable_adapter") and self.config.model:
-            save_adapter(self.model, folder / "adapter")
+            write = partial(save_adapter, self.model, folder / "adapter")
+            checkpoints.attempt("the adapter", write)
         curve = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
         path = folder / "learning_curve.png"
         checkpoints.attempt(path.name, lambda: curve.savefig(path))

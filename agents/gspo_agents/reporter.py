@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from gspo_env.config import Config, to_toml, with_score
 from gspo_env.redaction import write_text
 from gspo_env.report.run import closing, opening
 from gspo_env.report.text import render_episode
+from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several
@@ -34,6 +36,7 @@ class Reporter:
         self._warnings: list[str] = []
         self._best: float | None = None
         """The best success of an evaluation."""
+        self.take_score(None)
 
     def begin(self, model: Any, env_id: str, problems: Sequence[Problem]) -> None:
         """Says what is trained, where, and what is wrong with the settings."""
@@ -136,3 +139,15 @@ def _results(history: History, split: Split, left_out: int) -> list[str]:
             f"which were repeated, and {left_out} demonstrations."
         )
     return lines
+
+
+@contextmanager
+def first_fault(collector: Collector, folder: Path, tracker: Several) -> Iterator[None]:
+    """Keeps the first failure of an environment in the folder and the tracker, at any end."""
+    try:
+        yield
+    finally:
+        if (first := collector.pool.faults.first) is not None:
+            path = folder / "first-environment-error.txt"
+            write_text(path, f"{first.message}\n\n{first.traceback}")
+            tracker.artifact(path)

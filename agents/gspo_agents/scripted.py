@@ -7,9 +7,11 @@ from typing import Any
 from gspo_env.env.base import attribute
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
-from gspo_env.rollout.play import demonstrator, look, play_now, refuse_failures
+from gspo_env.rollout.faults import FaultLog, refuse_failures
+from gspo_env.rollout.play import Policy, demonstrator, look
+from gspo_env.rollout.retry import play_alone
 from gspo_env.training.split import Split, hold_out, reset_of
-from gspo_env.types import Group
+from gspo_env.types import Episode, Group, Task
 
 
 class ScriptedAgent:
@@ -24,13 +26,14 @@ class ScriptedAgent:
         self.env_id = resolve_env(env)
         self.noise = noise
         self._env = make_env(self.env_id, **env_kwargs)
+        self._faults = FaultLog()
 
     def split(self, tasks: int = 256) -> Split:
         """Returns the tasks of an evaluation, which are those of a training run too."""
         return hold_out(
             self.env_id,
             tasks,
-            lambda drawn: [reset_of(play_now(self._env, task, look)) for task in drawn],
+            lambda drawn: [reset_of(self._play(task, look)) for task in drawn],
             attribute(self._env, "num_tasks", None),
         )
 
@@ -44,9 +47,7 @@ class ScriptedAgent:
         expert = demonstrator(self.noise)
         try:
             groups = [
-                Group(
-                    task=t, episodes=tuple(play_now(self._env, t, expert) for _ in range(samples))
-                )
+                Group(task=t, episodes=tuple(self._play(t, expert) for _ in range(samples)))
                 for t in self.split(tasks).tasks
             ]
         except NotImplementedError as error:
@@ -54,4 +55,8 @@ class ScriptedAgent:
                 f"{self.env_id} has no expert_action, so there is no scripted agent for it"
             ) from error
         refuse_failures([episode for group in groups for episode in group.episodes])
+        self._faults.summarise()
         return groups
+
+    def _play(self, task: Task, policy: Policy) -> Episode:
+        return play_alone(self._env, task, policy, self._faults)

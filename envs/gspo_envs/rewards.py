@@ -210,8 +210,10 @@ class RewardModel:
         self.name = name or re.sub(r"\W", "_", str(path).rstrip("/").rpartition("/")[2])
         self.batch_size = batch_size
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
-            self.model: Any = AutoModelForSequenceClassification.from_pretrained(path)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            self.model: Any = AutoModelForSequenceClassification.from_pretrained(
+                path, trust_remote_code=False, weights_only=True
+            )
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"reward model {path!r} cannot be loaded: {error} (a reward function is named "

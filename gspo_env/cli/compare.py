@@ -52,12 +52,16 @@ class Compare(Run):
         comparison = parse(self.tables, self.arm, self.resolved, **options)
         base = next(iter(comparison.problems.values()))
         folder = Path(base.output or "comparisons/comparison")
-        compare(
-            comparison,
-            folder,
-            base.tracker,
-            lambda line: print(line, flush=True),
-            lambda results: write_report(comparison, results, folder),
-        )
+        try:
+            compare(
+                comparison,
+                folder,
+                base.tracker,
+                lambda line: print(line, flush=True),
+                lambda results: write_report(comparison, results, folder),
+            )
+        except KeyboardInterrupt:
+            print(f"Stopped. The same command goes on with the results in {folder}.")
+            raise
         print((folder / "tables.md").read_text())
         print(f"Page: {folder / 'report.html'}")

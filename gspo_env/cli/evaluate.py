@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_env.errors import ConfigError
 from gspo_env.types import Group
@@ -19,8 +19,14 @@ class Evaluate:
 
     model: str = ""
     """A trained folder, a hub id, or `scripted`."""
+    model_dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
+    """The dtype of the weights; a trained folder's own setting by default."""
     env: str = ""
     """Environment; a trained folder's own by default."""
+    env_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment, such as `hops=4`; they are added to a folder's own."""
+    engine: str = ""
+    """Engine that samples the actions; a trained folder's own by default."""
     tasks: int = 0
     """Tasks; by default as many as the folder's training held out, or 256."""
     samples: int = 1
@@ -39,11 +45,13 @@ class Evaluate:
         if not self.model:
             raise ConfigError("model is ''; expected a folder, a hub id or 'scripted'")
         if self.model == "scripted":
-            agent = load_agent("scripted")(self.env or "gspo/Lookup-v0")
+            agent = load_agent("scripted")(self.env or "gspo/Lookup-v0", **self.env_kwargs)
             tasks = self.tasks or 256
             print_scores(agent.evaluate(tasks, self.samples), agent.split(tasks))
         else:
-            agent = load_agent("gspo").load(self.model, self.env)
+            names = ("model_dtype", "env_kwargs", "engine")
+            given = {name: value for name in names if (value := getattr(self, name))}
+            agent = load_agent("gspo").load(self.model, self.env, **given)
             groups = agent.evaluate(self.tasks, self.samples, self.seed)
             print_scores(groups, agent.split(len(groups)))
 
@@ -52,19 +60,24 @@ def print_scores(groups: Sequence[Group], split: Split) -> None:
     """Prints success, return, turns, pass@k and pass^k."""
     from gspo_env.compare.stats import pass_at_k, pass_hat_k, success_interval
 
-    wins = [[bool(e.success) for e in group.episodes] for group in groups]
-    episodes = [e for group in groups for e in group.episodes]
+    rows = [[e for e in group.episodes if not e.failed] for group in groups]
+    lost = sum(len(group.episodes) for group in groups) - sum(map(len, rows))
     by_task: dict[str, list[bool]] = {}
-    for key, row in zip(split.keys, wins, strict=True):
-        by_task.setdefault(key, []).extend(row)
+    for key, row in zip(split.keys, rows, strict=True):
+        if row:
+            by_task.setdefault(key, []).extend(bool(e.success) for e in row)
+    wins = [[bool(e.success) for e in row] for row in rows if row]
+    episodes = [e for row in rows for e in row]
     low, high = success_interval(list(by_task.values()), tasks=split.distinct)
-    size = len(wins[0])
+    size = min(map(len, wins))
     rate = sum(map(sum, wins)) / len(episodes)
     print(f"success  {rate:.1%}  (95 % interval {low:.1%} to {high:.1%})")
     print(f"tasks    {split}" + (f"; {size} samples of each" if size > 1 else ""))
     print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):.3f}")
     print(f"turns    {sum(len(e.turns) for e in episodes) / len(episodes):.2f}")
+    if lost:
+        print(f"lost     {lost} episodes, whose environment failed; they are not counted")
     for k in sorted({1, size} | {2**n for n in range(1, 10) if 2**n <= size}):
-        at = sum(pass_at_k(size, sum(w), k) for w in wins) / len(wins)
-        hat = sum(pass_hat_k(size, sum(w), k) for w in wins) / len(wins)
+        at = sum(pass_at_k(len(w), sum(w), k) for w in wins) / len(wins)
+        hat = sum(pass_hat_k(len(w), sum(w), k) for w in wins) / len(wins)
         print(f"pass@{k:<3} {at:.1%}   pass^{k:<3} {hat:.1%}")

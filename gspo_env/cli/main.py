@@ -13,6 +13,7 @@ import tyro
 
 import gspo_env
 from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.visible import visible
 
 COMMANDS = {
     "train": "gspo_env.cli.train:Train",
@@ -23,17 +24,27 @@ COMMANDS = {
 }
 
 
+class _Visible(logging.Formatter):
+    """Shows hidden characters as escapes; only the first line of a record is not indented."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats a record."""
+        return visible(super().format(record)).replace("\n", "\n    ")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; invalid input prints one sentence and exits with code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if arguments[0] == "--version":
         print(f"gspo-env {gspo_env.__version__}")
         return
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Visible("%(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:
         parse(arguments).run()
     except GspoEnvError as error:
-        print(f"gspo-env: {error}", file=sys.stderr)
+        print(f"gspo-env: {visible(str(error))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

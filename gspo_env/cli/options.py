@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
@@ -16,6 +16,7 @@ import tyro
 from gspo_env.config import Config, from_dict, override, read_toml, resolve
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
+from gspo_env.saved import read_saved
 from gspo_env.tracking.base import flatten
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,8 @@ class Choices:
     """Engine that samples the actions."""
     tracker: Annotated[str, _names("tracker")] = ""
     """Where metrics are recorded; separate several with commas."""
+    curriculum: Annotated[str, _names("curriculum")] = ""
+    """Chooses the options of the environment's `reset` by the results so far."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +157,8 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     if start.resume:
         tree, own = command.saved(start.resume), own | {"resume": start.resume}
     tree |= {key: value for key in ("model", "recipe", "env") if (value := getattr(start, key))}
-    config = from_dict(tree)
+    known = {"help", *(f.name for f in dataclasses.fields(command))}
+    config = _base(tree, start, rest, known)
     given = dict(_pair(text) for texts in start.env_kwargs for text in texts)
     config = override(config, {"env_kwargs": config.env_kwargs | given})
     for kind in BUILTIN:
@@ -163,7 +167,6 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     config = _with_score_of_file(config, start)
     chosen = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
     choices = Choices(config=start.config, **chosen)
-    known = {"help", *(f.name for f in dataclasses.fields(command))}
     match arguments[-2:]:
         case ["--help", group]:
             _print_page(config, group)
@@ -181,17 +184,49 @@ def _switches(arguments: Sequence[str], config: Config) -> Iterator[str]:
             yield "True"
 
 
+def _base(
+    tree: dict[str, Any], start: _Start, flags: Sequence[str], known: Collection[str]
+) -> Config:
+    """Returns the config of a file and, if the model is a trained folder, of its settings.
+
+    Args:
+        tree: The settings of the file, with the model, the recipe and the environment of flags.
+        start: The flags that were read.
+        flags: The other arguments, which may replace settings of the folder.
+        known: Flags that are no settings.
+
+    Raises:
+        ConfigError: The folder names something that has to be given.
+    """
+    model, recipe = tree.get("model"), tree.pop("recipe", None)
+    saved = read_saved(model) if isinstance(model, str) and model else None
+    if saved is None:
+        return from_dict(tree if recipe is None else tree | {"recipe": recipe})
+    pairs = (_pair(text) for texts in start.env_kwargs for text in texts)
+    chosen = {kind: value for kind in BUILTIN if (value := getattr(start, kind))}
+    config = override(from_dict(saved.tree), tree)
+    spelled = (_spell_out(flag, config, known) for flag in flags if flag.startswith("--"))
+    paths = (flag[2:].partition("=")[0].replace("-", "_") for flag in spelled)
+    given = tree | chosen | dict.fromkeys(paths, True)
+    given["env_kwargs"] = {**tree.get("env_kwargs", {}), **dict(pairs)}
+    config = from_dict(saved.settings(given, env=tree.get("env", "")))
+    if recipe is not None:
+        config = override(config, {"recipe": recipe})
+        config = override(config, config.recipe.changes)
+    return override(config, tree | {"env_kwargs": config.env_kwargs})
+
+
 def _with_score_of_file(config: Config, start: _Start) -> Config:
-    """Returns the config with the score of the file, where it still applies.
+    """Returns the config with the score of the file or the folder, where it still applies.
 
     A run writes the score that its episodes decided into its file, so the user may not know of it.
     """
     score = config.credit.score
-    if not start.config or score == "auto":
+    if score == "auto":
         return config
     if start.advantage and not getattr(config.advantage, "uses_score", True):
         return override(config, {"credit": {"score": "auto"}})
-    if start.env:
+    if start.config and start.env:
         logger.warning(
             "credit.score is %r, as in %s; --score auto takes that of %s",
             *(score, start.config, start.env),
@@ -231,7 +266,7 @@ def _print_page(config: Config, group: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def _spell_out(argument: str, config: Config, known: set[str]) -> str:
+def _spell_out(argument: str, config: Config, known: Collection[str]) -> str:
     """Expands a flag to its full path, `--lam` to `--advantage.lam`; other arguments stay."""
     if not argument.startswith("--"):
         return argument

@@ -7,30 +7,40 @@ import difflib
 import hashlib
 import json
 import logging
+import multiprocessing
 import os
 import shutil
+import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from gspo_env.children import die_with_parent
 from gspo_env.compare.plan import Arm, Comparison, start_settings
 from gspo_env.compare.record import Recorder
-from gspo_env.config import Config, read_toml, to_toml
+from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
+from gspo_env.tracking.several import check_trackers
+from gspo_env.training.signals import stop_on_signals
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 2
 """Maximum attempts of a run whose worker process dies."""
+_PATIENCE = 5.0
+"""Seconds that a worker process has to close what is open when it is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +102,13 @@ def compare(
 
     Raises:
         OutputError: The folder cannot be written, or holds another comparison.
-        ConfigError: An estimator or the metric does not exist.
+        ConfigError: An estimator or the metric does not exist, or a tracker's address does not
+            answer.
         UnknownEnvironmentError: An environment does not exist.
     """
     for config in comparison.problems.values():
         resolve_env(config.env)
+    check_trackers(tracker)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
     played = [run for run in runs if (run.folder / "result.json").exists()]
@@ -108,10 +120,13 @@ def compare(
             result = read(run)
             _score(result, comparison.metric)
             _keep(record, result)
-        for run in _played(waiting, comparison.workers or os.cpu_count() or 1, say):
-            result = read(run)
-            _keep(record, result)
-            say(f"{run.name}: {_score(result, comparison.metric)}")
+        workers = comparison.workers or os.cpu_count() or 1
+        # closed at once, because a traceback would keep the workers alive
+        with stop_on_signals(), closing(_played(waiting, workers, say)) as finished:
+            for run in finished:
+                result = read(run)
+                _keep(record, result)
+                say(f"{run.name}: {_score(result, comparison.metric)}")
         results = [read(run) for run in runs]
         for line in mixed_scores(results):
             say(line)
@@ -120,7 +135,9 @@ def compare(
     return results
 
 
-def _played(waiting: Sequence[Run], workers: int, say: Callable[[str], None]) -> Iterator[Run]:
+def _played(
+    waiting: Sequence[Run], workers: int, say: Callable[[str], None]
+) -> Generator[Run, None, None]:
     """Makes the starts that are missing, then plays the runs; yields each that is done."""
     # The first run of each missing start makes it.
     starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
@@ -135,7 +152,8 @@ def _played(waiting: Sequence[Run], workers: int, say: Callable[[str], None]) ->
 
 def _keep(record: Recorder, result: Result) -> None:
     run = result.run
-    record.child(run.name, run.folder, run.config, result.history, result.error)
+    ended = (run.folder / "result.json").stat().st_mtime
+    record.child(run.name, run.folder, run.config, ended - result.seconds, result.error)
 
 
 def _score(result: Result, metric: str) -> str:
@@ -241,7 +259,10 @@ def _play(run: Run) -> None:
     error = ""
     shutil.rmtree(run.folder, ignore_errors=True)
     try:
-        config = dataclasses.replace(run.config, output=str(run.folder))
+        # a run that was stopped is played again, so it needs no checkpoints
+        config = dataclasses.replace(
+            run.config, output=str(run.folder), checkpoints=CheckpointConfig(keep=0)
+        )
         agent = load_agent("gspo")  # before a model, whose progress bar it turns off
         model, tokenizer = load_model(str(run.start)) if run.start else ("", None)
         history = agent(model=model, tokenizer=tokenizer, config=config).train()
@@ -265,6 +286,12 @@ def _set_up(threads: int) -> None:
 
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; `_stop` follows
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None:
+        die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
+
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 
@@ -272,10 +299,12 @@ def _set_up(threads: int) -> None:
 def _parallel(work: Callable[[Run], None], runs: Sequence[Run], workers: int) -> Iterator[Run]:
     """Runs work in processes; yields each run when it is done.
 
-    A worker that dies breaks its pool; the remaining runs are retried in a new one.
+    A worker that dies breaks its pool; the remaining runs are retried in a new one. On an error in
+    this process, such as KeyboardInterrupt, the workers are stopped.
     """
     threads = max(1, (os.cpu_count() or 1) // workers)
     left = list(runs)
+    others = active_children()
     for _ in range(_ATTEMPTS):
         if not left:
             return
@@ -290,7 +319,21 @@ def _parallel(work: Callable[[Run], None], runs: Sequence[Run], workers: int) ->
                 logger.warning("a worker process died; what it left is tried again")
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
+                _stop([process for process in active_children() if process not in others])
                 raise
     for run in left:
         _leave(run, [], 0.0, "the worker process died")
         yield run
+
+
+def _stop(workers: Sequence[BaseProcess]) -> None:
+    """Ends worker processes: they close what is open, and are killed if that takes too long."""
+    try:
+        for worker in workers:
+            worker.terminate()
+        left, until = {worker.sentinel for worker in workers}, time.monotonic() + _PATIENCE
+        while left and (seconds := until - time.monotonic()) > 0:
+            left -= set(wait(list(left), seconds))
+    finally:
+        for worker in workers:
+            worker.kill()

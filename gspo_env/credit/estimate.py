@@ -84,7 +84,7 @@ def estimate(groups: Sequence[Group], estimator: Any, config: CreditConfig | Non
     score = _score_of(groups) if config.score == "auto" else config.score
     groups = [replace(group, score=score) for group in groups]
     name = name_of("advantage", estimator)
-    rows = [_checked(name, group, estimator.advantages(group)) for group in groups]
+    rows = [_of_played(name, group, estimator) for group in groups]
     if getattr(estimator, "scale", "") == "batch":
         trained = _trained(groups, rows)
         std = std_of(trained - trained.mean(), estimator.ddof)
@@ -115,6 +115,22 @@ def _trained(groups: Sequence[Group], rows: Sequence[Sequence[FloatArray]]) -> F
 
 def _times(rows: Sequence[Sequence[FloatArray]], factor: float) -> list[list[FloatArray]]:
     return [[values * factor for values in row] for row in rows]
+
+
+def _of_played(name: str, group: Group, estimator: Any) -> list[FloatArray]:
+    """Computes the advantages from the episodes that did not fail; the others get zeros.
+
+    If failures leave a single episode of a group, nothing is compared and it gets zeros too.
+    """
+    played = [i for i, e in enumerate(group.episodes) if not e.failed]
+    if len(played) == len(group.episodes):
+        return _checked(name, group, estimator.advantages(group))
+    rows: list[FloatArray] = [np.zeros(len(e.turns)) for e in group.episodes]
+    if len(played) >= 2:
+        rest = replace(group, episodes=tuple(group.episodes[i] for i in played))
+        for i, row in zip(played, _checked(name, rest, estimator.advantages(rest)), strict=True):
+            rows[i] = row
+    return rows
 
 
 def _checked(name: str, group: Group, result: Any) -> list[FloatArray]:

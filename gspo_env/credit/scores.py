@@ -42,7 +42,7 @@ def turn_rewards(episode: Episode, score: Score) -> FloatArray:
 
 def contents(episodes: Sequence[Episode]) -> tuple[bool, bool]:
     """Returns whether any turn has a reward, and any episode an outcome of its own."""
-    played = [e for e in episodes if e.stop_reason is not StopReason.ERROR]
+    played = [e for e in episodes if not e.failed]
     return any(e.rewards.any() for e in played), any(map(_has_outcome, played))
 
 

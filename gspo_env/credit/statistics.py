@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gspo_env.types import Episode, FloatArray, Group, StopReason
+from gspo_env.types import Episode, FloatArray, Group
 
 MIN_SCALE = 1e-8
 """If a group's standard deviation is below this, its advantages are 0."""
@@ -17,8 +17,7 @@ MIN_PEERS = 3
 
 def usable(group: Group) -> list[int]:
     """Returns the indices of the episodes that enter statistics: those played without an error."""
-    error = StopReason.ERROR
-    return [i for i, e in enumerate(group.episodes) if e.turns and e.stop_reason is not error]
+    return [i for i, e in enumerate(group.episodes) if e.turns and not e.failed]
 
 
 def std_of(deviations: FloatArray, ddof: int) -> float:

@@ -1,8 +1,11 @@
 from .base import Completion as Completion
 from .base import CopiesWeights as CopiesWeights
+from .base import CountsFaults as CountsFaults
 from .base import Engine as Engine
 from .base import NamedTensors as NamedTensors
 from .base import Sampling as Sampling
 from .base import Transformers as Transformers
+from .base import check_completion as check_completion
+from .base import drained as drained
 from .transformers import TransformersEngine as TransformersEngine
 from .unbatched import UnbatchedEngine as UnbatchedEngine

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
 
 from gspo_env.errors import EngineError
 
@@ -13,6 +18,10 @@ if TYPE_CHECKING:
 
 NamedTensors = Iterable["tuple[str, torch.Tensor]"]
 """Weights under the names of the model's checkpoint."""
+_DRAIN_SECONDS = 600.0
+"""Maximum time that an update of the weights waits for requests in flight."""
+_ROUNDING = 1e-4
+"""Amount by which rounding may lift a log-probability above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +87,14 @@ class CopiesWeights(Protocol):
         """See `Engine.generate`."""
 
 
+@runtime_checkable
+class CountsFaults(Protocol):
+    """An engine that counts its own faults: training records them after each update."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the engine since its start."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformers:
     """Continuous batching over the learner's own weights, in this process."""
@@ -116,3 +133,88 @@ def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) 
             f"a prompt of {len(prompt_ids)} tokens and an action of {sampling.max_tokens} "
             f"do not fit a context of {max_context} tokens"
         )
+
+
+async def drained(requests: Callable[[], int], seconds: float = _DRAIN_SECONDS) -> None:
+    """Waits until no request is in flight; a cancelled one leaves as soon as the engine sees it.
+
+    Args:
+        requests: Returns the number of requests in flight.
+        seconds: Maximum time.
+
+    Raises:
+        EngineError: Some still run after that time.
+    """
+    clock = asyncio.get_running_loop()
+    deadline = clock.time() + seconds
+    while count := requests():
+        if clock.time() > deadline:
+            raise EngineError(
+                f"weights cannot change while requests are running: {count} still run after "
+                f"{seconds:g} s"
+            )
+        await asyncio.sleep(0.0 if seconds - (deadline - clock.time()) < 0.1 else 0.01)
+
+
+def check_completion(done: Completion, sampling: Sampling, vocab_size: int | None = None) -> None:
+    """Checks what an engine returned, before anything is learned from it.
+
+    Args:
+        done: The completion.
+        sampling: What was asked.
+        vocab_size: Number of ids of the model; None if it is not known.
+
+    Raises:
+        EngineError: A field has a wrong type or length, an id or a log-probability is impossible,
+            or the reason for the end contradicts the ids.
+    """
+    if not isinstance(done, Completion):
+        raise EngineError(f"an engine returned {type(done).__name__}; expected a Completion")
+    fault = _fault(done, sampling, math.inf if vocab_size is None else vocab_size)
+    if fault is not None:
+        name, value, expected = fault
+        shown = repr(value)
+        shown = f"{shown[:100]}..." if len(shown) > 100 else shown
+        raise EngineError(f"a completion is malformed: {name} is {shown}; expected {expected}")
+
+
+def _fault(done: Completion, sampling: Sampling, end: float) -> tuple[str, Any, str] | None:
+    """Returns what is wrong with a completion, its value, and what is allowed."""
+    ids, logprobs = _vector(done.token_ids), _vector(done.logprobs)
+    if ids is None or ids.dtype.kind not in "iu":
+        return "token_ids", done.token_ids, "a sequence of integers"
+    if logprobs is None or logprobs.dtype.kind not in "fiu":
+        return "logprobs", done.logprobs, "a sequence of numbers"
+    count, most = len(ids), sampling.max_tokens
+    if not 0 < count <= most:
+        return "number of token_ids", count, f"1 to {most}"
+    if len(logprobs) != count:
+        return "number of logprobs", len(logprobs), f"{count}, as of token_ids"
+    if ids.min() < 0 or ids.max() >= end:
+        return "token_ids", _some(ids[(ids < 0) | (ids >= end)]), f"ids from 0 to below {end}"
+    if not (logprobs.max() <= _ROUNDING and logprobs.min() > -math.inf):  # False for NaN as well
+        return "logprobs", _some(logprobs), "finite numbers up to 0 (are the weights finite?)"
+    if not isinstance(done.weights_version, Integral) or done.weights_version < 0:
+        return "weights_version", done.weights_version, "an integer from 0"
+    reason = "stop" if ids[-1] in sampling.stop_ids else "length"
+    if done.finish_reason != reason:
+        return "finish_reason", done.finish_reason, repr(reason)
+    if reason == "length" and count < most:
+        return "number of token_ids", count, f"{most}, because no stop id ends them"
+    if not set(sampling.stop_ids).isdisjoint(done.token_ids[:-1]):
+        return "token_ids", done.token_ids, "a stop id at the end only"
+    return None
+
+
+def _vector(values: Any) -> np.ndarray[Any, Any] | None:
+    """Returns a flat sequence as an array; None if it is something else."""
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return array if array.ndim == 1 else None
+
+
+def _some(values: np.ndarray[Any, Any]) -> list[Any]:
+    found: list[Any] = values[:8].tolist()
+    return found

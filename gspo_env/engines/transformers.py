@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.upload import upload
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.kv_cache import KVCache
@@ -104,9 +104,12 @@ class TransformersEngine:
             draw=random.Random(sampling.seed).random,
         )
         self._waiting.append(request)
-        if self._pump is None or self._pump.done():
-            self._pump = loop.create_task(self._run())
+        self._ensure_running()
         return await request.future
+
+    def _ensure_running(self) -> None:
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._run())
 
     def release(self, session: str) -> None:
         """Frees a session's slot. Its prompt can still be copied until the slot is reused."""
@@ -124,9 +127,13 @@ class TransformersEngine:
 
         Afterwards the engine is as a new one, so that what it samples does not depend on what it
         served before.
+
+        Raises:
+            EngineError: Requests still run after minutes.
         """
-        if self._running or self._waiting:
-            raise EngineError("weights cannot change while requests are running")
+        if self._running or self._waiting:  # some may be cancelled, which the next step notices
+            self._ensure_running()
+            await drained(lambda: len(self._running) + len(self._waiting))
         self._prefixes.clear()
         self._sessions.clear()
         self._slots = [_Slot(slot.index) for slot in self._slots]

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
 from gspo_env.engines.transformers import sample
 from gspo_env.errors import EngineError
 from gspo_env.model.own_cache import OwnCache
@@ -122,8 +122,7 @@ class UnbatchedEngine:
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Drops every cache; the engine already shares the learner's weights."""
-        if self._running:
-            raise EngineError("weights cannot change while requests are running")
+        await drained(lambda: self._running)
         self._drop()
         self.weights_version = version
 

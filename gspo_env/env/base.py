@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from gspo_env.env.tools import Tool
 
 MAX_TEXT_LENGTH = 16384
+MAX_OBSERVATION = 1_000_000
+"""Maximum characters of any text of an environment; a longer one is a failure of its episode."""
 
 TextEnvironment = gymnasium.Env[str, str]
 """Any Gymnasium environment with text observations and actions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,7 +10,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment, attribute
+from gspo_env.env.threads import attempt, foreign
 from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
@@ -88,7 +90,7 @@ def check_length(env: TextEnvironment, env_id: str, method: str, observation: st
     most = getattr(env.observation_space, "max_length", None)
     if most is not None and len(observation) > most:
         raise EnvironmentContractError(
-            f"{env_id}: {method} gave an observation of {len(observation)} characters; expected at "
+            f"{env_id}: {method} observation is {len(observation)} characters long; expected at "
             f"most {most}: shorten it, or set another limit with --env-kwargs max_observation=N"
         )
 
@@ -113,22 +115,35 @@ def declared_score(env_id: str, env: TextEnvironment) -> Score | None:
     return score
 
 
-def try_out(env_id: str, env: TextEnvironment) -> None:
+def try_out(env_id: str, env: TextEnvironment, retries: int = 0) -> None:
     """Plays one turn, so that a broken environment fails before training is set up.
+
+    Args:
+        env_id: Names the environment in errors.
+        env: The environment.
+        retries: Times that it may fail before.
 
     Raises:
         EnvironmentContractError: `reset` or `step` raised, or broke the contract.
     """
+    for _ in range(retries):
+        with contextlib.suppress(EnvironmentContractError):  # the last attempt says what is wrong
+            return _try_once(env_id, env)
+    _try_once(env_id, env)
+
+
+def _try_once(env_id: str, env: TextEnvironment) -> None:
     method = "reset(seed=0)"
     try:
-        check_length(env, env_id, "reset()", parse_reset(env_id, env.reset(seed=0))[0])
+        check_length(env, env_id, "reset()", parse_reset(env_id, attempt(env.reset, seed=0))[0])
         method = "step('')"
-        check_length(env, env_id, "step()", parse_step(env_id, env.step(""))[0])
+        check_length(env, env_id, "step()", parse_step(env_id, attempt(env.step, ""))[0])
     except EnvironmentContractError:
         raise
     except Exception as error:
+        told = foreign(error)
         raise EnvironmentContractError(
-            f"{env_id}: {method} raised {type(error).__name__}: {error}."
+            f"{env_id}: {method} raised {told.name}: {told.text} ({told.where})."
         ) from error
 
 
@@ -173,6 +188,14 @@ def _instance(
     return read, expected
 
 
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    if len(value) > MAX_OBSERVATION:
+        raise ValueError
+    return str(value)
+
+
 def _role(value: str) -> str:
     return {"user": "user", "tool": "tool"}[value]
 
@@ -197,8 +220,9 @@ def _messages(value: Any) -> tuple[Message, ...]:
     )
     talk = [message.role for message in messages]
     talk = talk[talk[:1] == ["system"] :]
-    texts = all(isinstance(message.content, str) for message in messages)
-    if not texts or talk != ["user", "assistant"] * (len(talk) // 2):
+    for message in messages:
+        _text(message.content)
+    if talk != ["user", "assistant"] * (len(talk) // 2):
         raise ValueError
     return messages
 
@@ -209,7 +233,7 @@ def _tools(value: Any) -> tuple[Tool, ...]:
     return tuple(value)
 
 
-_TEXT = _instance(str, "a str")
+_TEXT: Reader = _text, f"a str of at most {MAX_OBSERVATION:,} characters"
 _FLAG = _instance((bool, np.bool_), "a bool", bool)
 _KEY = _instance((str, int, np.integer), "a str or an int")
 _NUMBER: Reader = _number, "a finite number"
@@ -235,9 +259,15 @@ _STEP: dict[str, Reader] = {
 
 
 def _fault(env_id: str, what: str, got: object, expected: str) -> EnvironmentContractError:
-    shown = repr(got)
+    kind = type(got).__name__
+    if isinstance(got, str) and len(got) > 80:
+        kind, got = f"{kind} with {len(got):,} characters", got[:80]
+    try:
+        shown = repr(got)
+    except Exception:  # a `__repr__` that raises is no second fault
+        shown = "a value"
     if len(shown) > 80:
         shown = shown[:77] + "..."
     return EnvironmentContractError(
-        f"{env_id}: {what} is {shown} of type {type(got).__name__}, expected {expected}."
+        f"{env_id}: {what} is {shown} of type {kind}, expected {expected}."
     )

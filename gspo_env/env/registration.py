@@ -100,6 +100,11 @@ def resolve_env(spec: str) -> str:
     return _register_class(env_class)
 
 
+def find_builtin(env_id: str) -> str | None:
+    """Returns the import string of one of this package's own environments, else None."""
+    return _BUILTIN.get(env_id)
+
+
 def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
     """Makes a text environment from a specification; see `resolve_env`.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import json.decoder
+import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +33,13 @@ def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 
 
@@ -196,7 +203,7 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
     description, documented = _read_docstring(name, inspect.getdoc(function))
     make_type: Any = TypedDict
     arguments = make_type(f"{name}_arguments", _fields(function, documented))
-    arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     try:
         validator: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
         schema = validator.json_schema()

@@ -6,9 +6,9 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,15 +23,17 @@ from gspo_env.errors import BatchError, ConfigError, TrainingError
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
+from gspo_env.learner.memory import in_memory, watch
 from gspo_env.learner.minibatch import Microbatch, Minibatch
-from gspo_env.learner.objectives import ObjectiveOutput
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
-from gspo_env.learner.spread import Scored, complete, own_part, spread_rows
+from gspo_env.learner.spread import Scored, check_output, complete, own_part, spread_rows
 from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Learner:
@@ -87,7 +89,7 @@ class Learner:
         self.optimizer = self.accelerator.prepare(optimizer)
         self.scorer = Scorer(self.model, self.policy, temperature, **how)
         self._losses: list[Tensor] = []
-        self._skipped_in_a_row = 0
+        self._skipped_in_a_row = self._oom_splits = 0
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
@@ -111,9 +113,10 @@ class Learner:
         Raises:
             BatchError: No sample has a model token, the loss needs log-probabilities of the engine
                 that are not known, or the loss is not a scalar with a gradient.
-            TrainingError: `max_skipped_steps` steps in a row were skipped.
+            TrainingError: `max_skipped_steps` steps in a row were skipped, or a sequence alone does
+                not fit into memory.
         """
-        started = time.perf_counter()
+        started, self._oom_splits = time.perf_counter(), 0
         passes: list[PassStats] = []
         grad_norms = []
         minibatches = self.score(self.prepare(samples, seed))
@@ -127,6 +130,7 @@ class Learner:
             passes=tuple(passes),
             grad_norms=tuple(grad_norms),
             skipped_steps=len(minibatches) - len(grad_norms),
+            oom_splits=self._oom_splits,
             loss_scale=self.masters.loss_scale if self.masters.scaled else None,
             learning_rate=float(self.scheduler.get_last_lr()[0]),
             seconds=time.perf_counter() - started,
@@ -159,7 +163,7 @@ class Learner:
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
         rows = microbatches(samples, self.config.microbatch_tokens, share=self._share)
         return Minibatch(
-            microbatches=tuple(Microbatch(row=self.pack(row)) for row in rows),
+            microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,
             episodes=len(by_episode(samples)),
             tokens=sum(int(s.mask.sum()) for s in samples),
@@ -175,10 +179,20 @@ class Learner:
         The first minibatch needs no pass for pi_old, and no pass for the reference before the first
         step of a run: its backward pass gives the same numbers.
         """
-        return [
-            replace(part, microbatches=tuple(self._scored(m, part) for m in part.microbatches))
-            for part in minibatches
-        ]
+        return [self._in_memory(part, self._score_rows) for part in minibatches]
+
+    def _score_rows(self, minibatch: Minibatch) -> Minibatch:
+        rows = []
+        for n, microbatch in enumerate(minibatch.microbatches):
+            with watch(n):
+                rows.append(self._scored(microbatch, minibatch))
+        return replace(minibatch, microbatches=tuple(rows))
+
+    def _in_memory(self, minibatch: Minibatch, compute: Callable[[Minibatch], T]) -> T:
+        """Computes; where a row does not fit into memory, splits it and begins again."""
+        result, splits = in_memory(minibatch, compute, self.masters, self._losses, self.pack)
+        self._oom_splits += splits
+        return result
 
     def _scored(self, microbatch: Microbatch, minibatch: Minibatch) -> Microbatch:
         loss, trainer_N, reference_N = self.loss, None, None
@@ -209,12 +223,17 @@ class Learner:
 
         Raises:
             BatchError: The loss is not a scalar with a gradient.
+            TrainingError: A sequence alone does not fit into memory.
         """
-        spread = self._spread(minibatch)
-        return [
-            self._backward(m, minibatch, [other for k, other in spread.items() if k != n])
-            for n, m in enumerate(minibatch.microbatches)
-        ]
+        return self._in_memory(minibatch, self._backward_rows)
+
+    def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:
+        spread, passes = self._spread(minibatch), []
+        for n, microbatch in enumerate(minibatch.microbatches):
+            others = [other for k, other in spread.items() if k != n]
+            with watch(n):
+                passes.append(self._backward(microbatch, minibatch, others))
+        return passes
 
     def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
         """Scores the rows that share an episode, before the gradient of any of them."""
@@ -225,7 +244,8 @@ class Learner:
         for n in spread_rows([m.row for m in minibatch.microbatches]):
             microbatch = minibatch.microbatches[n]
             row = microbatch.row
-            policy_N = torch.zeros_like(row.advantages_N) if alike else self.logprobs(row)
+            with watch(n):
+                policy_N = torch.zeros_like(row.advantages_N) if alike else self.logprobs(row)
             if minibatch.first:
                 microbatch = replace(microbatch, trainer_logprobs_N=policy_N)
             inputs = self._loss_input(microbatch, minibatch, policy_N)
@@ -241,7 +261,7 @@ class Learner:
         scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
         inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
         inputs = complete(inputs, row, others)
-        output = _checked(self.loss.compute(inputs), self.loss, len(inputs.logprobs_N))
+        output = check_output(self.loss.compute(inputs), self.loss, len(inputs.logprobs_N))
         output, total = own_part(output, len(policy_N)), output.loss
         if router_balance is not None:
             share = len(row.lengths_B) / minibatch.sequences
@@ -336,12 +356,16 @@ class Learner:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
         minibatch = self._minibatch(_with_model_tokens(samples), first=True)
-        for microbatch in minibatch.microbatches:
-            logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
-            self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
+        self._in_memory(minibatch, self._imitate_rows)
         loss = sum(self._losses)
         self.step()
         return float(loss)
+
+    def _imitate_rows(self, minibatch: Minibatch) -> None:
+        for n, microbatch in enumerate(minibatch.microbatches):
+            with watch(n):
+                logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
+                self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
 
 
 def _with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
@@ -354,28 +378,6 @@ def _with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
     if not kept:
         raise BatchError("no sample has a model token; expected at least one")
     return kept
-
-
-def _checked(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutput:
-    """Checks the output of a loss, which a user may have written; only its loss keeps a gradient.
-
-    Raises:
-        BatchError: The loss is not a scalar with a gradient, or a part has another shape.
-    """
-    name = type(loss).__name__
-    if not isinstance(output, ObjectiveOutput):
-        got = type(output).__name__
-        raise BatchError(f"compute of {name} returned {got}; expected ObjectiveOutput")
-    parts = {part: getattr(output, part) for part in ("ratio", "clipped", "kl")}
-    known = {part: values for part, values in parts.items() if values is not None}
-    for part, values in {"loss": output.loss, **known}.items():
-        shape = () if part == "loss" else (tokens,)
-        if not isinstance(values, Tensor) or values.shape != shape:
-            got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
-            raise BatchError(f"the {part} of {name} is {got}; expected a tensor of shape {shape}")
-    if not output.loss.requires_grad:
-        raise BatchError(f"the loss of {name} is {output.loss}; expected a number with a gradient")
-    return replace(output, **{part: values.detach() for part, values in known.items()})
 
 
 def _adapted(model: Any) -> bool:

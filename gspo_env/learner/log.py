@@ -68,6 +68,8 @@ class UpdateStats:
     """One for each step that was not skipped."""
     skipped_steps: int
     """Steps whose gradient was not finite."""
+    oom_splits: int = 0
+    """Rows that did not fit into memory and were split."""
     loss_scale: float | None
     """None unless the model has float16 weights."""
     learning_rate: float
@@ -79,6 +81,7 @@ class UpdateStats:
         """Returns the metrics by name, without those that are not known."""
         always: dict[str, float | None] = {
             "train/skipped_steps": float(self.skipped_steps),
+            "train/oom_splits": float(self.oom_splits),
             "train/learning_rate": self.learning_rate,
             "train/loss_scale": self.loss_scale,
             "time/update": self.seconds,

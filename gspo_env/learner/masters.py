@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -70,6 +70,19 @@ class Masters:
             for hook in hooks:
                 hook.remove()
             self._scale_gradients(1 / self.loss_scale)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns copies of the gradients that were added so far."""
+        found = {name: master.grad for name, master in self.tensors.items()}
+        return {name: grad.clone() for name, grad in found.items() if grad is not None}
+
+    def restore(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replaces the gradients, such as those of a pass that failed half-way."""
+        for weight in self._half.values():
+            weight.grad = None
+        for name, master in self.tensors.items():
+            grad = gradients.get(name)
+            master.grad = None if grad is None else grad.clone()
 
     def _scale_gradients(self, factor: float) -> None:
         for master in self.tensors.values() if factor != 1 else ():

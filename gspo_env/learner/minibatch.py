@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gspo_env.batch.sample import PackedBatch
+from gspo_env.batch.sample import PackedBatch, Sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -14,6 +14,8 @@ class Microbatch:
     """A packed row, and its log-probabilities from before the first step."""
 
     row: PackedBatch
+    samples: tuple[Sample, ...] = ()
+    """What is packed in the row."""
     trainer_logprobs_N: Tensor | None = None
     """Of the policy before the first step; None if nothing needs them, and in the first minibatch,
     because its backward pass gives the same numbers."""

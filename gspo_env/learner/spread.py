@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.sample import PackedBatch
-from gspo_env.learner.loss import LossInput
+from gspo_env.errors import BatchError
+from gspo_env.learner.loss import Loss, LossInput
 from gspo_env.learner.objectives import ObjectiveOutput
 
 
@@ -87,3 +88,25 @@ def own_part(output: ObjectiveOutput, tokens: int) -> ObjectiveOutput:
     """Returns the output without the tokens that `complete` added."""
     parts = {name: getattr(output, name) for name in ("ratio", "clipped", "kl")}
     return replace(output, **{k: v[:tokens] for k, v in parts.items() if v is not None})
+
+
+def check_output(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutput:
+    """Checks the output of a loss, which a user may have written; only its loss keeps a gradient.
+
+    Raises:
+        BatchError: The loss is not a scalar with a gradient, or a part has another shape.
+    """
+    name = type(loss).__name__
+    if not isinstance(output, ObjectiveOutput):
+        got = type(output).__name__
+        raise BatchError(f"compute of {name} returned {got}; expected ObjectiveOutput")
+    parts = {part: getattr(output, part) for part in ("ratio", "clipped", "kl")}
+    known = {part: values for part, values in parts.items() if values is not None}
+    for part, values in {"loss": output.loss, **known}.items():
+        shape = () if part == "loss" else (tokens,)
+        if not isinstance(values, Tensor) or values.shape != shape:
+            got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+            raise BatchError(f"the {part} of {name} is {got}; expected a tensor of shape {shape}")
+    if not output.loss.requires_grad:
+        raise BatchError(f"the loss of {name} is {output.loss}; expected a number with a gradient")
+    return replace(output, **{part: values.detach() for part, values in known.items()})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import re
 import shutil
+import stat
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +19,12 @@ import torch
 from torch import nn
 
 from gspo_env.errors import ModelError, OutputError
+from gspo_env.visible import visible
+
+_ADAPTER = "adapter_config.json"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_LARGEST_TEXT = 2**28
+"""Bytes of a JSON file or a template in a model folder."""
 
 
 def make_output(path: str, name: str) -> Path:
@@ -82,35 +90,99 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     Raises:
         ModelError: The model or the tokenizer is missing or cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").exists():
         if (folder / "model" / "config.json").exists():
             return load_model(str(folder / "model"), dtype)
-        raise ModelError(f"{name!r} is a folder without config.json; expected a saved model")
-    if folder.is_dir() and not any(
-        (folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")
-    ):
+        adapter = ", but it has an adapter" if (folder / _ADAPTER).exists() else ""
         raise ModelError(
-            f"the model folder {name!r} has no tokenizer; save one into it with "
-            "`tokenizer.save_pretrained`"
+            f"{name!r} is a folder without config.json{adapter}; expected a saved model"
         )
+    _check_place(name)
+    local = folder.is_dir()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False, local_files_only=local
+        )
     except Exception as error:
         raise ModelError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
     try:
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+        _check_config(name, config)
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            weights_only=True,
+            local_files_only=local,
+        )
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     return model, tokenizer
 
 
+def _check_place(name: str) -> None:
+    """Checks the files of a model folder; a name that can be no hub id has to be a folder.
+
+    Raises:
+        ModelError: There is no such folder, or it has no tokenizer, an adapter, or files that no
+            model has.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if folder.exists():
+            raise ModelError(f"the model {name!r} is a file; expected a folder or a hub id")
+        inside = folder.parent != Path() and folder.parent.exists()
+        if inside or not _HUB_ID.fullmatch(name):
+            raise ModelError(f"there is no folder {name!r}; expected a model folder or a hub id")
+        return
+    if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer_config.json")):
+        raise ModelError(
+            f"the model folder {name!r} has no tokenizer; save one into it with "
+            "`tokenizer.save_pretrained`"
+        )
+    if (folder / _ADAPTER).exists():
+        raise ModelError(
+            f"the model folder {name!r} has an adapter ({_ADAPTER}), which may name another model; "
+            "expected the whole model, such as what merge_and_unload() of PEFT returns"
+        )
+    for file in folder.iterdir():
+        kind = file.stat() if file.exists() else None
+        if kind is None or not (stat.S_ISREG(kind.st_mode) or stat.S_ISDIR(kind.st_mode)):
+            raise ModelError(
+                f"{visible(str(file))!r} is no regular file; expected a file of a model"
+            )
+        if file.suffix in (".json", ".jinja") and (size := kind.st_size) > _LARGEST_TEXT:
+            name = visible(str(file))
+            raise ModelError(f"{name!r} has {size:,} bytes; expected at most {_LARGEST_TEXT:,}")
+
+
+def _check_config(name: str, config: Any) -> None:
+    """Rejects a config that names code: transformers would fetch an attention kernel and run it.
+
+    Raises:
+        ModelError: It names a kernel.
+    """
+    text = config.get_text_config()
+    for part, key in itertools.product((config, text), ("attn", "experts")):
+        value = getattr(part, f"_{key}_implementation", None)
+        if value is not None and "/" in str(value):
+            raise ModelError(
+                f"the config of {name!r} names a kernel to run, {visible(str(value))!r}; expected "
+                "an implementation of transformers"
+            )
+
+
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return visible(line)
 
 
 def add_adapter(

@@ -27,7 +27,9 @@ from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Show
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.play import Move, Policy, demonstrator, look, play_now, refuse_failures
+from gspo_env.rollout.faults import FaultLog, refuse_failures
+from gspo_env.rollout.play import Move, Policy, demonstrator, look, play_now
+from gspo_env.rollout.retry import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer, tokenize
 from gspo_env.seeding import derive_seed
@@ -164,14 +166,9 @@ def demonstrate(
         NotImplementedError: The environment has no demonstrator.
         RolloutError: More than half of the episodes failed; the others are left out.
     """
-    limits = limits or RolloutConfig()
-    episodes = []
-    for n, task in enumerate(tasks):
-        expert = _for_seconds(demonstrator(slips), limits.episode_timeout)
-        episodes.append(play_now(env, task, expert, max_turns=limits.max_turns))
-        show("demonstrations", n + 1, len(tasks))
+    episodes = play_all(env, tasks, demonstrator(slips), limits, show)
     refuse_failures(episodes)
-    played = [e for e in episodes if e.stop_reason is not StopReason.ERROR]
+    played = [e for e in episodes if not e.failed]
     if len(played) < len(episodes):
         logger.warning("%d of %d demonstrations failed", len(episodes) - len(played), len(episodes))
     return played
@@ -232,12 +229,27 @@ def _looks(env: TextEnvironment, tasks: Sequence[Task], show: Show) -> list[Epis
     Raises:
         RolloutError: More than half of the resets failed.
     """
-    read = []
-    for n, task in enumerate(tasks[:_LOOKS]):
-        read.append(play_now(env, task, look))
-        show("first prompts", n + 1, min(_LOOKS, len(tasks)))
+    read = play_all(env, tasks[:_LOOKS], look, show=lambda _, n, of: show("first prompts", n, of))
     refuse_failures(read)
-    return [episode for episode in read if episode.stop_reason is not StopReason.ERROR]
+    return [episode for episode in read if not episode.failed]
+
+
+def play_all(
+    env: TextEnvironment,
+    tasks: Sequence[Task],
+    policy: Policy,
+    limits: RolloutConfig | None = None,
+    show: Show = lambda phase, step, total: None,
+) -> list[Episode]:
+    """Plays the tasks one after another, again where the environment fails."""
+    log, limits = FaultLog(), limits or RolloutConfig()
+    episodes = []
+    for n, task in enumerate(tasks):
+        timed = _for_seconds(policy, limits.episode_timeout)
+        episodes.append(play_alone(env, task, timed, log, max_turns=limits.max_turns))
+        show("demonstrations", n + 1, len(tasks))
+    log.summarise()
+    return episodes
 
 
 def _complaints(env: TextEnvironment, task: Task, calls: Sequence[Sequence[str]]) -> set[str]:

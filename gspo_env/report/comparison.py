@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.compare import Arm, Comparison, Result, stats
-from gspo_env.report.curves import INK, frame
+from gspo_env.report.curves import INK, frame, plain
 from gspo_env.types import BoolArray, FloatArray
 
 if TYPE_CHECKING:
@@ -238,13 +238,13 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
             handles[label] = _draw(axis, row, colours[label])
         others = "other arms" if len(panels) > 1 else ""
         title = f"{comparison.axes[-1]}: {value}" if value else others
-        axis.set_title(title, loc="left", fontsize=12, color=INK)
+        axis.set_title(plain(title), loc="left", fontsize=12, color=INK)
         frame(axis, size=11, label="training episodes")
-    axes[0].set_ylabel(comparison.metric, color=INK, fontsize=11)
-    figure.suptitle(name, x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
+    axes[0].set_ylabel(plain(comparison.metric), color=INK, fontsize=11)
+    figure.suptitle(plain(name), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
     figure.legend(
         handles.values(),
-        handles.keys(),
+        [plain(label) for label in handles],
         loc="outside lower center",
         ncols=min(len(handles), 5),
         frameon=False,

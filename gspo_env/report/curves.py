@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from gspo_env.visible import visible
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -35,6 +37,11 @@ _SERIES: dict[str, dict[str, Any]] = {
     },
 }
 """Label and line style of each metric."""
+
+
+def plain(text: str) -> str:
+    """Returns a text that Matplotlib draws as it is, not as a formula."""
+    return visible(text).replace("$", r"\$")
 
 
 def learning_curve(history: History, title: str) -> Figure:
@@ -76,7 +83,7 @@ def _style(axes: Axes, title: str) -> None:
     from matplotlib.ticker import PercentFormatter
 
     frame(axes, size=13)
-    axes.set_title(title, loc="left", fontsize=18, color=INK, pad=16, fontweight="bold")
+    axes.set_title(plain(title), loc="left", fontsize=18, color=INK, pad=16, fontweight="bold")
     axes.set_ylabel("episodes solved", fontsize=13, color=INK)
     axes.set_ylim(0.0, 1.0)
     axes.margins(x=0.02)

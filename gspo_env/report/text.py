@@ -5,12 +5,13 @@ from __future__ import annotations
 from textwrap import indent
 
 from gspo_env.types import Episode, Turn
+from gspo_env.visible import visible
 
 _WIDTH = 80
 
 
 def render_episode(episode: Episode) -> str:
-    """Renders the task, every turn and how the episode ended; a lone surrogate as its escape."""
+    """Renders the task, every turn and how the episode ended; hidden characters as escapes."""
     prompt = episode.prompt
     told = [] if prompt.system is None else [("system prompt", prompt.system)]
     told += [(f"earlier {message.role} message", message.content) for message in prompt.messages]
@@ -18,8 +19,7 @@ def render_episode(episode: Episode) -> str:
     parts += [_block(title, text) for title, text in told]
     parts += [_turn(number, turn) for number, turn in enumerate(episode.turns, start=1)]
     parts.append(_footer(episode))
-    text = "\n\n".join(parts) + "\n"
-    return text.encode(errors="backslashreplace").decode()  # files and trackers take UTF-8
+    return "\n\n".join(parts) + "\n"
 
 
 def _header(episode: Episode) -> str:
@@ -38,6 +38,8 @@ def _turn(number: int, turn: Turn) -> str:
 
 def _footer(episode: Episode) -> str:
     verdict = {True: "success", False: "failure", None: "no verdict"}[episode.success]
+    if episode.failed:
+        verdict = "its environment failed"
     title = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"
     lines = [_rule(title), f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled"]
     if episode.final_observation:
@@ -49,8 +51,8 @@ def _footer(episode: Episode) -> str:
 
 def _block(title: str, text: str) -> str:
     """Indents every line, empty ones too, so that text cannot pass for a heading of this report."""
-    return f"{title}:\n" + indent(text or "(nothing)", "  | ", lambda _line: True)
+    return f"{title}:\n" + indent(visible(text) or "(nothing)", "  | ", lambda _line: True)
 
 
 def _rule(title: str, line: str = "=") -> str:
-    return f"{line * 2} {title} ".ljust(_WIDTH, line)
+    return f"{line * 2} {visible(title)} ".ljust(_WIDTH, line)

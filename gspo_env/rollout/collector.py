@@ -8,10 +8,12 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from gspo_env.engines.base import Engine, Sampling
+from gspo_env.engines.base import Engine, Sampling, check_completion
 from gspo_env.errors import EnvironmentContractError, RolloutError
-from gspo_env.rollout.play import ENDED, Move, Situation, conclude, play, refuse_failures
+from gspo_env.rollout.faults import refuse_failures
+from gspo_env.rollout.play import ENDED, Move, Situation, conclude
 from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.seeding import HELD_OUT, derive_seed
@@ -31,6 +33,8 @@ class Collector:
     chat: ChatTokenizer
     pool: EnvPool
     config: RolloutConfig
+    vocab_size: int | None = None
+    """Number of ids of the model, which bounds what an engine may return; None if unknown."""
     no_room: str = ""
     """Why no first prompt of the last collection fitted the context; empty if one did."""
     _unfit: list[int] = field(default_factory=list)
@@ -57,8 +61,8 @@ class Collector:
                 another task, whose seed follows from the task's seed.
 
         Raises:
-            RolloutError: More than half of the episodes failed in their environment, or no task
-                without a held-out key was found.
+            RolloutError: More episodes than `max_env_error_rate` failed in their environment, too
+                many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of one task have different keys.
         """
         self._unfit.clear()
@@ -81,35 +85,35 @@ class Collector:
         groups = [
             draw.group([job.result() for job in row]) for draw, row in zip(draws, jobs, strict=True)
         ]
-        refuse_failures([e for group in groups for e in group.episodes])
+        everything = [e for group in groups for e in group.episodes]
+        refuse_failures(everything, self.config.max_env_error_rate)
         self._check_room(len(tasks) * size)
         return self._settle(groups)
 
     async def _episode(self, draw: _Draw, seed: int, temperature: float) -> Episode:
-        task = draw.task
-        policy = _EnginePolicy(self, task, seed, temperature)
-        env = self.pool.acquire()
+        """Plays an episode; if its environment fails, again in another one, with other actions."""
+
+        async def attempt(number: int) -> Episode:
+            own = derive_seed(seed, "retry", number) if number else seed
+            return await self._attempt(draw, own, temperature)
+
+        return await play_again(attempt, self.config.max_retries, self.pool.faults)
+
+    async def _attempt(self, draw: _Draw, seed: int, temperature: float) -> Episode:
+        policy = _EnginePolicy(self, draw.task, seed, temperature)
         try:
-            episode = await play(
-                env,
-                task,
+            episode = await play_pooled(
+                self.pool,
+                draw.task,
                 policy,
                 max_turns=self.config.max_turns,
                 timeout=self.config.episode_timeout,
-                call=self.pool.call,
-                gives_outcome=self.pool.gives_outcome,
                 redraw=draw,
             )
         finally:
             self.engine.release(policy.session)
         if policy.unfit is not None:
             self._unfit.append(policy.unfit)
-        if episode.error is not None:
-            at = episode.task.seed
-            logger.error("episode of %s (seed %d): %s", task.env_id, at, episode.error)
-        # an environment that failed, or may still run in a thread, is not used again
-        if episode.stop_reason not in (StopReason.ERROR, StopReason.TIMEOUT):
-            self.pool.give_back(env)
         return episode
 
     def _check_room(self, episodes: int) -> None:
@@ -196,6 +200,7 @@ class _EnginePolicy:
         self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
         self.session = f"{task.env_id}:{task.seed}:{seed}"
         self.seed, self.temperature = seed, temperature
+        self.vocab_size = collector.vocab_size
         self.transcript: Transcript | None = None
         self.unfit: int | None = None
 
@@ -216,6 +221,7 @@ class _EnginePolicy:
         )
         started = time.perf_counter()
         done = await self.engine.generate(self.transcript.ids, sampling, self.session)
+        check_completion(done, sampling, self.vocab_size)
         self.transcript.write(done.token_ids)
         return Move(
             text=self.chat.decode(done.token_ids),

@@ -47,6 +47,46 @@ class EpisodeStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FaultStats:
+    """Failures of environments: `errors + timeouts == retried + lost`."""
+
+    errors: int
+    """Attempts at an episode that an exception, a broken contract or a crash ended."""
+    timeouts: int
+    """Attempts in which the environment did not return in time."""
+    retried: int
+    """Failed attempts after which the episode was played again."""
+    lost: int
+    """Episodes whose last attempt failed."""
+    lone_groups: int
+    """Groups of several episodes of which fewer than two are left, so that none is compared."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> FaultStats:
+        """Counts the failures of one collection."""
+        episodes = _episodes(groups)
+        reasons = [fault.reason for e in episodes for fault in e.faults]
+        timeouts, lost = reasons.count(StopReason.ENV_TIMEOUT), sum(e.failed for e in episodes)
+        left = [sum(not e.failed for e in g.episodes) for g in groups]
+        return cls(
+            errors=len(reasons) - timeouts,
+            timeouts=timeouts,
+            retried=len(reasons) - lost,
+            lost=lost,
+            lone_groups=sum(n < 2 <= len(g.episodes) for n, g in zip(left, groups, strict=True)),
+        )
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Returns the metrics by name."""
+        return {
+            f"{prefix}/env_errors": float(self.errors),
+            f"{prefix}/env_timeouts": float(self.timeouts),
+            f"{prefix}/retried": float(self.retried),
+            f"{prefix}/lost_episodes": float(self.lost),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutStats:
     """Statistics of the episodes of one training step."""
 
@@ -54,8 +94,7 @@ class RolloutStats:
     """Statistics without the episodes whose environment failed."""
     outcome: float
     """Mean outcome over the same episodes."""
-    env_errors: int
-    """Episodes whose environment raised."""
+    faults: FaultStats
     stops: Mapping[StopReason, float]
     """Share of the episodes that ended for each reason."""
     tokens: int
@@ -67,13 +106,12 @@ class RolloutStats:
     @classmethod
     def of(cls, groups: Sequence[Group], seconds: float) -> RolloutStats:
         """Summarises the episodes of one collection."""
-        episodes = _episodes(groups)
-        played = [e for e in episodes if e.stop_reason is not StopReason.ERROR] or episodes
+        episodes, played = _episodes(groups), _played(groups)
         redrawn = [g.redrawn for g in groups if g.redrawn is not None]
         return cls(
             played=EpisodeStats.of(played),
             outcome=_mean(e.outcome for e in played),
-            env_errors=len(episodes) - len(played),
+            faults=FaultStats.of(groups),
             stops={r: _mean(e.stop_reason is r for e in episodes) for r in StopReason},
             tokens=sum(e.model_tokens for e in episodes),
             seconds=seconds,
@@ -88,8 +126,9 @@ class RolloutStats:
             **self.played.metrics("rollout"),
             **stops,
             **redrawn,
+            **self.faults.metrics("rollout"),
+            "rollout/lone_groups": float(self.faults.lone_groups),
             "rollout/outcome": self.outcome,
-            "rollout/env_errors": float(self.env_errors),
             "rollout/tokens": float(self.tokens),
             "rollout/tokens_per_second": self.tokens / self.seconds,
             "time/rollout": self.seconds,
@@ -103,6 +142,8 @@ class Evaluation:
     sampled: EpisodeStats
     """Played at the training temperature."""
     greedy: EpisodeStats
+    faults: FaultStats
+    """Failures in both; an episode that failed is not in the statistics."""
     seconds: float
     groups: tuple[Group, ...]
     """The sampled episodes."""
@@ -111,8 +152,9 @@ class Evaluation:
     def of(cls, sampled: Sequence[Group], greedy: Sequence[Group], seconds: float) -> Evaluation:
         """Summarises the sampled and the greedy episodes of the same tasks."""
         return cls(
-            sampled=EpisodeStats.of(_episodes(sampled)),
-            greedy=EpisodeStats.of(_episodes(greedy)),
+            sampled=EpisodeStats.of(_played(sampled)),
+            greedy=EpisodeStats.of(_played(greedy)),
+            faults=FaultStats.of([*sampled, *greedy]),
             seconds=seconds,
             groups=tuple(sampled),
         )
@@ -120,11 +162,15 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
         extra = {"eval/success_greedy": self.greedy.success, "time/eval": self.seconds}
-        return self.sampled.metrics("eval") | extra
+        return self.sampled.metrics("eval") | self.faults.metrics("eval") | extra
 
 
 def _episodes(groups: Sequence[Group]) -> list[Episode]:
     return [episode for group in groups for episode in group.episodes]
+
+
+def _played(groups: Sequence[Group]) -> list[Episode]:
+    return [episode for episode in _episodes(groups) if not episode.failed]
 
 
 def _mean(values: Iterable[float]) -> float:

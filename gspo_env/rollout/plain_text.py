@@ -6,19 +6,18 @@ import json
 import logging
 import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
+from gspo_env.rollout.cache import BoundedCache
 
 logger = logging.getLogger(__name__)
 
-_CACHE = 1 << 14
-_LONGEST_CACHED = 1024
-"""Characters of the longest text in the cache, which bounds its memory to some 100 MiB."""
+_CACHE = 1 << 26
+"""Bytes of the cache in each direction."""
 _RARE = "\U00013000"
 """A letter that no small vocabulary has."""
 
@@ -65,8 +64,8 @@ class PlainText:
         self._moved = {a: b for a, b in moved.items() if a is not None and a != b}
         changed = _never_first(state["pre_tokenizer"])
         self._later = Tokenizer.from_str(json.dumps(state)) if changed else self._first
-        self._cached = lru_cache(_CACHE)(self._encode)
-        self._cached_text = lru_cache(_CACHE)(self._decode)
+        self._cached = BoundedCache(self._encode, _CACHE)
+        self._cached_text = BoundedCache(self._decode, _CACHE)
         self._warned = False
         if not self._later.encode(_RARE, add_special_tokens=False).ids:
             logger.warning(
@@ -81,13 +80,11 @@ class PlainText:
             text: Any text; lone surrogates become question marks.
             first: Whether it is the start of the sequence, where some tokenizers add a space.
         """
-        encode = self._cached if len(text) <= _LONGEST_CACHED else self._encode
-        return encode(text, first)
+        return self._cached(text, first)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of any ids, including control tokens."""
-        decode = self._cached_text if len(ids) <= _LONGEST_CACHED else self._decode
-        return decode(tuple(ids))
+        return self._cached_text(tuple(ids))
 
     def normalize(self, text: str) -> str:
         """Returns a text as the tokenizer's normaliser changes it."""

@@ -12,9 +12,13 @@ from typing import Any
 
 from gspo_env.env.base import Action, TextEnvironment, attribute
 from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
-from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.env.threads import attempt
+from gspo_env.errors import RolloutError
+from gspo_env.rollout.faults import EnvironmentFailed, describe, hang
 from gspo_env.types import (
+    FAILURES,
     Episode,
+    Fault,
     Prompt,
     ResetInfo,
     Role,
@@ -79,8 +83,9 @@ async def play(
 ) -> Episode:
     """Plays one episode.
 
-    An exception of the environment, or a result that breaks the contract, ends the episode with
-    `StopReason.ERROR`; an exception of the policy propagates.
+    An exception of the environment, a result that breaks the contract, or a call that is not over
+    when the time is, ends the episode with one of `gspo_env.types.FAILURES`; an exception of the
+    policy propagates.
 
     Args:
         env: The environment.
@@ -96,7 +101,7 @@ async def play(
         gives_outcome = bool(attribute(env, "gives_outcome", False))
     game = _Game(env, task, call, redraw)
     clock = asyncio.timeout(timeout) if timeout is not None else contextlib.nullcontext()
-    error = None
+    fault = None
     try:
         async with clock:
             stop = await game.run(policy, max_turns)
@@ -104,9 +109,11 @@ async def play(
         if not isinstance(clock, asyncio.Timeout) or not clock.expired():
             raise
         stop = StopReason.TIMEOUT
-    except _EnvironmentFailed as failure:
-        stop, error = StopReason.ERROR, str(failure)
-    return game.episode(stop, error, gives_outcome)
+        if game.calling:
+            fault = hang(game.calling, timeout)
+    except EnvironmentFailed as failure:
+        fault = failure.fault
+    return game.episode(fault.reason if fault else stop, fault, gives_outcome)
 
 
 def play_now(
@@ -131,13 +138,19 @@ def look(now: Situation) -> Move:
 def demonstrator(noise: float = 0.0) -> Policy:
     """Returns the policy that plays the environment's own `expert_action`.
 
-    The policy raises `NotImplementedError` if the environment has none.
+    The policy raises `NotImplementedError` if the environment has none. Any other exception is a
+    failure of the environment.
     """
 
     def act(now: Situation) -> str:
         if not now.env.has_wrapper_attr("expert_action"):
             raise NotImplementedError(f"{now.env} has no expert_action")
-        return str(now.env.get_wrapper_attr("expert_action")(noise))
+        try:
+            return str(attempt(now.env.get_wrapper_attr("expert_action"), noise))
+        except NotImplementedError:
+            raise
+        except Exception as error:
+            raise EnvironmentFailed(describe("expert_action()", error)) from error
 
     return act
 
@@ -169,24 +182,6 @@ def conclude(
     return outcome, outcome > 0 if last.success is None else last.success
 
 
-def refuse_failures(episodes: Sequence[Episode]) -> None:
-    """Raises an error if most episodes failed in their environment.
-
-    Raises:
-        RolloutError: More than half of the episodes ended with `StopReason.ERROR`.
-    """
-    failed = [e for e in episodes if e.stop_reason is StopReason.ERROR]
-    if 2 * len(failed) > len(episodes):
-        raise RolloutError(
-            f"{len(failed)} of {len(episodes)} episodes failed in their environment; "
-            f"the first error: {failed[0].error}"
-        )
-
-
-class _EnvironmentFailed(Exception):
-    """An environment raised or broke the contract; the message says how."""
-
-
 class _Game:
     """The state of one running episode."""
 
@@ -196,6 +191,8 @@ class _Game:
         self.env, self.task, self.call, self.redraw = env, task, call, redraw
         self.turns: list[Turn] = []
         self.prompt, self.reset, self.observation = Prompt(), ResetInfo(), ""
+        self.calling = ""
+        """The call that the environment has not returned from."""
 
     async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
         await self._begin()
@@ -221,13 +218,17 @@ class _Game:
     async def _begin(self) -> None:
         while True:
             task = self.task
-            result = await self._call("reset", seed=task.seed, options=dict(task.options))
+            options = dict(task.options)
+            result = await self._call(
+                f"reset(seed={task.seed})", self.env.reset, seed=task.seed, options=options
+            )
+            reading = "reading its prompt"
             try:
                 self.observation, self.reset = parse_reset(task.env_id, result)
                 check_length(self.env, task.env_id, "reset()", self.observation)
-                self.prompt = read_prompt(self.env, self.reset)
             except Exception as error:
-                raise _failure("reading its prompt", error) from error
+                raise EnvironmentFailed(describe(reading, error)) from error
+            self.prompt = await self._call(reading, read_prompt, self.env, self.reset)
             other = self.redraw(task, self.reset) if self.redraw else None
             if other is None:
                 return
@@ -239,15 +240,16 @@ class _Game:
         key = self.turns[-1].info.state_key if self.turns else self.reset.state_key
         if stop is None:
             started = time.perf_counter()
-            result = await self._call("step", Action(move.text, move.action_ids))
+            action = Action(move.text, move.action_ids)
+            result = await self._call(f"step({reprlib.repr(action)})", self.env.step, action)
             seconds = time.perf_counter() - started
             try:
                 self.observation, reward, terminated, truncated, info = parse_step(
                     self.task.env_id, result, len(move.action_ids) or None
                 )
                 check_length(self.env, self.task.env_id, "step()", self.observation)
-            except EnvironmentContractError as error:
-                raise _failure("", error) from error
+            except Exception as error:
+                raise EnvironmentFailed(describe("reading its step", error)) from error
             if terminated:
                 stop = StopReason.TERMINATED
             elif truncated:
@@ -269,18 +271,22 @@ class _Game:
         self.turns.append(turn)
         return stop
 
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        function = getattr(self.env, method)
+    async def _call(
+        self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        self.calling = name
         try:
             if self.call is None:
-                return function(*args, **kwargs)
-            return await self.call(function, *args, **kwargs)
+                result = attempt(function, *args, **kwargs)
+            else:
+                result = await self.call(function, *args, **kwargs)
         except Exception as error:
-            seen = reprlib.repr(args[0]) if args else f"seed={kwargs['seed']}"
-            raise _failure(f"{method}({seen})", error) from error
+            raise EnvironmentFailed(describe(name, error)) from error
+        self.calling = ""
+        return result
 
-    def episode(self, stop: StopReason, error: str | None, gives_outcome: bool) -> Episode:
-        if_cut = float(attribute(self.env, "outcome_if_cut", 0.0))
+    def episode(self, stop: StopReason, fault: Fault | None, gives_outcome: bool) -> Episode:
+        if_cut = 0.0 if fault else float(attribute(self.env, "outcome_if_cut", 0.0))
         outcome, success = conclude(self.turns, stop, gives_outcome, if_cut)
         return Episode(
             task=self.task,
@@ -289,16 +295,10 @@ class _Game:
             outcome=outcome,
             stop_reason=stop,
             terminated=stop is StopReason.TERMINATED,
-            truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
-            error=error,
+            truncated=stop is not StopReason.TERMINATED and stop not in FAILURES,
+            error=fault.message if fault else None,
+            faults=(fault,) if fault else (),
             success=success,
             final_observation=self.observation,
             reset=self.reset,
         )
-
-
-def _failure(what: str, error: Exception) -> _EnvironmentFailed:
-    """Names what an environment did when it raised; a broken contract says that itself."""
-    if isinstance(error, EnvironmentContractError):
-        return _EnvironmentFailed(str(error))
-    return _EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}")

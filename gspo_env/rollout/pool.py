@@ -3,83 +3,192 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import gymnasium
-
 from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.threads import EnvThread, attempt
+from gspo_env.errors import EnvironmentHangError, RolloutError
+from gspo_env.rollout.faults import EnvironmentFailed, FaultLog, close_quietly, describe
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Seat:
+    """One environment and the thread that runs its calls."""
+
+    env: TextEnvironment
+    thread: EnvThread | None = None
+    lives: bool = False
+    """Whether all calls run in the thread, and not only the steps for which `blocks` is true."""
 
 
 @dataclass(slots=True)
 class EnvPool:
     """Environments that are made once and reset for every episode.
 
-    Environments that declare `blocking = False` run on the event loop, without overhead; the calls
-    of all others, and the steps for which `blocks` is true, run in threads.
+    Environments that declare `blocking = False` run on the event loop, without overhead. Each other
+    one is made, used and closed in a thread of its own. A thread that never returns is left behind;
+    it ends with the process.
     """
 
     make: Callable[[], TextEnvironment]
-    threads: int = 128
+    sample: TextEnvironment | None = None
+    """An environment of the same kind, whose declarations are read; by default one is made."""
     blocking: bool | None = None
-    """The environments' own `blocking`, read from the first one."""
+    """The environments' own `blocking`."""
     gives_outcome: bool | None = None
     """Whether finished episodes have an `episodic_reward`; None until it is known."""
     outcome_if_cut: float = 0.0
-    _made: bool = False
+    max_stuck: int = 64
+    """Threads that may hang at the same time."""
+    close_timeout: float = 10.0
+    """Seconds that `close` waits for the environments."""
+    faults: FaultLog = field(default_factory=FaultLog)
+    _known: bool = False
     _idle: list[TextEnvironment] = field(default_factory=list)
-    _executor: ThreadPoolExecutor | None = None
+    _seats: dict[int, _Seat] = field(default_factory=dict)
+    _leaving: list[Future[Any]] = field(default_factory=list)
+    """The calls of `close` of environments that left the pool."""
+    _stuck: list[EnvThread] = field(default_factory=list)
 
-    def acquire(self) -> TextEnvironment:
-        """Returns an environment that is not in use."""
+    def __post_init__(self) -> None:
+        """Reads the declarations of the sample."""
+        if self.sample is not None:
+            self._read(self.sample)
+
+    async def acquire(self, timeout: float | None = None) -> TextEnvironment:
+        """Returns an environment that is not in use.
+
+        Args:
+            timeout: Seconds that it may take to make one.
+
+        Raises:
+            EnvironmentFailed: A new one could not be made.
+        """
         if self._idle:
             return self._idle.pop()
-        env = self.make()
-        if not self._made:
-            self._made = True
-            if self.blocking is None:
-                self.blocking = attribute(env, "blocking", None)
-            self.gives_outcome = attribute(env, "gives_outcome", None)
-            self.outcome_if_cut = attribute(env, "outcome_if_cut", 0.0)
+        thread = None
+        try:
+            env = None if self._known else self._first()
+            if self.blocking is False:
+                env = env or attempt(self.make)
+            else:
+                thread = EnvThread()
+                env = await self._made_in(thread, timeout)
+        except Exception as error:
+            if thread is not None:
+                thread.stop()
+            raise EnvironmentFailed(describe("making the environment", error)) from error
+        self._seats[id(env)] = _Seat(env, thread, lives=thread is not None)
+        return env
+
+    def _first(self) -> TextEnvironment | None:
+        """Reads the declarations of a first environment; closes it if it has to live elsewhere."""
+        env: TextEnvironment = attempt(self.make)
+        self._read(env)
+        if self.blocking is False:
+            return env
+        close_quietly(env)
+        return None
+
+    async def _made_in(self, thread: EnvThread, timeout: float | None) -> TextEnvironment:
+        making = thread.submit(self.make)
+        try:
+            async with asyncio.timeout(timeout):
+                env: TextEnvironment = await asyncio.wrap_future(making)
+        except (asyncio.CancelledError, TimeoutError) as error:
+            if making.done() and not making.cancelled():
+                raise  # the environment's own TimeoutError
+            thread.submit(lambda: close_quietly(making.result()))  # if it ever returns
+            self._stuck.append(thread)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise EnvironmentHangError(f"__init__() has not returned in {timeout:g} s") from error
         return env
 
     def give_back(self, env: TextEnvironment) -> None:
         """Puts an environment back for the next episode."""
         self._idle.append(env)
 
+    def discard(self, env: TextEnvironment, *, stuck: bool = False) -> None:
+        """Closes an environment that is not used again.
+
+        Args:
+            env: The environment.
+            stuck: Whether its thread has not returned from a call.
+
+        Raises:
+            RolloutError: More than `max_stuck` threads hang.
+        """
+        if (seat := self._seats.pop(id(env), None)) is not None:
+            self._leave(seat, stuck)
+        self._stuck = [thread for thread in self._stuck if thread.alive]
+        if len(self._stuck) > self.max_stuck:
+            raise RolloutError(
+                f"{len(self._stuck)} environments hang, each in a thread that cannot be ended; "
+                f"expected at most {self.max_stuck}: give their calls time limits of their own, or "
+                'set rollout.isolation to "process"'
+            )
+
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an environment call: on the event loop if it does not block, else in a thread."""
-        if self.blocking is False and not _blocks(function, args):
-            return function(*args, **kwargs)
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="env")
+        """Calls a method of an environment, or a function with an environment as first argument.
 
-        def run() -> Any:
-            try:
-                return function(*args, **kwargs)
-            except StopIteration as error:  # asyncio futures do not accept it
-                raise RuntimeError(f"StopIteration: {error}") from error
-
-        return await asyncio.get_running_loop().run_in_executor(self._executor, run)
+        It runs in the environment's thread, or on the event loop if it does not block.
+        """
+        env = getattr(function, "__self__", args[0] if args else None)
+        seat = self._seats.get(id(env))
+        if seat is None or (not seat.lives and not _blocks(function, args)):
+            return attempt(function, *args, **kwargs)
+        seat.thread = seat.thread or EnvThread()
+        return await seat.thread.call(function, *args, **kwargs)
 
     def close(self) -> None:
-        """Closes every environment."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
-            self._executor = None
-        if self.blocking is not False:  # an environment that blocks in step may block in close
-            with ThreadPoolExecutor(self.threads) as closing:
-                list(closing.map(lambda env: env.close(), self._idle))
-            self._idle.clear()
-        while self._idle:
-            self._idle.pop().close()
+        """Closes every environment; waits at most `close_timeout` seconds for them."""
+        self._idle.clear()
+        while self._seats:
+            self._leave(self._seats.popitem()[1])
+        deadline = time.monotonic() + self.close_timeout
+        for future in self._leaving:
+            with contextlib.suppress(TimeoutError):
+                future.exception(max(0.0, deadline - time.monotonic()))
+        late = sum(not future.done() for future in self._leaving)
+        if late:
+            logger.warning(
+                "%d environments have not closed within %g s and are left", late, self.close_timeout
+            )
+        self._leaving.clear()
+        self.faults.summarise()
+
+    def _read(self, env: TextEnvironment) -> None:
+        self._known = True
+        if self.blocking is None:
+            self.blocking = attribute(env, "blocking", None)
+        self.gives_outcome = attribute(env, "gives_outcome", None)
+        self.outcome_if_cut = attribute(env, "outcome_if_cut", 0.0)
+
+    def _leave(self, seat: _Seat, stuck: bool = False) -> None:
+        """Closes an environment where it lives."""
+        if seat.thread is None or not (seat.lives or stuck):
+            close_quietly(seat.env)
+        else:
+            self._leaving = [future for future in self._leaving if not future.done()]
+            self._leaving.append(seat.thread.submit(close_quietly, seat.env))
+        if seat.thread is not None:
+            seat.thread.stop()
+            if stuck:
+                self._stuck.append(seat.thread)
 
 
 def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Returns whether the environment declares that this step may take long."""
     env = getattr(function, "__self__", None)
-    if not args or not isinstance(env, gymnasium.Env):
+    if env is None or not args or function.__name__ != "step":
         return False
     return bool(env.has_wrapper_attr("blocks") and env.get_wrapper_attr("blocks")(*args))

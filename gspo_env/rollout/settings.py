@@ -25,6 +25,10 @@ class RolloutConfig:
     """Maximum seconds of one episode, including time spent waiting for the engine."""
     concurrency: int = 256
     """Maximum number of episodes in flight."""
+    max_retries: int = 2
+    """Times that an episode is played again, in another environment, if its environment failed."""
+    max_env_error_rate: float = 0.5
+    """The run stops if a larger share of a rollout's episodes failed after every retry, or all."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
@@ -32,6 +36,12 @@ class RolloutConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
+        if not isinstance(self.max_retries, int) or self.max_retries < 0:
+            raise ConfigError(f"max_retries is {self.max_retries!r}; expected an integer from 0 on")
+        if not 0 <= self.max_env_error_rate <= 1:
+            raise ConfigError(
+                f"max_env_error_rate is {self.max_env_error_rate!r}; expected a number from 0 to 1"
+            )
         for name in ("temperature", "episode_timeout"):
             value = getattr(self, name)
             if not value > 0:

@@ -21,12 +21,13 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
+from gspo_env.rollout.cache import BoundedCache
 from gspo_env.rollout.plain_text import PlainText
 from gspo_env.rollout.schemas import Chat, Schemas, hide_controls, list_tools
 
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_LINES = 1_000_000
 """Lines that a template may run for one rendering, its loops included."""
+_CACHE = 1 << 25
+"""Bytes of the layouts that are kept."""
 _EDGE = "\n \n"
 _HEAD, _TAIL = f'{_EDGE}"\\é <b>', f"é&'\\\"{_EDGE}"
 # what `rstrip` of an added token removes
@@ -112,7 +115,7 @@ class ChatTemplate:
         self.text = PlainText(tokenizer)
         # nobody can guess the markers, so no tool description contains one
         self._nonce = f"{secrets.randbits(64):020d}"
-        self.layout = lru_cache(512)(self._layout)
+        self.layout = BoundedCache(self._layout, _CACHE)
         self._said: set[str] = set()
 
     def ids(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> list[int]:

@@ -1,10 +1,13 @@
 from .base import NoTracker as NoTracker
+from .base import Point as Point
+from .base import Repeatable as Repeatable
 from .base import RunInfo as RunInfo
 from .base import Tracker as Tracker
 from .base import TrackerChoice as TrackerChoice
 from .mlflow import MLflow as MLflow
 from .progress import Progress as Progress
 from .several import Several as Several
+from .several import check_trackers as check_trackers
 from .several import combine as combine
 from .several import start as start
 from .tensorboard import TensorBoard as TensorBoard

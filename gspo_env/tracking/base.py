@@ -6,7 +6,11 @@ A tracker is chosen by its settings, a frozen dataclass with a method `start` (`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -36,6 +40,15 @@ class RunInfo:
     resume: Mapping[str, str] = field(default_factory=dict)
     """The id that each tracker, by name, gave to the run that goes on; empty for a new run. An id
     is empty if the tracker had not begun, or gives none."""
+    started: float = field(default_factory=time.time)
+    """When the run began, in seconds since 1970."""
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Tells the run from all others; a run that goes on keeps it."""
+
+    @property
+    def unique_name(self) -> str:
+        """The name and a few digits that tell the run from others of this name."""
+        return f"{self.name}-{self.key[:6]}"
 
     @property
     def group(self) -> str | None:
@@ -43,11 +56,25 @@ class RunInfo:
         return None if self.parent is None else self.parent.name
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """The metrics of one call of `log`."""
+
+    step: int
+    time: int
+    """When they were logged, in milliseconds since 1970."""
+    metrics: Mapping[str, float]
+
+
 class Tracker(Protocol):
-    """Records one run. Its methods may raise: `Several` catches, logs and counts the errors."""
+    """Records one run; see `Repeatable` for one that a network or a server is part of.
+
+    After `start`, each tracker is called in a thread of its own, in the order of the calls of the
+    run. Its methods may raise: the errors are logged and counted, and the run continues.
+    """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records metrics of a step; values are finite floats, and steps never decrease."""
+        """Records metrics of a step; values are finite floats."""
 
     def text(self, name: str, text: str) -> None:
         """Stores a text under a name such as `episodes/step-0010.txt`."""
@@ -55,12 +82,36 @@ class Tracker(Protocol):
     def artifact(self, path: Path, folder: str = "") -> None:
         """Stores a file, or the files of a folder; the caller keeps them until `finish`."""
 
-    def finish(self, status: Status) -> None:
-        """Writes what is left and ends the run; called once."""
+    def finish(self, status: Status, reason: str) -> None:
+        """Writes what is left and ends the run; called once.
+
+        Args:
+            status: How the run ended.
+            reason: Why it failed; empty if it did not.
+        """
 
     @property
     def how_to_look(self) -> str:
         """The command or the address that shows the run."""
+
+
+class Repeatable(Tracker, Protocol):
+    """A tracker whose calls can be repeated: the same call twice records the same as once.
+
+    A call that fails for a passing reason is repeated until it succeeds, also by a later process.
+    """
+
+    def open(self) -> str:
+        """Begins the run, or goes on with it; returns its id.
+
+        Called before the others, and again after a call that failed.
+        """
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        """Records points; called instead of `log`."""
+
+    def passing(self, error: Exception) -> bool:
+        """Returns whether a call that raised this error may succeed later."""
 
 
 class TrackerChoice(Protocol):
@@ -89,7 +140,7 @@ class NoTracker:
     def artifact(self, path: Path, folder: str = "") -> None:
         """Does nothing."""
 
-    def finish(self, status: Status) -> None:
+    def finish(self, status: Status, reason: str) -> None:
         """Does nothing."""
 
 
@@ -116,6 +167,25 @@ def _leaves(value: Any, name: str, mappings: bool) -> Iterator[tuple[str, Any]]:
             yield from _leaves(child, f"{name}.{key}" if name else str(key), mappings)
     else:
         yield name, value.value if isinstance(value, Enum) else value
+
+
+_begun: list[float] = []
+
+
+def begin_run() -> float:
+    """Returns when a run began, in seconds since 1970.
+
+    The first run of a program began with the process, before its imports. In a notebook, and for
+    later runs, it is the time now.
+    """
+    stat = Path("/proc/self/stat")
+    first = not _begun and not hasattr(sys, "ps1") and "ipykernel" not in sys.modules
+    now = time.time()
+    _begun.append(now)
+    if not first or not stat.exists():
+        return now
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # proc(5): field 22, starttime
+    return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 @contextmanager

@@ -1,27 +1,36 @@
-"""The record of a run's metrics on disk, from which trackers are fed.
+"""What a run records on disk; trackers are fed from it.
 
 `metrics.jsonl` has a line for each call of `log`: the step, the time in milliseconds since 1970 and
-the metrics. What a run that goes on recorded before is not recorded again.
+the metrics. `tracking/files.jsonl` has one for each text, each file or folder, and the end of the
+run. `tracking/run.json` describes the run, and `tracking/NAME.json` is the place in both files up
+to which the tracker NAME has received them.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import OutputError
+from gspo_env.tracking.base import Point, RunInfo, Status
+
+_log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 """Name of the file in the run's folder."""
+FOLDER = "tracking"
+"""Name of the folder of everything else."""
 
-_KEPT = 10_000
-"""Maximum number of lines that wait in memory for a disk that is full."""
+_MOST_WAITING = 1 << 26
+"""Maximum number of bytes that wait in memory for a disk that is full."""
 
 
 class Lines:
@@ -31,20 +40,24 @@ class Lines:
     written before the next one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, private: bool = False) -> None:
         """Opens the file; a last line that was not written to its end is cut off.
+
+        Args:
+            path: The file.
+            private: Whether only its owner can read it.
 
         Raises:
             OutputError: The file cannot be written.
         """
         self.path = path
-        self.lost = 0
-        """Lines that were dropped, because too many waited for the disk."""
+        self._lost = 0
         self._lock = threading.Lock()
         self._waiting: deque[bytes] = deque()
+        mode = 0o600 if private else 0o666
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
             self.size = _whole_lines(self._file)
             os.ftruncate(self._file, self.size)
         except OSError as error:
@@ -54,9 +67,9 @@ class Lines:
             ) from error
 
     @property
-    def waiting(self) -> int:
-        """Lines that are not on disk."""
-        return len(self._waiting) + self.lost
+    def missing(self) -> int:
+        """Number of lines that could not be written."""
+        return len(self._waiting) + self._lost
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes a line.
@@ -65,19 +78,10 @@ class Lines:
             OSError: It could not be written; it is kept for the next call.
         """
         with self._lock:
-            if len(self._waiting) >= _KEPT:
+            while sum(map(len, self._waiting)) > _MOST_WAITING:
                 self._waiting.popleft()
-                self.lost += 1
+                self._lost += 1
             self._waiting.append((json.dumps(record, separators=(",", ":")) + "\n").encode())
-            self._write()
-
-    def flush(self) -> None:
-        """Writes the lines that wait in memory.
-
-        Raises:
-            OSError: They still cannot be written.
-        """
-        with self._lock:
             self._write()
 
     def sync(self) -> None:
@@ -88,21 +92,25 @@ class Lines:
         """Closes the file."""
         os.close(self._file)
 
-    def read(self, offset: int, most: int = 1 << 20) -> list[tuple[int, Any]]:
-        """Returns the records from a byte on, each with the byte at which the next one begins.
+    def read(self, offset: int, end: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Yields the records between two bytes, each with the byte at which the next one begins.
+
+        A line that is no JSON, for example after a power failure, is left out.
 
         Args:
-            offset: Where to begin: 0, or the end of a record.
-            most: About how many bytes to read; at least one record is returned, if there is one.
+            offset: 0, or the end of a record.
+            end: The size of the file by default.
         """
-        found: list[tuple[int, Any]] = []
+        end = self.size if end is None else min(end, self.size)
         with self.path.open("rb") as file:
             file.seek(offset)
-            while offset < self.size and most > 0:
+            while offset < end:
                 line = file.readline()
-                offset, most = offset + len(line), most - len(line)
-                found.append((offset, json.loads(line)))
-        return found
+                offset += len(line)
+                try:
+                    yield offset, json.loads(line)
+                except ValueError:
+                    _log.warning("%s: a line is damaged and left out: %r", self.path, line[:80])
 
     def _write(self) -> None:
         while self._waiting:
@@ -130,29 +138,53 @@ def _whole_lines(file: int) -> int:
     return 0
 
 
-class Journal:
-    """The metrics of a run on disk."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """A text, a file, a folder, or the end of the run."""
 
-    def __init__(self, folder: Path, *, resumed: bool = False) -> None:
+    after: int
+    """Bytes of `metrics.jsonl` that were written before it."""
+    time: int
+    """When it happened, in milliseconds since 1970."""
+    name: str = ""
+    """Name of a text."""
+    text: str = ""
+    path: str = ""
+    """A file or a folder; relative paths are in the run's folder."""
+    folder: str = ""
+    """The artifact folder of `path`."""
+    status: Status | None = None
+    reason: str = ""
+
+
+class Journal:
+    """The record of a run on disk."""
+
+    def __init__(self, run: RunInfo, *, files: bool) -> None:
         """Opens the files in a run's folder.
 
         Args:
-            folder: The run's folder.
-            resumed: Whether the run goes on that recorded into this folder before.
+            run: The run; it goes on where it stopped if its `resume` is not empty.
+            files: Whether a tracker reads the texts and files.
 
         Raises:
             OutputError: A file cannot be written, or belongs to another run.
         """
-        self.metrics = Lines(folder / METRICS)
-        self._known: dict[int, set[str]] = {}
-        if self.metrics.size and not resumed:
+        self.metrics = Lines(run.folder / METRICS)
+        if self.metrics.size and not run.resume:
             raise OutputError(
-                f"{str(folder / METRICS)!r} has the metrics of another run; expected a new folder"
+                f"{str(run.folder / METRICS)!r} has the metrics of another run; expected a new "
+                "folder, or the run to be resumed"
             )
-        offset = 0
-        while records := self.metrics.read(offset):
-            for offset, line in records:  # noqa: B007 - the next block begins after the last one
-                self._known.setdefault(line["step"], set()).update(line["metrics"])
+        self._known: dict[int, set[str]] = {}
+        for _, line in self.metrics.read(0):
+            self._known.setdefault(line["step"], set()).update(line["metrics"])
+        self.folder = run.folder.absolute()
+        self.files: Lines | None = None
+        if files:
+            self.files = Lines(run.folder / FOLDER / "files.jsonl", private=True)
+        self._outside: set[str] = set()
+        self.run = self._describe(run) if files else run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Writes the metrics of a step that no earlier part of the run recorded.
@@ -163,5 +195,73 @@ class Journal:
         known = self._known.get(step, ())
         new = {name: value for name, value in metrics.items() if name not in known}
         if new:
-            now = int(time.time() * 1000)
-            self.metrics.append({"step": step, "time": now, "metrics": new})
+            self.metrics.append({"step": step, "time": _now(), "metrics": new})
+
+    def text(self, name: str, text: str) -> None:
+        """Notes a text; errors as in `log`."""
+        self._note(name=name, text=text)
+
+    def artifact(self, path: Path, folder: str) -> None:
+        """Notes a file or a folder; errors as in `log`."""
+        path = path.absolute()
+        if path.is_relative_to(self.folder):
+            path = path.relative_to(self.folder)
+        else:
+            self._outside.add(str(path))
+        self._note(path=str(path), folder=folder)
+
+    def end(self, status: Status, reason: str) -> None:
+        """Notes the end of the run; errors as in `log`."""
+        self._note(status=status, reason=reason)
+
+    def points(self, offset: int, end: int | None = None) -> Iterator[tuple[int, Point]]:
+        """Yields the points from a byte on, each with the byte at which the next one begins."""
+        for after, line in self.metrics.read(offset, end):
+            yield after, Point(**line)
+
+    def events(self, offset: int) -> Iterator[tuple[int, Event]]:
+        """Yields the events from a byte on, each with the byte at which the next one begins."""
+        if self.files is not None:
+            for after, line in self.files.read(offset):
+                yield after, Event(**line)
+
+    def find(self, path: str) -> Path:
+        """Returns the place of an event's file.
+
+        Raises:
+            OutputError: It is not in the run's folder, and this process did not name it.
+        """
+        found = self.folder / path
+        if path not in self._outside and not found.resolve().is_relative_to(self.folder.resolve()):
+            raise OutputError(f"{path!r} is not in the folder of the run")
+        return found
+
+    @property
+    def missing(self) -> int:
+        """Number of lines that could not be written."""
+        return self.metrics.missing + (0 if self.files is None else self.files.missing)
+
+    def _note(self, **event: Any) -> None:
+        if self.files is not None:
+            self.files.append({"after": self.metrics.size, "time": _now(), **event})
+
+    def _describe(self, run: RunInfo) -> RunInfo:
+        """Writes what the run is, or reads it if the run goes on."""
+        note = self.folder / FOLDER / "run.json"
+        if note.exists():
+            return replace(run, **json.loads(note.read_text()))
+        known = {"name": run.name, "key": run.key, "started": run.started}
+        write_atomically(note, {**known, "params": run.params, "tags": run.tags})
+        return run
+
+
+def write_atomically(path: Path, tree: object) -> None:
+    """Writes a JSON file that only its owner can read, all or nothing."""
+    part = path.with_name(f"{path.name}.part")
+    with open(part, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        json.dump(tree, file, default=str)
+    part.replace(path)
+
+
+def _now() -> int:
+    return int(time.time() * 1000)

@@ -1,31 +1,29 @@
 """Tracking with MLflow: the only file that imports it.
 
-One worker thread writes everything from a queue: importing MLflow and creating its store takes
-seconds, a batch of metrics milliseconds, and training waits for neither.
+Every call can be repeated: a run is found again by its key, and MLflow's database keeps a metric of
+the same name, step, time and value once.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import queue
 import re
 import shlex
-import threading
-import time
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
-from gspo_env.errors import ConfigError, TrackingError
-from gspo_env.tracking.base import MODEL, RunInfo, Status
+from gspo_env.errors import ConfigError, OutputError, TrackingError
+from gspo_env.tracking.address import check_address
+from gspo_env.tracking.base import MODEL, Point, RunInfo, Status
+from gspo_env.tracking.delivery import Cursor
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
-
-_log = logging.getLogger(__name__)
 
 # MLflow's limits (mlflow.utils.validation).
 _MAX_PARAM_VALUE = 6000
@@ -35,8 +33,13 @@ _PARAMS_PER_BATCH = 100
 _METRICS_PER_BATCH = 1000
 _KEY_REFUSED = re.compile(r"[^\w\-. /]")
 
-_PATIENCE = 60.0
-"""Seconds that `finish` waits for a store that does not open, or spends on calls that fail."""
+_KEY_TAG = "gspo_env.key"
+_BOUNDS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+"""Limits of a request; with the defaults, 120 s and 7 retries, one call can take minutes."""
+_REFUSALS = {"BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_ALREADY_EXISTS"}
+"""MLflow's errors that a repetition does not change."""
+_GONE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
+"""MLflow's errors for a run that does not exist, or was deleted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,11 +49,12 @@ class MLflow:
     experiment: str = "gspo_env"
     """The experiment that the run belongs to; created if it does not exist."""
     run_name: str = ""
-    """Name of the run; empty is the name of its folder."""
+    """Name of the run; empty names its environment, estimator and seed."""
     tracking_uri: str = ""
     """The store; empty is MLflow's default: `MLFLOW_TRACKING_URI`, else ./mlflow.db."""
     log_model: bool = True
-    """Whether the trained model's files become artifacts of the run."""
+    """Whether the trained model's files become artifacts of the run. A store on the same disk gets
+    links to them, no copies."""
 
     def __post_init__(self) -> None:
         """Refuses an experiment without a name."""
@@ -59,105 +63,119 @@ class MLflow:
                 f"tracker.experiment is {self.experiment!r}; expected a name, such as 'gspo_env'"
             )
 
-    def start(self, run: RunInfo) -> MLflowTracker:
-        """Starts the run and opens the store in the background.
+    @property
+    def address(self) -> str:
+        """The store; empty is ./mlflow.db."""
+        return self.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
 
-        A run that resumes is open when this returns, so that its children find its id.
+    def check(self) -> None:
+        """Tries the store.
 
         Raises:
-            TrackingError: The store of a run that resumes does not open.
+            ConfigError: It does not answer, cannot be written, or is of no kind that MLflow knows.
         """
-        tracker = MLflowTracker(self, run)
-        if run.resume:
-            tracker.wait()
-        return tracker
+        name = "tracker.tracking_uri" if self.tracking_uri else "MLFLOW_TRACKING_URI"
+        check_address(self.address, name)
+
+    def start(self, run: RunInfo) -> MLflowTracker:
+        """Tries the store; `MLflowTracker.open` starts the run, which takes seconds.
+
+        Raises:
+            ConfigError: See `check`.
+        """
+        self.check()
+        return MLflowTracker(self, run)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Run:
-    """The run as the worker thread sees it."""
+    """An open run."""
 
     client: MlflowClient
     run_id: str
     experiment_id: str
-    resumed: bool = False
-
-
-_Job = Callable[[_Run], None]
+    artifacts: str
+    """Address of its artifacts."""
 
 
 class MLflowTracker:
-    """One MLflow run. Calls queue their work and return.
-
-    The first error in the worker is logged at once, and `finish` raises all of them.
-    """
+    """One MLflow run; see `gspo_env.tracking.base.Repeatable`."""
 
     def __init__(self, settings: MLflow, info: RunInfo) -> None:
-        """Starts the worker, which opens the store."""
         self._settings, self._info = settings, info
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._ready = threading.Event()
-        self._finishing = threading.Event()
         self._run: _Run | None = None
-        self._errors: list[str] = []
-        # A daemon, so that a store that hangs cannot keep a dying process alive.
-        self._worker = threading.Thread(target=self._work, name="gspo-tracking", daemon=True)
-        self._worker.start()
+        self._tried = bool(info.resume)
+
+    def open(self) -> str:
+        """Opens the store, if it is not open, and makes the run or goes on with it."""
+        if self._run is None:
+            tried, self._tried = self._tried, True
+            self._run = _open_run(self._settings, self._info, self.id, search=tried)
+        return self._run.run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Records metrics of a step."""
-        now = int(time.time() * 1000)
-        self._jobs.put(lambda run: _log_metrics(run, metrics, step, now))
+        """Is not used: points have times."""
+        raise NotImplementedError
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        """Records points, many in a request."""
+        from mlflow.entities import Metric
+
+        run = self._opened
+        metrics = [
+            Metric(_key(name), value, point.time, point.step)
+            for point in points
+            for name, value in point.metrics.items()
+        ]
+        for start in range(0, len(metrics), _METRICS_PER_BATCH):
+            run.client.log_batch(run.run_id, metrics=metrics[start : start + _METRICS_PER_BATCH])
 
     def text(self, name: str, text: str) -> None:
         """Stores `text` as the artifact `name`, such as "episodes/step-10.txt"."""
-        self._jobs.put(lambda run: run.client.log_text(run.run_id, text, name))
+        self._opened.client.log_text(self._opened.run_id, text, name)
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Stores a file or the files of a folder under the artifact folder `folder`."""
         if folder == MODEL and not self._settings.log_model:
             return
-        path = path.absolute()
+        run = self._opened
+        if folder == MODEL and _link(path, run.artifacts, folder):
+            return
+        log = run.client.log_artifacts if path.is_dir() else run.client.log_artifact
+        log(run.run_id, str(path), folder or None)
 
-        def job(run: _Run) -> None:
-            log = run.client.log_artifacts if path.is_dir() else run.client.log_artifact
-            log(run.run_id, str(path), folder or None)
+    def finish(self, status: Status, reason: str) -> None:
+        """Ends the run; the tag `error` says why it failed."""
+        run = self._opened
+        if reason:
+            run.client.set_tag(run.run_id, "error", reason[:_MAX_TAG_VALUE])
+        run.client.set_terminated(run.run_id, status)
 
-        self._jobs.put(job)
+    def passing(self, error: Exception) -> bool:
+        """Returns whether a call that raised this error may succeed later.
 
-    def finish(self, status: Status = "FINISHED") -> None:
-        """Writes what is queued and ends the run.
-
-        Raises:
-            TrackingError: Something was not recorded.
+        A store that is full or locked, a server that is away or broken and a login that expired
+        may; what the store refuses, and a file that does not exist, may not.
         """
-        self._jobs.put(lambda run: run.client.set_terminated(run.run_id, status))
-        self._jobs.put(None)
-        self._finishing.set()
-        if self._answers():
-            self._worker.join()
-        if self._errors:
-            raise TrackingError(self._errors)
+        from mlflow.exceptions import MlflowException
 
-    def wait(self) -> str:
-        """Waits until the store is open; returns the id of the run.
-
-        Raises:
-            TrackingError: It does not open.
-        """
-        if not self._answers() or self._run is None:
-            raise TrackingError(self._errors)
-        return self._run.run_id
+        if isinstance(error, MlflowException):
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                self._run = None  # the store is another one; `open` looks
+            return error.error_code not in _REFUSALS
+        status = getattr(getattr(error, "response", None), "status_code", 500)
+        gone = isinstance(error, (FileNotFoundError, OutputError, UnicodeError))
+        return not gone and (status >= 500 or status in (401, 403, 408, 429))
 
     @property
     def id(self) -> str:
-        """Id of the run; empty until the store is open."""
-        return "" if self._run is None else self._run.run_id
+        """Id of the run; empty until it is known."""
+        return self._info.resume.get("mlflow", "") if self._run is None else self._run.run_id
 
     @property
     def how_to_look(self) -> str:
         """Returns the run's page on a tracking server, or the command that shows a local store."""
-        uri = self._uri
+        uri = self._settings.address
         if not uri:
             return "mlflow ui"
         if not uri.startswith(("http://", "https://")):
@@ -168,85 +186,68 @@ class MLflowTracker:
         return f"{uri.rstrip('/')}/#/{place}"
 
     @property
-    def _uri(self) -> str:
-        return self._settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-
-    def _answers(self) -> bool:
-        """Waits until the store is open or has failed; False if neither happens."""
-        known = self._ready.wait(_PATIENCE)
-        if not known:
-            self._fail(f"start: the store {self._uri!r} does not answer")
-        return known
-
-    def _work(self) -> None:
-        """Opens the store, then does the jobs until None comes; runs in the worker thread."""
-        try:
-            self._run = _open_run(self._settings, self._info)
-            if not self._run.resumed:  # a run's parameters cannot change
-                _describe(self._run, self._info)
-        except Exception as error:
-            self._fail(f"start: {_line(error)}")
-        finally:
-            self._ready.set()
-        wasted = 0.0
-        while (job := self._jobs.get()) is not None:
-            began = time.monotonic()
-            if self._run is None or wasted > _PATIENCE:
-                self._errors.append("the store is not reachable")
-                continue
-            try:
-                job(self._run)
-            except Exception as error:
-                self._fail(_line(error))
-                if self._finishing.is_set():
-                    wasted += time.monotonic() - began
-
-    def _fail(self, message: str) -> None:
-        if not self._errors:
-            _log.error("MLflow cannot record everything, the run continues: %s", message)
-        self._errors.append(message)
+    def _opened(self) -> _Run:
+        if self._run is None:
+            raise TrackingError("the store is not open")
+        return self._run
 
 
-def _open_run(settings: MLflow, info: RunInfo) -> _Run:
-    """Imports MLflow, opens the store and makes the run, or resumes the one noted in the folder."""
+def _open_run(settings: MLflow, info: RunInfo, run_id: str, *, search: bool) -> _Run:
+    """Opens the store and goes on with the run, or makes it.
+
+    Args:
+        settings: The tracker's settings.
+        info: The run.
+        run_id: Id of the run that goes on; empty if it is not known.
+        search: Whether the run may exist although its id is not known.
+    """
+    for name, value in _BOUNDS.items():
+        os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
-    from mlflow.tracking.context.registry import resolve_tags
 
-    # Creating the store logs each of its tables' migrations.
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # Creating the store logs each of its tables' migrations, a full disk a traceback for each call.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     client = MlflowClient(tracking_uri=settings.tracking_uri or None)
     experiment_id = _experiment_id(client, settings.experiment)
-    known = (info.resume.get("mlflow") or _noted(info.folder)) if info.resume else ""
-    if known and _resume(client, known):
-        return _Run(client=client, run_id=known, experiment_id=experiment_id, resumed=True)
-    tags = dict(info.tags)
-    if info.parent is not None and (parent := _noted(info.parent)):
-        tags["mlflow.parentRunId"] = parent
+    if search and not run_id:
+        found = client.search_runs([experiment_id], f"tags.`{_KEY_TAG}` = '{info.key}'")
+        run_id = found[0].info.run_id if found else ""
+        if run_id:
+            _log_params(client, run_id, info)  # they may be missing
+    if not run_id or not _resume(client, run_id):
+        run_id = _make_run(client, experiment_id, settings, info)
+        _log_params(client, run_id, info)
+    artifacts = str(client.get_run(run_id).info.artifact_uri)
+    return _Run(client=client, run_id=run_id, experiment_id=experiment_id, artifacts=artifacts)
+
+
+def _make_run(client: MlflowClient, experiment_id: str, settings: MLflow, info: RunInfo) -> str:
+    from mlflow.tracking.context.registry import resolve_tags
+
+    tags = {**info.tags, _KEY_TAG: info.key, "gspo_env.folder": str(info.folder.absolute())}
+    if info.parent is not None:
+        tags["mlflow.parentRunId"] = Cursor.read(info.parent, "mlflow").id
+        if not tags["mlflow.parentRunId"]:
+            raise TrackingError("the run of the comparison has not begun yet")
     tags = {_key(name): str(value)[:_MAX_TAG_VALUE] for name, value in tags.items()}
     named = info.name if info.parent else settings.run_name or info.name
-    made = client.create_run(experiment_id, run_name=named or None, tags=resolve_tags(tags))
-    return _Run(client=client, run_id=made.info.run_id, experiment_id=experiment_id)
+    made = client.create_run(
+        experiment_id,
+        start_time=int(info.started * 1000),
+        run_name=named or None,
+        tags=resolve_tags(tags),
+    )
+    return str(made.info.run_id)
 
 
-def _describe(run: _Run, info: RunInfo) -> None:
-    """Notes the run's id in its folder and logs its parameters."""
+def _log_params(client: MlflowClient, run_id: str, info: RunInfo) -> None:
     from mlflow.entities import Param
 
-    _note(info.folder).write_text(json.dumps({"run_id": run.run_id}))
     values = {_key(name): _cut(str(value)) for name, value in info.params.items()}
     params = [Param(name, value) for name, value in values.items()]
     for start in range(0, len(params), _PARAMS_PER_BATCH):
-        run.client.log_batch(run.run_id, params=params[start : start + _PARAMS_PER_BATCH])
-
-
-def _note(folder: Path) -> Path:
-    return folder / "mlflow.json"
-
-
-def _noted(folder: Path) -> str:
-    """Returns the id of the run that was recorded for a folder, empty if there is none."""
-    return str(json.loads(_note(folder).read_text())["run_id"]) if _note(folder).exists() else ""
+        client.log_batch(run_id, params=params[start : start + _PARAMS_PER_BATCH])
 
 
 def _resume(client: MlflowClient, run_id: str) -> bool:
@@ -255,7 +256,24 @@ def _resume(client: MlflowClient, run_id: str) -> bool:
 
     try:
         client.update_run(run_id, status="RUNNING")
-    except MlflowException:
+    except MlflowException as error:
+        if error.error_code in _GONE:
+            return False
+        raise
+    return True
+
+
+def _link(path: Path, address: str, folder: str) -> bool:
+    """Links the files of a folder into a store on the same disk; False if it is elsewhere."""
+    place = urlsplit(address)
+    if place.scheme not in ("", "file") or not path.is_dir():
+        return False
+    target = Path(unquote(place.path) if place.scheme else address, folder)
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        shutil.copytree(path, target, copy_function=os.link)
+    except OSError:  # another disk, or one without links: `log_artifacts` copies
+        shutil.rmtree(target, ignore_errors=True)
         return False
     return True
 
@@ -276,14 +294,6 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     return str(experiment.experiment_id)
 
 
-def _log_metrics(run: _Run, values: Mapping[str, float], step: int, timestamp_ms: int) -> None:
-    from mlflow.entities import Metric
-
-    metrics = [Metric(_key(name), value, timestamp_ms, step) for name, value in values.items()]
-    for start in range(0, len(metrics), _METRICS_PER_BATCH):
-        run.client.log_batch(run.run_id, metrics=metrics[start : start + _METRICS_PER_BATCH])
-
-
 def _cut(text: str) -> str:
     """Cuts a parameter's value to MLflow's limit, visibly."""
     return text if len(text) <= _MAX_PARAM_VALUE else text[: _MAX_PARAM_VALUE - 1] + "…"
@@ -292,7 +302,3 @@ def _cut(text: str) -> str:
 def _key(name: str) -> str:
     """Makes `name` a key that MLflow accepts."""
     return _KEY_REFUSED.sub("_", name)[:_MAX_KEY]
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -11,10 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from gspo_env.errors import ConfigError, MissingExtraError, TrackingError
+from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.redaction import redact, redact_text
 from gspo_env.registry import find, name_of
-from gspo_env.tracking.base import RunInfo, Status, Tracker, TrackerChoice, flatten
+from gspo_env.tracking.base import NoTracker, RunInfo, Status, TrackerChoice, flatten
+from gspo_env.tracking.delivery import Cursor, Delivery
 from gspo_env.tracking.journal import METRICS, Journal
 
 _log = logging.getLogger(__name__)
@@ -26,8 +27,9 @@ NON_FINITE = "tracking/non_finite"
 class Several:
     """The started trackers of a run, as a context manager that finishes them.
 
-    No method raises an error of a tracker: the first of each is logged at once, the others are
-    counted, and `problems` lists at the end the trackers that did not record everything.
+    Everything is written to the run's folder, from which each tracker is fed in a thread of its
+    own. No method raises an error of a tracker: the first of each is logged at once, the others
+    are counted, and `problems` lists at the end the trackers that did not record everything.
 
     Example:
         with start(MLflow(), RunInfo(name="first", folder=Path("runs/first"))) as tracker:
@@ -38,19 +40,24 @@ class Several:
         """Starts each tracker.
 
         Raises:
-            ConfigError: A setting is invalid.
+            ConfigError: A setting is invalid, or an address does not answer.
             MissingExtraError: A tracker's package is not installed.
-            OutputError: `metrics.jsonl` cannot be written in the run's folder.
+            OutputError: A file cannot be written in the run's folder.
         """
-        self._trackers: dict[str, Tracker] = {}
+        self._deliveries: dict[str, Delivery] = {}
         self._errors: dict[str, list[str]] = {}
         self._finished = False
-        self._journal = Journal(run.folder, resumed=bool(run.resume))
+        self._names = list(choices)
+        fed = {n: choice for n, choice in choices.items() if not isinstance(choice, NoTracker)}
         tags = {name: redact_text(value) for name, value in run.tags.items()}
         run = replace(run, params=flatten(redact(run.params)), tags=tags)
-        for name, choice in choices.items():
+        self._journal = Journal(run, files=bool(fed))
+        self._folder, run = run.folder, self._journal.run
+        for name, choice in fed.items():
+            known = Cursor.read(run.folder, name).id or run.resume.get(name, "")
+            own = replace(run, resume={**run.resume, name: known} if run.resume else {})
             try:
-                self._trackers[name] = choice.start(run)
+                self._deliveries[name] = Delivery(name, choice.start(own), own, self._journal)
             except (ConfigError, MissingExtraError):
                 self.finish("FAILED")
                 raise
@@ -61,10 +68,14 @@ class Several:
         """Returns itself."""
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
         """Finishes as FINISHED, FAILED, or KILLED after an interrupt."""
         killed = exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
-        self.finish("FINISHED" if exc_type is None else "KILLED" if killed else "FAILED")
+        reason = "" if exc_type is None else f"{exc_type.__name__}: {error}".rstrip(": ")
+        status: Status = "FINISHED" if exc_type is None else "KILLED" if killed else "FAILED"
+        self.finish(status, reason)
         for problem in self.problems if exc_type is not None else []:
             _log.error("%s", problem)
 
@@ -77,72 +88,102 @@ class Several:
             del values[name]
         if dropped:
             values[NON_FINITE] = float(len(dropped))
-        try:
-            self._journal.log(values, step)
-        except OSError as error:
-            self._count(METRICS, "log", error)
-        self._each("log", lambda tracker: tracker.log(values, step))
+        self._note(lambda: self._journal.log(values, step))
 
     def text(self, name: str, text: str) -> None:
         """Stores a text under a name such as `episodes/step-0010.txt`, without secrets."""
-        text = redact_text(text)
-        self._each("text", lambda tracker: tracker.text(name, text))
+        text = redact_text(text.encode(errors="backslashreplace").decode())
+        self._note(lambda: self._journal.text(name, text))
 
     def artifact(self, path: str | Path, folder: str = "") -> None:
         """Stores a file, or the files of a folder; keep them until `finish`."""
-        self._each("artifact", lambda tracker: tracker.artifact(Path(path), folder))
+        self._note(lambda: self._journal.artifact(Path(path), folder))
 
-    def finish(self, status: Status = "FINISHED") -> None:
-        """Writes what is left and ends the run in each tracker; the first call counts."""
-        self._each("finish", lambda tracker: tracker.finish(status))
+    def finish(self, status: Status = "FINISHED", reason: str = "") -> None:
+        """Ends the run in each tracker; the first call counts.
+
+        Waits for what has not arrived, but not for a tracker that does not answer.
+
+        Args:
+            status: How the run ended.
+            reason: Why it failed.
+        """
+        if not self._finished:
+            self._note(lambda: self._journal.end(status, redact_text(reason)))
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for what has not arrived; nothing can be recorded afterwards."""
         self._finished = True
+        for delivery in self._deliveries.values():
+            delivery.end()
+        for delivery in self._deliveries.values():
+            delivery.wait()
 
     @property
     def how_to_look(self) -> str:
         """The commands and addresses that show the run."""
-        found: list[str] = []
-        for name, tracker in self._trackers.items():
-            try:
-                found.append(tracker.how_to_look)
-            except Exception as error:
-                self._count(name, "how_to_look", error)
-        return " or ".join(filter(None, found))
+        shown = [delivery.how_to_look for delivery in self._deliveries.values()]
+        return " or ".join(filter(None, shown))
 
     @property
     def ids(self) -> dict[str, str]:
         """The id of the run in each tracker, by name, for `RunInfo.resume`; empty if not known."""
-        return {name: getattr(tracker, "id", "") for name, tracker in self._trackers.items()}
+        return {n: d.id if (d := self._deliveries.get(n)) else "" for n in self._names}
 
     @property
     def failed(self) -> set[str]:
         """Names of the trackers that did not record everything."""
-        return set(self._errors)
+        late = {name for name, delivery in self._deliveries.items() if self._is_late(delivery)}
+        return {*self._failures, *late}
 
     @property
     def problems(self) -> list[str]:
         """A sentence for each tracker that did not record everything."""
-        return [
+        lost = [
             f"{name} did NOT record everything: {len(errors)} "
             f"call{'s' * (len(errors) > 1)} failed, the first was {errors[0]}"
-            for name, errors in self._errors.items()
+            for name, errors in self._failures.items()
         ]
+        late = [d.problem for d in self._deliveries.values() if self._is_late(d)]
+        return [*lost, *(f"{problem}; {self._remedy}" for problem in late)]
 
-    def _each(self, method: str, call: Callable[[Tracker], None]) -> None:
+    @property
+    def _remedy(self) -> str:
+        """How what has not arrived is sent later."""
+        return f"`gspo-env sync {self._folder}` sends them"
+
+    @property
+    def _failures(self) -> dict[str, list[str]]:
+        """The calls that failed for good, by tracker."""
+        failures = {name: list(errors) for name, errors in self._errors.items()}
+        for name, delivery in self._deliveries.items():
+            if delivery.errors:
+                failures[name] = failures.get(name, []) + delivery.errors
+        return failures
+
+    def _is_late(self, delivery: Delivery) -> bool:
+        return self._finished and bool(delivery.problem)
+
+    def _note(self, write: Callable[[], None]) -> None:
+        """Writes to the journal, and wakes the trackers."""
         if self._finished:
             return
-        for name, tracker in self._trackers.items():
-            try:
-                call(tracker)
-            except Exception as error:
-                self._count(name, method, error)
+        try:
+            write()
+        except OSError as error:
+            self._count(METRICS, "write", error)
+        else:
+            if self._errors.get(METRICS) and not self._journal.missing:
+                del self._errors[METRICS]  # what failed before is written now
+        for delivery in self._deliveries.values():
+            delivery.notify()
 
     def _count(self, name: str, method: str, error: Exception) -> None:
-        found = [redact_text(f"{method}: {type(error).__name__}: {error}")]
-        if isinstance(error, TrackingError):
-            found = error.calls  # the tracker has logged them
-        elif name not in self._errors:
-            _log.error("tracker %s failed, the run continues: %s", name, found[0])
-        self._errors.setdefault(name, []).extend(found)
+        message = redact_text(f"{method}: {type(error).__name__}: {error}")
+        if name not in self._errors:
+            _log.error("tracker %s failed, the run continues: %s", name, message)
+        self._errors.setdefault(name, []).append(message)
 
 
 def _number(value: Any) -> float:
@@ -156,10 +197,23 @@ def start(choice: TrackerChoice, run: RunInfo) -> Several:
     """Starts the chosen tracker, or each of those that `combine` joined.
 
     Raises:
-        ConfigError: A setting is invalid.
+        ConfigError: A setting is invalid, or an address does not answer.
         MissingExtraError: A tracker's package is not installed.
+        OutputError: A file cannot be written in the run's folder.
     """
     return Several(parts(choice), run)
+
+
+def check_trackers(choice: TrackerChoice) -> None:
+    """Tries the address of each tracker that has one, before anything is written or trained.
+
+    Raises:
+        ConfigError: It does not answer, or cannot be written.
+    """
+    part: Any
+    for part in parts(choice).values():
+        if hasattr(type(part), "check"):
+            part.check()
 
 
 def parts(choice: TrackerChoice) -> dict[str, TrackerChoice]:

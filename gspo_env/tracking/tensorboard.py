@@ -20,8 +20,10 @@ class TensorBoard:
 
     def start(self, run: RunInfo) -> TensorBoardTracker:
         """Opens the event file and writes the settings into it."""
-        folder = Path(self.log_dir, run.name) if self.log_dir else run.folder
+        folder = Path(self.log_dir, run.unique_name) if self.log_dir else run.folder
         tracker = TensorBoardTracker(folder)
+        if run.resume:
+            return tracker
         pairs = {"name": "value", "---": "---", **run.tags, **run.params}
         table = "\n".join(f"| {name} | {value} |" for name, value in pairs.items())
         tracker.writer.add_text("params", table)
@@ -53,7 +55,7 @@ class TensorBoardTracker:
         if path.suffix == ".png":
             self.writer.add_image(path.stem, imread(path), dataformats="HWC")
 
-    def finish(self, status: Status) -> None:
+    def finish(self, status: Status, reason: str) -> None:
         """Adds the status and closes the file."""
-        self.writer.add_text("status", status)
+        self.writer.add_text("status", f"{status} {reason}".strip())
         self.writer.close()

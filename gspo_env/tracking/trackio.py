@@ -25,16 +25,16 @@ class Trackio:
         with needs("trackio"):
             import trackio
         resume = "allow" if run.resume else "never"
-        where = (self.project, run.name, run.group, self.space_id or None)
+        where = (self.project, run.unique_name, run.group, self.space_id or None)
         began = trackio.init(*where, config={**run.tags, **run.params}, resume=resume)
-        return TrackioTracker(self.project, began, trackio.Markdown)
+        return TrackioTracker(self.project, run.unique_name, began, trackio.Markdown)
 
 
 class TrackioTracker:
     """One run."""
 
-    def __init__(self, project: str, run: Any, markdown: Any) -> None:
-        self._run, self._markdown, self._step = run, markdown, 0
+    def __init__(self, project: str, name: str, run: Any, markdown: Any) -> None:
+        self.id, self._run, self._markdown, self._step = name, run, markdown, 0
         self.how_to_look = f"trackio show --project {shlex.quote(project)}"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -50,7 +50,7 @@ class TrackioTracker:
         """Logs a file or the files of a folder as an artifact."""
         self._run.log_artifact(path, type=folder or "file")
 
-    def finish(self, status: Status) -> None:
+    def finish(self, status: Status, reason: str) -> None:
         """Adds the status and writes what is left."""
-        self.text("status", status)
+        self.text("status", f"{status} {reason}".strip())
         self._run.finish()

@@ -26,6 +26,8 @@ class WandB:
             import wandb
         who = {**asdict(self), "name": run.name, "group": run.group, "dir": run.folder}
         how = {"config": {**run.tags, **run.params}, "reinit": "create_new"}
+        if known := run.resume.get("wandb"):
+            how |= {"id": known, "resume": "allow"}
         return WandBTracker(wandb.init(**who, **how, settings={"console": "off"}))
 
 
@@ -33,7 +35,7 @@ class WandBTracker:
     """One run. Texts and files are under its Files, folders under its Artifacts."""
 
     def __init__(self, run: Any) -> None:
-        self._run, folder = run, shlex.quote(str(Path(run.dir).parent))
+        self.id, self._run, folder = str(run.id), run, shlex.quote(str(Path(run.dir).parent))
         self.how_to_look = f"wandb sync {folder}" if run.offline else str(run.url)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -54,6 +56,8 @@ class WandBTracker:
         else:
             self._run.save(path.resolve(strict=True), path.resolve().parent, "now", glob=False)
 
-    def finish(self, status: Status) -> None:
+    def finish(self, status: Status, reason: str) -> None:
         """Writes what is left and ends the run with an exit code."""
+        if reason:
+            self._run.summary["error"] = reason
         self._run.finish({"FINISHED": 0, "FAILED": 1, "KILLED": 255}[status])

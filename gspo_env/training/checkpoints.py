@@ -229,7 +229,7 @@ class Checkpoints:
                     self.attempt("the link to the best", lambda: self._link(best["step"]))
                 return Checkpoint(folder=folder, numbers=numbers)
             seen.append(f"{folder.name}: {problem}")
-            logger.warning("checkpoint %s is damaged, the one before it is used: %s", *seen[-1:])
+            logger.warning("a checkpoint is damaged, the one before it is used: %s", seen[-1])
             aside = self.folder / f"damaged-{folder.name}"
             shutil.rmtree(aside, ignore_errors=True)
             self.attempt("the name of a damaged checkpoint", partial(folder.rename, aside))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
 
@@ -15,7 +15,8 @@ from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice
-from gspo_env.engines.base import CopiesWeights
+from gspo_env.engines.base import CopiesWeights, CountsFaults
+from gspo_env.env.curriculum import StepResult, next_options
 from gspo_env.learner import state as learner_state
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
@@ -28,7 +29,7 @@ from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, generators, set_generators
 from gspo_env.training.watch import Problem, Watch
-from gspo_env.types import FloatArray, Group, Score, StopReason, Task
+from gspo_env.types import FloatArray, Group, Score, Task
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class Loop:
     """Steps that are done."""
     played: int = 0
     """Training episodes that were played."""
+    results: list[StepResult] = field(default_factory=list)
+    """What the curriculum sees: the results of every step."""
     best: dict[str, float] = field(default_factory=dict)
     """The step of the best saved evaluation after training began, and its success."""
     watch: Watch = field(init=False)
@@ -112,13 +115,16 @@ class Loop:
         """
         config, step = self.config, self.step + 1
         started = time.perf_counter()
+        options = next_options(config.curriculum, self.results)
         groups = await self.collector.collect(
-            self._tasks(step),
+            self._tasks(step, options),
             seed=derive_seed("rollout", config.seed, step),
             held_out=self.split.held_out,
         )
         stats = RolloutStats.of(groups, time.perf_counter() - started)
-        metrics = stats.metrics() | {"rollout/episodes_before": float(self.played)}
+        self.results.append(StepResult(options, stats.played.success, stats.played.mean_return))
+        metrics = stats.metrics() | self.results[-1].metrics()
+        metrics["rollout/episodes_before"] = float(self.played)
         self.played += sum(len(group.episodes) for group in groups)
         credit = self._credit(groups, [*before, *groups])
         samples = self._samples(groups, credit.advantages)
@@ -166,6 +172,7 @@ class Loop:
             "played": self.played,
             "best": self.best,
             "history": self.history,
+            "results": [asdict(result) for result in self.results],
             "warned": self._warned,
             "score": self.score.state(),
             "gives_outcome": self.collector.pool.gives_outcome,
@@ -181,6 +188,7 @@ class Loop:
         self.step, self.played = int(numbers["step"]), int(numbers["played"])
         self.best, self._warned = dict(numbers["best"]), bool(numbers["warned"])
         self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
+        self.results = [StepResult(**result) for result in numbers["results"]]
         self.score.restore(numbers["score"])
         pool = self.collector.pool
         pool.give_back(pool.acquire())  # the first environment declares what it may know better
@@ -218,14 +226,16 @@ class Loop:
         started = time.perf_counter()
         await self.collector.engine.update_weights(named_weights(self.learner.policy), version)
         seconds = time.perf_counter() - started
-        return {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
+        metrics = {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
+        engine = self.collector.engine
+        return metrics | (engine.metrics() if isinstance(engine, CountsFaults) else {})
 
-    def _tasks(self, step: int) -> list[Task]:
+    def _tasks(self, step: int, options: Mapping[str, Any]) -> list[Task]:
         seeds = (
             derive_seed("task", self.config.seed, step, p)
             for p in range(self.config.tasks_per_step)
         )
-        return [Task(env_id=self.env_id, seed=seed % HELD_OUT) for seed in seeds]
+        return [Task(env_id=self.env_id, seed=seed % HELD_OUT, options=options) for seed in seeds]
 
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
@@ -236,9 +246,7 @@ class Loop:
             (episode, values)
             for group, rows in zip(groups, advantages, strict=True)
             for episode, values in zip(group.episodes, rows, strict=True)
-            if episode.turns
-            and episode.stop_reason is not StopReason.ERROR
-            and (keep_cut or not episode.truncated)
+            if episode.turns and not episode.failed and (keep_cut or not episode.truncated)
         ]
         samples = to_samples([episode for episode, _ in trained], [values for _, values in trained])
         return [sample for sample in samples if sample.mask.any()]

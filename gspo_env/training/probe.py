@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gspo_env.batch.sample import Sample
-from gspo_env.engines.base import CopiesWeights, Engine, Sampling
+from gspo_env.engines.base import CopiesWeights, Engine, Sampling, check_completion
 from gspo_env.errors import EngineError
 from gspo_env.learner.learner import Learner
 from gspo_env.rollout.collector import Collector
@@ -38,6 +38,7 @@ async def difference(
     *,
     max_tokens: int,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
 ) -> float:
     """Samples a continuation of each prompt and has the trainer score the same tokens.
 
@@ -47,6 +48,7 @@ async def difference(
         prompts: Token ids.
         max_tokens: Length of each continuation.
         temperature: Of both log-probabilities.
+        vocab_size: See `gspo_env.engines.check_completion`.
 
     Returns:
         Mean absolute difference of the log-probabilities over all sampled tokens (natural log).
@@ -57,7 +59,8 @@ async def difference(
     ]
     completions = await asyncio.gather(*map(engine.generate, prompts, sampling))
     differences = []
-    for prompt, done in zip(prompts, completions, strict=True):
+    for prompt, done, asked in zip(prompts, completions, sampling, strict=True):
+        check_completion(done, asked, vocab_size)
         engine_logprobs = np.asarray(done.logprobs)
         turns = [-1] * len(prompt) + [0] * len(done.token_ids)
         sample = Sample(
@@ -97,6 +100,7 @@ async def check_sync(collector: Collector, learner: Learner) -> dict[str, float]
             score,
             prompts * engine.copies,
             max_tokens=new,
+            vocab_size=collector.vocab_size,
             temperature=limits.temperature,
         )
     dtypes = {engine.dtype, str(next(learner.policy.parameters()).dtype).removeprefix("torch.")}

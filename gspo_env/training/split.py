@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 
 from gspo_env.errors import EnvironmentContractError
-from gspo_env.rollout.play import look, play
+from gspo_env.rollout.play import look
 from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.types import Episode, ResetInfo, StopReason, Task
+from gspo_env.types import Episode, ResetInfo, Task
 
 logger = logging.getLogger(__name__)
 
@@ -172,23 +173,19 @@ async def read_resets(
 
     async def one(task: Task) -> ResetInfo | None:
         async with gate:
-            env = pool.acquire()
-            seconds = limits.episode_timeout
-            episode = await play(env, task, look, timeout=seconds, call=pool.call)
-        if (reset := reset_of(episode)) is not None:
-            pool.give_back(env)
-        return reset
+            episode = await play_again(
+                lambda _: play_pooled(pool, task, look, timeout=limits.episode_timeout),
+                limits.max_retries,
+                pool.faults,
+            )
+        return reset_of(episode)
 
     return await asyncio.gather(*map(one, tasks))
 
 
 def reset_of(episode: Episode) -> ResetInfo | None:
-    """Returns the `info` of an episode's `reset`, or None if it failed, which is logged."""
-    if episode.stop_reason in (StopReason.ERROR, StopReason.TIMEOUT):
-        why = episode.error or "reset() took too long"
-        logger.error("%s, seed %d: %s", episode.task.env_id, episode.task.seed, why)
-        return None
-    return episode.reset
+    """Returns the `info` of an episode's `reset`, or None if it failed."""
+    return None if episode.failed else episode.reset
 
 
 def _many(count: int, kind: str = "") -> str:

@@ -8,7 +8,7 @@ import json
 import random
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,8 @@ def changed_config(saved: Checkpoint, wanted: Config | None) -> Config:
     config = read_config(saved.numbers)
     if wanted is None:
         return config
+    if wanted.credit.score == saved.numbers["score"]["score"]:  # as the run's config.toml has it
+        wanted = replace(wanted, credit=replace(wanted.credit, score=config.credit.score))
     old, new = flatten(config), flatten(wanted)
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name) and not name.startswith(_CHANGEABLE):

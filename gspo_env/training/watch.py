@@ -87,7 +87,7 @@ def of_prompts(
     for n in range(_PROMPTS):
         task = Task(env_id=env_id, seed=derive_seed("room", n) % HELD_OUT)
         episode = play_now(env, task, look)
-        if episode.stop_reason is StopReason.ERROR:
+        if episode.failed:
             return None  # the rollout counts and reports these
         tokens.append(len(chat.start(episode.final_observation, episode.prompt)))
         if tokens[-1] + limits.max_turn_tokens <= limits.max_context:

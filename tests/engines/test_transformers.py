@@ -124,6 +124,25 @@ def test_new_weights_drop_every_cached_key(model):
     assert done.weights_version == 1
 
 
+def test_weights_change_at_once_after_requests_that_were_cancelled_and_after_those_that_run(model):
+    engine = TransformersEngine(model, max_slots=2, max_context=100)
+    prompts = [[3, 4, 5], [6, 7], [8, 9]]  # more than slots
+
+    async def play():
+        jobs = [asyncio.create_task(engine.generate(p, Sampling(max_tokens=50))) for p in prompts]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        jobs[0].cancel()
+        jobs[2].cancel()
+        await engine.update_weights([], 1)
+        assert engine.weights_version == 1
+        return await jobs[1], await engine.generate([3, 4, 5], Sampling(max_tokens=3))
+
+    before, after = asyncio.run(play())
+    assert (before.weights_version, after.weights_version) == (0, 1)
+    assert len(before.token_ids) == 50
+
+
 def test_a_stop_id_ends_an_action_and_is_kept(model):
     engine = TransformersEngine(model, max_slots=2, max_context=100)
     every = tuple(range(model.config.vocab_size))

@@ -99,7 +99,7 @@ def test_a_broken_reset_is_an_error(result: object) -> None:
         ("token_advantages", [[1.0], [2.0]], "one finite number per sampled token"),
         ("token_advantages", ["a", "b"], "one finite number per sampled token"),
         ("token_mask", 3, "one finite number per sampled token"),
-        ("agent", 3, "a str"),
+        ("agent", 3, "a str of at most 1,000,000 characters"),
     ],
 )
 def test_an_impossible_value_of_a_step_is_named(key: str, value: Any, expected: str) -> None:

@@ -306,3 +306,24 @@ def test_no_action_makes_step_raise(action: str) -> None:
     observation, reward, *_ = env.step(action)
     observation.encode()
     assert math.isfinite(reward)
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400, '{"x": [1e400]}'])
+def test_a_number_that_is_infinite_is_an_error_for_the_policy(number):
+    @tool
+    def scale(by: float) -> str:
+        """Scales.
+
+        Args:
+            by: Factor.
+        """
+        return str(by)
+
+    (call,) = parse_tool_calls(
+        f'<tool_call>{{"name": "scale", "arguments": {{"by": {number}}}}}</tool_call>'
+    )
+    if isinstance(call, ToolCallError):
+        assert "too large for a number" in call.message
+        return
+    with pytest.raises(ConfigError, match="wrong arguments for scale"):
+        as_tool(scale).validate(call.arguments)

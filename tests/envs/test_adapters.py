@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import sys
@@ -309,10 +310,10 @@ def test_gem_demonstrates_its_grammar() -> None:
 @adapters
 def test_an_environment_serves_many_episodes_from_the_pool() -> None:
     pool = EnvPool(lambda: make_env("gspo/GEM-v0", task="rg:chain_sum"))
-    env = pool.acquire()
+    env = asyncio.run(pool.acquire())
     first = env.reset(seed=5)[0]
     for seed in range(30):
         env.reset(seed=seed)
     assert env.reset(seed=5)[0] == first
     pool.give_back(env)
-    assert pool.acquire() is env
+    assert asyncio.run(pool.acquire()) is env

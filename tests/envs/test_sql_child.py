@@ -65,7 +65,7 @@ def eventually(condition: Any) -> bool:
 def test_a_query_that_takes_seconds_in_one_operation_does_not_hold_the_event_loop() -> None:
     async def play() -> None:
         pool = EnvPool(lambda: make_env("gspo/SQL-v0"))
-        slow, quick = pool.acquire(), pool.acquire()
+        slow, quick = await pool.acquire(), await pool.acquire()
         for env in (slow, quick):
             await pool.call(env.reset, seed=0)
         bomb = asyncio.create_task(pool.call(slow.step, format_tool_call("query", {"sql": PRINTF})))
@@ -76,8 +76,6 @@ def test_a_query_that_takes_seconds_in_one_operation_does_not_hold_the_event_loo
             assert not bomb.done()
         assert (await bomb)[0] == "SQL error: too much work"
         pool.close()
-        slow.close()
-        quick.close()
 
     asyncio.run(play())
 

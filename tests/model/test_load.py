@@ -1,14 +1,21 @@
-"""Adapters: the seed decides their first weights, and no other draw changes."""
+"""Models are loaded as data; the seed decides an adapter's first weights."""
 
 from __future__ import annotations
 
+import ast
 import copy
+import json
+import os
+import socket
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
 from gspo_env.errors import ModelError
 from gspo_env.model import add_adapter, save_adapter
+from gspo_env.model.load import load_model, save_model
 
 
 def first_weights(model, seed):
@@ -73,3 +80,105 @@ def test_a_saved_adapter_loads_with_peft_alone(model, tmp_path):
     again = PeftModel.from_pretrained(copy.deepcopy(model), tmp_path / "adapter")
     ids = torch.tensor([[3, 4, 5]])
     assert torch.equal(again(ids).logits, adapted(ids).logits)
+
+
+class Payload:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch proof",)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, model, tokenizer):
+    """A saved model, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    save_model(model, tokenizer, tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_pickled_weights_run_nothing(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Payload()}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="cannot load the model"):
+        load_model(str(folder))
+    assert not Path("proof").exists()
+
+
+def test_an_index_of_weights_that_names_a_pickle_runs_nothing(folder):
+    (folder / "model.safetensors").unlink()
+    torch.save({"lm_head.weight": Payload()}, folder / "part.bin")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "part.bin"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="cannot load the model"):
+        load_model(str(folder))
+    assert not Path("proof").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("known", [True, False])
+def test_code_beside_a_model_is_not_imported(folder, file, known):
+    (folder / "helper.py").write_text("open('proof', 'w').close()\n")
+    places = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")
+    other = {} if known or file != "config.json" else {"model_type": "theirs"}
+    change(folder / file, auto_map=dict.fromkeys(places, "helper.Theirs"), **other)
+    with nullcontext() if known or not other else pytest.raises(ModelError, match="custom code"):
+        load_model(str(folder))
+    assert not Path("proof").exists()
+
+
+def test_a_kernel_that_a_config_names_is_refused(folder):
+    change(folder / "config.json", attn_implementation="theirs/kernel")
+    with pytest.raises(ModelError, match="names a kernel to run, 'theirs/kernel'"):
+        load_model(str(folder))
+
+
+def test_an_adapter_that_names_another_model_is_refused(folder):
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "theirs/elsewhere"}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ModelError, match="has an adapter"):
+        load_model(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match="but it has an adapter"):
+        load_model(str(folder))
+
+
+def test_a_file_of_a_model_that_never_ends_or_is_too_large_is_refused(folder):
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("/dev/zero")
+    with pytest.raises(ModelError, match="is no regular file"):
+        load_model(str(folder))
+    (folder / "config.json").unlink()
+    with (folder / "config.json").open("w") as file:
+        file.truncate(2**28 + 1)
+    with pytest.raises(ModelError, match="bytes; expected at most"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "a/b/c", "runs/gone", "~/x", "a b", ""])
+def test_a_name_that_can_be_no_hub_id_is_a_missing_folder_without_a_connection(
+    tmp_path, monkeypatch, name
+):
+    def connect(*arguments):
+        raise AssertionError("a connection")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(ModelError, match=r"there is no folder|folder without"):
+        load_model(name)
+
+
+def test_every_call_that_loads_a_model_refuses_its_code(request):
+    calls = []
+    for package in ("gspo_env", "envs", "agents"):
+        for file in (request.config.rootpath / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Auto"):
+                    calls.append(ast.unparse(node))
+    assert len(calls) >= 5
+    assert not [call for call in calls if "trust_remote_code=False" not in call]

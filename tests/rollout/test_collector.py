@@ -145,7 +145,7 @@ def test_an_episode_that_outlasts_the_clock_ends_as_timeout_and_the_others_go_on
 
     groups = play(collector(player, Hanging, episode_timeout=1.0), tasks=4, size=1)
     # The token limit may also cut a turn. Then there is no step to wait for.
-    assert groups[0].episodes[0].stop_reason in (StopReason.TIMEOUT, StopReason.MAX_TURN_TOKENS)
+    assert groups[0].episodes[0].stop_reason in (StopReason.ENV_TIMEOUT, StopReason.MAX_TURN_TOKENS)
     assert any(e.stop_reason is StopReason.TERMINATED for e in episodes(groups[1:]))
 
 
@@ -191,7 +191,7 @@ def test_a_few_failing_episodes_are_counted_and_left_out_of_the_means(player, ca
         made.append(Echo(RuntimeError("socket closed") if len(made) % 8 == 0 else None))
         return made[-1]
 
-    groups = play(collector(player, make, max_turns=2))
+    groups = play(collector(player, make, max_turns=2, max_retries=0))
     metrics = RolloutStats.of(groups, 1.0).metrics()
     failed = [e for e in episodes(groups) if e.stop_reason is StopReason.ERROR]
     assert 0 < len(failed) == metrics["rollout/env_errors"] <= 4
@@ -256,9 +256,12 @@ def test_a_pool_closes_every_environment_and_those_that_wait_side_by_side(blocki
             every.wait()
             closed.append(threading.current_thread() is threading.main_thread())
 
+    async def fill():
+        for env in [await pool.acquire() for _ in range(8)]:
+            pool.give_back(env)
+
     pool = EnvPool(Slow, blocking=blocking)
-    for env in [pool.acquire() for _ in range(8)]:
-        pool.give_back(env)
+    asyncio.run(fill())
     pool.close()
     pool.close()
     assert closed == [not blocking] * 8
@@ -312,9 +315,10 @@ def test_a_malformed_conversation_costs_one_episode_and_is_counted(player, broke
 
     groups = play(collector(player, Once, max_turns=1), tasks=4, size=1)
     reasons = [e.stop_reason for e in episodes(groups)]
-    assert reasons.count(StopReason.ERROR) == 1
-    assert reasons[2] is StopReason.ERROR
-    assert RolloutStats.of(groups, 1.0).metrics()["rollout/env_errors"] == 1
+    assert reasons.count(StopReason.INVALID) == 1
+    assert reasons[2] is StopReason.INVALID
+    metrics = RolloutStats.of(groups, 1.0).metrics()
+    assert (metrics["rollout/env_errors"], metrics["rollout/lost_episodes"]) == (3, 1)
     assert f"test: reset() info['{next(iter(broken))}'] is " in caplog.text
 
 
@@ -332,7 +336,7 @@ def test_an_outcome_that_is_no_number_does_not_stop_the_run(player, outcome):
     ended = [e for e in everything if e.stop_reason is not StopReason.MAX_TURN_TOKENS]
     assert {e.outcome for e in ended if e.task.seed != 1} <= {1.0}
     # None is no outcome: the sum of the rewards; anything else is an error of the episode
-    errors = [e.task.seed for e in ended if e.stop_reason is StopReason.ERROR]
+    errors = [e.task.seed for e in ended if e.stop_reason is StopReason.INVALID]
     assert errors == ([] if outcome is None else [1])
 
 
@@ -473,9 +477,9 @@ def test_an_environment_that_hangs_in_reset_costs_its_episode_alone(player):
     finally:
         HangsInReset.release.set()
     first, *others = episodes(groups)
-    assert (first.stop_reason, first.turns) == (StopReason.TIMEOUT, ())
+    assert (first.stop_reason, first.turns) == (StopReason.ENV_TIMEOUT, ())
     assert all(e.turns for e in others)
-    assert len(running.pool._idle) == 3  # the one that hangs is not used again
+    assert 1 <= len(running.pool._idle) <= 3  # those that hang are not used again
     running.pool.close()
 
 
@@ -488,8 +492,8 @@ def test_an_environment_that_raises_in_reset_is_an_error_of_that_episode(player)
 
     groups = play(collector(player, Full, max_turns=1), tasks=4, size=1)
     first, *others = episodes(groups)
-    assert first.error == "reset(seed=0) raised ConnectionError: the server is full"
-    assert all(e.stop_reason is not StopReason.ERROR for e in others)
+    assert first.error.startswith("reset(seed=0) raised ConnectionError: the server is full (")
+    assert not any(e.failed for e in others)
 
 
 def test_a_contract_that_always_breaks_in_a_thread_stops_the_run(player):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import sys
 
 import gymnasium
@@ -110,7 +111,10 @@ def test_a_demonstrator_that_does_not_exist_is_named():
 def test_an_exception_of_the_environment_ends_the_episode_and_names_the_call():
     episode = play_now(Script(go(0.5), OSError("lost")), TASK, yes)
     assert (episode.stop_reason, len(episode.turns)) == (StopReason.ERROR, 1)
-    assert episode.error == "step('yes') raised OSError: lost"
+    assert episode.error.startswith("step('yes') raised OSError: lost (")
+    assert re.search(r"test_play\.py:\d+ in step\)$", episode.error)
+    (fault,) = episode.faults
+    assert fault.traceback.rstrip().endswith("OSError: lost")
     assert (episode.terminated, episode.truncated, episode.success) == (False, False, False)
 
     class Hidden(Script):
@@ -118,7 +122,8 @@ def test_an_exception_of_the_environment_ends_the_episode_and_names_the_call():
             raise OSError("lost")
 
     episode = play_now(Hidden(), TASK, yes)
-    assert (episode.error, episode.turns) == ("reset(seed=3) raised OSError: lost", ())
+    assert episode.error.startswith("reset(seed=3) raised OSError: lost (")
+    assert episode.turns == ()
 
 
 def test_an_exception_of_the_policy_is_raised():
@@ -166,12 +171,12 @@ def test_a_timeout_of_the_policy_itself_is_raised():
 
 def test_a_timeout_of_the_environment_itself_is_its_error():
     episode = asyncio.run(play(Script(TimeoutError("late")), TASK, yes, timeout=60))
-    assert episode.error == "step('yes') raised TimeoutError: late"
+    assert episode.error.startswith("step('yes') raised TimeoutError: late (")
 
 
 def test_a_result_that_breaks_the_contract_is_an_error_of_its_episode():
     episode = play_now(Script(go(0.5), go(float("nan"))), TASK, yes)
-    assert (episode.stop_reason, len(episode.turns)) == (StopReason.ERROR, 1)
+    assert (episode.stop_reason, len(episode.turns)) == (StopReason.INVALID, 1)
     assert episode.error.startswith("test: step() reward is nan")
 
 
@@ -186,7 +191,7 @@ def test_a_prompt_that_is_none_is_an_error_of_its_episode(name, value):
             return result
 
     episode = play_now(Told(go()), TASK, yes)
-    assert (episode.stop_reason, episode.turns) == (StopReason.ERROR, ())
+    assert (episode.stop_reason, episode.turns) == (StopReason.INVALID, ())
     assert f"Told: {name} is {value!r} of type" in episode.error
 
 

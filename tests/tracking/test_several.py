@@ -51,8 +51,8 @@ class Kept:
     def artifact(self, path, folder=""):
         self.calls.append(("artifact", path, folder))
 
-    def finish(self, status):
-        self.calls.append(("finish", status))
+    def finish(self, status, reason):
+        self.calls.append(("finish", status, reason))
 
     how_to_look = "look here"
 
@@ -98,6 +98,7 @@ def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(
         tracker.log({"a": 1}, step=1)
         tracker.text("a.txt", "a")
         tracker.artifact("model", "model")
+        assert tracker.ids == {"broken": "", "silent": "", "kept": ""}
     tracker.finish("FAILED")
     tracker.log({"a": 2}, step=2)
     assert tracker.how_to_look == "look here"
@@ -109,8 +110,8 @@ def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(
     assert kept.calls[1:] == [
         ("log", {"a": 1.0}, 1),
         ("text", "a.txt", "a"),
-        ("artifact", Path("model"), "model"),
-        ("finish", "FINISHED"),
+        ("artifact", Path("model").absolute(), "model"),
+        ("finish", "FINISHED", ""),
     ]
     assert tracker.failed == {"broken", "silent"}
     assert sorted(tracker.problems) == [
@@ -131,7 +132,7 @@ def test_an_exception_of_the_run_is_never_hidden_and_ends_it_as_failed(
     kept = Kept()
     with pytest.raises(error), Several({"broken": Broken(), "kept": kept}, run):
         raise error
-    assert kept.calls[-1] == ("finish", status)
+    assert kept.calls[-1] == ("finish", status, error.__name__)
     assert "broken did NOT record everything" in caplog.text
 
 
@@ -157,7 +158,7 @@ def test_a_missing_extra_stops_the_run_before_it_begins_with_the_install_command
     kept = Kept()
     with pytest.raises(MissingExtraError, match=r"pip install 'gspo-env\[wandb\]'"):
         Several({"kept": kept, "missing": Missing()}, run)
-    assert kept.calls[-1] == ("finish", "FAILED")
+    assert kept.calls[-1] == ("finish", "FAILED", "")
 
 
 def test_no_tracker_writes_only_the_metrics(run: RunInfo, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,36 @@ def test_two_trackers_by_name_of_which_one_always_fails(
     assert list(Path("out/model").glob("*.safetensors"))
 
 
-def test_a_store_that_does_not_answer_costs_neither_the_run_nor_the_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("http://127.0.0.1:9", "does not answer"),
+        ("http://no-such-host.invalid:5000", "does not answer"),
+        ("postgresql://me:secret-word-9@127.0.0.1:9/runs", "does not answer"),
+        ("nonsense://store", "expected one of: http"),
+        ("http://[bad", "is no address"),
+        ("http://127.0.0.1:99999", "is no address"),
+        ("sqlite:////no/such/folder/runs.db", "there is no folder '/no/such/folder'"),
+        ("sqlite:////proc/runs.db", "cannot be written"),
+        ("./mlruns", "plain files"),
+    ],
+)
+def test_an_address_that_cannot_work_is_one_sentence_before_anything_is_trained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], uri: str, said: str
 ) -> None:
-    monkeypatch.setattr("gspo_env.tracking.mlflow._PATIENCE", 0.5)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    main(TINY)
-    said = capsys.readouterr().out
-    assert "mlflow did NOT record everything" in said
-    assert "Model, config and learning curve: out" in said
-    assert list(Path("out/model").glob("*.safetensors"))
+    began = time.monotonic()
+    for arguments in [("--tracking-uri", uri)], []:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", "" if arguments else uri)
+        with pytest.raises(SystemExit) as stopped:
+            main([*TINY, *(text for pair in arguments for text in pair)])
+        assert stopped.value.code == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        (line,) = output.err.splitlines()
+        assert said in line
+        name = "tracker.tracking_uri" if arguments else "MLFLOW_TRACKING_URI"
+        assert f"{name} is " in line
+        assert "secret-word-9" not in line
+        assert "--tracker none" in line
+    assert time.monotonic() - began < 60
+    assert not Path("out").exists()

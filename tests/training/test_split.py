@@ -58,7 +58,7 @@ def collector(chat, make, **limits):
 
 
 def split_of(pool, env_id, count):
-    env = pool.acquire()
+    env = asyncio.run(pool.acquire())
     pool.give_back(env)
 
     def read(tasks):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.config import Config, override
+from gspo_env.cli.main import main
+from gspo_env.config import CheckpointConfig, Config, load_toml, override
+from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.training.checkpoints import Checkpoints
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
 
@@ -23,6 +28,9 @@ WAYS = {
     "a KL reference": {"loss": {"kl_coef": 0.05}},
     "a KL reference, LoRA": {"loss": {"kl_coef": 0.05}, "learner": {"lora_rank": 2}},
     "one minibatch, constant": {"learner": {"minibatches": 1, "schedule": "constant"}},
+    "a curriculum": {
+        "curriculum": {"name": "ladder", "option": "size", "values": [1, 2, 3], "success": 0.0}
+    },
     "outcomes that use the global generators": {"env_kwargs": {"noise": 1.0}},
 }
 
@@ -135,3 +143,118 @@ def test_a_run_that_goes_on_ends_with_the_bits_of_the_uninterrupted_one(way, tmp
             same(tmp_path / "run" / name, part / name)
         for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
             assert torch.equal(a, b)
+
+
+def truncated(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def flipped(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated": (truncated, "state-00001.safetensors", r"state-00001.safetensors has \d+ bytes"),
+    "flipped": (flipped, "state-00001.safetensors", "state-00001.safetensors has other contents"),
+    "missing": (Path.unlink, "state.json", "state.json is missing"),
+    "no manifest": (Path.unlink, "manifest.json", "manifest.json is missing"),
+    "half a manifest": (truncated, "manifest.json", "manifest.json is no manifest"),
+    "flipped numbers": (flipped, "state.json", "state.json has other contents"),
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """The folder of a run of three steps."""
+    folder = tmp_path_factory.mktemp("done")
+    (folder / "talk.py").write_text(TALK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        GSPOAgent(config=config(steps=3)).train()
+    return folder / "run"
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(how, done, caplog):
+    harm, file, said = DAMAGE[how]
+    cut(done, 3, Path("run"))
+    harm(Path("run/checkpoints/step-000003", file))
+    again = GSPOAgent.resume("run")
+    assert re.search(f"step-000003: {said}", caplog.text)
+    again.train()
+    same(done / "checkpoints/step-000003", Path("run/checkpoints/step-000003"))
+    assert Path("run/checkpoints/damaged-step-000003").is_dir()
+
+
+def test_without_an_undamaged_checkpoint_a_run_does_not_go_on_and_each_damage_is_named(done):
+    cut(done, 1, Path("run"))
+    for folder in Path("run/checkpoints").glob("step-*"):
+        (folder / "state.json").unlink()
+    with pytest.raises(OutputError, match=r"step-000001: state.json is missing; step-000000: "):
+        GSPOAgent.resume("run")
+
+
+def test_another_model_than_the_first_is_refused(done):
+    cut(done, 2, Path("run"))
+    flipped(Path("run/checkpoints/start/model.safetensors"))
+    with pytest.raises(OutputError, match=r"model.safetensors has other contents"):
+        GSPOAgent.resume("run")
+    base = done.parent / "base"
+    if not base.exists():
+        shutil.copytree(done / "model", base)
+    GSPOAgent(config=config(steps=1, model=str(base), output="named")).train()
+    assert not Path("named/checkpoints/start").exists()
+    shutil.copy(done / "checkpoints/start/model.safetensors", base)
+    with pytest.raises(ModelError, match=r"has other weights than when the run 'named' began"):
+        GSPOAgent.resume("named")
+
+
+def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done):
+    store = Checkpoints(Path(), CheckpointConfig(save_every=1, keep=2))
+    best = {3: 0.1, 6: 0.9, 9: 0.5}
+    marked = {}
+    for step in range(12):
+        if best.get(step, 0) > marked.get("success", 0):
+            marked = {"step": step, "success": best[step]}
+        assert store.save({"step": step, "best": marked}, [("a", torch.ones(2))])
+    found = sorted(p.name for p in Path("checkpoints").glob("step-*"))
+    assert found == ["step-000006", "step-000010", "step-000011"]
+    assert Path("checkpoints/best").readlink() == Path("step-000006")
+    best_of_run = done / "checkpoints/best"
+    assert len(GSPOAgent.load(best_of_run).evaluate(2)) == 2
+
+
+def test_without_a_number_of_steps_saving_takes_a_fiftieth_of_the_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    store = Checkpoints(Path(), CheckpointConfig())
+
+    def slow(path):
+        now[0] += 3
+
+    store.save({"step": 0, "best": {}}, [("a", torch.ones(2))], slow)
+    now[0] += 149
+    assert not store.due(1)
+    now[0] += 1
+    assert store.due(2)
+
+
+def test_only_the_number_of_steps_and_the_checkpoints_may_change(done):
+    cut(done, 2, Path("run"))
+    saved = load_toml("run/config.toml")
+    for changes, said in [
+        ({"seed": 1}, "seed is 1, and 0 in the run that goes on"),
+        ({"learner": {"learning_rate": 0.5}}, "learner.learning_rate is 0.5"),
+        ({"steps": 1}, "steps is 1; expected at least 2"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            GSPOAgent.resume("run", override(saved, changes))
+    changed = override(saved, {"steps": 3, "checkpoints": {"keep": 1, "save_every": 2}})
+    assert [step for step, _ in GSPOAgent.resume("run", changed).train()] == [0, 1, 2, 2, 3, 3]
+
+
+def test_a_finished_run_says_so(done, capsys):
+    main(["train", "--resume", str(done)])
+    assert "is finished: all 3 steps are done; --steps adds more" in capsys.readouterr().out

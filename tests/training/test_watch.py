@@ -91,7 +91,7 @@ def stopped(capsys: Any, name: str, *arguments: str) -> str:
         ("Plain", ("--group-size", "1"), "rollout.group_size is 1, and the estimator"),
         ("Wordy", (), "no episode can have a turn: the first prompts have 8"),
         ("Plain", ("--max-context", "33"), "no episode can have a turn: the first prompts"),
-        ("Long", (), "gave an observation of 200000 characters; expected at most 16384"),
+        ("Long", (), "reset() observation is 200000 characters long; expected at most 16384"),
         ("Yes", (), "info['success'] is 'yes' of type str, expected a bool"),
         ("Mute", ("--strict",), "has no expert_action, so the tiny model starts with random"),
         ("Plain", ("--strict", "True", "--minibatches", "9"), "learner.minibatches is 9, and a"),

@@ -10,16 +10,16 @@ import asyncio
 import functools
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
+from gspo_env.children import PrivateFolder
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
+from gspo_env.engines.vllm.process import DIE_WITH_PARENT
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.engines.vllm.worker import EXTENSION
 from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
@@ -37,6 +37,7 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
+        "trust_remote_code": False,
         # All weights arrive as an update does: one that is not updated shows at once.
         "load_format": "dummy",
         "worker_extension_cls": EXTENSION,
@@ -94,7 +95,7 @@ class VLLMEngine:
         self.copies = 1
         self.dtype = ""
         self.tolerance = tolerance(config)
-        self._folder = tempfile.TemporaryDirectory(prefix="gspo-env-vllm-")
+        self._folder = PrivateFolder("gspo-env-vllm-")
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._new: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
@@ -109,9 +110,10 @@ class VLLMEngine:
             arguments["enable_sleep_mode"] = True
         try:
             self._thread.submit(self._start, model, arguments, config.kv_cache_gib).result()
-        except GspoEnvError:
-            raise
         except Exception as error:
+            self._folder.close()
+            if isinstance(error, GspoEnvError):
+                raise
             raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
 
     async def generate(
@@ -132,9 +134,17 @@ class VLLMEngine:
             future=loop.create_future(),
         )
         self._new[str(self._count)] = request
-        if self._pump is None or self._pump.done():
-            self._pump = loop.create_task(self._run())
+        self._ensure_running()
         return await request.future
+
+    async def _drain(self) -> None:
+        if self._running or self._new:  # some may be cancelled, which the next step notices
+            self._ensure_running()
+            await drained(lambda: len(self._running) + len(self._new))
+
+    def _ensure_running(self) -> None:
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.get_running_loop().create_task(self._run())
 
     def release(self, session: str) -> None:
         """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
@@ -142,19 +152,19 @@ class VLLMEngine:
     async def sleep(self) -> None:
         """Frees the GPU memory for the learner until the next `update_weights`."""
         if self._sleeps and not self._asleep:
+            await self._drain()
             await self._call(self._engine.sleep, 2)
             self._asleep = True
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Copies the learner's weights and clears the prefix cache.
+        """Waits for requests in flight, copies the learner's weights, clears the prefix cache.
 
         Raises:
-            EngineError: Requests are running, the cache could not be reset, or a weight is left
-                out.
+            EngineError: Requests still run after minutes, the cache could not be reset, or a
+                weight is left out.
             ModelError: The weights cannot be exported; see `named_weights`.
         """
-        if self._running or self._new:
-            raise EngineError("weights cannot change while requests are running")
+        await self._drain()
         if self._asleep:
             await self._call(self._engine.wake_up, ["weights"])
         await self._call(self._load, named_tensors)
@@ -169,12 +179,13 @@ class VLLMEngine:
         """Stops vLLM and frees its memory."""
         self._thread.submit(self._stop).result()
         self._thread.shutdown()
-        self._folder.cleanup()
+        self._folder.close()
 
     def _start(self, model: Any, arguments: dict[str, Any], kv_cache_gib: float) -> None:
         if arguments["tensor_parallel_size"] == 1:
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             arguments = {"distributed_executor_backend": "uni", **arguments}
+        os.environ[DIE_WITH_PARENT] = "1"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, round(kv_cache_gib))))
         # the learner needs the cores as well
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -189,7 +200,7 @@ class VLLMEngine:
             ) from error
         # Otherwise vLLM builds an output for every unfinished sequence at each step.
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
-        folder = Path(self._folder.name) / "model"
+        folder = self._folder.path / "model"
         self._exporter.config.save_pretrained(folder)
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
         self.dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
@@ -198,7 +209,7 @@ class VLLMEngine:
     def _load(self, named_tensors: NamedTensors) -> None:
         keywords: dict[str, Any] = {"weights": self._exporter.weights(named_tensors)}
         if not self._in_place:
-            folder = Path(self._folder.name) / "model"
+            folder = self._folder.path / "model"
             self._exporter.write(named_tensors, folder)
             keywords = {"folder": str(folder)}
         try:
@@ -258,7 +269,7 @@ class VLLMEngine:
         completion = Completion(
             token_ids=ids,
             logprobs=logprobs,
-            finish_reason="stop" if sampled.finish_reason == "stop" else "length",
+            finish_reason=sampled.finish_reason,
             weights_version=request.version,
         )
         request.future.set_result(completion)

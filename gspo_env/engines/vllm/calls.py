@@ -1,0 +1,87 @@
+"""Calls of vLLM's server interface, and what it answers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx2 as httpx
+
+from gspo_env.engines.base import Completion
+from gspo_env.engines.vllm.process import Server
+from gspo_env.engines.vllm.worker import EXTENSION
+from gspo_env.errors import EngineError
+
+RESET_SECONDS = 60.0
+"""Maximum time until a server has aborted the requests that were cancelled here."""
+
+
+def call(client: httpx.Client, method: str, **keywords: str) -> Any:
+    """Calls a method in each worker of a server; returns their answers."""
+    body = {"method": method, "kwargs": keywords}
+    return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
+
+
+def reset_cache(client: httpx.Client) -> str:
+    """Resets a server's prefix cache; returns an error message, or an empty string.
+
+    It fails while the server still aborts requests that were cancelled here.
+    """
+    deadline = time.monotonic() + RESET_SECONDS
+    while not client.post("/reset_prefix_cache").raise_for_status().json().get("success"):
+        if time.monotonic() > deadline:
+            return f"it did not reset its prefix cache within {RESET_SECONDS:g} s"
+        time.sleep(0.05)
+    return ""
+
+
+def check_server(client: httpx.Client, backend: str) -> str:
+    """Returns the dtype of a server's weights.
+
+    Raises:
+        EngineError: The server cannot check its weights, or was started with another backend: the
+            trainer would wait for it.
+    """
+    told = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
+    config = told["vllm_config"]
+    extension = config["parallel_config"]["worker_extension_cls"]
+    if extension != EXTENSION:
+        raise EngineError(
+            f"its worker extension is {extension!r}; expected {EXTENSION!r}, which checks the "
+            f"weights: install gspo-env there and start it with --worker-extension-cls {EXTENSION}"
+        )
+    found = (config["weight_transfer_config"] or {}).get("backend")
+    if backend not in ("folder", found):
+        raise EngineError(
+            f"its weight transfer backend is {found!r}; expected {backend!r}: start it with "
+            f"""--weight-transfer-config '{{"backend": "{backend}"}}' or choose --transfer folder"""
+        )
+    return str(config["model_config"]["dtype"]).removeprefix("torch.")
+
+
+def read_completion(server: Server, response: httpx.Response, version: int) -> Completion | None:
+    """Reads an answer; None if the server aborted the request, as it does when it is stopped.
+
+    Raises:
+        EngineError: The server refused the request, or the answer cannot be read.
+    """
+    if response.status_code != 200:
+        raise EngineError(
+            f"vLLM server {server.name} refused a request with {response.status_code}: "
+            f"{response.text[:300]}"
+        )
+    try:
+        choice = response.json()["choices"][0]
+        if choice["finish_reason"] == "abort":
+            return None
+        return Completion(
+            token_ids=tuple(choice["token_ids"]),
+            logprobs=tuple(place["logprob"] for place in choice["logprobs"]["content"]),
+            finish_reason=choice["finish_reason"],
+            weights_version=version,
+        )
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise EngineError(
+            f"vLLM server {server.name} gave an answer that cannot be read "
+            f"({type(error).__name__}: {error}): {response.text[:300]}"
+        ) from error

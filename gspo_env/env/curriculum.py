@@ -1,0 +1,107 @@
+"""Curricula: the `options` of `reset` in a step follow from the results of the steps before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from gspo_env.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the episodes of one training step were."""
+
+    options: Mapping[str, Any]
+    """The options of `reset`."""
+    success: float
+    """Share of the episodes that succeeded."""
+    mean_return: float
+    """Mean sum of the turns' rewards."""
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the options that are numbers, by metric name."""
+        numbers = {k: v for k, v in self.options.items() if isinstance(v, int | float)}
+        return {f"rollout/option/{name}": float(value) for name, value in numbers.items()}
+
+
+class Curriculum(Protocol):
+    """Chooses the options of the next step's tasks; a frozen dataclass with its own settings."""
+
+    def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
+        """Returns the options of `reset`, which are JSON values.
+
+        A function of the results alone, so that a resumed run goes on in the same way.
+
+        Args:
+            results: All steps before, the last one last.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoCurriculum:
+    """Every step plays tasks without options."""
+
+    def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
+        """Returns no options."""
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ladder:
+    """One option takes the next value once the mean success with the present one is high enough."""
+
+    option: str = "hops"
+    """Name of the option; the default environment has `hops`."""
+    values: tuple[int | float | str, ...] = (1, 2, 3)
+    """Its values, from easy to hard."""
+    success: float = 0.8
+    """Mean success that leads to the next value."""
+    window: int = 2
+    """Steps over which the mean is taken."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        if not self.option or not self.values:
+            raise ConfigError(
+                f"curriculum ladder has option {self.option!r} and values {list(self.values)}; "
+                "expected both, such as --option hops --values 1 2 3"
+            )
+        if not 0 <= self.success <= 1:
+            raise ConfigError(f"success is {self.success!r}; expected a number in [0, 1]")
+        if self.window < 1:
+            raise ConfigError(f"window is {self.window!r}; expected at least 1")
+
+    def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
+        """Returns the option with its present value."""
+        level = 0
+        recent: list[float] = []
+        for result in results:
+            recent = [*recent, result.success][-self.window :]
+            enough = len(recent) == self.window and sum(recent) / self.window >= self.success
+            if enough and level + 1 < len(self.values):
+                level, recent = level + 1, []
+        return {self.option: self.values[level]}
+
+
+def next_options(curriculum: Curriculum, results: Sequence[StepResult]) -> dict[str, Any]:
+    """Returns the options that a curriculum chooses.
+
+    Raises:
+        ConfigError: It raised, or what it returned is no mapping of JSON values.
+    """
+    name = type(curriculum).__name__
+    try:
+        found = curriculum.options(results)
+        if not isinstance(found, Mapping):
+            raise TypeError(f"it returned {type(found).__name__}")
+        options: dict[str, Any] = json.loads(json.dumps(dict(found)))
+    except Exception as error:
+        raise ConfigError(
+            f"options of curriculum {name} failed: {type(error).__name__}: {error}; expected a "
+            "mapping of names to JSON values"
+        ) from error
+    return options

@@ -1,0 +1,128 @@
+"""Failures of environments: each costs one attempt at an episode, is logged once and counted."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from gspo_env.env.base import TextEnvironment
+from gspo_env.env.threads import attempt, foreign
+from gspo_env.errors import (
+    EnvironmentContractError,
+    EnvironmentCrashError,
+    EnvironmentHangError,
+    RolloutError,
+)
+from gspo_env.types import Episode, Fault, StopReason, Task
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILED = 0.5
+"""Default of the largest share of episodes that may fail in their environment."""
+
+
+class EnvironmentFailed(Exception):
+    """An environment raised, broke the contract, hung or crashed."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.fault = fault
+
+
+def describe(what: str, error: Exception) -> Fault:
+    """Describes a failure of an environment.
+
+    Args:
+        what: The call, such as `step('yes')`.
+        error: What it raised.
+    """
+    if isinstance(error, (EnvironmentContractError, EnvironmentCrashError, EnvironmentHangError)):
+        reason = StopReason.INVALID
+        if isinstance(error, EnvironmentCrashError):
+            reason = StopReason.CRASH
+        elif isinstance(error, EnvironmentHangError):
+            reason = StopReason.ENV_TIMEOUT
+        text = str(error)
+        return Fault(reason=reason, message=text, where=text.partition(" is ")[0])
+    told = foreign(error)
+    return Fault(
+        reason=StopReason.ERROR,
+        message=f"{what} raised {told.name}: {told.text} ({told.where})",
+        where=f"{told.name} at {told.where}",
+        traceback=told.trace,
+    )
+
+
+def hang(method: str, seconds: float | None) -> Fault:
+    """Describes a call that did not return before the episode's time was over."""
+    message = f"{method} had not returned when the {seconds:g} s of its episode were over"
+    return Fault(reason=StopReason.ENV_TIMEOUT, message=message, where=f"{method} did not return")
+
+
+def failed_episode(task: Task, fault: Fault) -> Episode:
+    """Returns the episode of an environment that could not be made."""
+    return Episode(
+        task=task,
+        turns=(),
+        outcome=0.0,
+        stop_reason=fault.reason,
+        terminated=False,
+        truncated=False,
+        error=fault.message,
+        faults=(fault,),
+        success=False,
+    )
+
+
+@dataclass(slots=True)
+class FaultLog:
+    """Logs the first failure of each cause and counts all."""
+
+    first: Fault | None = None
+    counts: Counter[StopReason] = field(default_factory=Counter)
+    """Failures by reason, those that were played again included."""
+    _causes: Counter[str] = field(default_factory=Counter)
+
+    def note(self, task: Task, fault: Fault) -> None:
+        """Counts a failure."""
+        self.first = self.first or fault
+        self.counts[fault.reason] += 1
+        self._causes[fault.where] += 1
+        if self._causes[fault.where] == 1:
+            logger.error("episode of %s (seed %d): %s", task.env_id, task.seed, fault.message)
+
+    def summarise(self) -> None:
+        """Logs how often each cause occurred that occurred more than once, and forgets them."""
+        for where, count in self._causes.most_common(20):
+            if count > 1:
+                logger.error("%d failures of environments: %s", count, where)
+        self._causes.clear()
+
+
+def close_quietly(env: TextEnvironment) -> None:
+    """Closes an environment; an exception is logged, since its episodes are over."""
+    try:
+        attempt(env.close)
+    except Exception as error:
+        told = foreign(error)
+        logger.warning("close() raised %s: %s (%s)", told.name, told.text, told.where)
+
+
+def refuse_failures(episodes: Sequence[Episode], rate: float = MOST_FAILED) -> None:
+    """Raises an error if too many episodes failed in their environment.
+
+    Args:
+        episodes: Every episode of a collection.
+        rate: The largest share that may fail. It is an error in any case if all do.
+
+    Raises:
+        RolloutError: More episodes failed, after every retry.
+    """
+    failed = [e for e in episodes if e.failed]
+    if len(failed) > rate * len(episodes) or len(failed) == len(episodes) > 0:
+        raise RolloutError(
+            f"{len(failed)} of {len(episodes)} episodes failed in their environment, where at most "
+            f"{rate:.0%} may; the first error: {failed[0].error}"
+        )

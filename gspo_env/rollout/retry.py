@@ -1,0 +1,104 @@
+"""Plays episodes again whose environment failed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from gspo_env.env.base import TextEnvironment
+from gspo_env.rollout.faults import (
+    EnvironmentFailed,
+    FaultLog,
+    close_quietly,
+    failed_episode,
+)
+from gspo_env.rollout.play import Policy, play, play_now
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.types import Episode, Fault, StopReason, Task
+
+RETRIES = 2
+"""Default of the number of times that an episode is played again."""
+
+
+async def play_again(
+    attempt: Callable[[int], Awaitable[Episode]], retries: int, log: FaultLog
+) -> Episode:
+    """Plays an episode until its environment does not fail, or `retries` times more.
+
+    Args:
+        attempt: Plays the episode; its argument is the number of attempts before.
+        retries: Attempts after the first one.
+        log: Counts the failures.
+    """
+    faults: tuple[Fault, ...] = ()
+    for number in range(retries + 1):
+        episode = await attempt(number)
+        if not episode.failed:
+            break
+        faults += episode.faults
+        log.note(episode.task, episode.faults[0])
+    return replace(episode, faults=faults) if faults else episode
+
+
+async def play_pooled(
+    pool: EnvPool, task: Task, policy: Policy, *, timeout: float, **limits: Any
+) -> Episode:
+    """Plays one episode in an environment of a pool; one that fails leaves the pool.
+
+    Args:
+        pool: The pool.
+        task: See `play`.
+        policy: See `play`.
+        timeout: Seconds after which the episode is cut, and seconds that a new environment may
+            take.
+        limits: Further arguments of `play`.
+    """
+    try:
+        env = await pool.acquire(timeout)
+    except EnvironmentFailed as failure:
+        return failed_episode(task, failure.fault)
+    episode = await play(
+        env,
+        task,
+        policy,
+        timeout=timeout,
+        call=pool.call,
+        gives_outcome=pool.gives_outcome,
+        **limits,
+    )
+    if episode.failed:
+        pool.discard(env, stuck=episode.stop_reason is StopReason.ENV_TIMEOUT)
+    else:
+        pool.give_back(env)
+    return episode
+
+
+def play_alone(
+    env: TextEnvironment,
+    task: Task,
+    policy: Policy,
+    log: FaultLog,
+    *,
+    max_turns: int | None = None,
+    retries: int = RETRIES,
+) -> Episode:
+    """Plays one episode without an event loop; an environment that fails is closed and reset.
+
+    Args:
+        env: The environment.
+        task: See `play`.
+        policy: See `play_now`.
+        log: Counts the failures.
+        max_turns: See `play`.
+        retries: Attempts after the first one.
+    """
+    faults: tuple[Fault, ...] = ()
+    for _ in range(retries + 1):
+        episode = play_now(env, task, policy, max_turns=max_turns)
+        if not episode.failed:
+            break
+        faults += episode.faults
+        log.note(task, episode.faults[0])
+        close_quietly(env)
+    return replace(episode, faults=faults) if faults else episode

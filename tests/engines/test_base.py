@@ -1,0 +1,105 @@
+"""What an engine returns is checked before anything is learned from it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_env.engines.base import Completion, Sampling, check_completion, drained
+from gspo_env.env.registration import make_env
+from gspo_env.errors import EngineError
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.types import Task
+
+GOOD = Completion(
+    token_ids=(5, 6, 2), logprobs=(-0.5, -1.0, 0.0), finish_reason="stop", weights_version=0
+)
+ASKED = Sampling(max_tokens=4, stop_ids=(2,))
+MALFORMED = {
+    "a negative id": {"token_ids": (5, -6, 2)},
+    "an id that is text": {"token_ids": (5, "6", 2)},
+    "an id that is a fraction": {"token_ids": (5, 6.0, 2)},
+    "an id beyond the vocabulary": {"token_ids": (5, 300, 2)},
+    "an id of any size": {"token_ids": (5, 10**30, 2)},
+    "no id": {"token_ids": (), "logprobs": ()},
+    "nested ids": {"token_ids": ((5,), (6,), (2,))},
+    "ragged ids": {"token_ids": ((5, 6), 2)},
+    "ids that are None": {"token_ids": None},
+    "a log-probability that is NaN": {"logprobs": (-0.5, math.nan, -1.0)},
+    "a positive log-probability": {"logprobs": (-0.5, 0.5, -1.0)},
+    "a log-probability of minus infinity": {"logprobs": (-0.5, -math.inf, -1.0)},
+    "a log-probability that is text": {"logprobs": (-0.5, "-1", -1.0)},
+    "a log-probability that is None": {"logprobs": (-0.5, None, -1.0)},
+    "fewer log-probabilities than ids": {"logprobs": (-0.5, -1.0)},
+    "more tokens than asked": {"token_ids": (5, 6, 7, 8, 2), "logprobs": (-1.0,) * 5},
+    "fewer tokens, without a stop id": {"token_ids": (5, 6, 7), "finish_reason": "length"},
+    "a stop id in the middle": {"token_ids": (5, 2, 2)},
+    "no version": {"weights_version": None},
+    "a negative version": {"weights_version": -1},
+    "an unknown reason": {"finish_reason": "abort"},
+    "length where a stop id ends it": {"finish_reason": "length"},
+    "stop without a stop id": {"token_ids": (5, 6, 7)},
+}
+
+
+@pytest.mark.parametrize("fault", MALFORMED)
+def test_a_malformed_completion_is_refused_with_the_field_and_its_value(fault):
+    check_completion(GOOD, ASKED, 300)
+    with pytest.raises(EngineError, match=r"a completion is malformed: .* expected"):
+        check_completion(replace(GOOD, **MALFORMED[fault]), ASKED, 300)
+
+
+def test_what_is_no_completion_is_refused():
+    with pytest.raises(EngineError, match="returned dict; expected a Completion"):
+        check_completion({"token_ids": (1,)}, ASKED)
+
+
+def test_the_message_of_a_long_completion_is_short():
+    ids = tuple(range(1000, 101_000))
+    long = replace(GOOD, token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason="length")
+    with pytest.raises(EngineError) as raised:
+        check_completion(long, Sampling(max_tokens=len(ids)), 300)
+    assert len(str(raised.value)) < 300
+
+
+@given(
+    st.lists(st.integers(3, 299), min_size=1, max_size=40),
+    st.booleans(),
+    st.lists(st.floats(-1e30, 0.0), min_size=41, max_size=41),
+)
+def test_every_well_formed_completion_is_accepted(ids, stopped, logprobs):
+    ids = [*ids, 2] if stopped else ids
+    done = Completion(
+        token_ids=tuple(ids),
+        logprobs=tuple(logprobs[: len(ids)]),
+        finish_reason="stop" if stopped else "length",
+        weights_version=7,
+    )
+    check_completion(done, Sampling(max_tokens=len(ids), stop_ids=(2,)), 300)
+
+
+@pytest.mark.parametrize("fault", ["an id beyond the vocabulary", "a positive log-probability"])
+def test_no_malformed_completion_of_any_engine_reaches_an_episode(player, fault):
+    class Malformed:
+        async def generate(self, prompt_ids, sampling, session=None):
+            return replace(GOOD, **MALFORMED[fault])
+
+        def release(self, session):
+            pass
+
+    limits = RolloutConfig(max_turn_tokens=8, max_context=256)
+    pool = EnvPool(lambda: make_env("gspo/Lookup-v0"))
+    collector = Collector(Malformed(), player.chat, pool, limits, vocab_size=300)
+    with pytest.raises(EngineError, match="a completion is malformed"):
+        asyncio.run(collector.collect([Task(env_id="test", seed=0)], seed=0, group_size=2))
+
+
+def test_the_wait_for_requests_in_flight_is_bounded():
+    with pytest.raises(EngineError, match=r"2 still run after 0\.01 s"):
+        asyncio.run(drained(lambda: 2, 0.01))

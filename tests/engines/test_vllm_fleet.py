@@ -1,0 +1,180 @@
+"""vLLM servers that die, hang, abort or lie; with a pretend server, so vLLM need not be installed.
+
+`tests/engines/test_vllm.py` has the same with real servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from gspo_env.engines.base import Sampling
+from gspo_env.engines.vllm import process
+from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
+from gspo_env.errors import EngineError
+from gspo_env.model.export import named_weights
+
+PRETEND = [sys.executable, "-S", str(Path(__file__).with_name("pretend_vllm.py"))]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills by /proc")
+
+
+@pytest.fixture
+def start(model, monkeypatch):
+    """Starts a fleet of pretend servers."""
+    monkeypatch.setattr(process, "_command", lambda folder: PRETEND)
+    monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: name)
+    engines = []
+
+    def begin(**settings):
+        engines.append(VLLMServerEngine(model, VLLMServer(**settings), max_context=100))
+        return engines[-1]
+
+    yield begin
+    for engine in engines:
+        engine.close()
+
+
+async def ask(engine, count):
+    jobs = (engine.generate([3, 4], Sampling(max_tokens=1, seed=n)) for n in range(count))
+    return [done.token_ids[0] for done in await asyncio.gather(*jobs)]
+
+
+async def all_serve(engine, count):
+    async with asyncio.timeout(30):
+        while engine.copies < count:
+            await asyncio.sleep(0.02)
+
+
+def in_folder(engine):
+    """The id that a server with the current weights answers with."""
+    files = sorted(engine._folder.glob("*.safetensors"))
+    return zlib.crc32(b"".join(file.read_bytes() for file in files)) % 1000
+
+
+def fault(engine, name, times=1):
+    (engine._private.path / name).write_text("x" * times)
+
+
+def test_a_killed_server_is_started_again_and_has_the_current_weights_at_its_first_request(
+    start, model
+):
+    engine = start(replicas=2)
+
+    async def play():
+        before = in_folder(engine)
+        assert await ask(engine, 8) == [before] * 8
+        model.get_input_embeddings().weight.data.mul_(1.5)
+        await engine.update_weights(named_weights(model), 1)
+        after, pids = in_folder(engine), engine.pids
+        assert after != before
+        os.kill(pids[0], signal.SIGKILL)
+        assert await ask(engine, 8) == [after] * 8  # on the other one
+        await all_serve(engine, 2)
+        assert len(set(pids) | set(engine.pids)) == 3
+        assert await ask(engine, 8) == [after] * 8
+        await engine.update_weights(named_weights(model), 2)
+        return await engine.generate([3], Sampling(max_tokens=1))
+
+    assert asyncio.run(play()).weights_version == 2
+    assert engine.metrics() == {
+        "rollout/servers": 2.0,
+        "rollout/servers_lost": 1.0,
+        "rollout/server_restarts": 1.0,
+    }
+
+
+def test_requests_wait_for_the_only_server_to_be_started_again(start):
+    engine = start()
+
+    async def play():
+        os.kill(engine.pids[0], signal.SIGKILL)
+        return await ask(engine, 4)
+
+    assert asyncio.run(play()) == [in_folder(engine)] * 4
+
+
+def test_an_update_waits_for_the_only_server_to_be_started_again(start, model):
+    engine = start()
+    os.kill(engine.pids[0], signal.SIGKILL)
+
+    async def play():
+        await engine.update_weights(named_weights(model), 1)
+        return await ask(engine, 1)
+
+    assert asyncio.run(play()) == [in_folder(engine)]
+
+
+def test_restarts_are_bounded_and_the_reason_is_told(start):
+    engine = start(max_server_restarts=2)
+    fault(engine, "dies", times=100)
+    with pytest.raises(EngineError, match="none of the 1 vLLM servers is left; the last one was"):
+        asyncio.run(ask(engine, 1))
+    assert engine.metrics()["rollout/server_restarts"] == 2.0
+
+
+@pytest.mark.parametrize("name", ["abort", "fails", "dies"])
+def test_a_request_that_its_server_drops_is_played_on_the_other(start, name):
+    engine = start(replicas=2)
+    fault(engine, name)
+    assert asyncio.run(ask(engine, 6)) == [in_folder(engine)] * 6
+    assert engine.servers_lost == 1
+
+
+def test_an_answer_that_cannot_be_read_is_an_error_with_the_answer(start):
+    engine = start()
+    fault(engine, "empty")
+    with pytest.raises(EngineError, match=r"cannot be read .*choices"):
+        asyncio.run(ask(engine, 1))
+
+
+def test_weights_are_updated_while_a_server_still_holds_a_cancelled_request(start, model):
+    engine = start()
+    fault(engine, "held", times=3)
+    asyncio.run(engine.update_weights(named_weights(model), 1))
+    assert engine.servers_lost == 0
+
+
+def test_servers_listen_only_on_a_socket_that_nobody_else_can_reach(start):
+    engine = start()
+    (server,) = engine._servers
+    assert Path(server.socket).parent.stat().st_mode & 0o777 == 0o700
+    inodes = set()
+    for link in Path(f"/proc/{engine.pids[0]}/fd").iterdir():
+        inodes |= {os.readlink(link)}
+    tcp = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    listening = {f"socket:[{line.split()[9]}]" for line in tcp.splitlines()[1:] if " 0A " in line}
+    assert not inodes & listening
+
+
+def test_a_listener_that_was_not_started_here_is_refused(start, tmp_path):
+    engine = start()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+        other.listen()
+        with pytest.raises(EngineError, match=f"process {os.getpid()} listens on"):
+            process._listener(str(tmp_path / "s"), engine._servers[0].guard.process.pid)
+
+
+def test_a_closed_engine_leaves_neither_processes_nor_files(start):
+    engine = start(replicas=2)
+    pids, folder = engine.pids, engine._private.path
+    engine.close()
+    engine.close()
+    assert not folder.exists()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_server_that_ends_while_it_starts_is_named_with_its_last_error(start, monkeypatch):
+    code = "raise RuntimeError('no such device')"
+    monkeypatch.setattr(process, "_command", lambda folder: [sys.executable, "-c", code])
+    with pytest.raises(EngineError, match=r"exit code 1 while starting: RuntimeError: no such"):
+        start()

@@ -1,0 +1,53 @@
+"""Curricula: options follow from the results alone, and what is no option is named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from gspo_env.env import Ladder, StepResult
+from gspo_env.env.curriculum import next_options
+from gspo_env.errors import ConfigError
+
+
+def climb(ladder, successes):
+    """The values that are played, one for each success and one more."""
+    results, played = [], []
+    for success in [*successes, 0.0]:
+        options = ladder.options(results)
+        played.append(options[ladder.option])
+        results.append(StepResult(options, success, 0.0))
+    return played
+
+
+def test_a_ladder_goes_up_when_the_mean_of_its_window_at_this_value_is_high_enough():
+    ladder = Ladder(option="hops", values=(1, 2, 3), success=0.8, window=2)
+    assert climb(ladder, [0.9, 0.6, 1.0, 0.9, 0.9, 0.9]) == [1, 1, 1, 2, 2, 3, 3]
+    assert climb(ladder, [0.5] * 4) == [1] * 5
+    assert climb(Ladder(option="word", values=("a", "b"), window=1), [0.8, 0.0]) == ["a", "b", "b"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"option": ""}, {"values": ()}, {"success": 1.5}, {"window": 0}],
+)
+def test_an_invalid_ladder_is_named(wrong):
+    with pytest.raises(ConfigError, match="expected"):
+        Ladder(**wrong)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    value: object
+
+    def options(self, results):
+        return self.value
+
+
+@pytest.mark.parametrize("value", [None, [1], {"a": {1, 2}}, {"a": object()}])
+def test_options_that_are_no_mapping_of_json_values_are_named(value):
+    with pytest.raises(
+        ConfigError, match=r"options of curriculum Fixed failed: .*; expected a map"
+    ):
+        next_options(Fixed(value), [])

@@ -1,0 +1,160 @@
+"""Out of memory in a pass: halves give the gradient of the whole, and one sequence is an error."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gspo_env.errors import TrainingError
+from gspo_env.learner import GSPO, DrGRPO, Learner, LearnerConfig
+
+CPU = "[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(CPU), MemoryError()]
+
+
+def learner_of(model, loss=None, dtype=torch.float64, **config):
+    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
+    return Learner(copy.deepcopy(model).to(dtype), loss or GSPO(), settings, total_steps=8)
+
+
+class Small:
+    """A scorer on a device that fits rows of at most some tokens."""
+
+    def __init__(self, scorer, most, error, where):
+        self.scorer, self.most, self.error, self.where = scorer, most, error, where
+        self.router_coefficient = scorer.router_coefficient
+        self.failures = 0
+
+    def __call__(self, row, **settings):
+        predictions, balance = self.scorer(row, **settings)
+        if sum(row.lengths_B) <= self.most:
+            return predictions, balance
+        self.failures += 1
+        if self.where == "forward" or not torch.is_grad_enabled():
+            raise self.error
+
+        def fail(gradient):
+            raise self.error
+
+        if self.where == "backward":
+            predictions.logprobs_N.register_hook(fail)
+        else:  # when a part of the gradient has been added
+            target = next(self.scorer.model.parameters())
+            handle = target.register_hook(lambda g: (handle.remove(), fail(g)))
+        return predictions, balance
+
+
+def gradient(learner):
+    return {n: p.grad.clone() for n, p in learner.masters.tensors.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "loss"),
+    [
+        ("forward", ERRORS[0], GSPO()),
+        ("backward", ERRORS[1], DrGRPO(aggregation="token_mean")),
+        ("late", ERRORS[2], GSPO(kl_coef=0.1)),
+    ],
+)
+def test_a_pass_in_halves_has_the_gradient_of_the_whole(model, samples, where, error, loss):
+    whole, short = (learner_of(model, loss) for _ in range(2))
+    minibatches = [learner.score(learner.prepare(samples))[0] for learner in (whole, short)]
+    whole.backward(minibatches[0])
+    most = sum(len(s.token_ids) for s in samples) // 3
+    short.scorer = Small(short.scorer, most, error, where)
+    short.backward(minibatches[1])
+    assert short.scorer.failures >= 2
+    wanted, found = gradient(whole), gradient(short)
+    assert wanted.keys() == found.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_a_gradient_that_was_there_before_stays(model, samples):
+    whole, short = (learner_of(model) for _ in range(2))
+    short.scorer = Small(short.scorer, 10**9, ERRORS[0], "late")
+    for learner in (whole, short):
+        (first,), (second,) = (
+            learner.score(learner.prepare(part)) for part in (samples[:6], samples[6:])
+        )
+        learner.backward(first)
+        if learner is short:
+            short.scorer.most = max(len(s.token_ids) for s in samples) * 2
+        learner.backward(second)
+    wanted, found = gradient(whole), gradient(short)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_updates_in_halves_count_them_and_go_on(model, samples, dtype):
+    whole, short = (learner_of(model, dtype=dtype, minibatches=2) for _ in range(2))
+    most = sum(len(s.token_ids) for s in samples) // 3
+    short.scorer = Small(short.scorer, most, ERRORS[0], "late")
+    metrics = [learner.update(samples) for learner in (whole, short)]
+    assert metrics[0]["train/oom_splits"] == 0
+    assert metrics[1]["train/oom_splits"] >= 2
+    assert metrics[1]["train/skipped_steps"] == 0
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    assert metrics[1]["train/loss"] == pytest.approx(metrics[0]["train/loss"], abs=tolerance)
+    assert short.imitate(samples) == pytest.approx(whole.imitate(samples), abs=tolerance)
+
+
+def test_one_sequence_that_does_not_fit_is_one_sentence(model, samples):
+    learner = learner_of(model)
+    learner.scorer = Small(learner.scorer, 3, ERRORS[0], "forward")
+    with pytest.raises(TrainingError, match=r"one sequence of \d+ tokens does not fit") as found:
+        learner.update(samples)
+    assert "rollout.max_context" in str(found.value)
+
+
+def test_other_errors_are_not_taken_for_it(model, samples):
+    learner = learner_of(model)
+    learner.scorer = Small(learner.scorer, 3, RuntimeError("another"), "forward")
+    with pytest.raises(RuntimeError, match="another"):
+        learner.update(samples)
+
+
+REAL = """
+import resource, sys
+import numpy as np, torch
+from gspo_env.batch import Sample
+from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.recipes.embedded import build_model
+from gspo_env.recipes.tiny import Tiny
+
+model = build_model(Tiny(hidden_size=64), 2_000, 0, 0)
+learner = Learner(model, GSPO(), LearnerConfig(minibatches=1, warmup_steps=0), total_steps=3)
+rng = np.random.default_rng(0)
+samples = [
+    Sample(token_ids=rng.integers(1, 2_000, 201), turn_ids=np.array([-1] + [0] * 200),
+           advantages=rng.normal(size=200), engine_logprobs=None)
+    for _ in range(16)
+]
+learner.update(samples[:1])
+if "limited" in sys.argv:
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 60 * 2**20, resource.RLIM_INFINITY))
+metrics = learner.update(samples)
+found = [metrics[f"train/{name}"] for name in ("oom_splits", "grad_norm", "loss")]
+print(*found)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
+def test_a_real_allocation_that_fails_is_halved(capsys):
+    whole = {}
+    exec(REAL, whole)
+    done = subprocess.run(
+        [sys.executable, "-c", REAL, "limited"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "DefaultCPUAllocator" in done.stderr
+    splits, *numbers = map(float, done.stdout.split()[-3:])
+    assert splits >= 1
+    assert whole["found"][0] == 0
+    assert numbers == pytest.approx(whole["found"][1:], rel=1e-3, abs=1e-5)

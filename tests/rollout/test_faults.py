@@ -1,0 +1,427 @@
+"""A failure of an environment costs one attempt at one episode, and every failure is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from gspo_env.credit import Outcome, ReturnsToGo, estimate
+from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.env.base import TextEnv
+from gspo_env.errors import ConfigError, RolloutError
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.metrics import Evaluation, RolloutStats
+from gspo_env.rollout.play import play_now
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.types import FAILURES, StopReason, Task, bare_episode
+
+
+class Counted(TextEnv):
+    """Fails as `fault` says in the first step of the instances with the numbers in `bad`."""
+
+    made: list[Counted]
+    bad: frozenset[int] = frozenset()
+    fault = "raise"
+    closed = 0
+
+    def __init__(self):
+        self.number = len(self.made)
+        self.made.append(self)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 'Follow 2 links from "amber".', {}
+
+    def step(self, action):
+        result = ["end", 1.0, True, False, {"success": True}]
+        if self.number in self.bad:
+            if self.fault == "raise":
+                raise OSError("lost")
+            if self.fault == "exit":
+                sys.exit(3)
+            if self.fault == "cancel":
+                raise asyncio.CancelledError
+            if self.fault == "unreadable":
+                raise Unreadable
+            if self.fault == "long":
+                result[0] = "a" * 10_000_000
+            elif self.fault == "odd":
+                result[0] = Unreadable()
+            else:
+                result[1] = {"nan": float("nan"), "inf": float("inf"), "text": "much"}[self.fault]
+        return tuple(result)
+
+    def close(self):
+        self.closed += 1
+
+
+class Unreadable(Exception):
+    """Cannot even be shown."""
+
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+def counted(**attributes):
+    return type("Fresh", (Counted,), {"made": [], **attributes})
+
+
+def collector(player, make, **config):
+    settings = RolloutConfig(**{"max_turn_tokens": 32, "max_context": 512, **config})
+    engine = TransformersEngine(
+        player.model, max_slots=settings.concurrency, max_context=settings.max_context
+    )
+    return Collector(engine, player.chat, EnvPool(make), settings)
+
+
+def play(collector, tasks=2, size=4):
+    every = [Task(env_id="test", seed=n) for n in range(tasks)]
+    return asyncio.run(collector.collect(every, seed=0, group_size=size))
+
+
+def episodes(groups):
+    return [e for group in groups for e in group.episodes]
+
+
+REASONS = {
+    "raise": StopReason.ERROR,
+    "exit": StopReason.ERROR,
+    "cancel": StopReason.ERROR,
+    "unreadable": StopReason.ERROR,
+    "long": StopReason.INVALID,
+    "odd": StopReason.INVALID,
+    "nan": StopReason.INVALID,
+    "inf": StopReason.INVALID,
+    "text": StopReason.INVALID,
+}
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("fault", REASONS)
+def test_a_fault_costs_one_attempt_and_its_environment_is_closed(player, fault, blocking):
+    env = counted(fault=fault, bad=frozenset({1, 4}), blocking=blocking)
+    running = collector(player, env, max_turns=1)
+    groups = play(running)
+    running.pool.close()
+    everything = episodes(groups)
+    assert not any(e.failed for e in everything)
+    reached = [e for e in everything if e.faults]
+    assert reached
+    assert {f.reason for e in reached for f in e.faults} == {REASONS[fault]}
+    metrics = RolloutStats.of(groups, 1.0).metrics()
+    assert metrics["rollout/env_errors"] == metrics["rollout/retried"] == len(reached)
+    assert metrics["rollout/lost_episodes"] == metrics["rollout/env_timeouts"] == 0
+    assert all(one.closed == 1 for one in env.made)
+
+
+def test_a_retry_of_a_deterministic_environment_repeats_to_the_last_token(player):
+    def ids():
+        env = counted(bad=frozenset({0, 3, 5}), blocking=False)
+        return [e.token_ids.tolist() for e in episodes(play(collector(player, env)))]
+
+    assert ids() == ids()
+
+
+def test_an_episode_that_needs_no_retry_is_not_changed_by_one_of_another(player):
+    def ids(bad):
+        env = counted(bad=frozenset(bad), blocking=False)
+        return [
+            (e.token_ids.tolist(), bool(e.faults)) for e in episodes(play(collector(player, env)))
+        ]
+
+    for (whole, _), (beside, retried) in zip(ids(()), ids({2}), strict=True):
+        assert retried or whole == beside
+
+
+class Hostile(Counted):
+    """Fails in every attempt at the tasks of `bad`."""
+
+    def reset(self, *, seed=None, options=None):
+        self.number = seed
+        return super().reset(seed=seed)
+
+
+def test_after_the_last_retry_an_episode_is_lost_and_scored_nowhere(player):
+    env = type("Fresh", (Hostile,), {"made": [], "bad": {1}, "blocking": False})
+    groups = play(collector(player, env, max_turns=1, max_retries=3), tasks=3)
+    lost = [e for e in episodes(groups) if e.failed]
+    assert 0 < len(lost) <= 4
+    assert {e.task.seed for e in lost} == {1}
+    assert {len(e.faults) for e in lost} == {4}
+    stats = RolloutStats.of(groups, 1.0)
+    metrics = stats.metrics()
+    assert metrics["rollout/env_errors"] == 4 * len(lost)
+    assert metrics["rollout/retried"] == 3 * len(lost)
+    assert metrics["rollout/lost_episodes"] == len(lost)
+    played = [e for e in episodes(groups) if not e.failed]
+    assert metrics["rollout/return"] == pytest.approx(
+        sum(e.rewards.sum() for e in played) / len(played)
+    )
+    result = Evaluation.of(groups, groups, 1.0)
+    assert result.sampled.success == pytest.approx(sum(e.success for e in played) / len(played))
+    assert result.metrics()["eval/env_errors"] == 8 * len(lost)
+
+
+@pytest.mark.parametrize(("rate", "stops"), [(0.5, False), (0.25, True), (1.0, False)])
+def test_the_error_rate_that_stops_the_run_is_a_setting(player, rate, stops):
+    env = type(
+        "Fresh", (Hostile,), {"made": [], "bad": {1}, "blocking": False, "reset": Hostile.reset}
+    )
+    running = collector(player, env, max_env_error_rate=rate, max_turn_tokens=400)
+    if not stops:
+        assert sum(e.failed for e in episodes(play(running))) == 4
+        return
+    with pytest.raises(
+        RolloutError, match=r"4 of 8 episodes failed .* at most 25% may; .* lost \("
+    ):
+        play(running)
+
+
+def test_episodes_that_all_fail_stop_the_run_at_any_rate(player):
+    env = type("Fresh", (Hostile,), {"made": [], "bad": {0, 1}, "blocking": False})
+    with pytest.raises(RolloutError, match="8 of 8 episodes failed"):
+        play(collector(player, env, max_env_error_rate=1.0, max_turn_tokens=400))
+
+
+@pytest.mark.parametrize("name", ["max_retries", "max_env_error_rate"])
+@pytest.mark.parametrize("value", [-1, 1.5, float("nan")])
+def test_impossible_settings_of_retries_are_refused(name, value):
+    with pytest.raises(ConfigError, match=name):
+        RolloutConfig(**{name: value})
+
+
+def test_an_environment_that_cannot_be_made_costs_one_attempt(player):
+    class Picky(counted(blocking=True)):
+        tries = 0
+
+        def __init__(self):
+            type(self).tries += 1
+            if self.tries == 3:
+                sys.exit("no licence")
+            super().__init__()
+
+    groups = play(collector(player, Picky, max_turns=1))
+    (fault,) = [fault for e in episodes(groups) for fault in e.faults]
+    assert fault.message.startswith("making the environment raised SystemExit: no licence (")
+    assert not any(e.failed for e in episodes(groups))
+
+
+def test_a_cause_is_logged_once_with_its_line_and_counted_at_the_end(player, caplog):
+    env = counted(bad=frozenset(range(4)), blocking=False)
+    running = collector(player, env)
+    with caplog.at_level(logging.WARNING):
+        play(running)
+        failures = running.pool.faults.counts[StopReason.ERROR]
+        running.pool.close()
+    assert failures > 2
+    lines = [r.getMessage() for r in caplog.records]
+    assert len(lines) == 2
+    assert "OSError: lost (tests/rollout/test_faults.py:" in lines[0]
+    assert lines[1].startswith(f"{failures} failures of environments: OSError at tests/rollout")
+    assert "in step" in lines[1]
+    assert 'raise OSError("lost")' in running.pool.faults.first.traceback
+
+
+def test_a_close_that_raises_is_a_line_in_the_log_and_costs_nothing(player, caplog):
+    class Clumsy(counted(blocking=False)):
+        def close(self):
+            sys.exit("closed twice")
+
+    running = collector(player, Clumsy)
+    assert not any(e.failed for e in episodes(play(running)))
+    running.pool.close()
+    assert "close() raised SystemExit: closed twice (tests/rollout/test_faults.py" in caplog.text
+
+
+class Database(TextEnv):
+    """Uses a connection that only the thread that made it may use."""
+
+    def __init__(self):
+        self.database = sqlite3.connect(":memory:")
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.database.execute("SELECT 1")
+        self.mine = sqlite3.connect(":memory:")
+        return 'Follow 2 links from "amber".', {}
+
+    @property
+    def system_prompt(self):
+        return str(self.mine.execute("SELECT 'Be kind.'").fetchone()[0])
+
+    def step(self, action):
+        self.database.execute("SELECT 1")
+        (row,) = self.mine.execute("SELECT 1.0")
+        return "go on", row[0], False, False, {}
+
+    def close(self):
+        self.database.close()
+        self.mine.close()
+        type(self).closed.append(threading.current_thread())
+
+
+def test_an_environment_keeps_one_thread_from_its_making_to_its_close(player, caplog):
+    Database.closed = []
+    running = collector(player, Database, max_turns=4)
+    for _ in range(2):
+        groups = play(running, tasks=4)
+        assert not any(e.faults for e in episodes(groups))
+    running.pool.close()
+    assert "raised" not in caplog.text
+    assert len(set(Database.closed)) == len(Database.closed) == 16
+
+
+class Stuck(TextEnv):
+    """Never returns from the first step of some tasks."""
+
+    release = threading.Event()
+    stuck: frozenset[int] = frozenset()
+    made = 0
+
+    def __init__(self):
+        self.number, type(self).made = self.made, self.made + 1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 'Follow 2 links from "amber".', {}
+
+    def step(self, action):
+        if self.number in self.stuck:
+            self.release.wait()
+        return "end", 1.0, True, False, {}
+
+
+def test_a_call_that_never_returns_costs_one_attempt_and_is_counted(player):
+    env = type("Fresh", (Stuck,), {"stuck": {0}, "release": threading.Event()})
+    running = collector(player, env, episode_timeout=1.0, max_turn_tokens=400)
+    try:
+        groups = play(running)
+        metrics = RolloutStats.of(groups, 1.0).metrics()
+        assert (metrics["rollout/env_timeouts"], metrics["rollout/retried"]) == (1, 1)
+        (fault,) = [fault for e in episodes(groups) for fault in e.faults]
+        assert fault.message.startswith("step(")
+        assert "had not returned when the 1 s of its episode were over" in fault.message
+        assert not any(e.failed for e in episodes(groups))
+    finally:
+        env.release.set()
+        running.pool.close()
+
+
+def test_too_many_threads_that_hang_stop_the_run(player):
+    env = type("Fresh", (Stuck,), {"stuck": set(range(4)), "release": threading.Event()})
+    running = collector(player, env, episode_timeout=0.5, max_turn_tokens=400)
+    running.pool.max_stuck = 2
+    try:
+        with pytest.raises(RolloutError, match=r"3 environments hang.*rollout.isolation"):
+            play(running)
+    finally:
+        env.release.set()
+        running.pool.close()
+
+
+def test_closing_a_pool_does_not_wait_for_an_environment_that_hangs(caplog):
+    release = threading.Event()
+
+    class Sticky(TextEnv):
+        def close(self):
+            release.wait()
+
+    async def use():
+        pool.give_back(await pool.acquire())
+
+    pool = EnvPool(Sticky, close_timeout=0.1)
+    asyncio.run(use())
+    pool.close()
+    release.set()
+    assert "1 environments have not closed within 0.1 s" in caplog.text
+
+
+def test_a_process_with_a_stuck_environment_ends():
+    program = """
+    import asyncio, threading
+    from gspo_env.env.base import TextEnv
+    from gspo_env.rollout.play import play, look
+    from gspo_env.rollout.pool import EnvPool
+    from gspo_env.types import Task
+
+    class Stuck(TextEnv):
+        def reset(self, *, seed=None, options=None):
+            threading.Event().wait()
+
+    async def main():
+        env = await pool.acquire()
+        episode = await play(env, Task(env_id="x", seed=0), look, timeout=0.1, call=pool.call)
+        pool.discard(env, stuck=True)
+        return episode.stop_reason
+
+    pool = EnvPool(Stuck, close_timeout=0.1)
+    print(asyncio.run(main()))
+    pool.close()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.strip() == "env_timeout"
+
+
+def test_an_expert_that_raises_is_a_failure_of_its_environment():
+    from gspo_env.rollout.play import demonstrator
+
+    class Expert(counted(blocking=False)):
+        def expert_action(self, noise=0.0):
+            raise KeyError("room")
+
+    episode = play_now(Expert(), Task(env_id="x", seed=0), demonstrator())
+    assert episode.stop_reason in FAILURES
+    assert "expert_action() raised KeyError: 'room' (" in episode.error
+
+
+class Plain:
+    """A custom estimator that knows nothing of failures."""
+
+    seen: list[int]
+
+    def advantages(self, group):
+        self.seen.append(len(group.episodes))
+        mean = sum(e.outcome for e in group.episodes) / len(group.episodes)
+        return [[e.outcome - mean] * len(e.turns) for e in group.episodes]
+
+
+def test_no_estimator_sees_an_episode_that_failed():
+    from dataclasses import replace
+
+    from gspo_env.types import Group
+
+    task = Task(env_id="x", seed=0)
+    good = [bare_episode(task, [1], [reward]) for reward in (1.0, 3.0)]
+    failed = replace(bare_episode(task, [1, 1], [0, 0]), stop_reason=StopReason.CRASH)
+    groups = [
+        Group(task=task, episodes=(good[0], failed, good[1])),
+        Group(task=task, episodes=(failed, good[0])),
+        Group(task=task, episodes=(failed, failed)),
+        Group(task=task, episodes=(good[0],)),
+    ]
+    estimator = Plain()
+    estimator.seen = []
+    for one in (estimator, Outcome(), ReturnsToGo()):
+        credit = estimate(groups, one)
+        rows = [[row.tolist() for row in group] for group in credit.advantages]
+        assert rows[0][1] == [0, 0]
+        assert rows[0][0] == [-rows[0][2][0]] != [0]
+        assert rows[1:] == [[[0, 0], [0]], [[0, 0], [0, 0]], [[0]]]
+    assert estimator.seen == [2, 1]
+    metrics = RolloutStats.of(groups, 1.0).metrics()
+    assert metrics["rollout/lone_groups"] == 2

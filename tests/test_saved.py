@@ -1,0 +1,335 @@
+"""A folder from somebody else is data: nothing that its settings name is run or reached."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.cli.main import main, parse
+from gspo_env.config import Config, from_dict, to_toml
+from gspo_env.errors import ConfigError
+from gspo_env.model.load import save_model
+from gspo_env.saved import read_saved, record
+
+SHORT = [
+    *("--hidden-size", "32", "--demonstrations", "64", "--imitation-steps", "4"),
+    *("--steps", "1", "--tasks-per-step", "2", "--group-size", "2", "--eval-tasks", "4"),
+    *("--tracker", "none"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def foreign(tmp_path, model, tokenizer):
+    """A function that makes the folder of a stranger with the given settings."""
+
+    def make(tree, name="theirs"):
+        folder = tmp_path / name
+        save_model(model, tokenizer, folder)
+        text = tree if isinstance(tree, str) else tomli_w.dumps(tree)
+        (folder / "gspo_env.json").write_text(json.dumps({"config": text}))
+        return folder
+
+    return make
+
+
+def refused(capsys, *arguments):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    said = capsys.readouterr().err.strip()
+    assert end.value.code == 2, said
+    assert said.startswith("gspo-env: ")
+    assert len(said.splitlines()) == 1
+    return said
+
+
+PROOF = "open('proof', 'w').close()\n"
+MCP = {"command": "/bin/sh", "args": ["-c", "touch proof"]}
+ATTACKS = {
+    "an environment of a file": ({"env": "theirs/helper.py:Env"}, "--env theirs/helper.py:Env"),
+    "a module": ({"env": "helper:Env"}, "--env helper:Env"),
+    "an environment that a plugin registers": ({"env": "plugin/Theirs-v0"}, "--env plugin/"),
+    "an MCP server": (
+        {"env": "gspo/MCP-v0", "env_kwargs": {"servers": {"x": MCP}, "data": [{"prompt": "x"}]}},
+        "--env-kwargs 'servers={",
+    ),
+    "a data file and a reward of a file": (
+        {
+            "env": "gspo/Dataset-v0",
+            "env_kwargs": {"data": "/etc/passwd", "rewards": "theirs/helper.py:reward"},
+        },
+        "--env-kwargs data=/etc/passwd --env-kwargs rewards=theirs/helper.py:reward",
+    ),
+    "a Gymnasium environment whose name imports a module": (
+        {"env": "gspo/GymText-v0", "env_kwargs": {"env": "helper:Env-v0"}},
+        "--env-kwargs env=helper:Env-v0",
+    ),
+    "an opponent of a file": (
+        {"env": "gspo/TextArena-v0", "env_kwargs": {"opponent": "theirs/helper.py:play"}},
+        "--env-kwargs opponent=",
+    ),
+    "a server that gets a secret": (
+        {
+            "env": "gspo/OpenEnv-v0",
+            "env_kwargs": {"url": "http://evil.example", "headers": {"X": "${HOME}"}},
+        },
+        "--env-kwargs url=http://evil.example --env-kwargs 'headers=",
+    ),
+    "a taskset that is a module": (
+        {"env": "gspo/Verifiers-v0", "env_kwargs": {"taskset": "helper"}},
+        "--env-kwargs taskset=helper",
+    ),
+    "an engine of a file": ({"engine": {"name": "theirs/helper.py:Engine"}}, "--engine theirs/"),
+    "the address of an engine": (
+        {"engine": {"name": "vllm-server", "addresses": ["http://evil.example"]}},
+        "--engine.addresses",
+    ),
+    "arguments of vLLM": (
+        {"engine": {"name": "vllm", "engine_args": {"trust_remote_code": True}}},
+        "--engine.engine-args",
+    ),
+}
+
+
+@pytest.mark.parametrize("command", ["evaluate", "train"])
+@pytest.mark.parametrize(("tree", "flag"), ATTACKS.values(), ids=list(ATTACKS))
+def test_what_a_folder_names_is_not_run_and_the_flag_is_named(
+    capsys, tmp_path, monkeypatch, foreign, command, tree, flag
+):
+    folder = foreign(tree)
+    (folder / "helper.py").write_text(PROOF)
+    monkeypatch.syspath_prepend(str(folder))
+    assert flag in refused(capsys, command, "--model", str(folder))
+    assert not (tmp_path / "proof").exists()
+
+
+@pytest.mark.parametrize("kind", ["advantage", "loss", "recipe"])
+def test_a_class_of_a_file_for_training_is_left_out_of_playing_and_refused_in_training(
+    capsys, caplog, tmp_path, foreign, kind
+):
+    folder = foreign({kind: {"name": "theirs/helper.py:Own", "x": 1}})
+    (folder / "helper.py").write_text(PROOF)
+    agent = GSPOAgent.load(folder)
+    assert f"{kind} of {folder} is not loaded" in caplog.text
+    assert getattr(agent.config, kind) == getattr(from_dict({"recipe": "tiny"}), kind)
+    assert f"--{kind} theirs/helper.py:Own" in refused(capsys, "train", "--model", str(folder))
+    assert not (tmp_path / "proof").exists()
+
+
+def test_a_tracker_of_a_folder_is_not_used(caplog, tmp_path, foreign):
+    folder = foreign({"tracker": {"name": "mlflow", "tracking_uri": "http://evil.example"}})
+    config = parse(["train", "--model", str(folder)]).resolved
+    assert config.tracker == Config().tracker
+    assert "the tracker that" in caplog.text
+    assert GSPOAgent.load(folder).config.tracker == Config().tracker
+
+
+def test_where_a_folder_would_write_and_load_from_is_not_taken(foreign):
+    folder = foreign({"output": "/etc", "model": "evil/model"})
+    config = parse(["train", "--model", str(folder)]).resolved
+    assert (config.output, config.model) == ("", str(folder))
+
+
+def test_flags_of_the_user_replace_what_a_folder_names(foreign):
+    tree = {
+        "env": "gspo/Dataset-v0",
+        "env_kwargs": {"data": "/etc/passwd", "max_turns": 3, "chat": "turns"},
+        "engine": {"name": "vllm-server", "addresses": ["http://evil.example"]},
+    }
+    folder = foreign(tree)
+    flags = ["--env-kwargs", "data=mine.jsonl", "--addresses", "http://localhost:1"]
+    config = parse(["train", "--model", str(folder), *flags]).resolved
+    assert config.env_kwargs == {"data": "mine.jsonl", "max_turns": 3, "chat": "turns"}
+    assert config.engine.addresses == ("http://localhost:1",)
+    assert parse(["train", "--model", str(folder), "--env", "gspo/SQL-v0", *flags[2:]])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "is damaged"),
+        (b"[]", "is damaged"),
+        (b'{"config": 3}', "is damaged"),
+        (b'{"config": "= ="}', "is damaged"),
+        (b"\xff\xfe", "is not UTF-8"),
+        (b"[" * 100_000, "is damaged"),
+        (b" " * (2**20 + 1), "more than 1,048,576 bytes"),
+        (b'{"config": "steps = -3"}', "steps is -3"),
+        (b'{"config": "stepz = 3"}', "stepz"),
+        (b'{"config": "seed = 1e400"}', "seed"),
+    ],
+)
+def test_damaged_settings_are_one_sentence(capsys, foreign, content, words):
+    folder = foreign({})
+    (folder / "gspo_env.json").write_bytes(content)
+    assert words in refused(capsys, "evaluate", "--model", str(folder))
+
+
+def test_a_device_or_a_pipe_as_settings_is_refused(capsys, foreign):
+    folder = foreign({})
+    (folder / "gspo_env.json").unlink()
+    (folder / "gspo_env.json").symlink_to("/dev/zero")
+    assert "is no regular file" in refused(capsys, "evaluate", "--model", str(folder))
+    (folder / "gspo_env.json").unlink()
+    os.mkfifo(folder / "gspo_env.json")
+    assert "is no regular file" in refused(capsys, "evaluate", "--model", str(folder))
+
+
+def test_a_link_to_other_settings_is_read_as_data_too(capsys, tmp_path, foreign):
+    (tmp_path / "elsewhere.json").write_text(json.dumps({"config": 'env = "helper:Env"'}))
+    folder = foreign({})
+    (folder / "gspo_env.json").unlink()
+    (folder / "gspo_env.json").symlink_to(tmp_path / "elsewhere.json")
+    assert "--env helper:Env" in refused(capsys, "evaluate", "--model", str(folder))
+
+
+def test_control_characters_of_a_folder_do_not_reach_the_terminal(capsys, foreign):
+    folder = foreign({"env": "\x1b]0;owned\x07\x1b[2J\u202eevil:Env"})
+    said = refused(capsys, "evaluate", "--model", str(folder))
+    assert "\\x1b]0;owned" in said
+    assert not {"\x1b", "\x07", "\u202e"} & set(said)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(
+    ["env", "env_kwargs", "rollout", "engine", "advantage", "learner", "tracker", "recipe", "seed"]
+)
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=4))
+def test_any_settings_are_read_or_refused_in_one_sentence(tmp_path_factory, tree):
+    from pydantic_core import to_jsonable_python
+
+    folder = tmp_path_factory.mktemp("any")
+    without_null = {k: v for k, v in tree.items() if v is not None}
+    try:
+        text = tomli_w.dumps(to_jsonable_python(without_null))
+    except (TypeError, ValueError):
+        return
+    (folder / "config.toml").write_text(text, errors="ignore")
+    said = ""
+    try:
+        saved = read_saved(folder)
+        from_dict(saved.settings(playing=True))
+    except ConfigError as error:
+        said = str(error)
+    assert "\n" not in said
+
+
+MINE = """
+from gspo_env import TextEnv
+class Mine(TextEnv):
+    system_prompt = "say yes"
+    def __init__(self, words=2):
+        self.words = words
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "yes or no", {}
+    def step(self, action):
+        return "", float("yes" in action), True, False, {"success": "yes" in action}
+    def expert_action(self, slip):
+        return "yes"
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, capsys):
+    """A folder that the user trained on an environment in a file."""
+    (tmp_path / "mine.py").write_text(MINE)
+    flags = ["--env", "mine.py:Mine", "--env-kwargs", "words=3", "--output", "run", "--seed", "7"]
+    main(["train", *SHORT, *flags])
+    capsys.readouterr()
+    return tmp_path / "run"
+
+
+def test_a_folder_that_the_user_trained_is_evaluated_and_goes_on_without_flags(capsys, mine):
+    main(["evaluate", "--model", "run", "--tasks", "2"])
+    assert "success" in capsys.readouterr().out
+    config = parse(["train", "--model", "run"]).resolved
+    assert config.env == "mine.py:Mine"
+    assert config.env_kwargs == {"words": 3}
+    assert config.learner.learning_rate == 1e-3
+    assert config.seed == 7
+    assert config.model == "run"
+    assert config.output == ""
+    assert parse(["train", "--model", "run", "--seed", "9"]).resolved.seed == 9
+    main(["train", "--model", "run", "--output", "next"])
+    main(["evaluate", "--model", "next", "--tasks", "2"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: Path("mine.py").write_text(MINE + "# other\n"),
+        lambda run: run.rename("moved"),
+        lambda run: Path("state/gspo-env/trained").rename("gone"),
+        lambda run: os.chdir(Path("state")),
+        lambda run: [
+            path.write_text(path.read_text().replace("words = 3", 'words = \\"x\\"'))
+            for path in (run / "model").glob("gspo_env.json")
+        ],
+    ],
+    ids=["file", "folder", "record", "place", "settings"],
+)
+def test_where_anything_differs_from_the_record_the_flag_is_needed(capsys, mine, change):
+    change(mine)
+    folder = str(mine) if mine.exists() else "moved"
+    assert "--env mine.py:Mine" in refused(capsys, "evaluate", "--model", folder)
+    if Path("mine.py").exists() and folder != "moved":
+        main(["evaluate", "--model", folder, "--env", "mine.py:Mine", "--env-kwargs", "words=3"])
+
+
+def test_an_environment_that_was_moved_keeps_the_numbers_of_its_folder(mine):
+    Path("other.py").write_text(MINE)
+    agent = GSPOAgent.load(mine, "other.py:Mine")
+    assert agent.config.env_kwargs == {"words": 3}
+    assert agent.config.env == "other.py:Mine"
+    assert GSPOAgent.load(mine, "gspo/Lookup-v0").config.env_kwargs == {}
+
+
+def test_settings_that_need_no_flag_leave_no_record(tmp_path):
+    record(tmp_path, Config.from_recipe("tiny"))
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_state_directory_that_cannot_be_written_stops_nothing(tmp_path, caplog):
+    (tmp_path / "state").write_text("in the way")
+    record(tmp_path, from_dict({"env": "mine.py:Mine"}))
+    assert "cannot note" in caplog.text
+
+
+def test_the_settings_of_every_own_environment_survive_their_folder(tmp_path):
+    config = Config.from_recipe("tiny", env="gspo/Lookup-v0", env_kwargs={"hops": [2, 3]})
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    saved = read_saved(tmp_path)
+    assert not saved.refused
+    assert from_dict(saved.settings()) == config
+
+
+def test_loading_a_folder_opens_no_connection(monkeypatch, foreign):
+    def connect(*arguments):
+        raise AssertionError(f"connects to {arguments}")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    assert GSPOAgent.load(foreign({"seed": 3})).config.seed == 3
+    assert threading.active_count() < 50

@@ -1,0 +1,70 @@
+"""Text that a stranger wrote does not act on a terminal, an editor or a picture."""
+
+from __future__ import annotations
+
+import logging
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_env.cli.main import main
+from gspo_env.errors import ConfigError
+from gspo_env.report.curves import learning_curve
+from gspo_env.report.text import render_episode
+from gspo_env.types import Episode, StopReason, Task, Turn
+from gspo_env.visible import visible
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\rsuccess\u202e\u2028== forged ==\x85\x9b31m"
+ACTS = ("Cc", "Cs", "Zl", "Zp")
+
+
+@given(st.text(st.characters(exclude_categories=())))
+def test_nothing_that_acts_is_left_and_all_else_stays(text):
+    shown = visible(text)
+    assert not [c for c in shown if unicodedata.category(c) in ACTS and c not in "\t\n"]
+    assert not [c for c in shown if unicodedata.bidirectional(c) in ("RLO", "LRO", "RLI", "LRI")]
+    shown.encode()
+    if text.isprintable():
+        assert shown == text or "\u061c" in text
+
+
+def test_an_episode_file_has_no_escape_sequence_and_no_forged_heading():
+    turn = Turn(observation=HOSTILE, text=HOSTILE, reward=0.0)
+    episode = Episode(
+        task=Task(env_id="e", seed=0, options={"x": HOSTILE}),
+        turns=(turn,),
+        final_observation=HOSTILE,
+        stop_reason=StopReason.ERROR,
+        error=HOSTILE,
+        outcome=0.0,
+        terminated=False,
+        truncated=True,
+    )
+    shown = render_episode(episode)
+    assert not {"\x1b", "\x07", "\r", "\u202e", "\u2028", "\x85", "\x9b"} & set(shown)
+    assert not [line for line in shown.splitlines() if line.startswith("== forged")]
+
+
+def test_the_log_and_the_errors_of_the_command_line_have_no_escape_sequence(capsys, monkeypatch):
+    def run(self):
+        logging.getLogger("gspo_env.x").warning("said %s\nERROR forged", HOSTILE)
+        raise ConfigError(HOSTILE)
+
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr("gspo_env.cli.envs.Envs.run", run)
+    with pytest.raises(SystemExit):
+        main(["envs"])
+    said = capsys.readouterr().err
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(said)
+    assert "\nERROR forged" not in said
+
+
+@pytest.mark.parametrize("name", [r"$\frac$", "$", r"\$x$", "$x$ $", HOSTILE, "a_b^c \\"])
+def test_a_name_that_looks_like_a_formula_is_drawn_as_it_is(tmp_path, name):
+    figure = learning_curve([(0, {"eval/success": 0.5})], name)
+    figure.savefig(tmp_path / "curve.png")
+    (axes,) = figure.axes
+    _, maths = axes.title._preprocess_math(axes.get_title(loc="left"))
+    assert not maths

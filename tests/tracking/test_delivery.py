@@ -1,0 +1,378 @@
+"""What is on disk arrives at a tracker once, whatever happens to the tracker or the process."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_env.errors import OutputError
+from gspo_env.tracking import MLflow, NoTracker, RunInfo, Several, start
+from gspo_env.tracking.delivery import Cursor
+
+
+@dataclass
+class Store:
+    """A repeatable tracker that fails by a plan, before or after it has stored."""
+
+    plan: list[str] = field(default_factory=list)
+    points: set[tuple[str, int, int, float]] = field(default_factory=set)
+    texts: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    ends: list[tuple[str, str]] = field(default_factory=list)
+    name: str = "first"
+    how_to_look = ""
+
+    def start(self, run):
+        return self
+
+    def open(self):
+        return self.name
+
+    def log(self, metrics, step):
+        raise AssertionError("points have times")
+
+    def log_points(self, points):
+        self.fail("before")
+        self.points |= {(n, p.step, p.time, v) for p in points for n, v in p.metrics.items()}
+        self.fail("after")
+
+    def text(self, name, text):
+        self.fail("before")
+        self.texts[name] = text
+        self.fail("after")
+
+    def artifact(self, path, folder=""):
+        self.files.append(path.name)
+
+    def finish(self, status, reason):
+        self.ends.append((status, reason))
+
+    def passing(self, error):
+        return isinstance(error, ConnectionError)
+
+    def fail(self, when):
+        if self.plan and self.plan[0] != "works":
+            if self.plan[0] == when:
+                self.plan.pop(0)
+                raise ConnectionError("gone")
+        elif self.plan and when == "after":
+            self.plan.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_FIRST_PAUSE": 0.001, "_LONGEST_PAUSE": 0.01, "_INTERVAL": 0.001}.items():
+        monkeypatch.setattr(f"gspo_env.tracking.delivery.{name}", value)
+
+
+def lines(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def written(folder: Path) -> Counter[tuple[str, int, int, float]]:
+    return Counter(
+        (name, line["step"], line["time"], value)
+        for line in lines(folder)
+        for name, value in line["metrics"].items()
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    plan=st.lists(st.sampled_from(["works", "before", "after"]), max_size=12),
+    parts=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+)
+def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_them(
+    tmp_path_factory: pytest.TempPathFactory, plan: list[str], parts: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    store = Store(plan=list(plan))
+    resume: dict[str, str] = {}
+    for part, steps in enumerate(parts):  # a run that is stopped and goes on
+        with Several({"store": store}, RunInfo(name="r", folder=folder, resume=resume)) as tracker:
+            for step in range(steps):
+                tracker.log({"a": step + part / 10, f"b{part}": 1.0}, step)
+            tracker.text(f"{part}.txt", "é")
+        assert tracker.problems == []
+        resume = tracker.ids
+    assert resume == {"store": "first"}
+    assert Counter(store.points) == written(folder)
+    assert {p[:2] for p in store.points if p[0] == "a"} == {("a", s) for s in range(max(parts))}
+    assert len(store.texts) == len(parts)
+    assert store.ends == [("FINISHED", "")] * len(parts)
+
+
+def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path: Path) -> None:
+    info = RunInfo(name="r", folder=tmp_path)
+    with Several({"store": Store()}, info) as tracker:
+        tracker.log({"a": 1.0}, 1)
+    again = Store(name="second")
+    info = RunInfo(name="r", folder=tmp_path, resume=tracker.ids)
+    with Several({"store": again}, info) as tracker:
+        tracker.log({"a": 2.0}, 2)
+    assert Counter(again.points) == written(tmp_path)
+    assert tracker.ids == {"store": "second"}
+
+
+def test_what_a_run_recorded_before_it_was_killed_is_not_recorded_again(tmp_path: Path) -> None:
+    with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
+        for step in range(4):
+            tracker.log({"a": float(step), "b": 1.0}, step)
+    before = lines(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "time": 1, "metri')  # killed in the middle of a write
+    with start(NoTracker(), RunInfo(name="r", folder=tmp_path, resume=tracker.ids)) as tracker:
+        for step in range(2, 6):
+            tracker.log({"a": 9.0, "new": 2.0}, step)
+    assert lines(tmp_path)[:4] == before
+    assert [(line["step"], line["metrics"]) for line in lines(tmp_path)[4:]] == [
+        (2, {"new": 2.0}),
+        (3, {"new": 2.0}),
+        (4, {"a": 9.0, "new": 2.0}),
+        (5, {"a": 9.0, "new": 2.0}),
+    ]
+
+
+def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path: Path) -> None:
+    with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
+        tracker.log({"a": 1.0}, 1)
+    with pytest.raises(OutputError, match="another run"):
+        start(NoTracker(), RunInfo(name="r", folder=tmp_path))
+
+
+def test_a_store_for_files_that_fails_does_not_keep_the_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.5)
+    store = Store()
+    monkeypatch.setattr(Store, "artifact", lambda *_: (_ for _ in ()).throw(ConnectionError("s3")))
+    (tmp_path / "a.txt").write_text("a")
+    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        tracker.log({"a": 1.0}, 1)
+        tracker.artifact(tmp_path / "a.txt")
+        tracker.log({"a": 2.0}, 2)
+    assert Counter(store.points) == written(tmp_path)
+    (problem,) = tracker.problems
+    assert "0 points and 1 files" in problem
+    assert f"gspo-env sync {tmp_path}" in problem
+
+
+def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(tmp_path: Path) -> None:
+    store = Store()
+    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        tracker.artifact(tmp_path / "missing.txt")
+        store.artifact = lambda *_: (_ for _ in ()).throw(FileNotFoundError("missing.txt"))
+        tracker.log({"a": 1.0}, 1)
+    assert Counter(store.points) == written(tmp_path)
+    assert "1 call failed" in tracker.problems[0]
+
+
+def test_a_damaged_queue_names_no_file_outside_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "tracking").mkdir(parents=True)
+    (tmp_path / "secret.txt").write_text("s")
+    event = {"after": 0, "time": 1}
+    (tmp_path / "run" / "tracking" / "files.jsonl").write_text(
+        "".join(
+            json.dumps({**event, "path": path}) + "\n"
+            for path in ("../secret.txt", str(tmp_path / "secret.txt"))
+        )
+        + "not json\n"
+    )
+    store = Store()
+    store.passing = lambda error: False  # type: ignore[method-assign]
+    info = RunInfo(name="r", folder=tmp_path / "run", resume={"store": ""})
+    with Several({"store": store}, info) as tracker:
+        pass
+    assert store.files == []
+    assert "2 calls failed" in tracker.problems[0]
+    assert store.ends == [("FINISHED", "")]
+
+
+@contextmanager
+def file_size(limit: int) -> Iterator[None]:
+    """Makes writes behind this size fail, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_stops_neither_the_run_nor_loses_points_when_there_is_room_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
+        tracker.log({"a": 0.0}, 0)
+        with file_size((tmp_path / "metrics.jsonl").stat().st_size + 10):
+            for step in range(1, 5):
+                tracker.log({"a": float(step)}, step)
+        assert len(lines(tmp_path)) == 1
+        tracker.log({"a": 5.0}, 5)
+    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    assert tracker.problems == []
+    assert caplog.text.count("the run continues") == 1
+
+
+def test_points_that_no_disk_had_room_for_are_counted(tmp_path: Path) -> None:
+    tracker = start(NoTracker(), RunInfo(name="r", folder=tmp_path))
+    with file_size(0), tracker:
+        tracker.log({"a": 0.0}, 0)
+    assert "metrics.jsonl did NOT record everything" in tracker.problems[0]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An SQLite store of MLflow; shared, since making one takes seconds."""
+    folder = tmp_path_factory.mktemp("store")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        yield f"sqlite:///{folder / 'runs.db'}"
+
+
+def found(uri: str, run_id: str) -> Counter[tuple[str, int, int, float]]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=uri)
+    run = client.get_run(run_id)
+    return Counter(
+        (point.key, point.step, point.timestamp, point.value)
+        for name in run.data.metrics
+        for point in client.get_metric_history(run_id, name)
+    )
+
+
+def test_a_full_store_costs_only_the_time_until_there_is_room(
+    store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = Path(store.removeprefix("sqlite:///"))
+    with start(MLflow(tracking_uri=store), RunInfo(name="full", folder=tmp_path)) as tracker:
+        wait_for(lambda: tracker.ids["mlflow"])
+        with file_size(file.stat().st_size):
+            for step in range(20):
+                tracker.log({f"m{i}": float(i) for i in range(100)}, step)
+            wait_for(lambda: "does not record now" in caplog.text)
+    assert tracker.problems == []
+    assert found(store, tracker.ids["mlflow"]) == written(tmp_path)
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gspo_env.tracking import MLflow, RunInfo, start
+import time
+tracker = start(MLflow(tracking_uri=sys.argv[1]), RunInfo(name="killed", folder=Path(sys.argv[2])))
+while not tracker.ids["mlflow"]:
+    time.sleep(0.01)
+for step in range(500):
+    tracker.log({"a": step / 7, "b": 1.0}, step)
+    time.sleep(0.002)
+    if step == 300:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store: str, tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", KILLED, store, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    first = Cursor.read(tmp_path, "mlflow")
+    assert len(lines(tmp_path)) == 301
+    assert first.metrics < (tmp_path / "metrics.jsonl").stat().st_size
+    info = RunInfo(name="killed", folder=tmp_path, resume={"mlflow": first.id})
+    with start(MLflow(tracking_uri=store), info) as tracker:
+        for step in range(250, 310):
+            tracker.log({"a": step / 7, "b": 1.0}, step)
+    assert tracker.ids == {"mlflow": first.id}
+    assert len(lines(tmp_path)) == 310
+    assert found(store, first.id) == written(tmp_path)
+
+
+def test_a_run_of_which_only_the_answer_was_lost_is_found_again(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    make, made = MlflowClient.create_run, []
+
+    def lose_answer(self, *args, **keywords):
+        made.append(make(self, *args, **keywords))
+        raise ConnectionError("the answer was lost")
+
+    monkeypatch.setattr(MlflowClient, "create_run", lose_answer)
+    with start(
+        MLflow(tracking_uri=store), RunInfo(name="r", folder=tmp_path, params={"p": 1})
+    ) as t:
+        t.log({"a": 1.0}, 1)
+    assert len(made) == 1
+    assert t.ids == {"mlflow": made[0].info.run_id}
+    run = MlflowClient(tracking_uri=store).get_run(t.ids["mlflow"])
+    assert (run.data.params, run.data.metrics) == ({"p": "1"}, {"a": 1.0})
+
+
+class _Hangs(BaseHTTPRequestHandler):
+    """Answers when it is asked for its health, and else never."""
+
+    def do_GET(self):
+        if self.path != "/health":
+            self.server.hung.set()
+            self.server.release.wait(60)
+        self.send_response(200)
+        self.end_headers()
+
+    do_POST = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.5)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hangs)
+    server.hung, server.release = threading.Event(), threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    uri = f"http://127.0.0.1:{server.server_port}"
+    try:
+        with start(MLflow(tracking_uri=uri), RunInfo(name="r", folder=tmp_path)) as tracker:
+            tracker.log({"a": 1.0, "b": 2.0}, 1)
+            assert server.hung.wait(60)
+        (problem,) = tracker.problems
+        assert "has not received 2 points" in problem
+        assert len(lines(tmp_path)) == 1
+    finally:
+        server.release.set()
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path: Path) -> None:
+    with Several({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        tracker.text("a.txt", "x")
+    for path in (tmp_path / "tracking").iterdir():
+        assert os.stat(path).st_mode & 0o077 == 0, path

@@ -1,0 +1,249 @@
+"""Real processes that are stopped, killed, or cannot write: what they leave, and how they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.config import load_toml, override
+from gspo_env.errors import OutputError
+from gspo_env.training.checkpoints import Checkpoints
+
+RUN = """
+env = "talk.py:Talk"
+output = "run"
+steps = 500
+tasks_per_step = 2
+eval_every = 3
+eval_tasks = 2
+rollout = { group_size = 2, max_turn_tokens = 8 }
+checkpoints = { save_every = 1, keep = 3 }
+tracker = { name = "notes.py:Notes" }
+
+[recipe]
+name = "tiny"
+hidden_size = 16
+heads = 2
+layers = 1
+demonstrations = 16
+imitation_steps = 4
+"""
+
+TALK = '''
+import time
+from pathlib import Path
+
+from gspo_env import TextEnv
+
+
+class Talk(TextEnv):
+    """One turn; training waits in it while there is a file `wait`."""
+
+    blocking = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return f"say {seed % 7}", {"task_key": str(seed)}
+
+    def step(self, action):
+        if Path("wait").exists():
+            Path("waiting").touch()
+            time.sleep(60)
+        return "", len(action) % 3 / 2, True, False, {}
+
+    def expert_action(self, noise=0.0):
+        return self.np_random.choice(["yes", "no", "maybe so"]).item()
+
+    def close(self):
+        if Path("unclosable").exists():
+            raise RuntimeError("does not close")
+'''
+
+NOTES = '''
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """Writes how the run was begun and how it ended."""
+
+    def start(self, run):
+        return Noted(run)
+
+
+class Noted:
+    id = "the first"
+    how_to_look = ""
+
+    def __init__(self, run):
+        Path("begun").write_text(f"{dict(run.resume)}")
+
+    def log(self, metrics, step):
+        pass
+
+    def text(self, name, text):
+        pass
+
+    def artifact(self, path, folder=""):
+        pass
+
+    def finish(self, status):
+        Path("status").write_text(status)
+'''
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"run.toml": RUN, "talk.py": TALK, "notes.py": NOTES}.items():
+        Path(name).write_text(text)
+
+
+def start(*arguments, command="train", prepare=None):
+    """Starts a process with Python's own signal handlers and in a session of its own."""
+
+    def before():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if prepare is not None:
+            prepare()
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "gspo_env", command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=before,
+        start_new_session=True,
+    )
+
+
+def until(path, process):
+    """Waits until a file exists."""
+    while not Path(path).exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def steps():
+    return sorted(int(p.name[-6:]) for p in Path("run/checkpoints").glob("step-*"))
+
+
+def go_on(more):
+    """Goes on in this process with some more steps; returns the history."""
+    done = steps()[-1]
+    config = override(load_toml("run/config.toml"), {"steps": done + more})
+    return GSPOAgent.resume("run", config).train()
+
+
+def points():
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    return [(p["step"], name) for p in map(json.loads, lines) for name in p["metrics"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(number):
+    process = start("--config", "run.toml")
+    until("run/checkpoints/step-000002", process)
+    with pytest.raises(OutputError, match=f"still running, in process {process.pid}"):
+        Checkpoints(Path("run"), load_toml("run.toml").checkpoints)
+    process.send_signal(number)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors
+    done = steps()[-1]
+    assert 2 <= done < 500
+    assert f"Stopped after step {done} of 500. Go on with: gspo-env train --resume run" in output
+    assert "stops after this step" in errors
+    assert Path("status").read_text() == "KILLED"
+    assert not Path("run/model").exists()
+    history = go_on(2)
+    assert [s for s, m in history if "rollout/return" in m] == list(range(1, done + 3))
+    assert Path("status").read_text() == "FINISHED"
+    assert Path("begun").read_text() == "{'notes.py:Notes': 'the first'}"
+    assert len(points()) == len(set(points()))
+    assert {s for s, name in points() if name == "rollout/return"} == set(range(1, done + 3))
+
+
+def test_a_killed_run_goes_on_without_gaps_or_doubled_points():
+    process = start("--config", "run.toml")
+    until("run/checkpoints/step-000003", process)
+    process.kill()
+    process.communicate()
+    history = go_on(2)
+    last = history[-1][0]
+    assert [s for s, m in history if "rollout/return" in m] == list(range(1, last + 1))
+    assert len(points()) == len(set(points()))
+    assert {s for s, name in points() if name == "rollout/return"} >= set(range(1, last + 1))
+    assert list(Path("run/checkpoints").glob(".part-*")) == []
+
+
+def test_a_second_ctrl_c_stops_at_once():
+    process = start("--config", "run.toml")
+    until("run/checkpoints/step-000002", process)
+    Path("wait").touch()
+    until("waiting", process)
+    process.send_signal(signal.SIGINT)
+    while b"stops after this step" not in os.read(process.stderr.fileno(), 4096):
+        pass
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)  # the step would wait for a minute
+    assert process.returncode == 130
+    assert "Go on with: gspo-env train --resume run" in errors
+    assert Path("status").read_text() == "KILLED"
+
+
+def test_a_disk_that_takes_no_more_costs_checkpoints_but_neither_training_nor_the_older_ones():
+    process = start("--config", "run.toml", "--steps", "3")
+    assert process.wait() == 0
+    kept = [(p.name, (p / "manifest.json").read_bytes()) for p in Path("run").glob("*/step-*")]
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    process = start("--resume", "run", "--steps", "5", prepare=limit)
+    output, errors = process.communicate()
+    assert "train 5/5" in output
+    assert "cannot write the checkpoint step-000004" in errors
+    assert "cannot write the checkpoint step-000005" in errors
+    assert process.returncode == 2
+    assert "the trained model cannot be written to 'run'" in errors
+    assert kept == [
+        (p.name, (p / "manifest.json").read_bytes()) for p in Path("run").glob("*/s*-*")
+    ]
+    history = GSPOAgent.resume("run", override(load_toml("run/config.toml"), {"steps": 5})).train()
+    assert history[-1][0] == 5
+    assert Path("run/model/config.json").exists()
+
+
+def test_an_environment_that_does_not_close_does_not_cost_the_model(caplog):
+    Path("unclosable").touch()
+    GSPOAgent(config=override(load_toml("run.toml"), {"steps": 1})).train()
+    assert Path("run/model/config.json").exists()
+    assert "could not be closed" in caplog.text
+    assert Path("status").read_text() == "FINISHED"
+
+
+def test_a_comparison_stopped_by_ctrl_c_leaves_no_worker_and_no_result():
+    Path("wait").touch()
+    arms = ("--arm", "advantage=outcome,returns_to_go", "--seeds", "1", "--workers", "2")
+    process = start("--config", "run.toml", "--tracker", "none", *arms, command="compare")
+    until("waiting", process)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the workers as well
+    output, errors = process.communicate(timeout=30)  # the step would wait for a minute
+    assert process.returncode == 130, errors
+    assert "Stopped. The same command goes on with the results in run." in output
+    assert len(workers) >= 2
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert alive == []
+    assert list(Path("run").rglob("result.json")) == []
