@@ -32,13 +32,21 @@ class _Visible(logging.Formatter):
         return visible(super().format(record)).replace("\n", "\n    ")
 
 
+class _ToStderr(logging.Handler):
+    """Writes to the stderr of the moment: while a live line is shown, lines go above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; invalid input prints one sentence and exits with code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if arguments[0] == "--version":
         print(f"gspo-env {gspo_env.__version__}")
         return
-    handler = logging.StreamHandler()
+    handler = _ToStderr()
     handler.setFormatter(_Visible("%(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import os
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -151,7 +152,9 @@ def load_agent(name: str) -> Any:
     """Returns the class of a built-in agent: `gspo` or `scripted`."""
     from transformers.utils.logging import disable_progress_bar
 
-    # its progress bars for loading and saving would break up ours
+    # progress bars of libraries would break up ours
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     disable_progress_bar()  # type: ignore[no-untyped-call]
     module, _, attribute = _AGENTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

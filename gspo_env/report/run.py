@@ -38,7 +38,8 @@ def opening(config: Config, env_id: str, model: Any, folder: Path, how_to_look: 
         "environment": env_id + _arguments(config.env_kwargs),
         "model": f"{config.model or name_of('recipe', config.recipe)}, {_describe(model)}",
         "device": f"{_device(model)}, engine {name_of('engine', config.engine)}",
-        "training": f"{config.steps} steps of {tasks} tasks with {size} episodes each",
+        "training": f"{_many(config.steps, 'step')} of {_many(tasks, 'task')} with "
+        f"{_many(size, 'episode')} each",
         "folder": str(folder),
         "tracker": f"{tracker} ({how_to_look})" if how_to_look else tracker,
     }
@@ -97,6 +98,10 @@ def _arguments(values: Mapping[str, Any]) -> str:
     return f" {text if len(text) <= 80 else text[:77] + '...'}"
 
 
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def _describe(model: Any) -> str:
     number = sum(p.numel() for p in model.parameters())
     size = f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
@@ -111,4 +116,4 @@ def _device(model: Any) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     threads = torch.get_num_threads()
-    return f"{device.type} with {threads} thread{'s' * (threads != 1)}"
+    return f"{device.type} with {_many(threads, 'thread')}"

@@ -118,7 +118,8 @@ def test_a_limit_of_time_that_no_turn_can_keep_stops_the_run_at_its_first_step(c
 
 
 def test_groups_of_one_are_no_problem_where_the_environment_gives_the_advantages(capsys):
-    main([*TINY, "--env", "envs.py:Judge", "--group-size", "1", "--strict"])
+    taught = ["--imitation-steps", "60", "--imitation-learning-rate", "0.01"]
+    main([*TINY, *taught, "--env", "envs.py:Judge", "--group-size", "1", "--strict"])
     assert "WARNING" not in capsys.readouterr().out
 
 
