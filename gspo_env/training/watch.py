@@ -11,8 +11,10 @@ from gspo_env.batch.sample import Sample
 from gspo_env.config import Config
 from gspo_env.credit.estimators import compares_episodes
 from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.registration import make_env
 from gspo_env.errors import TrainingError
 from gspo_env.registry import name_of
+from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.play import Move, Situation, demonstrator, look, play_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
@@ -101,6 +103,21 @@ def of_prompts(
         "max_context or lower max_turn_tokens",
         hopeless=True,
     )
+
+
+def refuse_hopeless(configs: Sequence[Config]) -> None:
+    """Refuses settings of runs in the same environment with which nothing can be learned.
+
+    Raises:
+        TrainingError: Nothing can be learned, or a run is strict and there is a problem.
+    """
+    env = make_env(configs[0].env, **configs[0].env_kwargs)
+    try:
+        for config in configs:
+            for problem in of_settings(config, env):
+                refuse(problem, config.strict)
+    finally:
+        close_quietly(env)
 
 
 def at_start(

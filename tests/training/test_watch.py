@@ -109,6 +109,15 @@ def test_a_dataset_without_rewards_is_refused(capsys):
     assert "gspo/Dataset-v0 never gives a reward: name reward functions" in said
 
 
+def test_a_comparison_with_groups_of_one_is_refused_before_its_first_run(capsys):
+    arms = ["--arm", "group_size=2,1", "--tracker", "none", "--output", "out", "--seeds", "1"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["compare", "--env", "envs.py:Plain", *arms])
+    assert exit_.value.code == 2
+    assert "rollout.group_size is 1, and the estimator" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
 def test_a_limit_of_time_that_no_turn_can_keep_stops_the_run_at_its_first_step(capsys):
     with pytest.raises(SystemExit) as exit_:
         main([*TINY, "--env", "envs.py:Plain", "--episode-timeout", "1e-6"])
