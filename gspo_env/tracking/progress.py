@@ -15,6 +15,8 @@ from rich.progress import TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from gspo_env.redaction import redact_text
+
 
 class Progress:
     """Shows the phase, step, success, return, tokens per second and time left.
@@ -117,8 +119,8 @@ class Progress:
         return show
 
     def line(self, text: str) -> None:
-        """Prints a line that stays."""
-        text = text.encode(self.encoding, "replace").decode(self.encoding)
+        """Prints a line that stays, without secrets."""
+        text = redact_text(text).encode(self.encoding, "replace").decode(self.encoding)
         self._console.print(Text(text), soft_wrap=True)
 
     @property
