@@ -76,8 +76,8 @@ def of_settings(config: Config, env: TextEnvironment) -> Iterator[Problem]:
 def _untrained(env_id: str) -> Problem:
     return Problem(
         name="untrained",
-        text=f"{env_id} has no expert_action, so the tiny model starts with random weights and has "
-        "learned only to end its turns: name a model with --model, or add a demonstrator",
+        text=f"{env_id} has no expert_action, so the tiny model starts with random weights and "
+        "learns only to end its turns: name a model with --model, or add a demonstrator",
     )
 
 
@@ -94,10 +94,10 @@ def of_prompts(
         tokens.append(len(chat.start(episode.final_observation, episode.prompt)))
         if tokens[-1] + limits.max_turn_tokens <= limits.max_context:
             return None
-    least, most = min(tokens), max(tokens)
+    lengths = " to ".join(map(str, sorted({min(tokens), max(tokens)})))
     return Problem(
         name="no_turn",
-        text=f"no episode can have a turn: the first prompts have {least} to {most} tokens, and "
+        text=f"no episode can have a turn: the first prompts have {lengths} tokens, and "
         f"rollout.max_context {limits.max_context} less rollout.max_turn_tokens "
         f"{limits.max_turn_tokens} leaves {limits.max_context - limits.max_turn_tokens}: raise "
         "max_context or lower max_turn_tokens",
