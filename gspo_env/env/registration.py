@@ -16,7 +16,7 @@ from gymnasium.envs.registration import load_env_creator, registry
 from gymnasium.spaces import Text
 
 from gspo_env.env.background import make_synchronous
-from gspo_env.env.base import METHODS
+from gspo_env.env.base import MAX_OBSERVATION, METHODS
 from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import (
     ConfigError,
@@ -134,8 +134,10 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             "table env or headers, the name of an environment variable as '${NAME}'."
         )
     longest = kwargs.pop("max_observation", None)
-    if longest is not None and (not isinstance(longest, int) or longest < 1):
-        raise ConfigError(f"max_observation is {longest!r}; expected an integer of at least 1")
+    if longest is not None and (type(longest) is not int or not 1 <= longest <= MAX_OBSERVATION):
+        raise ConfigError(
+            f"max_observation is {longest!r}; expected an integer from 1 to {MAX_OBSERVATION}"
+        )
     try:
         env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except GspoEnvError:
