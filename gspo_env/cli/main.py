@@ -33,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     log_to_terminal()
     try:
-        parse(arguments).run()
+        try:
+            parse(arguments).run()
+        finally:
+            sys.stdout.flush()
     except GspoEnvError as error:
         print(f"gspo-env: {visible(redact_text(str(error)))}", file=sys.stderr)
         sys.exit(2)

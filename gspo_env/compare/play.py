@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.children import die_with_parent
-from gspo_env.compare.plan import Arm, Comparison, start_settings
+from gspo_env.compare.plan import Arm, Comparison, check_metric, start_settings
 from gspo_env.compare.record import Recorder
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
@@ -108,6 +108,7 @@ def compare(
     """
     for config in comparison.problems.values():
         resolve_env(config.env)
+    check_metric(comparison.metric)
     check_trackers(tracker)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
@@ -209,6 +210,11 @@ def _claim(comparison: Comparison, output: Path) -> None:
     note = output / "comparison.json"
     try:
         output.mkdir(parents=True, exist_ok=True)
+        if not note.exists() and any(output.iterdir()):
+            raise OutputError(
+                f"{str(output)!r} is not empty and holds no comparison; name a new folder with "
+                "--output"
+            )
         if note.exists() and note.read_text() != said:
             raise OutputError(
                 f"{str(output)!r} holds another comparison; name a new folder with --output"
