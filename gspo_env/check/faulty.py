@@ -93,7 +93,8 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         fault = self._fault()
         if fault == "nan":
             return None, {}  # type: ignore[return-value]
-        return self._spoilt(fault, result)
+        spoilt: tuple[str, dict[str, Any]] = self._spoilt(fault, result)
+        return spoilt
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Takes a turn, or fails."""
@@ -101,7 +102,8 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         fault = self._fault()
         if fault == "nan":
             return (result[0], float("nan"), *result[2:])
-        return self._spoilt(fault, result)
+        spoilt: tuple[str, float, bool, bool, dict[str, Any]] = self._spoilt(fault, result)
+        return spoilt
 
     def _fault(self) -> str:
         """Draws and performs a failure; returns its kind, or nothing."""

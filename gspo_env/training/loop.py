@@ -184,9 +184,7 @@ class Loop:
         self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
         self.results = [StepResult(**result) for result in numbers["results"]]
         self.score.restore(numbers["score"])
-        pool = self.collector.pool
-        pool.give_back(pool.acquire())  # the first environment declares what it may know better
-        pool.gives_outcome = numbers["gives_outcome"]
+        self.collector.pool.gives_outcome = numbers["gives_outcome"]
         self.collector._said = bool(numbers["said"])
         learner_state.restore(self.learner, saved.tensors(), numbers["learner"])
         set_generators(numbers["generators"], saved.tensors())
