@@ -71,6 +71,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tasks", type=int, default=4, help="tasks of a step")
     parser.add_argument("--group", type=int, default=4, help="episodes of a task")
     parser.add_argument("--faults", type=float, default=0.0, help="share of the steps that fail")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the failures")
     parser.add_argument("--isolation", choices=tuple(KINDS), default="thread")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds of an episode")
     parser.add_argument("--tracker", default="mlflow")
@@ -95,6 +96,7 @@ def train(chosen: argparse.Namespace, folder: Path) -> tuple[list[Mapping[str, f
         # a thread that hangs cannot be ended, so it hangs a little longer than an episode only
         hang = 3600.0 if chosen.isolation == "process" else 1.5 * chosen.timeout
         kwargs = {"env": chosen.env, "rates": rates, "log": str(log), "hang": hang}
+        kwargs["seed"] = chosen.seed
     config = Config.from_recipe(
         env=env,
         env_kwargs=kwargs,

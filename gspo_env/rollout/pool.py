@@ -107,6 +107,7 @@ class EnvPool:
             if making.done() and not making.cancelled():
                 raise  # the environment's own TimeoutError
             thread.submit(lambda: close_quietly(making.result()))  # if it ever returns
+            thread.stop()
             self._stuck.append(thread)
             if isinstance(error, asyncio.CancelledError):
                 raise
