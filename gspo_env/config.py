@@ -28,11 +28,26 @@ from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, check_literals, find, name_of
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.seeding import SEEDS
 from gspo_env.tracking.base import flatten
 from gspo_env.tracking.mlflow import MLflow
 from gspo_env.types import Score
 
 T = TypeVar("T")
+
+_RENAMED = {
+    "embedded": "recipe",
+    "history": "rewritten_history",
+    "held_out_tasks": "eval_tasks",
+    "match_rms": "credit.rms",
+    "objective": "loss",
+    "precision": "model_dtype",
+    "rollout.timeout": "rollout.episode_timeout",
+    "timeout": "rollout.episode_timeout",
+    "tracking": "tracker",
+    "train_on_truncated": "credit.train_on_truncated",
+}
+"""Settings by their former names or those that people expect."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +115,8 @@ class Config:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
+        if self.seed >= SEEDS:
+            raise ConfigError(f"seed is {self.seed}; expected a number below 2**63")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles nested dictionaries, so that another process finds a user's classes."""
@@ -152,10 +169,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         ConfigError: The file cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read the config file {str(path)!r}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not in UTF-8 (byte {error.start}); save it so") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -248,6 +267,8 @@ def resolve(config: Config, name: str) -> str:
 def _hint(config: Config, name: str, paths: list[str]) -> str:
     """Returns a hint: the choice that has the setting, or the fields with similar names."""
     section, _, last = name.rpartition(".")
+    if new := _RENAMED.get(name, _RENAMED.get(last)):
+        return f"; it is called {new}"
     for kind in BUILTIN:
         if section in ("", kind) and (hint := _owners(kind, getattr(config, kind), last)):
             return hint
@@ -280,6 +301,8 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
         if name not in known:
             near = ", ".join(difflib.get_close_matches(name, known, n=3) or sorted(known))
             hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
+            if new := _RENAMED.get(f"{where}{name}", _RENAMED.get(name)):
+                hint = f"; it is called {new}"
             hint = hint or f"; expected one of: {near or 'nothing'}"
             raise ConfigError(f"unknown field {where}{name!r}{hint}")
         old = getattr(default, name)

@@ -76,6 +76,6 @@ def _execute(name: str, path: Path) -> None:
     sys.modules[name] = module  # annotations are resolved through it while it runs
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ImportError(f"{path.name} raised {type(error).__name__}: {error}") from error

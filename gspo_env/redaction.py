@@ -6,6 +6,7 @@ is replaced by a mark when it is written, and so is text that looks like a key o
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import ConfigError
+from gspo_env.visible import visible
 
 MARK = "[redacted]"
 
@@ -108,6 +110,20 @@ def write_text(path: Path, text: str) -> None:
         path.touch(0o600)
         path.chmod(0o600)  # it may have existed
     path.write_text(text)
+
+
+def log_to_terminal() -> None:
+    """Shows warnings of this process in the terminal, unless the program has set up logging."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Formatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class _Formatter(logging.Formatter):
+    """Hides secrets, shows hidden characters, and indents all but a record's first line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(redact_text(super().format(record))).replace("\n", "\n    ")
 
 
 def find_mark(value: Any, name: str = "") -> str:

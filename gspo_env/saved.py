@@ -40,6 +40,8 @@ _LARGEST = 2**20
 """Bytes of a file with settings."""
 _LONGEST = 160
 """Characters of a value that an error shows."""
+_ABOVE = 3
+"""How far a run's folder is above the folders of its models and checkpoints, at most."""
 _OWN = ("model", "output", "tracker")
 """Settings that say where a run reads and writes; those of somebody else are not taken."""
 _LEARNING = ("advantage", "loss", "recipe")
@@ -139,29 +141,46 @@ def read_saved(folder: str | Path) -> Saved | None:
         return None
     text = _read(path)
     try:
-        tree = tomllib.loads(json.loads(text)["config"] if path.suffix == ".json" else text)
+        text = json.loads(text)["config"] if path.suffix == ".json" else text
+        saved = parse(path, text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{str(path)!r} is damaged ({visible(reason)}); expected what a training run wrote"
         ) from error
+    if foreign := [name for name in saved.refused if _covered(name, _OWN)]:
+        logger.warning("the tracker that %s names is not used", path)
+    tree = {name: value for name, value in saved.tree.items() if name not in _OWN[:2]}
+    refused = {name: value for name, value in saved.refused.items() if name not in foreign}
+    if foreign:
+        tree.pop("tracker", None)
+    return Saved(folder=Path(folder), tree=tree, refused=refused)
+
+
+def parse(path: Path, text: str) -> Saved:
+    """Parses settings as untrusted data.
+
+    Args:
+        path: The file that they are from; the record is that of its folder, or of one above it.
+        text: The settings as TOML.
+
+    Raises:
+        ConfigError: A setting that needs no flag is not valid.
+        ValueError: They are not TOML.
+    """
+    tree = tomllib.loads(text)
     refused = dict(_refused(tree))
     if refused and _is_recorded(path.parent, refused):
         refused = {}
-    foreign = {name for name in refused if _covered(name, ("tracker",))}
-    for name in ("model", "output", *(("tracker",) if foreign else ())):
-        tree.pop(name, None)
-    if foreign:
-        logger.warning("the tracker that %s names is not used", path)
-    refused = {name: value for name, value in refused.items() if not _covered(name, _OWN)}
     for name in refused:
         _drop(tree, name)
-    saved = Saved(folder=Path(folder), tree=tree, refused=refused)
     try:
         from_dict(tree)
     except ConfigError as error:
         raise ConfigError(f"the settings in {str(path)!r} are not valid: {error}") from error
-    return saved
+    return Saved(folder=path.parent, tree=tree, refused=refused)
 
 
 def record(folder: Path, config: Config) -> None:
@@ -189,7 +208,8 @@ def record(folder: Path, config: Config) -> None:
 def _is_recorded(folder: Path, refused: Mapping[str, Any]) -> bool:
     """Returns whether the user trained there with these settings, and files, from this place."""
     wanted = {"cwd": os.getcwd(), "settings": _digest(refused), "files": _files(refused)}
-    for place in (folder, folder.parent) if folder.name == "model" else (folder,):
+    folder = folder.resolve()
+    for place in (folder, *folder.parents[:_ABOVE]):
         try:
             note = json.loads(_note(place).read_text())
         except (OSError, ValueError):

@@ -13,6 +13,10 @@ HELD_OUT = 10**9
 """The first evaluation seed; training seeds are below it."""
 
 
+SEEDS = 2**63
+"""Seeds of a user are below this, so that TOML and every generator take them."""
+
+
 def derive_seed(*parts: int | str) -> int:
     """Returns a 64-bit seed that depends on every part."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()

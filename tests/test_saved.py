@@ -299,6 +299,18 @@ def test_where_anything_differs_from_the_record_the_flag_is_needed(capsys, mine,
         main(["evaluate", "--model", folder, "--env", "mine.py:Mine", "--env-kwargs", "words=3"])
 
 
+def test_a_run_of_somebody_else_goes_on_only_with_the_flag(capsys, mine):
+    main(["train", "--resume", "run", "--steps", "2"])
+    Path("state/gspo-env/trained").rename("gone")
+    said = refused(capsys, "train", "--resume", "run", "--steps", "3")
+    assert "--env mine.py:Mine" in said
+    Path("mine.py").write_text(MINE.replace("words=2", "words=3"))
+    with pytest.raises(ConfigError, match=r"--env mine.py:Mine"):
+        GSPOAgent.resume("run")
+    main(["train", "--resume", "run", "--steps", "3", "--env", "mine.py:Mine"])
+    assert read_saved("run").settings()["steps"] == 3
+
+
 def test_an_environment_that_was_moved_keeps_the_numbers_of_its_folder(mine):
     Path("other.py").write_text(MINE)
     agent = GSPOAgent.load(mine, "other.py:Mine")

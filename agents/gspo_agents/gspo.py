@@ -14,30 +14,28 @@ from typing import Any
 
 import torch
 
-from gspo_agents.reporter import Reporter, first_fault
-from gspo_env.config import Config, check_score, from_dict, override, to_dict, to_toml, with_score
+from gspo_agents.reporter import Reporter, first_fault, run_info
+from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score, try_out
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env, resolve_env
-from gspo_env.errors import ConfigError, OutputError
+from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
-from gspo_env.registry import name_of
-from gspo_env.report.curves import learning_curve
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.saved import read_saved, record
-from gspo_env.tracking.base import MODEL, RunInfo, begin_run
+from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, check_trackers, parts, start
+from gspo_env.tracking.several import check_trackers, parts, start
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
@@ -67,6 +65,7 @@ class GSPOAgent:
         if env:
             self.config = replace(self.config, env=env)
         check_score(self.config)
+        getattr(self.config.engine, "require", lambda: None)()
         self.env_id = resolve_env(self.config.env)
         self._env = self._make_env()
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
@@ -116,7 +115,7 @@ class GSPOAgent:
         """
         config, resumed = self.config, self._resumed
         check_trackers(config.tracker)
-        tags = {"env": self.env_id, "way": self._check().way.value}
+        way = self._check().way
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
         else:
@@ -125,14 +124,7 @@ class GSPOAgent:
         self.folder = folder = checkpoints.run
         record(folder, config)
         self._trained, self._resumed = True, None
-        info = RunInfo(
-            name=self._run_name,
-            folder=folder,
-            params=to_dict(config),
-            tags=tags,
-            resume=ids,
-            started=begin_run(),
-        )
+        info = run_info(config, self.env_id, way, folder, ids)
         with (
             checkpoints,
             stop_on_signals() as stop,
@@ -150,7 +142,7 @@ class GSPOAgent:
                 self._collector() as collector,
                 first_fault(collector, folder, tracker),
             ):
-                keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self.save)
+                keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self._write)
                 loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
                 if resumed is not None:
                     loop.restore(resumed.saved)
@@ -158,11 +150,9 @@ class GSPOAgent:
                 stop.graceful = True
                 history = asyncio.run(loop.train())
                 self.config = report.config
-                # before the environments close, which may raise
-                finished = loop.step == config.steps
-                if finished:
-                    self._finish(checkpoints, history, tracker)
-                tracker.finish("FINISHED" if finished else "KILLED")
+                if loop.step == config.steps:  # before the environments close, which may raise
+                    report.save(history, self.env_id, self._write_run)
+                tracker.finish("FINISHED" if loop.step == config.steps else "KILLED")
             report.end(history, self.split(), self._left_out)
         return history
 
@@ -284,10 +274,17 @@ class GSPOAgent:
 
     def save(self, path: str | Path) -> None:
         """Writes the model, the tokenizer and the config; `load` reads them back."""
-        folder = Path(path)
+        self._write(Path(path))
+        record(Path(path), self.config)
+
+    def _write(self, folder: Path) -> None:
         save_model(self.model, self.tokenizer, folder)
         write_text(folder / "gspo_env.json", json.dumps({"config": to_toml(self.config)}))
-        record(folder, self.config)
+
+    def _write_run(self, folder: Path) -> None:
+        self._write(folder / MODEL)
+        if hasattr(self.model, "disable_adapter") and self.config.model:
+            save_adapter(self.model, folder / "adapter")
 
     @classmethod
     def load(cls, path: str | Path, env: str = "", **changes: Any) -> GSPOAgent:
@@ -362,12 +359,6 @@ class GSPOAgent:
         decide = check_engine if embedded else check_model
         return decide(self.model, max_context=self.config.rollout.max_context)
 
-    @property
-    def _run_name(self) -> str:
-        """What trackers call the run: environment, estimator and seed."""
-        estimator = name_of("advantage", self.config.advantage).rpartition(":")[2]
-        return f"{self.env_id.split('/')[-1]}-{estimator}-seed{self.config.seed}"
-
     def _take_score(self) -> None:
         """Takes the score that the environment declares, unless the config has one.
 
@@ -416,22 +407,3 @@ class GSPOAgent:
                 pool.close()
             except Exception:  # nothing is played any more, so it costs nothing
                 logger.exception("an environment of %s could not be closed", self.env_id)
-
-    def _finish(self, checkpoints: Checkpoints, history: History, tracker: Several) -> None:
-        """Writes and tracks the trained model and the learning curve.
-
-        Raises:
-            OutputError: The model cannot be written.
-        """
-        folder = checkpoints.run
-        if not checkpoints.attempt("the trained model", lambda: self.save(folder / MODEL)):
-            raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
-        if hasattr(self.model, "disable_adapter") and self.config.model:
-            write = partial(save_adapter, self.model, folder / "adapter")
-            checkpoints.attempt("the adapter", write)
-        curve = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
-        path = folder / "learning_curve.png"
-        checkpoints.attempt(path.name, lambda: curve.savefig(path))
-        for name in ("config.toml", path.name):
-            tracker.artifact(folder / name)
-        tracker.artifact(folder / MODEL, MODEL)

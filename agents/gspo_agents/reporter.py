@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from gspo_env.config import Config, to_toml, with_score
+from gspo_env.config import Config, to_dict, to_toml, with_score
+from gspo_env.errors import OutputError
+from gspo_env.model.check import Way
 from gspo_env.redaction import write_text
+from gspo_env.registry import name_of
+from gspo_env.report.curves import learning_curve
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
+from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several
 from gspo_env.training.checkpoints import Checkpoints
@@ -61,6 +66,27 @@ class Reporter:
         path: Path = self._checkpoints.run / name
         self._checkpoints.attempt(name, lambda: write_text(path, text))
 
+    def save(self, history: History, env_id: str, write: Callable[[Path], None]) -> None:
+        """Writes and tracks what was trained, and the learning curve.
+
+        Args:
+            history: The metrics of every step.
+            env_id: The environment.
+            write: Writes the trained model into the folder of the run.
+
+        Raises:
+            OutputError: The model cannot be written.
+        """
+        folder = self._checkpoints.run
+        if not self._checkpoints.attempt("the trained model", lambda: write(folder)):
+            raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
+        curve = learning_curve(history, f"{env_id}, seed {self.config.seed}")
+        path = folder / "learning_curve.png"
+        self._checkpoints.attempt(path.name, lambda: curve.savefig(path))
+        for name in ("config.toml", path.name):
+            self._tracker.artifact(folder / name)
+        self._tracker.artifact(folder / MODEL, MODEL)
+
     def end(self, history: History, split: Split, left_out: int) -> None:
         """Says what the run reached, and where its files are or how to go on with it.
 
@@ -89,6 +115,29 @@ class Reporter:
             return_=what.mean_return,
             tokens_per_second=speed,
         )
+
+
+def run_info(
+    config: Config, env_id: str, way: Way, folder: Path, ids: Mapping[str, str]
+) -> RunInfo:
+    """Returns what trackers get when a run starts.
+
+    Args:
+        config: The settings.
+        env_id: The environment.
+        way: How the model is run.
+        folder: Folder of the run.
+        ids: The id of a run that goes on in each tracker, else nothing.
+    """
+    estimator = name_of("advantage", config.advantage).rpartition(":")[2]
+    return RunInfo(
+        name=f"{env_id.split('/')[-1]}-{estimator}-seed{config.seed}",
+        folder=folder,
+        params=to_dict(config),
+        tags={"env": env_id, "way": way.value},
+        resume=ids,
+        started=begin_run(),
+    )
 
 
 def _results(history: History, split: Split, left_out: int) -> list[str]:

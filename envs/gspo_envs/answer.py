@@ -10,6 +10,18 @@ from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 
 
+def read_range(name: str, value: Any) -> tuple[int, int]:
+    """Returns a minimum and a maximum; one number is both.
+
+    Raises:
+        ConfigError: It is neither a number nor two.
+    """
+    ends = (value, value) if type(value) is int else value
+    if not isinstance(ends, (list, tuple)) or [type(end) for end in ends] != [int, int]:
+        raise ConfigError(f"{name} is {value!r}, expected a whole number or two, such as [2, 4].")
+    return ends[0], ends[1]
+
+
 class TaskEnv(ToolEnv):
     """Base of environments whose outcome, from 0 to 1, is set by `on_final`; 1 is a success."""
 

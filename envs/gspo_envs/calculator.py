@@ -7,7 +7,7 @@ from typing import Any
 
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
-from gspo_envs.answer import ChainEnv
+from gspo_envs.answer import ChainEnv, read_range
 
 _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 _NEXT = 8 + 8 + 2
@@ -36,7 +36,7 @@ class CalculatorEnv(ChainEnv):
         self, operations: int | tuple[int, int] = (2, 4), early_answer: float = 0.6
     ) -> None:
         """Sets the range of the number of operations."""
-        low, high = (operations, operations) if isinstance(operations, int) else operations
+        low, high = read_range("Calculator: operations", operations)
         if not 1 <= low <= high <= 16:
             raise ConfigError(f"Calculator: operations is {operations}, expected within 1 to 16.")
         super().__init__((low, high), 16, early_answer)

@@ -11,9 +11,9 @@ from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
 from gspo_envs.rewards import Attempt, judge, load_reward, settle
-from gspo_envs.rows import Message, TaskRows, begin_chat, read_chat
+from gspo_envs.rows import Message, TaskRows, begin_chat, read_chat, speaker_and_text
 
-_COLUMNS = ("prompt", "messages")
+_COLUMNS = ("prompt", "messages", "conversations", "question")
 
 
 class DatasetEnv(ToolEnv):
@@ -22,15 +22,16 @@ class DatasetEnv(ToolEnv):
     The seed picks the row. Evaluation seeds, from 10**9 on, pick held-out rows.
 
     Args:
-        data: Rows as a sequence of dictionaries, a `.jsonl` or `.parquet` file, a folder that
-            `save_to_disk` wrote, or the name of a Hugging Face dataset.
+        data: Rows as a sequence of dictionaries, a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`
+            file, a folder that `save_to_disk` wrote, or the name of a Hugging Face dataset.
         rewards: One or several reward specifications; see `gspo_envs.rewards.load_reward`.
         weights: One for each reward; 1 by default.
         split: Split of a Hugging Face dataset.
         subset: Configuration of a Hugging Face dataset.
         held_out: Share of the rows reserved for evaluation, or separate evaluation rows: a split of
             a Hugging Face dataset, a file, or rows.
-        column: Column of the prompt; `prompt` or `messages` by default.
+        column: Column of the prompt; by default `prompt`, `messages`, `conversations` (ShareGPT) or
+            `question` (GSM8K), the first that a row has.
         chat: Use of a chat's messages: "context" for one answer, or "turns" that the policy answers
             one after the other.
         reply: Function of the `Attempt` so far that returns the user's next message, or None at the
@@ -191,11 +192,12 @@ def _weights(weights: Sequence[float], names: list[str]) -> dict[str, float]:
 
 def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:
     """Returns the answers in a row: of every turn, or only of the last."""
-    completion = row.get("completion")
+    completion = row.get("answer" if column == "question" else "completion")
     if isinstance(completion, str):
         return [completion]
     chat = row[column] if completion is None else completion
-    if isinstance(chat, str) or not chat:
+    if not isinstance(chat, (list, tuple)) or not chat:
         return []
-    answers = [str(m["content"]) for m in chat if m["role"] == "assistant"]
-    return answers if every else answers[-1:] if chat[-1]["role"] == "assistant" else []
+    messages = [speaker_and_text(m) for m in chat]
+    answers = [str(text) for role, text in messages if role == "assistant"]
+    return answers if every else answers[-1:] if messages[-1][0] == "assistant" else []

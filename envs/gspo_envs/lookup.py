@@ -7,7 +7,7 @@ from typing import Any
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
-from gspo_envs.answer import ChainEnv
+from gspo_envs.answer import ChainEnv, read_range
 
 _WORDS = """
 amber apple beach bird black boat book bread chair cloud corn door field fire
@@ -40,7 +40,7 @@ class LookupEnv(ChainEnv):
         self, hops: int | tuple[int, int] = (2, 4), entries: int = 24, early_answer: float = 0.6
     ) -> None:
         """Sets the range of the number of hops."""
-        low, high = (hops, hops) if isinstance(hops, int) else hops
+        low, high = read_range("Lookup: hops", hops)
         if not 1 <= low <= high < entries <= len(WORDS):
             raise ConfigError(
                 f"Lookup: hops is {hops} and entries {entries}, "

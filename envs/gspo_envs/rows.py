@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +16,9 @@ import numpy as np
 from gspo_env.env.base import ResetResult, clean
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.seeding import HELD_OUT, fingerprint
+
+_SHAREGPT = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
+"""Roles by their names in ShareGPT's format."""
 
 Message = dict[str, str]
 Rows = Sequence[Mapping[str, Any]]
@@ -147,10 +151,16 @@ def open_rows(source: Any, split: str = "train", subset: str | None = None) -> R
 def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
     """Opens a dataset once per process; a changed `stamp` reopens a changed file."""
     path = Path(source).expanduser()
-    if path.suffix in (".jsonl", ".ndjson", ".parquet") and not path.is_file():
+    if path.suffix in (*_READERS, ".parquet") and not path.is_file():
         raise ConfigError(f"Dataset: the file {source} does not exist.")
-    if path.suffix in (".jsonl", ".ndjson"):
-        return _read_jsonl(path)
+    if read := _READERS.get(path.suffix):
+        try:
+            return read(path)
+        except (OSError, ValueError, csv.Error, RecursionError) as error:
+            raise ConfigError(f"Dataset: {path} cannot be read: {error}.") from error
+    if path.is_file() and path.suffix != ".parquet":
+        kinds = ", ".join(_READERS)
+        raise ConfigError(f"Dataset: {path} is of no known kind, expected {kinds} or .parquet.")
     try:
         if path.suffix == ".parquet":
             return _Parquet(path)
@@ -167,6 +177,27 @@ def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
         raise ConfigError(f"Dataset: {source!r} cannot be loaded: {error}.") from error
 
 
+def _read_json(path: Path) -> Rows:
+    """Reads a list of objects, alone or as the only list of an object."""
+    found = json.loads(path.read_text(encoding="utf-8-sig"))
+    lists = [v for v in found.values() if isinstance(v, list)] if isinstance(found, dict) else []
+    rows = lists[0] if len(lists) == 1 else found
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f"Dataset: {path} is no list of JSON objects.")
+    return rows
+
+
+def _read_csv(path: Path) -> Rows:
+    """Reads a table; the first line names the columns."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        rows: list[dict[str, Any]] = list(reader)
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ConfigError(f"Dataset: {path}, row {number}: expected a value for each column.")
+    return rows
+
+
 def _read_jsonl(path: Path) -> Rows:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
@@ -174,12 +205,22 @@ def _read_jsonl(path: Path) -> Rows:
             continue
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"Dataset: {path}, line {number}: {error}.") from error
         if not isinstance(row, dict):
             raise ConfigError(f"Dataset: {path}, line {number}: expected a JSON object.")
         rows.append(row)
     return rows
+
+
+_READERS: dict[str, Callable[[Path], Rows]] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+}
+"""How files are read, by suffix."""
 
 
 class _Parquet(Sequence[Mapping[str, Any]]):
@@ -212,13 +253,22 @@ def _held_out(held_out: Any, data: Any, subset: str | None) -> tuple[float, Rows
     return 0.0, open_rows(held_out)
 
 
+def speaker_and_text(message: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns who speaks in a message, and the text; ShareGPT calls them `from` and `value`."""
+    if "role" in message or "from" not in message:
+        return message.get("role"), message.get("content")
+    speaker = message["from"]
+    role = _SHAREGPT.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    return role, message.get("value")
+
+
 def _messages(value: Any, where: str) -> list[Message]:
     """Parses a text-only chat and joins consecutive messages of one role."""
     if not isinstance(value, (list, tuple)) or not all(isinstance(m, Mapping) for m in value):
         raise ConfigError(f"{where} is {value!r}, expected a text or a list of messages.")
     read: list[Message] = []
     for message in value:
-        role, content = message.get("role"), message.get("content")
+        role, content = speaker_and_text(message)
         if isinstance(content, (list, tuple)) and all(p.get("type") == "text" for p in content):
             content = "".join(part["text"] for part in content)
         if not isinstance(role, str) or not isinstance(content, str):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_env.errors import ConfigError
+from gspo_env.seeding import SEEDS
 from gspo_env.types import Group
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Evaluate:
             raise ConfigError(
                 f"tasks is {self.tasks} and samples {self.samples}; expected at least 0 and 1"
             )
+        if not 0 <= self.seed < SEEDS:
+            raise ConfigError(f"seed is {self.seed}; expected at least 0 and below 2**63")
         if not self.model:
             raise ConfigError("model is ''; expected a folder, a hub id or 'scripted'")
         if self.model == "scripted":

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
@@ -125,8 +125,13 @@ class Run:
         return _sections(self.settings, _checked)
 
     @classmethod
-    def saved(cls, folder: str) -> dict[str, Any]:
+    def saved(cls, folder: str, given: Mapping[str, Any], env: str) -> dict[str, Any]:
         """Returns the settings of a run to go on with.
+
+        Args:
+            folder: Folder of the run.
+            given: Settings of the user.
+            env: The environment, if the user names one.
 
         Raises:
             ConfigError: The command goes on with no run.
@@ -154,10 +159,13 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     tree = read_toml(start.config) if start.config else {}
     own = command.take(tree)
     if start.resume:
-        tree, own = command.saved(start.resume), own | {"resume": start.resume}
+        pairs = dict(_pair(text) for texts in start.env_kwargs for text in texts)
+        given = {k: v for k in BUILTIN if (v := getattr(start, k))} | {"env_kwargs": pairs}
+        tree = command.saved(start.resume, given, start.env)
+        own |= {"resume": start.resume}
     tree |= {key: value for key in ("model", "recipe", "env") if (value := getattr(start, key))}
     known = {"help", *(f.name for f in dataclasses.fields(command))}
-    config = _base(tree, start, rest, known)
+    config = from_dict(tree) if start.resume else _base(tree, start, rest, known)
     given = dict(_pair(text) for texts in start.env_kwargs for text in texts)
     config = override(config, {"env_kwargs": config.env_kwargs | given})
     for kind in BUILTIN:

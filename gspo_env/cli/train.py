@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,11 @@ class Train(Run):
     `--keep` may be given with it."""
 
     @classmethod
-    def saved(cls, folder: str) -> dict[str, Any]:
+    def saved(cls, folder: str, given: Mapping[str, Any], env: str) -> dict[str, Any]:
         """Returns the settings of a run to go on with."""
-        from gspo_env.config import to_dict
-        from gspo_env.training.state import newest_config
+        from gspo_env.training.state import newest_settings
 
-        return to_dict(newest_config(folder))
+        return newest_settings(folder).settings(given, env=env)
 
     def run(self) -> None:
         """Trains."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -187,3 +188,27 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
             tree = {part: tree}
         config = override(config, tree)
     return config
+
+
+_METRICS = (
+    *("eval/success", "eval/success_greedy", "eval/return", "eval/turns"),
+    *("rollout/success", "rollout/return", "rollout/outcome", "rollout/turns", "rollout/tokens"),
+    *("train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/clipped_fraction"),
+)
+"""Metrics that people compare; a run may have others, such as those of its reward parts."""
+
+
+def check_metric(name: str) -> None:
+    """Rejects a name that is no metric, or nearly that of a frequent one, before anything runs.
+
+    Raises:
+        ConfigError: It is; the message lists the nearest names.
+    """
+    if name in _METRICS:
+        return
+    near = difflib.get_close_matches(name, _METRICS, cutoff=0.85)
+    groups = sorted({metric.partition("/")[0] for metric in _METRICS} | {"time"})
+    group, slash, rest = name.partition("/")
+    if near or group not in groups or not (slash and rest):
+        listed = ", ".join(near or difflib.get_close_matches(name, _METRICS) or _METRICS)
+        raise ConfigError(f"metric is {name!r}; expected a metric of a run, such as {listed}")

@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.children import die_with_parent
-from gspo_env.compare.plan import Arm, Comparison, start_settings
+from gspo_env.compare.plan import Arm, Comparison, check_metric, start_settings
 from gspo_env.compare.record import Recorder
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
-from gspo_env.redaction import redact, redact_text, write_text
+from gspo_env.redaction import log_to_terminal, redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
 from gspo_env.tracking.several import check_trackers
 from gspo_env.training.signals import stop_on_signals
@@ -108,6 +108,7 @@ def compare(
     """
     for config in comparison.problems.values():
         resolve_env(config.env)
+    check_metric(comparison.metric)
     check_trackers(tracker)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
@@ -209,6 +210,11 @@ def _claim(comparison: Comparison, output: Path) -> None:
     note = output / "comparison.json"
     try:
         output.mkdir(parents=True, exist_ok=True)
+        if not note.exists() and any(output.iterdir()):
+            raise OutputError(
+                f"{str(output)!r} is not empty and holds no comparison; name a new folder with "
+                "--output"
+            )
         if note.exists() and note.read_text() != said:
             raise OutputError(
                 f"{str(output)!r} holds another comparison; name a new folder with --output"
@@ -291,7 +297,7 @@ def _set_up(threads: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
-
+    log_to_terminal()
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 

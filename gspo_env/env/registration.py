@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import traceback
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -15,7 +16,12 @@ from gymnasium.spaces import Text
 
 from gspo_env.env.background import make_synchronous
 from gspo_env.env.base import METHODS
-from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
+from gspo_env.errors import (
+    ConfigError,
+    EnvironmentContractError,
+    GspoEnvError,
+    UnknownEnvironmentError,
+)
 from gspo_env.importing import load_module
 from gspo_env.redaction import find_mark, redact
 
@@ -122,13 +128,13 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
         )
     try:
         env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
-    except ConfigError:
+    except GspoEnvError:
         raise
-    except (TypeError, ValueError) as error:
-        reason = str(error).split(" was raised from")[0]
-        if not kwargs and "__init__() missing" not in reason:
-            raise
-        raise ConfigError(f"{env_id} cannot be made with {redact(kwargs)}: {reason}.") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{env_id} cannot be made{f' with {redact(kwargs)}' if kwargs else ''}: "
+            f"{_reason(error)}."
+        ) from error
     make_synchronous(type(env.unwrapped), METHODS)
     for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
         if not isinstance(space, Text):
@@ -137,6 +143,16 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
                 f"{env_id}: the space of its {name} is {space}, expected text (UnicodeText)."
             )
     return env
+
+
+def _reason(error: BaseException) -> str:
+    """Describes an error of an environment's own code, with the line that raised it."""
+    reason = str(error).split(" was raised from")[0].strip() or "no message"
+    if isinstance(error, TypeError) and "__init__()" in reason:
+        return reason  # a wrong argument
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {' '.join(reason.split())}{place}"
 
 
 def load_agent(name: str) -> Any:

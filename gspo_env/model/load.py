@@ -238,4 +238,7 @@ def add_adapter(
         try:
             return get_peft_model(model, adapter)
         except ValueError as error:
-            raise ModelError(f"{kind} cannot have an adapter: {_first_line(error)}") from error
+            raise ModelError(
+                f"{kind} cannot have an adapter: PEFT knows none of its layers, or not all; "
+                "expected lora_rank 0"
+            ) from error

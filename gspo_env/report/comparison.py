@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.compare import Arm, Comparison, Result, stats
+from gspo_env.redaction import write_text
 from gspo_env.report.curves import INK, frame, plain
 from gspo_env.types import BoolArray, FloatArray
 
@@ -182,7 +183,9 @@ def markdown(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
 def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     """Describes a problem: the environment, the lengths of runs, and what arms do not share."""
     budgets = {row.arm.name: comparison.budget(name, row.arm) for row in rows}
-    texts = {arm: f"{e:,} episodes and {u:,} updates" for arm, (e, u) in budgets.items()}
+    texts = {
+        arm: f"{_many(e, 'episode')} and {_many(u, 'update')}" for arm, (e, u) in budgets.items()
+    }
     text = f"`{comparison.problems[name].env}`, {texts[rows[0].arm.name]} a run"
     if len(set(texts.values())) > 1:
         listed = "; ".join(f"{arm}: {length}" for arm, length in texts.items())
@@ -199,19 +202,24 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
 
 
 def _method(comparison: Comparison) -> str:
+    seeds, pairs = (_many(comparison.seeds, what) for what in ("seed", "pair"))
     smallest = 2 / 2**comparison.seeds
     matched = all(config.credit.rms for config in comparison.problems.values())
     rms = ", advantages at the same root mean square" if matched else ""
     return (
-        f"`{comparison.metric}`, interquartile mean over {comparison.seeds} seeds with its 95 % "
+        f"`{comparison.metric}`, interquartile mean over {seeds} with its 95 % "
         f"bootstrap interval; the final score is the mean of the last {_TAIL:.0%} of the curve. "
         "Curves are over training episodes. "
         f"Arms are paired by seed: the same initial weights and tasks{rms}. p is from a two-sided "
         "paired permutation test of the area against the first arm, after Holm's correction; the "
-        f"smallest p of {comparison.seeds} pairs is {smallest:.3f} before the correction. A failed "
+        f"smallest p of {pairs} is {smallest:.3f} before the correction. A failed "
         "run ranks below all others: its curve is just below their lowest value, "
         "and dashed if all runs of the arm failed."
     )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -278,7 +286,7 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
     """Writes `report.html`, `tables.md` and a picture of each problem; returns their paths."""
     summary = summarise(comparison, results)
     paths = [folder / "tables.md"]
-    paths[0].write_text(markdown(comparison, summary))
+    write_text(paths[0], markdown(comparison, summary))
     method = html.escape(_method(comparison).replace("`", ""))
     body = [f"<h1>Comparison</h1><p>{method}</p>"]
     for name, rows in summary.items():
@@ -296,10 +304,11 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
         items = "".join(f"<li>{html.escape(f'{r.run.name}: {r.error}')}</li>" for r in failed)
         body.append(f"<h2>Failed runs</h2><ul>{items}</ul>")
     page = folder / "report.html"
-    page.write_text(
+    write_text(
+        page,
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>Comparison</title>'
-        f"<style>{_STYLE}</style>{''.join(body)}</html>"
+        f"<style>{_STYLE}</style>{''.join(body)}</html>",
     )
     return [page, *paths]
 

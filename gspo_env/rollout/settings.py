@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,8 +51,8 @@ class RolloutConfig:
             )
         for name in ("temperature", "episode_timeout"):
             value = getattr(self, name)
-            if not value > 0:
-                raise ConfigError(f"{name} is {value!r}; expected a number above 0")
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
         if self.max_turn_tokens >= self.max_context:
             raise ConfigError(
                 f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "

@@ -86,7 +86,8 @@ class Lines:
 
     def sync(self) -> None:
         """Makes the operating system write the file to the disk."""
-        os.fsync(self._file)
+        with self.path.open("rb") as file:
+            os.fsync(file)
 
     def close(self) -> None:
         """Closes the file."""
@@ -170,7 +171,9 @@ class Journal:
         Raises:
             OutputError: A file cannot be written, or belongs to another run.
         """
-        self.metrics = Lines(run.folder / METRICS)
+        # An environment may change the working folder.
+        self.folder = run.folder.absolute()
+        self.metrics = Lines(self.folder / METRICS)
         if self.metrics.size and not run.resume:
             raise OutputError(
                 f"{str(run.folder / METRICS)!r} has the metrics of another run; expected a new "
@@ -179,10 +182,9 @@ class Journal:
         self._known: dict[int, set[str]] = {}
         for _, line in self.metrics.read(0):
             self._known.setdefault(line["step"], set()).update(line["metrics"])
-        self.folder = run.folder.absolute()
         self.files: Lines | None = None
         if files:
-            self.files = Lines(run.folder / FOLDER / "files.jsonl", private=True)
+            self.files = Lines(self.folder / FOLDER / "files.jsonl", private=True)
         self._outside: set[str] = set()
         self.run = self._describe(run) if files else run
 
@@ -240,6 +242,12 @@ class Journal:
     def missing(self) -> int:
         """Number of lines that could not be written."""
         return self.metrics.missing + (0 if self.files is None else self.files.missing)
+
+    def close(self) -> None:
+        """Closes the files for writing."""
+        self.metrics.close()
+        if self.files is not None:
+            self.files.close()
 
     def _note(self, **event: Any) -> None:
         if self.files is not None:

@@ -13,6 +13,8 @@ from rich.progress import TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
+from gspo_env.redaction import redact_text
+
 
 class Progress:
     """Shows the phase, step, success, return, tokens per second and time left.
@@ -82,5 +84,5 @@ class Progress:
             self._rich.refresh()
 
     def line(self, text: str) -> None:
-        """Prints a line that stays."""
-        self._console.print(Text(text), soft_wrap=True)
+        """Prints a line that stays, without secrets."""
+        self._console.print(Text(redact_text(text)), soft_wrap=True)

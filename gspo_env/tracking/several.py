@@ -119,6 +119,7 @@ class Several:
             delivery.end()
         for delivery in self._deliveries.values():
             delivery.wait()
+        self._journal.close()
 
     @property
     def how_to_look(self) -> str:

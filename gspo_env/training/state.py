@@ -16,6 +16,7 @@ import numpy as np
 
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.saved import Saved, parse
 from gspo_env.tracking.base import MODEL, flatten
 from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage, step_folders
 from gspo_env.training.signals import Stop
@@ -57,33 +58,48 @@ class Keeper:
         return self.checkpoints.save({**self.facts, **now, **numbers}, tensors, write_model)
 
 
-def read_config(numbers: Mapping[str, Any]) -> Config:
-    """Returns the settings in a checkpoint; the only place that reads those of a run."""
+def read_config(run: Path, numbers: Mapping[str, Any], wanted: Config | None) -> Config:
+    """Returns the settings in a checkpoint.
+
+    Args:
+        run: Folder of the run.
+        numbers: What the checkpoint says.
+        wanted: Settings of the user, which name what those of another person's run name, too.
+
+    Raises:
+        ConfigError: They name something that the user has to give; see `gspo_env.saved`.
+    """
+    saved = parse(run / "config.toml", numbers["config"])
+    given = {} if wanted is None else flatten(tomllib.loads(to_toml(wanted)))
+    same = {name: value for name, value in saved.refused.items() if given.get(name) == value}
+    saved.settings(same)
     return from_dict(tomllib.loads(numbers["config"]))
 
 
-def newest_config(run: str | Path) -> Config:
-    """Returns the settings of a run, from its newest checkpoint that can be read.
+def newest_settings(run: str | Path) -> Saved:
+    """Returns the settings of a run, from its newest checkpoint that can be read, as data.
 
     Raises:
+        ConfigError: They are not valid.
         OutputError: There is none.
     """
     for folder in reversed(step_folders(Path(run) / "checkpoints")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            return read_config(json.loads((folder / "state.json").read_text()))
+        with contextlib.suppress(OSError, KeyError, json.JSONDecodeError, tomllib.TOMLDecodeError):
+            numbers = json.loads((folder / "state.json").read_text())
+            return parse(Path(run, "config.toml"), numbers["config"])
     raise OutputError(
         f"{str(run)!r} has no checkpoint that can be read; expected the folder of a run, such as "
         "runs/Lookup-v0-seed0-1"
     )
 
 
-def changed_config(saved: Checkpoint, wanted: Config | None) -> Config:
+def changed_config(run: Path, saved: Checkpoint, wanted: Config | None) -> Config:
     """Returns the wanted config, or else the saved one, if the two differ only where they may.
 
     Raises:
         ConfigError: Another setting differs, or the run has done more steps already.
     """
-    config = read_config(saved.numbers)
+    config = read_config(run, saved.numbers, wanted)
     if wanted is None:
         return config
     if wanted.credit.score == saved.numbers["score"]["score"]:  # as the run's config.toml has it
@@ -181,7 +197,7 @@ def open_run(run: Path, wanted: Config | None) -> Resumed:
         raise OutputError(f"{str(run)!r} has no checkpoints; expected the folder of a run")
     checkpoints = Checkpoints(run, (wanted or Config()).checkpoints)
     saved = checkpoints.newest()
-    config = changed_config(saved, wanted)
+    config = changed_config(run, saved, wanted)
     checkpoints.settings, checkpoints.failed = config.checkpoints, int(saved.numbers["failed"])
     model, tokenizer = saved.numbers["model"], None
     if not model:

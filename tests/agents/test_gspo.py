@@ -68,12 +68,11 @@ class Breaks(TextEnv):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.training = seed < 10**9 and threading.current_thread() is not threading.main_thread()
+        if seed < 10**9 and threading.current_thread() is not threading.main_thread():
+            raise ConnectionError("the server is gone")
         return "Say yes.", {}
 
     def step(self, action):
-        if self.training:
-            raise ConnectionError("the server is gone")
         return "", 1.0, True, False, {}
 
     def expert_action(self, noise=0.0):
@@ -84,7 +83,7 @@ class Breaks(TextEnv):
 def test_too_many_failures_stop_the_run_and_the_first_traceback_is_kept(tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS)
     agent = GSPOAgent(env=f"{tmp_path}/breaks.py:Breaks", config=tiny(output="run"))
-    with pytest.raises(RolloutError, match=r"16 of 16 .*gone \(breaks.py:\d+ in step\)"):
+    with pytest.raises(RolloutError, match=r"16 of 16 .*gone \(breaks.py:\d+ in reset\)"):
         agent.train()
     kept = (tmp_path / "run" / "first-environment-error.txt").read_text()
     assert "ConnectionError: the server is gone" in kept

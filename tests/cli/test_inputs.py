@@ -1,0 +1,120 @@
+"""What people type: each gives what was meant, or one sentence before anything is trained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gspo_env.cli.main import main, parse
+from gspo_env.compare.plan import check_metric
+from gspo_env.errors import ConfigError
+
+ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(capsys, *arguments):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(list(arguments))
+    said = capsys.readouterr().err.strip()
+    assert end.value.code == 2, said
+    assert said.startswith("gspo-env: ")
+    assert len(said.splitlines()) == 1
+    return said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--seed", str(2**64)], "expected a number below 2**63"),
+        (["evaluate", "--model", "scripted", "--seed", str(10**30)], "below 2**63"),
+        (["evaluate", "--model", "scripted", "--seed=-1"], "at least 0"),
+        (["train", "--env-kwargs", "hops=abc"], "hops is 'abc', expected a whole number or two"),
+        (["train", "--env-kwargs", "hops=[1,2,3]"], "hops is [1, 2, 3], expected a whole number"),
+        (["train", "--env-kwargs", "hops=2.5"], "hops is 2.5, expected a whole number"),
+        (["train", "--temperature", "inf"], "temperature is inf; expected a finite number"),
+        (["train", "--temperature", "nan"], "temperature is nan; expected a finite number"),
+        (["train", "--model", "./nowhere"], "there is no folder './nowhere'"),
+        (["evaluate", "--model", "./nowhere"], "there is no folder './nowhere'"),
+        (["train", "--learner.precision", "bf16"], "it is called model_dtype"),
+        (["train", "--match-rms", "1"], "it is called credit.rms"),
+        (["train", "--held-out-tasks", "9"], "it is called eval_tasks"),
+        (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
+        (["compare", "--metric", "eval/sucess", *ARMS], "such as eval/success"),
+    ],
+)
+def test_an_input_that_cannot_be_meant_is_one_sentence_at_once(capsys, tmp_path, arguments, words):
+    assert words in refused(capsys, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_example_of_the_help_for_arguments_works():
+    assert parse(["train", "--env-kwargs", "hops=4"]).resolved.env_kwargs == {"hops": 4}
+    main(["envs", "--check", "gspo/Lookup-v0", "--env-kwargs", "hops=4"])
+
+
+@pytest.mark.parametrize("body", ["1 / 0", "{}['x']", "raise SystemExit(3)", "raise OSError(5)"])
+@pytest.mark.parametrize(
+    "command", [["train"], ["envs", "--check"], ["evaluate", "--model", "scripted"]]
+)
+def test_a_constructor_that_raises_is_one_sentence_with_its_line(capsys, tmp_path, command, body):
+    (tmp_path / "own.py").write_text(
+        "from gspo_env import TextEnv\nclass Own(TextEnv):\n    def __init__(self):\n"
+        f"        {body}\n"
+    )
+    flag = [] if command[-1] == "--check" else ["--env"]
+    said = refused(capsys, *command, *flag, "own.py:Own")
+    assert "own.py, line 4" in said
+
+
+def test_a_file_in_another_encoding_is_named_and_one_with_a_mark_is_read(capsys, tmp_path):
+    (tmp_path / "latin.toml").write_bytes("# caf\u00e9\nseed = 1".encode("latin-1"))
+    assert "latin.toml is not in UTF-8" in refused(capsys, "train", "--config", "latin.toml")
+    (tmp_path / "mark.toml").write_bytes(b"\xef\xbb\xbfseed = 5")
+    assert parse(["train", "--config", "mark.toml"]).resolved.seed == 5
+
+
+def test_a_comparison_into_the_folder_of_a_run_is_refused(capsys, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    said = refused(capsys, "compare", "--output", "run", *ARMS)
+    assert "'run' is not empty and holds no comparison" in said
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.toml"]
+
+
+def test_a_metric_that_nobody_listed_may_be_compared():
+    check_metric("rollout/reward/mine")
+    check_metric("eval/success")
+    with pytest.raises(ConfigError, match="expected a metric of a run"):
+        check_metric("rollout/")
+
+
+def test_vllm_that_is_not_installed_is_said_before_the_model_is_made(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'gspo-env[vllm]'" in refused(capsys, "train", "--engine", "vllm")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["envs"]])
+def test_a_reader_that_closes_the_output_gets_no_traceback(arguments):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "gspo_env", *arguments],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipeError" not in done.stderr
