@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,7 +186,8 @@ class Loop:
         self.results = [StepResult(**result) for result in numbers["results"]]
         self.score.restore(numbers["score"])
         pool = self.collector.pool
-        pool.give_back(pool.acquire())  # the first environment declares what it may know better
+        # the first environment declares what it may know better
+        pool.give_back(asyncio.run(pool.acquire()))
         pool.gives_outcome = numbers["gives_outcome"]
         self.collector._said = bool(numbers["said"])
         learner_state.restore(self.learner, saved.tensors(), numbers["learner"])
