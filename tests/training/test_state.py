@@ -16,6 +16,7 @@ from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, load_toml, override
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.saved import record
 from gspo_env.training.checkpoints import Checkpoints
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
@@ -125,6 +126,7 @@ def cut(run, step, to):
     for folder in (to / "checkpoints").glob("step-*"):
         if int(folder.name[-6:]) > step:
             shutil.rmtree(folder)
+    record(to, load_toml(to / "config.toml"))  # as if it had been trained there
 
 
 @pytest.mark.parametrize("way", WAYS)
