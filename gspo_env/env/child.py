@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import sys
 from typing import Any
 
+from gspo_env.children import die_with_parent
 from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
 from gspo_env.env.info import parse_reset, parse_step, read_prompt
 from gspo_env.env.pipe import receive, send
@@ -19,7 +17,6 @@ DECLARATIONS = (
     *("max_turns", "max_calls_per_turn", "gives_reward"),
 )
 """Attributes of an environment that are sent with each `reset`, besides its prompt."""
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(requests: int, replies: int, parent: int) -> None:
@@ -28,11 +25,9 @@ def serve(requests: int, replies: int, parent: int) -> None:
     Args:
         requests: Descriptor to read from.
         replies: Descriptor to write to.
-        parent: Process id; if it is not the parent any more, nothing is done.
+        parent: Process id of the parent, with which this process ends.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the line above
-        return
+    die_with_parent(parent)
     host = _Host()
     while True:
         try:
