@@ -71,9 +71,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tasks", type=int, default=4, help="tasks of a step")
     parser.add_argument("--group", type=int, default=4, help="episodes of a task")
     parser.add_argument("--faults", type=float, default=0.0, help="share of the steps that fail")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the failures")
     parser.add_argument("--isolation", choices=tuple(KINDS), default="thread")
     parser.add_argument("--timeout", type=float, default=10.0, help="seconds of an episode")
     parser.add_argument("--tracker", default="mlflow")
+    parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--demonstrations", type=int, default=400)
     parser.add_argument("--imitation-steps", type=int, default=150)
     return parser.parse_args()
@@ -91,9 +93,10 @@ def train(chosen: argparse.Namespace, folder: Path) -> tuple[list[Mapping[str, f
     if chosen.faults:
         rates = {kind: chosen.faults / len(kinds) for kind in kinds}
         env = "gspo_env.check.faulty:Faulty"
-        # a thread that hangs holds the warm-up and is never ended, so it hangs a little longer only
+        # a thread that hangs cannot be ended, so it hangs a little longer than an episode only
         hang = 3600.0 if chosen.isolation == "process" else 1.5 * chosen.timeout
         kwargs = {"env": chosen.env, "rates": rates, "log": str(log), "hang": hang}
+        kwargs["seed"] = chosen.seed
     config = Config.from_recipe(
         env=env,
         env_kwargs=kwargs,
@@ -108,8 +111,9 @@ def train(chosen: argparse.Namespace, folder: Path) -> tuple[list[Mapping[str, f
             "isolation": chosen.isolation,
             "episode_timeout": chosen.timeout,
             "max_env_error_rate": 1.0,
-            "concurrency": 16,
+            "concurrency": chosen.concurrency,
         },
+        learner={"warmup_steps": min(60, chosen.steps // 4)},
         recipe={
             "hidden_size": 64,
             "demonstrations": chosen.demonstrations,

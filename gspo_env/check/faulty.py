@@ -6,6 +6,7 @@ import fcntl
 import os
 import random
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from gspo_env.seeding import derive_seed
 KINDS = {
     "exception": "`step` or `reset` raises.",
     "exit": "It raises `SystemExit`.",
-    "hang": "It does not return for `hang` seconds.",
+    "hang": "It does not return for `hang` seconds; in the main thread it raises.",
     "nan": "The reward is NaN; `reset` returns no text.",
     "type": "The result is no tuple.",
     "long": "The observation has 10 million characters.",
@@ -93,7 +94,8 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         fault = self._fault()
         if fault == "nan":
             return None, {}  # type: ignore[return-value]
-        return self._spoilt(fault, result)
+        spoilt: tuple[str, dict[str, Any]] = self._spoilt(fault, result)
+        return spoilt
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         """Takes a turn, or fails."""
@@ -101,7 +103,8 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         fault = self._fault()
         if fault == "nan":
             return (result[0], float("nan"), *result[2:])
-        return self._spoilt(fault, result)
+        spoilt: tuple[str, float, bool, bool, dict[str, Any]] = self._spoilt(fault, result)
+        return spoilt
 
     def _fault(self) -> str:
         """Draws and performs a failure; returns its kind, or nothing."""
@@ -114,7 +117,7 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         if self._log:
             _append(self._log, kind)
         perform: dict[str, Callable[[], Any]] = {
-            "hang": lambda: time.sleep(self._hang),
+            "hang": self._wait,
             "exit": lambda: sys.exit("injected"),
             "crash": lambda: os._exit(66),
         }
@@ -122,6 +125,11 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         if kind in ("exception", "hang"):
             raise RuntimeError(f"injected: {kind}")
         return kind
+
+    def _wait(self) -> None:
+        """Hangs, but not in the main thread of training, where nothing could end it."""
+        if ISOLATED in os.environ or threading.current_thread() is not threading.main_thread():
+            time.sleep(self._hang)
 
     def _spoilt(self, fault: str, result: Any) -> Any:
         if fault == "type":

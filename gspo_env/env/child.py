@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import sys
 from typing import Any
 
-from gspo_env.env.base import Action, TextEnvironment, attribute
+from gspo_env.children import die_with_parent
+from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
 from gspo_env.env.info import parse_reset, parse_step, read_prompt
 from gspo_env.env.pipe import receive, send
 from gspo_env.env.registration import make_env
@@ -16,10 +14,9 @@ from gspo_env.env.threads import attempt, foreign
 
 DECLARATIONS = (
     *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks"),
-    *("max_turns", "max_calls_per_turn"),
+    *("max_turns", "max_calls_per_turn", "gives_reward"),
 )
 """Attributes of an environment that are sent with each `reset`, besides its prompt."""
-_PR_SET_PDEATHSIG = 1
 
 
 def serve(requests: int, replies: int, parent: int) -> None:
@@ -28,11 +25,9 @@ def serve(requests: int, replies: int, parent: int) -> None:
     Args:
         requests: Descriptor to read from.
         replies: Descriptor to write to.
-        parent: Process id; if it is not the parent any more, nothing is done.
+        parent: Process id of the parent, with which this process ends.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the line above
-        return
+    die_with_parent(parent)
     host = _Host()
     while True:
         try:
@@ -81,8 +76,9 @@ class _Host:
     def _told(self) -> dict[str, Any]:
         told = {name: attribute(self.env, name, None) for name in DECLARATIONS}
         tools = [_tool(tool) for tool in attribute(self.env, "tools", ())]
-        prompt = {"system_prompt": attribute(self.env, "system_prompt", None), "tools": tools}
-        return {name: value for name, value in told.items() if value is not None} | prompt
+        always = {"system_prompt": attribute(self.env, "system_prompt", None), "tools": tools}
+        always["longest"] = getattr(self.env.observation_space, "max_length", MAX_TEXT_LENGTH)
+        return {name: value for name, value in told.items() if value is not None} | always
 
 
 def _tool(tool: Any) -> dict[str, Any]:

@@ -107,6 +107,7 @@ class EnvPool:
             if making.done() and not making.cancelled():
                 raise  # the environment's own TimeoutError
             thread.submit(lambda: close_quietly(making.result()))  # if it ever returns
+            thread.stop()
             self._stuck.append(thread)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -173,7 +174,8 @@ class EnvPool:
         self._known = True
         if self.blocking is None:
             self.blocking = attribute(env, "blocking", None)
-        self.gives_outcome = attribute(env, "gives_outcome", None)
+        if self.gives_outcome is None:
+            self.gives_outcome = attribute(env, "gives_outcome", None)
         self.outcome_if_cut = attribute(env, "outcome_if_cut", 0.0)
 
     def _leave(self, seat: _Seat, stuck: bool = False) -> None:

@@ -127,6 +127,7 @@ def cut(run, step, to):
     for folder in (to / "checkpoints").glob("step-*"):
         if int(folder.name[-6:]) > step:
             shutil.rmtree(folder)
+    record(to, load_toml(to / "config.toml"))  # as if it had been trained there
 
 
 @pytest.mark.parametrize("way", WAYS)
