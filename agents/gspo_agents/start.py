@@ -1,4 +1,4 @@
-"""The model that a recipe makes, and what is known of a run before it trains."""
+"""The model that a recipe makes."""
 
 from __future__ import annotations
 
