@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,17 @@ def write_text(path: Path, text: str) -> None:
 
 def log_to_terminal() -> None:
     """Shows warnings of this process in the terminal, unless the program has set up logging."""
-    handler = logging.StreamHandler()
+    handler = _ToStderr()
     handler.setFormatter(_Formatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class _ToStderr(logging.Handler):
+    """Writes to the stderr of the moment: while a live line is shown, lines go above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record."""
+        print(self.format(record), file=sys.stderr, flush=True)
 
 
 class _Formatter(logging.Formatter):

@@ -191,7 +191,7 @@ def record(folder: Path, config: Config) -> None:
     refused = dict(_refused(tomllib.loads(to_toml(config))))
     if not refused:
         return
-    note = {"cwd": os.getcwd(), "settings": _digest(refused), "files": _files(refused)}
+    note = _describe(refused)
     path = _note(folder)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -207,7 +207,7 @@ def record(folder: Path, config: Config) -> None:
 
 def _is_recorded(folder: Path, refused: Mapping[str, Any]) -> bool:
     """Returns whether the user trained there with these settings, and files, from this place."""
-    wanted = {"cwd": os.getcwd(), "settings": _digest(refused), "files": _files(refused)}
+    wanted = _describe(refused)
     folder = folder.resolve()
     for place in (folder, *folder.parents[:_ABOVE]):
         try:
@@ -217,6 +217,20 @@ def _is_recorded(folder: Path, refused: Mapping[str, Any]) -> bool:
         if isinstance(note, dict) and {name: note.get(name) for name in wanted} == wanted:
             return True
     return False
+
+
+def _describe(refused: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a record says of settings: a digest, the files, and the working folder.
+
+    The folder is left out if files are all that the settings name: their contents are compared.
+    """
+    files = _files(refused)
+    alone = all({text, text.rpartition(":")[0]} & files.keys() for text in _texts(dict(refused)))
+    return {
+        "settings": _digest(refused),
+        "files": files,
+        "cwd": None if files and alone else os.getcwd(),
+    }
 
 
 def _note(folder: Path) -> Path:

@@ -319,6 +319,23 @@ def test_an_environment_that_was_moved_keeps_the_numbers_of_its_folder(mine):
     assert GSPOAgent.load(mine, "gspo/Lookup-v0").config.env_kwargs == {}
 
 
+def test_a_command_is_trusted_only_in_the_folder_where_it_was_used(tmp_path, monkeypatch):
+    servers = {"x": {"command": "python", "args": ["server.py"]}}
+    kwargs = {"servers": servers, "data": "rows.jsonl"}
+    config = from_dict({"env": "gspo/MCP-v0", "env_kwargs": kwargs})
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "rows.jsonl").write_text("{}")
+        (tmp_path / place / "server.py").write_text("")
+    monkeypatch.chdir(tmp_path / "here")
+    Path("run").mkdir()
+    Path("run/config.toml").write_text(to_toml(config))
+    record(Path("run"), config)
+    assert not read_saved("run").refused
+    monkeypatch.chdir(tmp_path / "there")
+    assert read_saved(tmp_path / "here" / "run").refused.keys() >= {"env_kwargs.servers"}
+
+
 def test_settings_that_need_no_flag_leave_no_record(tmp_path):
     record(tmp_path, Config.from_recipe("tiny"))
     assert not (tmp_path / "state").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from gspo_agents.reporter import Reporter, first_fault, run_info
+from gspo_agents.start import make_start
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
@@ -41,6 +43,7 @@ from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
 from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
+from gspo_env.training.watch import at_start
 from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
 
 logger = logging.getLogger(__name__)
@@ -71,6 +74,7 @@ class GSPOAgent:
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self._take_score()
         self._demonstrations: list[Episode] = []
+        self._untrained = False
         dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
@@ -78,13 +82,9 @@ class GSPOAgent:
             self.model, self.tokenizer = load_model(model or self.config.model, dtype)
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
         else:
-            made = self.config.recipe.build(self._env, self.env_id, self.config.seed)
-            if made is None:
-                raise ConfigError(
-                    "model is '' and the recipe makes none; expected a model, or a recipe such as "
-                    "Config.from_recipe('tiny')"
-                )
-            self.model, self.tokenizer, self._demonstrations = made
+            made = make_start(self.config, self._env, self.env_id)
+            self.model, self.tokenizer = made.model, made.tokenizer
+            self._demonstrations, self._untrained = made.episodes, not made.demonstrated
         rank = self.config.learner.lora_rank
         if rank and hasattr(self.model, "disable_adapter"):
             raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
@@ -112,9 +112,15 @@ class GSPOAgent:
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
+            TrainingError: Nothing can be learned; see `gspo_env.training.watch`.
         """
         config, resumed = self.config, self._resumed
         check_trackers(config.tracker)
+        problems = (
+            []
+            if resumed
+            else at_start(config, self._env, self.env_id, self.chat, untrained=self._untrained)
+        )
         way = self._check().way
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
@@ -132,6 +138,7 @@ class GSPOAgent:
             start(config.tracker, info) as tracker,
         ):
             report = Reporter(config, progress, tracker, checkpoints)
+            report.begin(self.model, self.env_id, problems)
             self.warm_up(progress)
             if resumed is None and not self._source:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
@@ -324,11 +331,16 @@ class GSPOAgent:
         if not kept:
             logger.warning("every demonstration plays a held-out task: the model starts untrained")
             return
-        samples = imitation_samples(kept, self.chat)
+        progress = progress or Progress(io.StringIO())
+        most = self.config.rollout.max_context
+        samples = imitation_samples(kept, self.chat, most, progress.when_slow())
+        if not samples:
+            logger.warning("no demonstration fits rollout.max_context %d: none is imitated", most)
+            return
         total = settings.imitation_steps
 
         def show(step: int, loss: float) -> None:
-            if progress is not None and (step % 20 == 0 or step == total):
+            if step % 20 == 0 or step == total:
                 progress.update(phase="warm-up", step=step, total=total, loss=loss)
 
         warm_up(self.model, samples, settings, self.config.seed, show)
@@ -348,8 +360,8 @@ class GSPOAgent:
         return Learner(
             self.model,
             config.loss,
-            config.learner,
-            total_steps=config.steps * config.learner.minibatches,
+            settings,
+            total_steps=config.steps * settings.minibatches,
             temperature=config.rollout.temperature,
         )
 

@@ -34,6 +34,7 @@ from gspo_env.redaction import log_to_terminal, redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
 from gspo_env.tracking.several import check_trackers
 from gspo_env.training.signals import stop_on_signals
+from gspo_env.training.watch import refuse_hopeless
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +106,13 @@ def compare(
         ConfigError: An estimator or the metric does not exist, or a tracker's address does not
             answer.
         UnknownEnvironmentError: An environment does not exist.
+        TrainingError: An arm could learn nothing.
     """
     for config in comparison.problems.values():
         resolve_env(config.env)
     check_metric(comparison.metric)
+    for name in comparison.problems:
+        refuse_hopeless([comparison.config(name, arm, 0) for arm in comparison.arms])
     check_trackers(tracker)
     _claim(comparison, output)
     runs = list(planned(comparison, output))

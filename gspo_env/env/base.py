@@ -70,6 +70,8 @@ class TextEnv(gymnasium.Env[str, str]):
     order of episodes, and so the rounding of a batch, is not reproducible."""
     gives_outcome: bool | None = None
     """Whether finished episodes have an `episodic_reward`; None infers it from the first ones."""
+    gives_reward: bool | None = None
+    """False if no step ever has a reward and no episode an outcome: nothing can be learned."""
     outcome_if_cut: float = 0.0
     """Outcome of an episode that the rollout cut, if finished ones have an `episodic_reward`. It
     must not exceed the worst outcome of a finished episode, or the policy learns to be cut."""

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from gspo_env.children import die_with_parent
-from gspo_env.env.base import Action, TextEnvironment, attribute
+from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
 from gspo_env.env.info import parse_reset, parse_step, read_prompt
 from gspo_env.env.pipe import receive, send
 from gspo_env.env.registration import make_env
@@ -14,7 +14,7 @@ from gspo_env.env.threads import attempt, foreign
 
 DECLARATIONS = (
     *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks"),
-    *("max_turns", "max_calls_per_turn"),
+    *("max_turns", "max_calls_per_turn", "gives_reward"),
 )
 """Attributes of an environment that are sent with each `reset`, besides its prompt."""
 
@@ -76,8 +76,9 @@ class _Host:
     def _told(self) -> dict[str, Any]:
         told = {name: attribute(self.env, name, None) for name in DECLARATIONS}
         tools = [_tool(tool) for tool in attribute(self.env, "tools", ())]
-        prompt = {"system_prompt": attribute(self.env, "system_prompt", None), "tools": tools}
-        return {name: value for name, value in told.items() if value is not None} | prompt
+        always = {"system_prompt": attribute(self.env, "system_prompt", None), "tools": tools}
+        always["longest"] = getattr(self.env.observation_space, "max_length", MAX_TEXT_LENGTH)
+        return {name: value for name, value in told.items() if value is not None} | always
 
 
 def _tool(tool: Any) -> dict[str, Any]:

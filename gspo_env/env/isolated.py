@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from gspo_env import errors
 from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv
 from gspo_env.env.pipe import receive, send
+from gspo_env.env.spaces import UnicodeText
 from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentCrashError, EnvironmentHangError, ForeignError
 
@@ -142,6 +143,7 @@ class IsolatedEnv(TextEnv):
         for name, value in told.items():
             setattr(self, name, value)
         self.tools = tuple(_tool(**tool) for tool in told["tools"])
+        self.observation_space = UnicodeText(told["longest"])
 
     def _release(self) -> None:
         for pipe in self._pipes:

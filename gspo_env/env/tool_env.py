@@ -83,7 +83,10 @@ class ToolEnv(TextEnv):
         info: dict[str, Any] = {}
         if calls:
             answers = self._answer_calls(calls)
-            observation, reward = "\n".join(a.text for a in answers), sum(a.reward for a in answers)
+            # how much a tool returns is often not known to its author
+            longest = self.observation_space.max_length
+            observation = "\n".join(a.text for a in answers)[:longest]
+            reward = sum(a.reward for a in answers)
             errors = sum(a.error for a in answers)
             info = {"observation_role": "tool"} | ({"tool_errors": errors} if errors else {})
             terminated = self._ended

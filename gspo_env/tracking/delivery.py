@@ -56,7 +56,13 @@ class Cursor:
     def read(cls, folder: Path, name: str) -> Cursor:
         """Reads the cursor of a tracker in a run's folder; a new one if there is none."""
         path = cls.path(folder, name)
-        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, TypeError) as error:
+            _log.warning("%s is damaged, everything is sent again: %s", path, error)
+            return cls()
 
     @staticmethod
     def path(folder: Path, name: str) -> Path:
@@ -106,6 +112,7 @@ class Delivery:
         """The calls that failed for good."""
         self._journal, self._folder = journal, run.folder
         self._cursor = Cursor.read(journal.folder, name)
+        self._cursor.metrics = min(self._cursor.metrics, journal.metrics.size)
         self._cursor.id = self._cursor.id or run.resume.get(name, "")
         self._repeatable = _repeatable(tracker)
         if self._repeatable is None:
@@ -132,6 +139,11 @@ class Delivery:
         except Exception as error:
             self._lose(redact_text(f"how_to_look: {type(error).__name__}: {error}"))
             return ""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether another process can send what is missing."""
+        return self._repeatable is not None
 
     @property
     def problem(self) -> str:

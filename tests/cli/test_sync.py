@@ -54,7 +54,7 @@ def test_a_run_that_ended_without_its_server_is_sent_later_with_its_own_times(
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("late", "FAILED")
     assert run.data.tags["error"] == "ZeroDivisionError: no luck"
-    assert run.data.tags["gspo_env.folder"] == str(folder.absolute())
+    assert run.data.tags["folder"] == str(folder.absolute())
     assert run.data.params == {"seed": "3"}
     assert run.data.metrics == {"a": 1.0}
     assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["episodes"]

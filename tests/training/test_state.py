@@ -16,6 +16,7 @@ from gspo_env.cli.main import main
 from gspo_env.config import CheckpointConfig, Config, load_toml, override
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.saved import record
 from gspo_env.training.checkpoints import Checkpoints
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
@@ -125,6 +126,7 @@ def cut(run, step, to):
     for folder in (to / "checkpoints").glob("step-*"):
         if int(folder.name[-6:]) > step:
             shutil.rmtree(folder)
+    record(to, load_toml(to / "config.toml"))  # as if it had been trained there
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -211,7 +213,7 @@ def test_another_model_than_the_first_is_refused(done):
         GSPOAgent.resume("named")
 
 
-def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done):
+def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done, monkeypatch):
     store = Checkpoints(Path(), CheckpointConfig(save_every=1, keep=2))
     best = {3: 0.1, 6: 0.9, 9: 0.5}
     marked = {}
@@ -222,8 +224,8 @@ def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done):
     found = sorted(p.name for p in Path("checkpoints").glob("step-*"))
     assert found == ["step-000006", "step-000010", "step-000011"]
     assert Path("checkpoints/best").readlink() == Path("step-000006")
-    best_of_run = done / "checkpoints/best"
-    assert len(GSPOAgent.load(best_of_run).evaluate(2)) == 2
+    monkeypatch.chdir(done.parent)  # where the run was started, with its environment's file
+    assert len(GSPOAgent.load("run/checkpoints/best").evaluate(2)) == 2
 
 
 def test_without_a_number_of_steps_saving_takes_a_fiftieth_of_the_time(monkeypatch):
