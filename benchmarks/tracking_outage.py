@@ -40,7 +40,7 @@ class Server:
         """Starts the server and waits until it answers.
 
         Raises:
-            TimeoutError: It did not within a minute.
+            TimeoutError: It did not within three minutes.
         """
         store = f"sqlite:///{self._folder / 'store.db'}"
         command = [
@@ -59,7 +59,7 @@ class Server:
             self._process = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
             )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(f"{self.uri}/health", timeout=1).close()

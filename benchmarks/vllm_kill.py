@@ -76,7 +76,7 @@ def play(number: int, args: argparse.Namespace, draw: random.Random) -> tuple[in
             stdout=(log := (runs / "log").open("w")),
             stderr=log,
         )
-        moment = draw.uniform(1.0, args.seconds)
+        moment = draw.uniform(args.first, args.last)
         time.sleep(moment)
         ended = process.poll()
         at_kill = marked(mark)
@@ -105,7 +105,8 @@ def play(number: int, args: argparse.Namespace, draw: random.Random) -> tuple[in
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--seconds", type=float, default=120.0, help="latest moment of a kill")
+    parser.add_argument("--first", type=float, default=1.0, help="earliest second of a kill")
+    parser.add_argument("--last", type=float, default=120.0, help="latest second of a kill")
     parser.add_argument("--wait", type=float, default=30.0, help="latest end of what is left")
     parser.add_argument("--signal", default="SIGKILL")
     parser.add_argument("--seed", type=int, default=0)

@@ -95,6 +95,8 @@ class Config:
     """Steps between evaluations; 0 evaluates at the start and the end only."""
     eval_tasks: int = 256
     """Held-out tasks of an evaluation."""
+    strict: bool = False
+    """Stop with an error where a run would only warn that it learns nothing so far."""
     output: str = ""
     """Folder for the results; by default a new one under `runs`, or `comparisons/comparison`."""
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)

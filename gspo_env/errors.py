@@ -66,7 +66,7 @@ class SandboxUnavailableError(GspoEnvError, RuntimeError):
 
 
 class TrainingError(GspoEnvError, RuntimeError):
-    """Training cannot go on: steps in a row had a loss or a gradient that was not finite."""
+    """Training cannot go on: nothing can be learned, or gradients were not finite."""
 
 
 class ModelError(GspoEnvError, ValueError):

@@ -46,6 +46,8 @@ def load_function(name: str, what: str) -> Callable[..., Any]:
 def load_module(where: str) -> ModuleType:
     """Imports a module by name, or a Python file by path, which runs again only if it changed.
 
+    A file may import the modules beside it.
+
     Raises:
         ImportError: It does not exist, or raised.
     """
@@ -68,6 +70,8 @@ def _execute(name: str, path: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path.name} is no Python file")
+    if (beside := str(path.parent)) not in sys.path:
+        sys.path.append(beside)  # at the end, so that no installed module is replaced
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # annotations are resolved through it while it runs
     try:

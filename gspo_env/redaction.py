@@ -6,13 +6,16 @@ is replaced by a mark when it is written, and so is text that looks like a key o
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import ConfigError
+from gspo_env.visible import visible
 
 MARK = "[redacted]"
 
@@ -108,6 +111,28 @@ def write_text(path: Path, text: str) -> None:
         path.touch(0o600)
         path.chmod(0o600)  # it may have existed
     path.write_text(text)
+
+
+def log_to_terminal() -> None:
+    """Shows warnings of this process in the terminal, unless the program has set up logging."""
+    handler = _ToStderr()
+    handler.setFormatter(_Formatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+class _ToStderr(logging.Handler):
+    """Writes to the stderr of the moment: while a live line is shown, lines go above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+class _Formatter(logging.Formatter):
+    """Hides secrets, shows hidden characters, and indents all but a record's first line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(redact_text(super().format(record))).replace("\n", "\n    ")
 
 
 def find_mark(value: Any, name: str = "") -> str:

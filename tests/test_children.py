@@ -168,6 +168,36 @@ def test_a_process_that_was_forked_does_not_keep_a_folder(tmp_path):
     assert done.stdout.split() == [b"False"]
 
 
+TOOLS = """
+import threading, time
+from pathlib import Path
+from gspo_env import sandbox
+from gspo_envs.read_only_sqlite import Database
+
+database = Database("CREATE TABLE a (b)")
+database.query("SELECT 1")
+box = sandbox.Sandbox(seconds=600.0, cpu_seconds=600)
+loop = "while True: pass"
+for isolated in [False, True] if sandbox.find_missing() is None else [False]:
+    run = lambda isolated=isolated: sandbox._run(box, loop, "", False, isolated)
+    threading.Thread(target=run, daemon=True).start()
+time.sleep(2.0)
+print(sandbox._folders().path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_tools_that_run_for_a_policy_end_with_the_trainer():
+    with subprocess.Popen([sys.executable, "-c", TOOLS], stdout=subprocess.PIPE) as trainer:
+        folder = Path(trainer.stdout.readline().decode().strip())
+        family = descendants(trainer.pid)
+        assert len(family) >= 3  # a query's, a program's, the guard of its folder
+        assert list(folder.iterdir())
+        trainer.kill()
+    assert wait_until(lambda: not any(map(is_running, family)))
+    assert wait_until(lambda: not folder.exists())
+
+
 COMPARE = """
 import sys, time
 from pathlib import Path

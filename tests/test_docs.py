@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import pkgutil
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from gspo_env.cli.main import parse
+from gspo_env.config import Config, to_toml
 from gspo_env.env.registration import ENTRY_POINT_GROUP
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +123,9 @@ def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "run.toml").touch()
     (tmp_path / "mine.py").symlink_to(ROOT / "examples" / "own_estimator.py")
+    saved = tmp_path / "runs/Lookup-v0-seed0-1/checkpoints/step-000001"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text(json.dumps({"config": to_toml(Config.from_recipe())}))
     text = path.read_text()
     commands = [c for block in blocks(path, "bash") for c in COMMAND.findall(block)]
     for command in {*commands, *SPAN.findall(BLOCK.sub("", text))}:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,25 @@ def test_redaction_keeps_the_shape_and_is_stable(value: Any) -> None:
     once = redact(value)
     assert redact(once) == once
     json.dumps(once)
+
+
+def test_log_lines_tracebacks_errors_and_the_progress_show_no_secret() -> None:
+    code = (
+        "import logging, sys\n"
+        "from gspo_env.cli.main import main\n"
+        "from gspo_env.redaction import log_to_terminal\n"
+        "from gspo_env.tracking.progress import Progress\n"
+        "log_to_terminal()\n"
+        "secret = 'sk-' + 'a1b2' * 8\n"
+        "logging.warning('key %s', secret)\n"
+        "try:\n    raise ValueError(secret)\n"
+        "except ValueError:\n    logging.exception('failed')\n"
+        "Progress().line(secret)\n"
+        "main([secret])\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 2
+    assert "a1b2a1b2" not in ended.stdout + ended.stderr
+    assert (ended.stdout + ended.stderr).count("[redacted]") >= 4

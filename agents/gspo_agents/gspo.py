@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
@@ -14,34 +15,35 @@ from typing import Any
 
 import torch
 
-from gspo_agents.reporter import Reporter, first_fault
-from gspo_env.config import Config, check_score, from_dict, override, to_dict, to_toml, with_score
+from gspo_agents.reporter import Reporter, first_fault, run_info
+from gspo_agents.start import make_start
+from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
-from gspo_env.env.base import attribute
+from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score, try_out
+from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env, resolve_env
-from gspo_env.errors import ConfigError, OutputError
+from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
-from gspo_env.registry import name_of
-from gspo_env.report.curves import learning_curve
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.saved import read_saved, record
-from gspo_env.tracking.base import MODEL, RunInfo, begin_run
+from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, check_trackers, parts, start
+from gspo_env.tracking.several import check_trackers, parts, start
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
 from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
+from gspo_env.training.watch import at_start
 from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
 
 logger = logging.getLogger(__name__)
@@ -68,10 +70,11 @@ class GSPOAgent:
         check_score(self.config)
         getattr(self.config.engine, "require", lambda: None)()
         self.env_id = resolve_env(self.config.env)
-        self._env = make_env(self.env_id, **self.config.env_kwargs)
+        self._env = self._make_env()
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self._take_score()
         self._demonstrations: list[Episode] = []
+        self._untrained = False
         dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
@@ -79,13 +82,9 @@ class GSPOAgent:
             self.model, self.tokenizer = load_model(model or self.config.model, dtype)
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
         else:
-            made = self.config.recipe.build(self._env, self.env_id, self.config.seed)
-            if made is None:
-                raise ConfigError(
-                    "model is '' and the recipe makes none; expected a model, or a recipe such as "
-                    "Config.from_recipe('tiny')"
-                )
-            self.model, self.tokenizer, self._demonstrations = made
+            made = make_start(self.config, self._env, self.env_id)
+            self.model, self.tokenizer = made.model, made.tokenizer
+            self._demonstrations, self._untrained = made.episodes, not made.demonstrated
         rank = self.config.learner.lora_rank
         if rank and hasattr(self.model, "disable_adapter"):
             raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
@@ -113,10 +112,16 @@ class GSPOAgent:
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
+            TrainingError: Nothing can be learned; see `gspo_env.training.watch`.
         """
         config, resumed = self.config, self._resumed
         check_trackers(config.tracker)
-        tags = {"env": self.env_id, "way": self._check().way.value}
+        problems = (
+            []
+            if resumed
+            else at_start(config, self._env, self.env_id, self.chat, untrained=self._untrained)
+        )
+        way = self._check().way
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
         else:
@@ -125,14 +130,7 @@ class GSPOAgent:
         self.folder = folder = checkpoints.run
         record(folder, config)
         self._trained, self._resumed = True, None
-        info = RunInfo(
-            name=self._run_name,
-            folder=folder,
-            params=to_dict(config),
-            tags=tags,
-            resume=ids,
-            started=begin_run(),
-        )
+        info = run_info(config, self.env_id, way, folder, ids)
         with (
             checkpoints,
             stop_on_signals() as stop,
@@ -140,6 +138,7 @@ class GSPOAgent:
             start(config.tracker, info) as tracker,
         ):
             report = Reporter(config, progress, tracker, checkpoints)
+            report.begin(self.model, self.env_id, problems)
             self.warm_up(progress)
             if resumed is None and not self._source:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
@@ -150,7 +149,7 @@ class GSPOAgent:
                 self._collector() as collector,
                 first_fault(collector, folder, tracker),
             ):
-                keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self.save)
+                keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self._write)
                 loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
                 if resumed is not None:
                     loop.restore(resumed.saved)
@@ -158,11 +157,9 @@ class GSPOAgent:
                 stop.graceful = True
                 history = asyncio.run(loop.train())
                 self.config = report.config
-                # before the environments close, which may raise
-                finished = loop.step == config.steps
-                if finished:
-                    self._finish(checkpoints, history, tracker)
-                tracker.finish("FINISHED" if finished else "KILLED")
+                if loop.step == config.steps:  # before the environments close, which may raise
+                    report.save(history, self.env_id, self._write_run)
+                tracker.finish("FINISHED" if loop.step == config.steps else "KILLED")
             report.end(history, self.split(), self._left_out)
         return history
 
@@ -284,11 +281,17 @@ class GSPOAgent:
 
     def save(self, path: str | Path) -> None:
         """Writes the model, the tokenizer and the config; `load` reads them back."""
-        folder = Path(path)
+        self._write(Path(path))
+        record(Path(path), self.config)
+
+    def _write(self, folder: Path) -> None:
         save_model(self.model, self.tokenizer, folder)
         write_text(folder / "gspo_env.json", json.dumps({"config": to_toml(self.config)}))
-        if self.folder is None or self.folder.resolve() not in folder.resolve().parents:
-            record(folder, self.config)
+
+    def _write_run(self, folder: Path) -> None:
+        self._write(folder / MODEL)
+        if hasattr(self.model, "disable_adapter") and self.config.model:
+            save_adapter(self.model, folder / "adapter")
 
     @classmethod
     def load(cls, path: str | Path, env: str = "", **changes: Any) -> GSPOAgent:
@@ -328,11 +331,16 @@ class GSPOAgent:
         if not kept:
             logger.warning("every demonstration plays a held-out task: the model starts untrained")
             return
-        samples = imitation_samples(kept, self.chat)
+        progress = progress or Progress(io.StringIO())
+        most = self.config.rollout.max_context
+        samples = imitation_samples(kept, self.chat, most, progress.when_slow())
+        if not samples:
+            logger.warning("no demonstration fits rollout.max_context %d: none is imitated", most)
+            return
         total = settings.imitation_steps
 
         def show(step: int, loss: float) -> None:
-            if progress is not None and (step % 20 == 0 or step == total):
+            if step % 20 == 0 or step == total:
                 progress.update(phase="warm-up", step=step, total=total, loss=loss)
 
         warm_up(self.model, samples, settings, self.config.seed, show)
@@ -352,8 +360,8 @@ class GSPOAgent:
         return Learner(
             self.model,
             config.loss,
-            config.learner,
-            total_steps=config.steps * config.learner.minibatches,
+            settings,
+            total_steps=config.steps * settings.minibatches,
             temperature=config.rollout.temperature,
         )
 
@@ -362,12 +370,6 @@ class GSPOAgent:
         embedded = isinstance(self.config.engine, Transformers)
         decide = check_engine if embedded else check_model
         return decide(self.model, max_context=self.config.rollout.max_context)
-
-    @property
-    def _run_name(self) -> str:
-        """What trackers call the run: environment, estimator and seed."""
-        estimator = name_of("advantage", self.config.advantage).rpartition(":")[2]
-        return f"{self.env_id.split('/')[-1]}-{estimator}-seed{self.config.seed}"
 
     def _take_score(self) -> None:
         """Takes the score that the environment declares, unless the config has one.
@@ -401,9 +403,15 @@ class GSPOAgent:
                 if not keep_engine:
                     self.close()
 
+    def _make_env(self) -> TextEnvironment:
+        config = self.config
+        if config.rollout.isolation == "process":
+            return IsolatedEnv(config.env, config.env_kwargs, config.rollout.episode_timeout)
+        return make_env(self.env_id, **config.env_kwargs)
+
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
-        pool = EnvPool(lambda: make_env(self.env_id, **self.config.env_kwargs), self._env)
+        pool = EnvPool(self._make_env, self._env)
         try:
             yield pool
         finally:
@@ -411,22 +419,3 @@ class GSPOAgent:
                 pool.close()
             except Exception:  # nothing is played any more, so it costs nothing
                 logger.exception("an environment of %s could not be closed", self.env_id)
-
-    def _finish(self, checkpoints: Checkpoints, history: History, tracker: Several) -> None:
-        """Writes and tracks the trained model and the learning curve.
-
-        Raises:
-            OutputError: The model cannot be written.
-        """
-        folder = checkpoints.run
-        if not checkpoints.attempt("the trained model", lambda: self.save(folder / MODEL)):
-            raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
-        if hasattr(self.model, "disable_adapter") and self.config.model:
-            write = partial(save_adapter, self.model, folder / "adapter")
-            checkpoints.attempt("the adapter", write)
-        curve = learning_curve(history, f"{self.env_id}, seed {self.config.seed}")
-        path = folder / "learning_curve.png"
-        checkpoints.attempt(path.name, lambda: curve.savefig(path))
-        for name in ("config.toml", path.name):
-            tracker.artifact(folder / name)
-        tracker.artifact(folder / MODEL, MODEL)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from gspo_env.config import Config, to_toml, with_score
+from gspo_env.config import Config, to_dict, to_toml, with_score
+from gspo_env.errors import OutputError
+from gspo_env.model.check import Way
 from gspo_env.redaction import write_text
+from gspo_env.registry import name_of
+from gspo_env.report.curves import learning_curve
+from gspo_env.report.run import closing, opening
 from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
+from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History
 from gspo_env.training.split import Split
+from gspo_env.training.watch import Problem
 from gspo_env.types import Score
 
 logger = logging.getLogger(__name__)
@@ -30,17 +38,38 @@ class Reporter:
     ) -> None:
         self.config, self._progress, self._tracker = config, progress, tracker
         self._checkpoints = checkpoints
+        self._warnings: list[str] = []
+        self._best: float | None = None
+        """The best success of an evaluation."""
         self.take_score(None)
+
+    def begin(self, model: Any, env_id: str, problems: Sequence[Problem]) -> None:
+        """Says what is trained, where, and what is wrong with the settings."""
+        look = self._tracker.how_to_look
+        folder = self._checkpoints.run
+        self._progress.line(opening(self.config, env_id, model, folder, look))
+        for problem in problems:
+            self.warned(problem)
+
+    def warned(self, problem: Problem) -> None:
+        """Says why the run learns nothing, or less than its settings say; writes it to a file."""
+        self._progress.line(f"WARNING {problem.text}")
+        self._warnings.append(f"{problem.name}: {problem.text}")
+        text = "\n".join(self._warnings) + "\n"
+        self.write("warnings.txt", text)
+        self._tracker.text("warnings.txt", text)
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Reports an update, with every metric of the step."""
         self._tracker.log(metrics, step)
-        self._show("train", step, stats.played, stats.tokens / stats.seconds)
+        speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
+        self._show("train", step, stats.played, tokens_per_second=speed, clipped=clipped)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Reports an evaluation and writes its first episodes."""
         self._tracker.log(evaluation.metrics(), step)
-        self._show("evaluate", step, evaluation.sampled, None)
+        self._best = max(self._best or 0.0, evaluation.sampled.success)
+        self._show("evaluate", step, evaluation.sampled)
         shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
         self.write(f"episodes-{step:04d}.txt", shown)
         self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
@@ -61,6 +90,27 @@ class Reporter:
         path: Path = self._checkpoints.run / name
         self._checkpoints.attempt(name, lambda: write_text(path, text))
 
+    def save(self, history: History, env_id: str, write: Callable[[Path], None]) -> None:
+        """Writes and tracks what was trained, and the learning curve.
+
+        Args:
+            history: The metrics of every step.
+            env_id: The environment.
+            write: Writes the trained model into the folder of the run.
+
+        Raises:
+            OutputError: The model cannot be written.
+        """
+        folder = self._checkpoints.run
+        if not self._checkpoints.attempt("the trained model", lambda: write(folder)):
+            raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
+        curve = learning_curve(history, f"{env_id}, seed {self.config.seed}")
+        path = folder / "learning_curve.png"
+        self._checkpoints.attempt(path.name, lambda: curve.savefig(path))
+        for name in ("config.toml", path.name):
+            self._tracker.artifact(folder / name)
+        self._tracker.artifact(folder / MODEL, MODEL)
+
     def end(self, history: History, split: Split, left_out: int) -> None:
         """Says what the run reached, and where its files are or how to go on with it.
 
@@ -74,21 +124,48 @@ class Reporter:
             lines = [f"Stopped after step {step} of {steps}. {self._checkpoints.how_to_resume}"]
         else:
             lines = _results(history, split, left_out)
-            lines.append(f"Model, config and learning curve: {self._checkpoints.run}")
+            folder = self._checkpoints.run
+            lines.append(f"Model, config and learning curve: {folder}")
+            lines += closing(history, folder, self._progress.encoding)
         lines += self._tracker.problems
         if self._tracker.how_to_look:
             lines.append(f"Tracked: {self._tracker.how_to_look}")
         self._progress.line("\n".join(lines))
 
-    def _show(self, phase: str, step: int, what: EpisodeStats, speed: float | None) -> None:
+    def _show(self, phase: str, step: int, what: EpisodeStats, **more: float | None) -> None:
         self._progress.update(
             phase=phase,
             step=step,
             total=self.config.steps,
             success=what.success,
+            best=self._best,
             return_=what.mean_return,
-            tokens_per_second=speed,
+            spread=what.return_std,
+            **more,
         )
+
+
+def run_info(
+    config: Config, env_id: str, way: Way, folder: Path, ids: Mapping[str, str]
+) -> RunInfo:
+    """Returns what trackers get when a run starts.
+
+    Args:
+        config: The settings.
+        env_id: The environment.
+        way: How the model is run.
+        folder: Folder of the run.
+        ids: The id of a run that goes on in each tracker, else nothing.
+    """
+    estimator = name_of("advantage", config.advantage).rpartition(":")[2]
+    return RunInfo(
+        name=f"{env_id.split('/')[-1]}-{estimator}-seed{config.seed}",
+        folder=folder,
+        params=to_dict(config),
+        tags={"env": env_id, "way": way.value},
+        resume=ids,
+        started=begin_run(),
+    )
 
 
 def _results(history: History, split: Split, left_out: int) -> list[str]:

@@ -83,6 +83,11 @@ class DatasetEnv(ToolEnv):
         self._system, self._limit = system_prompt, max_turns
 
     @property
+    def gives_reward(self) -> bool | None:  # type: ignore[override]
+        """False without reward functions; not known of a subclass, which may have other rewards."""
+        return None if self.rewards or type(self) is not DatasetEnv else False
+
+    @property
     def num_tasks(self) -> int:  # type: ignore[override]
         """The number of rows."""
         return len(self._rows)

@@ -80,7 +80,7 @@ class ForeignEnv(TextEnv):
         self._random = PrivateRandom(drawn) if self.draws else None
         with self._privately():
             observation, info = self.begin(drawn, options or {})
-        return clean(observation, MAX_TEXT_LENGTH), info
+        return clean(observation, self.observation_space.max_length), info
 
     def step(self, action: str) -> StepResult:
         """Takes an action.
@@ -93,7 +93,8 @@ class ForeignEnv(TextEnv):
         with self._privately():
             observation, reward, terminated, truncated, info = self._try(action)
         terminated, truncated = self.end_turn(terminated, truncated)
-        return clean(observation, MAX_TEXT_LENGTH), reward, terminated, truncated, info
+        observation = clean(observation, self.observation_space.max_length)
+        return observation, reward, terminated, truncated, info
 
     def _privately(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._random is None else self._random.installed()

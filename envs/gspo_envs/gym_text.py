@@ -16,7 +16,6 @@ import numpy as np
 from gymnasium import spaces
 
 from gspo_env.env.base import (
-    MAX_TEXT_LENGTH,
     Options,
     ResetResult,
     StepResult,
@@ -224,7 +223,7 @@ class GymTextEnv(TextEnv):
         if self._known is not None:
             parts.append(self._known.describe(self.inner.unwrapped, observation))
         text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
-        return clean(text, MAX_TEXT_LENGTH)
+        return clean(text, self.observation_space.max_length)
 
     def _info(self, observation: Any) -> dict[str, Any]:
         space = self.inner.observation_space

@@ -1,2 +1,5 @@
 from .environment import check_env as check_env
 from .environment import random_policy as random_policy
+from .faulty import Faulty as Faulty
+from .faulty import faulty as faulty
+from .faulty import injected as injected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -52,13 +54,14 @@ class Compare(Run):
         comparison = parse(self.tables, self.arm, self.resolved, **options)
         base = next(iter(comparison.problems.values()))
         folder = Path(base.output or "comparisons/comparison")
+        command = shlex.join(["gspo-env", *sys.argv[1:]])
         try:
             compare(
                 comparison,
                 folder,
                 base.tracker,
                 lambda line: print(line, flush=True),
-                lambda results: write_report(comparison, results, folder),
+                lambda results: write_report(comparison, results, folder, command),
             )
         except KeyboardInterrupt:
             print(f"Stopped. The same command goes on with the results in {folder}.")

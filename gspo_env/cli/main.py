@@ -1,9 +1,8 @@
-"""The command line: train, evaluate, compare, envs, doctor."""
+"""The command line: train, evaluate, compare, sync, envs, doctor."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,23 +12,17 @@ import tyro
 
 import gspo_env
 from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.redaction import log_to_terminal, redact_text
 from gspo_env.visible import visible
 
 COMMANDS = {
     "train": "gspo_env.cli.train:Train",
     "evaluate": "gspo_env.cli.evaluate:Evaluate",
     "compare": "gspo_env.cli.compare:Compare",
+    "sync": "gspo_env.cli.sync:Sync",
     "envs": "gspo_env.cli.envs:Envs",
     "doctor": "gspo_env.cli.doctor:Doctor",
 }
-
-
-class _Visible(logging.Formatter):
-    """Shows hidden characters as escapes; only the first line of a record is not indented."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Formats a record."""
-        return visible(super().format(record)).replace("\n", "\n    ")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,16 +31,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] == "--version":
         print(f"gspo-env {gspo_env.__version__}")
         return
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Visible("%(levelname)s %(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    log_to_terminal()
     try:
         try:
             parse(arguments).run()
         finally:
             sys.stdout.flush()
     except GspoEnvError as error:
-        print(f"gspo-env: {visible(str(error))}", file=sys.stderr)
+        print(f"gspo-env: {visible(redact_text(str(error)))}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

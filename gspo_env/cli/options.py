@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
@@ -17,6 +17,7 @@ from gspo_env.config import Config, from_dict, override, read_toml, resolve
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
 from gspo_env.saved import read_saved
+from gspo_env.tracking.base import flatten
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,17 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
         case ["--help", group]:
             _print_page(config, group)
     made = command(choices=choices, settings=_sections(config, _unchecked), **own)
-    return made, [_spell_out(argument, config, known) for argument in rest]
+    return made, list(_switches([_spell_out(argument, config, known) for argument in rest], config))
+
+
+def _switches(arguments: Sequence[str], config: Config) -> Iterator[str]:
+    """Yields the arguments; a switch without a value, such as `--strict`, is true."""
+    leaves = flatten(config, mappings=False)
+    for n, argument in enumerate(arguments):
+        yield argument
+        switch = isinstance(leaves.get(argument[2:].replace("-", "_")), bool)
+        if switch and arguments[n + 1 : n + 2] not in (["True"], ["False"]):
+            yield "True"
 
 
 def _base(

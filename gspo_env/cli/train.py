@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_env import __version__
 from gspo_env.cli.options import Run
 
 
@@ -28,11 +29,14 @@ class Train(Run):
         """Trains."""
         from gspo_env.env.registration import load_agent
 
+        config = self.resolved
+        # before the imports, which take seconds
+        print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
         if not self.resume:
-            kind(config=self.resolved).train()
+            kind(config=config).train()
             return
-        agent = kind.resume(self.resume, self.resolved)
+        agent = kind.resume(self.resume, config)
         if agent.finished:
             steps = agent.config.steps
             print(f"{self.resume} is finished: all {steps} steps are done; --steps adds more")

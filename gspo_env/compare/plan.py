@@ -191,8 +191,9 @@ def change(config: Config, changes: Mapping[str, Any]) -> Config:
 
 
 _METRICS = (
-    *("eval/success", "eval/success_greedy", "eval/return", "eval/turns"),
-    *("rollout/success", "rollout/return", "rollout/outcome", "rollout/turns", "rollout/tokens"),
+    *("eval/success", "eval/success_greedy", "eval/return", "eval/return_std", "eval/turns"),
+    *("rollout/success", "rollout/return", "rollout/return_std", "rollout/outcome"),
+    *("rollout/turns", "rollout/tokens"),
     *("train/loss", "train/entropy", "train/kl", "train/grad_norm", "train/clipped_fraction"),
 )
 """Metrics that people compare; a run may have others, such as those of its reward parts."""

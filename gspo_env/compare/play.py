@@ -30,10 +30,11 @@ from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
-from gspo_env.redaction import redact, redact_text, write_text
+from gspo_env.redaction import log_to_terminal, redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
 from gspo_env.tracking.several import check_trackers
 from gspo_env.training.signals import stop_on_signals
+from gspo_env.training.watch import refuse_hopeless
 
 logger = logging.getLogger(__name__)
 
@@ -105,10 +106,13 @@ def compare(
         ConfigError: An estimator or the metric does not exist, or a tracker's address does not
             answer.
         UnknownEnvironmentError: An environment does not exist.
+        TrainingError: An arm could learn nothing.
     """
     for config in comparison.problems.values():
         resolve_env(config.env)
     check_metric(comparison.metric)
+    for name in comparison.problems:
+        refuse_hopeless([comparison.config(name, arm, 0) for arm in comparison.arms])
     check_trackers(tracker)
     _claim(comparison, output)
     runs = list(planned(comparison, output))
@@ -297,7 +301,7 @@ def _set_up(threads: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
-
+    log_to_terminal()
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
 

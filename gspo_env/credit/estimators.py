@@ -85,6 +85,11 @@ class Estimator:
         return z_score(values, self.scale, self.ddof)
 
 
+def compares_episodes(estimator: object) -> bool:
+    """Returns whether a group of one episode has no advantage; False for a class of its own."""
+    return getattr(type(estimator), "advantages", None) is Estimator.advantages
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Estimator):
     """One advantage for a whole episode: (outcome - baseline) / scale.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 
+from gspo_env.env.background import make_synchronous
 from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import ConfigError, EnvironmentContractError
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 MAX_TEXT_LENGTH = 16384
 MAX_OBSERVATION = 1_000_000
 """Maximum characters of any text of an environment; a longer one is a failure of its episode."""
+
+METHODS = (
+    *("reset", "step", "close", "render", "expert_action"),
+    *("on_final", "on_tool_result", "on_tool_error", "step_info"),
+)
+"""The methods of an environment that may be `async def`."""
 
 TextEnvironment = gymnasium.Env[str, str]
 """Any Gymnasium environment with text observations and actions."""
@@ -63,6 +70,8 @@ class TextEnv(gymnasium.Env[str, str]):
     order of episodes, and so the rounding of a batch, is not reproducible."""
     gives_outcome: bool | None = None
     """Whether finished episodes have an `episodic_reward`; None infers it from the first ones."""
+    gives_reward: bool | None = None
+    """False if no step ever has a reward and no episode an outcome: nothing can be learned."""
     outcome_if_cut: float = 0.0
     """Outcome of an episode that the rollout cut, if finished ones have an `episodic_reward`. It
     must not exceed the worst outcome of a finished episode, or the policy learns to be cut."""
@@ -77,6 +86,11 @@ class TextEnv(gymnasium.Env[str, str]):
     _turn: int = 0
     """Turns that `end_turn` has counted in this episode."""
     _ended: bool = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Makes `async def` methods synchronous, so that every caller can use them."""
+        super().__init_subclass__(**kwargs)
+        make_synchronous(cls, METHODS)
 
     def __init__(self, max_turns: int | None = None) -> None:
         """Sets the limit on turns; a subclass without one need not call this."""

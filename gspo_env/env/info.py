@@ -81,6 +81,20 @@ def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:
     return Prompt(system=system, tools=tools, messages=messages)
 
 
+def check_length(env: TextEnvironment, env_id: str, method: str, observation: str) -> None:
+    """Rejects an observation that is longer than its space.
+
+    Raises:
+        EnvironmentContractError: It is too long.
+    """
+    most = getattr(env.observation_space, "max_length", None)
+    if most is not None and len(observation) > most:
+        raise EnvironmentContractError(
+            f"{env_id}: {method} observation is {len(observation)} characters long; expected at "
+            f"most {most}: shorten it, or set another limit with --env-kwargs max_observation=N"
+        )
+
+
 def declared_score(env_id: str, env: TextEnvironment) -> Score | None:
     """Returns the score that an environment declares, looked up through its wrappers.
 
@@ -121,9 +135,9 @@ def try_out(env_id: str, env: TextEnvironment, retries: int = 0) -> None:
 def _try_once(env_id: str, env: TextEnvironment) -> None:
     method = "reset(seed=0)"
     try:
-        parse_reset(env_id, attempt(env.reset, seed=0))
+        check_length(env, env_id, "reset()", parse_reset(env_id, attempt(env.reset, seed=0))[0])
         method = "step('')"
-        parse_step(env_id, attempt(env.step, ""))
+        check_length(env, env_id, "step()", parse_step(env_id, attempt(env.step, ""))[0])
     except EnvironmentContractError:
         raise
     except Exception as error:

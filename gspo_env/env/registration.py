@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import logging
+import os
 import traceback
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -14,6 +15,9 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator, registry
 from gymnasium.spaces import Text
 
+from gspo_env.env.background import make_synchronous
+from gspo_env.env.base import MAX_OBSERVATION, METHODS
+from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -113,6 +117,11 @@ def find_builtin(env_id: str) -> str | None:
 def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
     """Makes a text environment from a specification; see `resolve_env`.
 
+    Args:
+        spec: The specification.
+        kwargs: Arguments of the environment. Every environment takes `max_observation`, the maximum
+            characters of an observation, in place of that of its `observation_space`.
+
     Raises:
         UnknownEnvironmentError: Nothing has that name.
         ConfigError: The environment does not take the arguments.
@@ -124,6 +133,11 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             f"{env_id}: {lost} was redacted when it was saved; expected the value again, or, in a "
             "table env or headers, the name of an environment variable as '${NAME}'."
         )
+    longest = kwargs.pop("max_observation", None)
+    if longest is not None and (type(longest) is not int or not 1 <= longest <= MAX_OBSERVATION):
+        raise ConfigError(
+            f"max_observation is {longest!r}; expected an integer from 1 to {MAX_OBSERVATION}"
+        )
     try:
         env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except GspoEnvError:
@@ -133,12 +147,15 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             f"{env_id} cannot be made{f' with {redact(kwargs)}' if kwargs else ''}: "
             f"{_reason(error)}."
         ) from error
+    make_synchronous(type(env.unwrapped), METHODS)
     for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
         if not isinstance(space, Text):
             env.close()
             raise EnvironmentContractError(
                 f"{env_id}: the space of its {name} is {space}, expected text (UnicodeText)."
             )
+    if longest is not None:
+        env.unwrapped.observation_space = UnicodeText(longest)
     return env
 
 
@@ -158,7 +175,9 @@ def load_agent(name: str) -> Any:
     """Returns the class of a built-in agent: `gspo` or `scripted`."""
     from transformers.utils.logging import disable_progress_bar
 
-    # its progress bars for loading and saving would break up ours
+    # progress bars of libraries would break up ours
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     disable_progress_bar()  # type: ignore[no-untyped-call]
     module, _, attribute = _AGENTS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

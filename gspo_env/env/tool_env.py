@@ -6,14 +6,42 @@ import dataclasses
 import difflib
 import json
 import logging
+from datetime import date, time, timedelta
+from enum import Enum
 from functools import cached_property
+from numbers import Number
+from pathlib import PurePath
 from typing import Any, NamedTuple
+from uuid import UUID
 
+import numpy as np
+
+from gspo_env.env.background import settle
 from gspo_env.env.base import StepResult, TextEnv, clean
+from gspo_env.env.threads import foreign
 from gspo_env.env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, EnvironmentContractError, ForeignError
 
 logger = logging.getLogger(__name__)
+
+_TEXTS = (
+    str,
+    Number,
+    np.generic,
+    tuple,
+    set,
+    frozenset,
+    date,
+    time,
+    timedelta,
+    UUID,
+    Enum,
+    PurePath,
+)
+"""Types of a tool's result whose `str` is a text for the policy."""
+_MOST_LOGGED = 1000
+_logged: set[tuple[str, str, str]] = set()
+"""The tools that raised, with the exception and the line."""
 
 
 class ToolEnv(TextEnv):
@@ -55,7 +83,10 @@ class ToolEnv(TextEnv):
         info: dict[str, Any] = {}
         if calls:
             answers = self._answer_calls(calls)
-            observation, reward = "\n".join(a.text for a in answers), sum(a.reward for a in answers)
+            # how much a tool returns is often not known to its author
+            longest = self.observation_space.max_length
+            observation = "\n".join(a.text for a in answers)[:longest]
+            reward = sum(a.reward for a in answers)
             errors = sum(a.error for a in answers)
             info = {"observation_role": "tool"} | ({"tool_errors": errors} if errors else {})
             terminated = self._ended
@@ -102,10 +133,13 @@ class ToolEnv(TextEnv):
         except ConfigError as error:
             return self._error(str(error))
         try:
-            text = _as_text(tool.function(**arguments))
+            text = _as_text(tool.name, settle(tool.function(**arguments), f"tool {tool.name}"))
+        except EnvironmentContractError:
+            raise
         except Exception as error:  # a tool may raise anything; the policy reads it
-            logger.warning("tool %s raised", tool.name, exc_info=True)
-            return self._error(f"{tool.name} failed: {type(error).__name__}: {error}")
+            told = foreign(error)
+            _log_once(tool.name, told)
+            return self._error(f"{tool.name} failed: {told.name}: {told.text}")
         reward = self.on_tool_result(ToolCall(name=tool.name, arguments=arguments), text)
         return _Answer(text, reward, error=False)
 
@@ -126,5 +160,27 @@ class _Answer(NamedTuple):
     error: bool
 
 
-def _as_text(result: object) -> str:
-    return clean(json.dumps(result) if isinstance(result, (dict, list)) else str(result))
+def _as_text(name: str, result: object) -> str:
+    """Returns the text of a tool's result.
+
+    Raises:
+        EnvironmentContractError: It is none, such as an image.
+    """
+    if isinstance(result, (dict, list)):
+        return clean(json.dumps(result))
+    if result is not None and not isinstance(result, _TEXTS):
+        raise EnvironmentContractError(
+            f"tool {name}: its result is of type {type(result).__name__}, expected text, a number, "
+            "None, or a dict or list of these."
+        )
+    return clean(str(result))
+
+
+def _log_once(name: str, told: ForeignError) -> None:
+    """Logs a failure of a tool with its line, unless it failed there before."""
+    if len(_logged) < _MOST_LOGGED and (name, told.name, told.where) not in _logged:
+        _logged.add((name, told.name, told.where))
+        logger.warning(
+            "tool %s raised %s: %s (%s); the policy reads it, and further ones are not shown",
+            *(name, told.name, told.text, told.where),
+        )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from gspo_env.env.base import TextEnvironment
+    from gspo_env.rollout.settings import RolloutConfig
+    from gspo_env.types import Episode
+
+Show = Callable[[str, int, int], None]
+"""Called with a phase and how many of how many parts of it are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +22,12 @@ class Recipe:
     changes: ClassVar[Mapping[str, Any]] = {}
     """Values by config field, nested as in a TOML file."""
 
-    def build(self, env: TextEnvironment, env_id: str, seed: int) -> Any:
+    def build(
+        self, env: TextEnvironment, env_id: str, seed: int, limits: RolloutConfig, show: Show
+    ) -> Any:
         """Makes a model if the config names none; see `gspo_env.recipes.embedded.build`."""
         return None
+
+    def babble(self, env: TextEnvironment, env_id: str, seed: int, show: Show) -> list[Episode]:
+        """Makes episodes to imitate if the environment has no demonstrator."""
+        return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,18 +25,22 @@ from gspo_env.env.tools import tool_call_frames
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
+from gspo_env.recipes.base import Show
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.faults import FaultLog, refuse_failures
-from gspo_env.rollout.play import Policy, demonstrator, look, play_now
+from gspo_env.rollout.play import Move, Policy, demonstrator, look, play_now
 from gspo_env.rollout.retry import play_alone
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer, tokenize
 from gspo_env.seeding import derive_seed
-from gspo_env.types import Episode, Task
+from gspo_env.types import Episode, StopReason, Task, Turn
 
 logger = logging.getLogger(__name__)
 
-_LONGEST = 128
-"""Turns after which a demonstration is cut."""
+_LOOKS = 256
+"""Tasks whose first prompts are read if an environment has no demonstrator."""
+_BABBLES = 4
+"""Episodes of random actions for each of these tasks."""
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -98,24 +103,35 @@ def build_model(config: Tiny, vocabulary: int, eos_id: int, seed: int) -> Qwen3F
 
 
 def build(
-    env: TextEnvironment, env_id: str, config: Tiny, seed: int
+    env: TextEnvironment,
+    env_id: str,
+    config: Tiny,
+    seed: int,
+    limits: RolloutConfig | None = None,
+    show: Show = lambda phase, step, total: None,
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Episode]]:
     """Builds the tiny model and tokenizer for an environment, and plays the demonstrations.
 
     An environment without `expert_action` gives none: the vocabulary has only the words of its
     prompts and first observations, and the model starts from random weights.
+
+    Args:
+        env: The environment.
+        env_id: Its id.
+        config: The shape of the model and the number of demonstrations.
+        seed: Seed of the weights and of the tasks.
+        limits: Limits of a demonstration, those of the rollout.
+        show: Shows how many demonstrations were played.
     """
     tasks = [
         Task(env_id=env_id, seed=derive_seed("demonstration", seed, n) % 10**9)
         for n in range(config.demonstrations)
     ]
     try:
-        demonstrations = demonstrate(env, tasks, config.slips)
+        demonstrations = demonstrate(env, tasks, config.slips, limits, show)
         read = demonstrations
     except NotImplementedError:
-        logger.warning("%s has no expert_action: the model starts untrained", env_id)
-        demonstrations, read = [], play_all(env, tasks[:256], look)
-        refuse_failures(read)
+        demonstrations, read = [], _looks(env, tasks, show)
     prompts = [episode.prompt for episode in read]
     texts = {text for e in read for turn in e.turns for text in (turn.observation, turn.text)}
     texts |= {episode.final_observation for episode in read if not episode.turns}
@@ -130,14 +146,27 @@ def build(
     return model, tokenizer, demonstrations
 
 
-def demonstrate(env: TextEnvironment, tasks: Sequence[Task], slips: float) -> list[Episode]:
+def demonstrate(
+    env: TextEnvironment,
+    tasks: Sequence[Task],
+    slips: float,
+    limits: RolloutConfig | None = None,
+    show: Show = lambda phase, step, total: None,
+) -> list[Episode]:
     """Plays each task with the environment's own `expert_action`; the episodes have no ids.
+
+    Args:
+        env: The environment.
+        tasks: The tasks.
+        slips: Probability of a wrong action.
+        limits: Turns and seconds after which an episode is cut, those of the rollout.
+        show: Shows how many tasks were played.
 
     Raises:
         NotImplementedError: The environment has no demonstrator.
         RolloutError: More than half of the episodes failed; the others are left out.
     """
-    episodes = play_all(env, tasks, demonstrator(slips))
+    episodes = play_all(env, tasks, demonstrator(slips), limits, show)
     refuse_failures(episodes)
     played = [e for e in episodes if not e.failed]
     if len(played) < len(episodes):
@@ -145,10 +174,80 @@ def demonstrate(env: TextEnvironment, tasks: Sequence[Task], slips: float) -> li
     return played
 
 
-def play_all(env: TextEnvironment, tasks: Sequence[Task], policy: Policy) -> list[Episode]:
+def _for_seconds(policy: Policy, seconds: float) -> Policy:
+    """Returns a policy that ends its episode after some seconds."""
+    end = time.monotonic() + seconds
+    return lambda now: Move(stop=StopReason.TIMEOUT) if time.monotonic() > end else policy(now)
+
+
+def babble(
+    env: TextEnvironment,
+    env_id: str,
+    count: int,
+    seed: int,
+    show: Show = lambda phase, step, total: None,
+) -> list[Episode]:
+    """Makes episodes of one random action, for an environment that has no demonstrator.
+
+    An action consists of words or characters of the first observation, or calls one of the tools
+    with them. A model that imitates them ends its turns and uses words that the environment uses.
+
+    Args:
+        env: The environment.
+        env_id: Its id.
+        count: Maximum number of episodes.
+        seed: Seed of the tasks and of the actions.
+        show: Shows how many tasks were read.
+    """
+    seeds = (derive_seed("babble", seed, n) for n in range(min(_LOOKS, count)))
+    tasks = [Task(env_id=env_id, seed=drawn % 10**9) for drawn in seeds]
+    rng = np.random.default_rng(derive_seed("babble", seed))
+    episodes = []
+    for episode in _looks(env, tasks, show):
+        text = episode.final_observation
+        for _ in range(min(_BABBLES, count // len(tasks))):
+            action = _random_action(text, episode.prompt.tools, rng)
+            turn = Turn(text=action, observation=text, reward=0.0)
+            episodes.append(replace(episode, turns=(turn,), final_observation=""))
+    return episodes
+
+
+def _random_action(text: str, tools: Sequence[Any], rng: np.random.Generator) -> str:
+    words = re.findall(r"\w+", text) or ["yes"]
+    if tools and rng.random() < 0.5:
+        opening, *others = tool_call_frames(tools[int(rng.integers(len(tools)))])
+        return opening + "".join(str(rng.choice(words)) + frame for frame in others)
+    start, length = rng.integers(len(words)), rng.integers(1, 5)
+    if rng.random() < 0.5:
+        return " ".join(words[start : start + length])
+    return "".join(rng.choice(list("".join(words)), length))
+
+
+def _looks(env: TextEnvironment, tasks: Sequence[Task], show: Show) -> list[Episode]:
+    """Resets the environment to some tasks; the episodes have no turns.
+
+    Raises:
+        RolloutError: More than half of the resets failed.
+    """
+    read = play_all(env, tasks[:_LOOKS], look, show=lambda _, n, of: show("first prompts", n, of))
+    refuse_failures(read)
+    return [episode for episode in read if not episode.failed]
+
+
+def play_all(
+    env: TextEnvironment,
+    tasks: Sequence[Task],
+    policy: Policy,
+    limits: RolloutConfig | None = None,
+    show: Show = lambda phase, step, total: None,
+) -> list[Episode]:
     """Plays the tasks one after another, again where the environment fails."""
-    log = FaultLog()
-    episodes = [play_alone(env, task, policy, log, max_turns=_LONGEST) for task in tasks]
+    log, limits = FaultLog(), limits or RolloutConfig()
+    episodes = []
+    for n, task in enumerate(tasks):
+        timed = _for_seconds(policy, limits.episode_timeout)
+        episodes.append(play_alone(env, task, timed, log, max_turns=limits.max_turns))
+        show("demonstrations", n + 1, len(tasks))
     log.summarise()
     return episodes
 
@@ -167,9 +266,25 @@ def _always(action: str) -> Policy:
     return lambda now: action
 
 
-def imitation_samples(demonstrations: Sequence[Episode], chat: ChatTokenizer) -> list[Sample]:
-    """Returns the token sequences that rollouts with the demonstrated actions would have."""
-    episodes = [tokenize(episode, chat) for episode in demonstrations]
+def imitation_samples(
+    demonstrations: Sequence[Episode],
+    chat: ChatTokenizer,
+    max_context: int | None = None,
+    show: Show = lambda phase, step, total: None,
+) -> list[Sample]:
+    """Returns the token sequences that rollouts with the demonstrated actions would have.
+
+    Args:
+        demonstrations: Episodes without ids.
+        chat: The tokenizer.
+        max_context: Tokens after which a demonstration is cut; by default it is not.
+        show: Shows how many demonstrations were tokenised.
+    """
+    episodes = []
+    for n, demonstration in enumerate(demonstrations):
+        episode = tokenize(demonstration, chat, max_context)
+        episodes += [episode] if episode.turns else []
+        show("tokens", n + 1, len(demonstrations))
     return to_samples(episodes, [np.zeros(len(episode.turns)) for episode in episodes])
 
 

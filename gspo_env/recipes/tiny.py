@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gspo_env.errors import ConfigError
-from gspo_env.recipes.base import Recipe
+from gspo_env.recipes.base import Recipe, Show
 
 if TYPE_CHECKING:
     from gspo_env.env.base import TextEnvironment
+    from gspo_env.rollout.settings import RolloutConfig
+    from gspo_env.types import Episode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +59,16 @@ class Tiny(Recipe):
         if self.imitation_steps < 0 or not self.imitation_learning_rate > 0:
             raise ConfigError("imitation_steps and imitation_learning_rate have to be positive")
 
-    def build(self, env: TextEnvironment, env_id: str, seed: int) -> Any:
+    def build(
+        self, env: TextEnvironment, env_id: str, seed: int, limits: RolloutConfig, show: Show
+    ) -> Any:
         """Makes the model, its tokenizer and the demonstrations to imitate."""
         from gspo_env.recipes.embedded import build
 
-        return build(env, env_id, self, seed)
+        return build(env, env_id, self, seed, limits, show)
+
+    def babble(self, env: TextEnvironment, env_id: str, seed: int, show: Show) -> list[Episode]:
+        """Makes short random actions to imitate, so that the model learns to end its turns."""
+        from gspo_env.recipes.embedded import babble
+
+        return babble(env, env_id, self.demonstrations, seed, show)

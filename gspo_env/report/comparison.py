@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import base64
 import html
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import gspo_env
 from gspo_env.compare import Arm, Comparison, Result, stats
+from gspo_env.config import to_toml
+from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.report.curves import INK, frame, plain
 from gspo_env.types import BoolArray, FloatArray
 
@@ -20,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = ("#1f5fa8", "#d9722e", "#2e8b57", "#8e44ad", "#b03060", "#5f6b76", "#c9a227", "#17a2b8")
+_DASHES = ("-", (0, (5, 3)), (0, (5, 3, 1, 3)), (0, (3, 5)))
+"""Lines that coincide are told apart by these."""
 _TAIL = 0.1
 """The final score is the mean of the last points of a curve, this fraction of them."""
 
@@ -213,7 +220,7 @@ def _method(comparison: Comparison) -> str:
         "paired permutation test of the area against the first arm, after Holm's correction; the "
         f"smallest p of {pairs} is {smallest:.3f} before the correction. A failed "
         "run ranks below all others: its curve is just below their lowest value, "
-        "and dashed if all runs of the arm failed."
+        "and dotted if all runs of the arm failed."
     )
 
 
@@ -241,8 +248,9 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     handles: dict[str, Any] = {}
     for axis, (value, panel) in zip(axes, panels.items(), strict=True):
+        drawn: list[FloatArray] = []
         for label, row in panel.items():
-            handles[label] = _draw(axis, row, colours[label])
+            handles[label] = _draw(axis, row, colours[label], drawn)
         others = "other arms" if len(panels) > 1 else ""
         title = f"{comparison.axes[-1]}: {value}" if value else others
         axis.set_title(plain(title), loc="left", fontsize=12, color=INK)
@@ -261,12 +269,15 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
     return figure
 
 
-def _draw(axes: Axes, row: Row, colour: str) -> Any:
+def _draw(axes: Axes, row: Row, colour: str, drawn: list[FloatArray]) -> Any:
+    """Draws the curve of an arm; dots if all its runs failed, dashes if it covers another curve."""
     low, high = stats.interquartile_interval([row.curves.T], resamples=1000)
     axes.fill_between(row.episodes, low, high, color=colour, alpha=0.15, linewidth=0)
     middle = stats.interquartile_mean(row.curves.T)
-    line = "--" if row.failed == len(row.finals) else "-"
-    return axes.plot(row.episodes, middle, line, color=colour, linewidth=2)[0]
+    same = sum(np.allclose(middle, other, rtol=0, atol=1e-9) for other in drawn)
+    drawn.append(middle)
+    style = ":" if row.failed == len(row.finals) else _DASHES[min(same, len(_DASHES) - 1)]
+    return axes.plot(row.episodes, middle, linestyle=style, color=colour, linewidth=2)[0]
 
 
 _STYLE = """
@@ -281,11 +292,20 @@ tr:nth-child(2) td { font-weight: 600; }
 """
 
 
-def write_report(comparison: Comparison, results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes `report.html`, `tables.md` and a picture of each problem; returns their paths."""
+def write_report(
+    comparison: Comparison, results: Sequence[Result], folder: Path, command: str = ""
+) -> list[Path]:
+    """Writes `report.html`, `tables.md` and a picture of each problem; returns their paths.
+
+    Args:
+        comparison: What was compared.
+        results: Its runs.
+        folder: Where the files go.
+        command: The command that made the report, which the page shows.
+    """
     summary = summarise(comparison, results)
     paths = [folder / "tables.md"]
-    paths[0].write_text(markdown(comparison, summary))
+    write_text(paths[0], markdown(comparison, summary))
     method = html.escape(_method(comparison).replace("`", ""))
     body = [f"<h1>Comparison</h1><p>{method}</p>"]
     for name, rows in summary.items():
@@ -302,13 +322,37 @@ def write_report(comparison: Comparison, results: Sequence[Result], folder: Path
     if failed:
         items = "".join(f"<li>{html.escape(f'{r.run.name}: {r.error}')}</li>" for r in failed)
         body.append(f"<h2>Failed runs</h2><ul>{items}</ul>")
+    body.append(_origin(comparison, command))
     page = folder / "report.html"
-    page.write_text(
+    write_text(
+        page,
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width"><title>Comparison</title>'
-        f"<style>{_STYLE}</style>{''.join(body)}</html>"
+        f"<style>{_STYLE}</style>{''.join(body)}</html>",
     )
     return [page, *paths]
+
+
+def _origin(comparison: Comparison, command: str) -> str:
+    """Says with which command, version and settings the results were made, and when."""
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    by = f" by <code>{html.escape(redact_text(command))}</code>" if command else ""
+    changes = {
+        arm.name: json.dumps(redact(dict(arm.changes)), default=repr) for arm in comparison.arms
+    }
+    arms = "".join(
+        f"<li>{html.escape(name)}: <code>{html.escape(text)}</code></li>"
+        for name, text in changes.items()
+    )
+    settings = "".join(
+        f"<details><summary>{html.escape(name)}</summary>"
+        f"<pre>{html.escape(to_toml(config))}</pre></details>"
+        for name, config in comparison.problems.items()
+    )
+    return (
+        f"<h2>How it was made</h2><p>gspo_env {gspo_env.__version__}, {made}{by}.</p>"
+        f"<p>Arms</p><ul>{arms}</ul><p>Settings of each problem</p>{settings}"
+    )
 
 
 def _html_table(lines: Sequence[Sequence[str]]) -> str:

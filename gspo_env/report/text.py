@@ -37,7 +37,7 @@ def _turn(number: int, turn: Turn) -> str:
 
 
 def _footer(episode: Episode) -> str:
-    verdict = {True: "success", False: "failure", None: "no verdict"}[episode.success]
+    verdict = {True: "success", False: "no success", None: "no verdict"}[episode.success]
     if episode.failed:
         verdict = "its environment failed"
     title = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"

@@ -35,8 +35,6 @@ class Collector:
     config: RolloutConfig
     vocab_size: int | None = None
     """Number of ids of the model, which bounds what an engine may return; None if unknown."""
-    no_room: str = ""
-    """Why no first prompt of the last collection fitted the context; empty if one did."""
     _unfit: list[int] = field(default_factory=list)
     """Tokens of each first prompt of this collection that does not fit."""
     _said: bool = False
@@ -118,23 +116,19 @@ class Collector:
 
     def _check_room(self, episodes: int) -> None:
         """Says once how many first prompts leave no room for an action."""
-        self.no_room = ""
-        if not self._unfit:
+        if not self._unfit or self._said:
             return
+        self._said = True
         limits = self.config
         room = limits.max_context - limits.max_turn_tokens
         least, most = min(self._unfit), max(self._unfit)
         lengths = f"{least} tokens" if least == most else f"{least} to {most} tokens"
-        text = (
+        logger.warning(
             f"{len(self._unfit)} of {episodes} episodes ended before their first turn, because "
             f"their prompts have {lengths} and rollout.max_context {limits.max_context} less "
             f"rollout.max_turn_tokens {limits.max_turn_tokens} leaves {room}: raise max_context or "
             "lower max_turn_tokens"
         )
-        self.no_room = text if len(self._unfit) == episodes else ""
-        if not self._said:
-            logger.warning(text)
-        self._said = True
 
     def _settle(self, groups: list[Group]) -> list[Group]:
         """Infers whether the environment gives outcomes, if it does not declare this.

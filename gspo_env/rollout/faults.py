@@ -58,7 +58,11 @@ def describe(what: str, error: Exception) -> Fault:
 def hang(method: str, seconds: float | None) -> Fault:
     """Describes a call that did not return before the episode's time was over."""
     message = f"{method} had not returned when the {seconds:g} s of its episode were over"
-    return Fault(reason=StopReason.ENV_TIMEOUT, message=message, where=f"{method} did not return")
+    return Fault(
+        reason=StopReason.ENV_TIMEOUT,
+        message=message,
+        where=f"{method.partition('(')[0]}() did not return",
+    )
 
 
 def failed_episode(task: Task, fault: Fault) -> Episode:

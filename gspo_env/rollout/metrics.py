@@ -16,6 +16,10 @@ class EpisodeStats:
 
     mean_return: float
     """Mean sum of the turns' rewards."""
+    return_std: float
+    """Standard deviation of the returns."""
+    outcome: float
+    """Mean outcome."""
     success: float
     turns: float
     reward_parts: Mapping[str, float]
@@ -24,8 +28,11 @@ class EpisodeStats:
     @classmethod
     def of(cls, episodes: Sequence[Episode]) -> EpisodeStats:
         """Summarises episodes."""
+        returns = [e.rewards.sum() for e in episodes]
         return cls(
-            mean_return=_mean(e.rewards.sum() for e in episodes),
+            mean_return=_mean(returns),
+            return_std=float(np.std(returns)),
+            outcome=_mean(e.outcome for e in episodes),
             success=_mean(bool(e.success) for e in episodes),
             turns=_mean(len(e.turns) for e in episodes),
             reward_parts=_reward_parts(episodes),
@@ -36,6 +43,8 @@ class EpisodeStats:
         parts = {f"{prefix}/reward/{name}": value for name, value in self.reward_parts.items()}
         return parts | {
             f"{prefix}/return": self.mean_return,
+            f"{prefix}/return_std": self.return_std,
+            f"{prefix}/outcome": self.outcome,
             f"{prefix}/success": self.success,
             f"{prefix}/turns": self.turns,
         }
@@ -87,8 +96,6 @@ class RolloutStats:
 
     played: EpisodeStats
     """Statistics without the episodes whose environment failed."""
-    outcome: float
-    """Mean outcome over the same episodes."""
     faults: FaultStats
     stops: Mapping[StopReason, float]
     """Share of the episodes that ended for each reason."""
@@ -105,7 +112,6 @@ class RolloutStats:
         redrawn = [g.redrawn for g in groups if g.redrawn is not None]
         return cls(
             played=EpisodeStats.of(played),
-            outcome=_mean(e.outcome for e in played),
             faults=FaultStats.of(groups),
             stops={r: _mean(e.stop_reason is r for e in episodes) for r in StopReason},
             tokens=sum(e.model_tokens for e in episodes),
@@ -123,7 +129,6 @@ class RolloutStats:
             **redrawn,
             **self.faults.metrics("rollout"),
             "rollout/lone_groups": float(self.faults.lone_groups),
-            "rollout/outcome": self.outcome,
             "rollout/tokens": float(self.tokens),
             "rollout/tokens_per_second": self.tokens / self.seconds,
             "time/rollout": self.seconds,

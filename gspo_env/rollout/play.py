@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_env.env.base import Action, TextEnvironment, attribute
-from gspo_env.env.info import parse_reset, parse_step, read_prompt
+from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
 from gspo_env.env.threads import attempt
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.faults import EnvironmentFailed, describe, hang
@@ -225,6 +225,7 @@ class _Game:
             reading = "reading its prompt"
             try:
                 self.observation, self.reset = parse_reset(task.env_id, result)
+                check_length(self.env, task.env_id, "reset()", self.observation)
             except Exception as error:
                 raise EnvironmentFailed(describe(reading, error)) from error
             self.prompt = await self._call(reading, read_prompt, self.env, self.reset)
@@ -246,6 +247,7 @@ class _Game:
                 self.observation, reward, terminated, truncated, info = parse_step(
                     self.task.env_id, result, len(move.action_ids) or None
                 )
+                check_length(self.env, self.task.env_id, "step()", self.observation)
             except Exception as error:
                 raise EnvironmentFailed(describe("reading its step", error)) from error
             if terminated:

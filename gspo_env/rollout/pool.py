@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.threads import EnvThread, attempt
 from gspo_env.errors import EnvironmentHangError, RolloutError
 from gspo_env.rollout.faults import EnvironmentFailed, FaultLog, close_quietly, describe
@@ -40,7 +41,7 @@ class EnvPool:
 
     make: Callable[[], TextEnvironment]
     sample: TextEnvironment | None = None
-    """An environment of the same kind, whose declarations are read; by default one is made."""
+    """An environment of the same kind, whose declarations are read; by default the first one."""
     blocking: bool | None = None
     """The environments' own `blocking`."""
     gives_outcome: bool | None = None
@@ -52,6 +53,8 @@ class EnvPool:
     """Seconds that `close` waits for the environments."""
     faults: FaultLog = field(default_factory=FaultLog)
     _known: bool = False
+    _first: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the first environment is made, whose declarations the others wait for."""
     _idle: list[TextEnvironment] = field(default_factory=list)
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _leaving: list[Future[Any]] = field(default_factory=list)
@@ -72,31 +75,28 @@ class EnvPool:
         Raises:
             EnvironmentFailed: A new one could not be made.
         """
-        if self._idle:
-            return self._idle.pop()
-        thread = None
+        if not self._known:
+            async with self._first:
+                if not self._known:
+                    return await self._new(timeout)
+        return self._idle.pop() if self._idle else await self._new(timeout)
+
+    async def _new(self, timeout: float | None) -> TextEnvironment:
+        thread = None if self._known and self.blocking is False else EnvThread()
         try:
-            env = None if self._known else self._first()
-            if self.blocking is False:
-                env = env or attempt(self.make)
-            else:
-                thread = EnvThread()
-                env = await self._made_in(thread, timeout)
+            env = attempt(self.make) if thread is None else await self._made_in(thread, timeout)
+            if not self._known:
+                self._read(env)
+            if thread is not None and self.blocking is False:  # it has to live on the event loop
+                await thread.call(close_quietly, env)
+                thread.stop()
+                thread, env = None, attempt(self.make)
         except Exception as error:
             if thread is not None:
                 thread.stop()
             raise EnvironmentFailed(describe("making the environment", error)) from error
         self._seats[id(env)] = _Seat(env, thread, lives=thread is not None)
         return env
-
-    def _first(self) -> TextEnvironment | None:
-        """Reads the declarations of a first environment; closes it if it has to live elsewhere."""
-        env: TextEnvironment = attempt(self.make)
-        self._read(env)
-        if self.blocking is False:
-            return env
-        close_quietly(env)
-        return None
 
     async def _made_in(self, thread: EnvThread, timeout: float | None) -> TextEnvironment:
         making = thread.submit(self.make)
@@ -107,6 +107,7 @@ class EnvPool:
             if making.done() and not making.cancelled():
                 raise  # the environment's own TimeoutError
             thread.submit(lambda: close_quietly(making.result()))  # if it ever returns
+            thread.stop()
             self._stuck.append(thread)
             if isinstance(error, asyncio.CancelledError):
                 raise
@@ -127,6 +128,9 @@ class EnvPool:
         Raises:
             RolloutError: More than `max_stuck` threads hang.
         """
+        if stuck and isinstance(env, IsolatedEnv):
+            env.kill()  # its thread returns at once
+            stuck = False
         if (seat := self._seats.pop(id(env), None)) is not None:
             self._leave(seat, stuck)
         self._stuck = [thread for thread in self._stuck if thread.alive]
@@ -170,7 +174,8 @@ class EnvPool:
         self._known = True
         if self.blocking is None:
             self.blocking = attribute(env, "blocking", None)
-        self.gives_outcome = attribute(env, "gives_outcome", None)
+        if self.gives_outcome is None:
+            self.gives_outcome = attribute(env, "gives_outcome", None)
         self.outcome_if_cut = attribute(env, "outcome_if_cut", 0.0)
 
     def _leave(self, seat: _Seat, stuck: bool = False) -> None:

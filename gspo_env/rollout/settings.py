@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_literals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +28,9 @@ class RolloutConfig:
     """Maximum seconds of one episode, including time spent waiting for the engine."""
     concurrency: int = 256
     """Maximum number of episodes in flight."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where environments run: in threads of this process, or each in a child process, which is
+    killed if it hangs or crashes."""
     max_retries: int = 2
     """Times that an episode is played again, in another environment, if its environment failed."""
     max_env_error_rate: float = 0.5
@@ -33,6 +38,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
+        check_literals(self)
         for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

@@ -206,8 +206,10 @@ class Transcript:
         self.ids.extend(action_ids)
 
 
-def tokenize(episode: Episode, chat: ChatTokenizer) -> Episode:
+def tokenize(episode: Episode, chat: ChatTokenizer, max_context: int | None = None) -> Episode:
     """Adds to a text-only episode the ids that a rollout of the same actions would have.
+
+    A turn that ends beyond `max_context` tokens, and all turns after it, are left out.
 
     The turns lose their `info`, because its per-token values refer to sampled tokens.
     """
@@ -219,6 +221,8 @@ def tokenize(episode: Episode, chat: ChatTokenizer) -> Episode:
         new = transcript.read(turn.observation, role)
         action = (*chat.encode(turn.text), end)
         transcript.write(action)
+        if max_context is not None and len(transcript.ids) > max_context:
+            break
         role = turn.info.observation_role
         turns.append(
             replace(

@@ -19,6 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from gspo_env.children import PrivateFolder
 from gspo_env.errors import ConfigError, SandboxUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,12 @@ def find_missing() -> str | None:
     return f"a trial run was not isolated: {output or f'it ended with {result.exit_code}'}"
 
 
+@functools.cache
+def _folders() -> PrivateFolder:
+    """Holds the folders of runs without isolation, which a kill of this process would leave."""
+    return PrivateFolder("gspo-env-sandbox-")
+
+
 def _refusal(missing: str) -> str:
     return (
         f"code cannot be isolated on this machine, which lacks: {missing}. Allow unprivileged user "
@@ -170,7 +177,8 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
     with contextlib.ExitStack() as stack:
         if not isolated:
             logger.warning("running code without isolation, because allow_unsafe is set")
-            request["folder"] = stack.enter_context(tempfile.TemporaryDirectory())
+            folder = tempfile.TemporaryDirectory(dir=_folders().path)
+            request["folder"] = stack.enter_context(folder)
         process, status = _launch(stack, isolated, request["folder"])
         _expect(status, "unshared")
         request["groups"] = isolated and _map_ids(process.pid)

@@ -158,6 +158,8 @@ def _launch(status: int) -> None:
     request = marshal.loads(sys.stdin.buffer.read())
     if request["folder"] is None:
         _supervise(request, status)
+    if sys.platform == "linux":  # without isolation, elsewhere the CPU limit must do
+        _end_with_parent(request)
     os.chdir(request["folder"])
     _set_stdin(request["stdin"])
     _set_limits(request)
@@ -176,9 +178,7 @@ def _enter_namespaces() -> None:
 
 
 def _supervise(request: dict[str, Any], status: int) -> NoReturn:
-    _die_with_parent()
-    if os.getppid() != request["parent"]:
-        os._exit(1)
+    _end_with_parent(request)
     alive, held = os.pipe()
     child = os.fork()
     if child == 0:
@@ -188,6 +188,12 @@ def _supervise(request: dict[str, Any], status: int) -> NoReturn:
     # Process 1 ends after every other process of its namespace, so nothing is left after this.
     os.waitpid(child, 0)
     os._exit(0)
+
+
+def _end_with_parent(request: dict[str, Any]) -> None:
+    _die_with_parent()
+    if os.getppid() != request["parent"]:
+        os._exit(1)
 
 
 def _guarded(status: int, work: Any) -> NoReturn:

@@ -25,7 +25,8 @@ from gspo_env.tracking.journal import FOLDER, METRICS, Event, Journal, write_ato
 _log = logging.getLogger(__name__)
 
 PATIENCE = 30.0
-"""Seconds without a success after which the end of a run stops waiting for a tracker."""
+"""Seconds without a success after which the end of a run stops waiting for a tracker; four times as
+long if no call has failed, for example while a store is made."""
 _SLOWEST_UPLOAD = 1e6
 """Bytes per second; the patience grows with the files that are sent."""
 _INTERVAL = 0.5
@@ -55,7 +56,13 @@ class Cursor:
     def read(cls, folder: Path, name: str) -> Cursor:
         """Reads the cursor of a tracker in a run's folder; a new one if there is none."""
         path = cls.path(folder, name)
-        return cls(**json.loads(path.read_text())) if path.exists() else cls()
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, TypeError) as error:
+            _log.warning("%s is damaged, everything is sent again: %s", path, error)
+            return cls()
 
     @staticmethod
     def path(folder: Path, name: str) -> Path:
@@ -104,7 +111,8 @@ class Delivery:
         self.errors: list[str] = []
         """The calls that failed for good."""
         self._journal, self._folder = journal, run.folder
-        self._cursor = Cursor.read(run.folder, name)
+        self._cursor = Cursor.read(journal.folder, name)
+        self._cursor.metrics = min(self._cursor.metrics, journal.metrics.size)
         self._cursor.id = self._cursor.id or run.resume.get(name, "")
         self._repeatable = _repeatable(tracker)
         if self._repeatable is None:
@@ -131,6 +139,11 @@ class Delivery:
         except Exception as error:
             self._lose(redact_text(f"how_to_look: {type(error).__name__}: {error}"))
             return ""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether another process can send what is missing."""
+        return self._repeatable is not None
 
     @property
     def problem(self) -> str:
@@ -160,7 +173,9 @@ class Delivery:
     def wait(self) -> None:
         """Waits until everything has arrived, or nothing has for some time."""
         while self._thread.is_alive():
-            if time.monotonic() > self._alive + PATIENCE + self._allowance:
+            fails = any(lane.reason for lane in self._lanes.values())
+            patience = (PATIENCE if fails else 4 * PATIENCE) + self._allowance
+            if time.monotonic() > self._alive + patience:
                 break
             self._thread.join(0.05)
         self._stopped.set()
@@ -169,15 +184,16 @@ class Delivery:
         """Delivers until the run has ended; runs in the thread."""
         while not self._stopped.is_set():
             self._news.clear()
+            sent = done = False
             try:
                 sent = self._deliver()
+                done = not sent and self._ending.is_set() and not self._left()
             except OSError as error:  # of the journal or the cursor
-                sent = False
                 self._fail(self._lanes["points"], f"{self._folder}: {error}")
+            if done:
+                return
             if sent:
                 self._ending.wait(_INTERVAL)
-            elif self._ending.is_set() and not self._left():
-                return
             else:
                 pauses = [lane.left for lane in self._lanes.values() if lane.left]
                 self._news.wait(min(pauses, default=60.0))
@@ -291,7 +307,7 @@ class Delivery:
         self._opened = self._repeatable is None
 
     def _save(self) -> None:
-        write_atomically(Cursor.path(self._folder, self.name), asdict(self._cursor))
+        write_atomically(Cursor.path(self._journal.folder, self.name), asdict(self._cursor))
 
 
 def _repeatable(tracker: Any) -> Repeatable | None:

@@ -14,15 +14,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo_env.errors import OutputError
 from gspo_env.tracking.base import Point, RunInfo, Status
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 METRICS = "metrics.jsonl"
 """Name of the file in the run's folder."""
@@ -86,18 +88,22 @@ class Lines:
 
     def sync(self) -> None:
         """Makes the operating system write the file to the disk."""
-        os.fsync(self._file)
+        with self.path.open("rb") as file:
+            os.fsync(file)
 
     def close(self) -> None:
         """Closes the file."""
         os.close(self._file)
 
-    def read(self, offset: int, end: int | None = None) -> Iterator[tuple[int, Any]]:
+    def read(
+        self, make: Callable[..., T], offset: int, end: int | None = None
+    ) -> Iterator[tuple[int, T]]:
         """Yields the records between two bytes, each with the byte at which the next one begins.
 
-        A line that is no JSON, for example after a power failure, is left out.
+        A line that is no record, for example after a power failure, is left out.
 
         Args:
+            make: Makes a record of a line's fields.
             offset: 0, or the end of a record.
             end: The size of the file by default.
         """
@@ -108,9 +114,11 @@ class Lines:
                 line = file.readline()
                 offset += len(line)
                 try:
-                    yield offset, json.loads(line)
-                except ValueError:
+                    record = make(**json.loads(line))
+                except (ValueError, TypeError):
                     _log.warning("%s: a line is damaged and left out: %r", self.path, line[:80])
+                else:
+                    yield offset, record
 
     def _write(self) -> None:
         while self._waiting:
@@ -170,19 +178,20 @@ class Journal:
         Raises:
             OutputError: A file cannot be written, or belongs to another run.
         """
-        self.metrics = Lines(run.folder / METRICS)
+        # An environment may change the working folder.
+        self.folder = run.folder.absolute()
+        self.metrics = Lines(self.folder / METRICS)
         if self.metrics.size and not run.resume:
             raise OutputError(
                 f"{str(run.folder / METRICS)!r} has the metrics of another run; expected a new "
                 "folder, or the run to be resumed"
             )
         self._known: dict[int, set[str]] = {}
-        for _, line in self.metrics.read(0):
-            self._known.setdefault(line["step"], set()).update(line["metrics"])
-        self.folder = run.folder.absolute()
+        for _, point in self.points(0):
+            self._known.setdefault(point.step, set()).update(point.metrics)
         self.files: Lines | None = None
         if files:
-            self.files = Lines(run.folder / FOLDER / "files.jsonl", private=True)
+            self.files = Lines(self.folder / FOLDER / "files.jsonl", private=True)
         self._outside: set[str] = set()
         self.run = self._describe(run) if files else run
 
@@ -215,15 +224,12 @@ class Journal:
         self._note(status=status, reason=reason)
 
     def points(self, offset: int, end: int | None = None) -> Iterator[tuple[int, Point]]:
-        """Yields the points from a byte on, each with the byte at which the next one begins."""
-        for after, line in self.metrics.read(offset, end):
-            yield after, Point(**line)
+        """Returns the points from a byte on, each with the byte at which the next one begins."""
+        return self.metrics.read(Point, offset, end)
 
     def events(self, offset: int) -> Iterator[tuple[int, Event]]:
-        """Yields the events from a byte on, each with the byte at which the next one begins."""
-        if self.files is not None:
-            for after, line in self.files.read(offset):
-                yield after, Event(**line)
+        """Returns the events from a byte on, each with the byte at which the next one begins."""
+        return iter(()) if self.files is None else self.files.read(Event, offset)
 
     def find(self, path: str) -> Path:
         """Returns the place of an event's file.
@@ -241,6 +247,12 @@ class Journal:
         """Number of lines that could not be written."""
         return self.metrics.missing + (0 if self.files is None else self.files.missing)
 
+    def close(self) -> None:
+        """Closes the files for writing."""
+        self.metrics.close()
+        if self.files is not None:
+            self.files.close()
+
     def _note(self, **event: Any) -> None:
         if self.files is not None:
             self.files.append({"after": self.metrics.size, "time": _now(), **event})
@@ -249,7 +261,10 @@ class Journal:
         """Writes what the run is, or reads it if the run goes on."""
         note = self.folder / FOLDER / "run.json"
         if note.exists():
-            return replace(run, **json.loads(note.read_text()))
+            try:
+                return replace(run, **json.loads(note.read_text()))
+            except (ValueError, TypeError) as error:
+                raise OutputError(f"{str(note)!r} is damaged ({error}); remove it") from error
         known = {"name": run.name, "key": run.key, "started": run.started}
         write_atomically(note, {**known, "params": run.params, "tags": run.tags})
         return run

@@ -225,7 +225,7 @@ def _open_run(settings: MLflow, info: RunInfo, run_id: str, *, search: bool) -> 
 def _make_run(client: MlflowClient, experiment_id: str, settings: MLflow, info: RunInfo) -> str:
     from mlflow.tracking.context.registry import resolve_tags
 
-    tags = {**info.tags, _KEY_TAG: info.key, "gspo_env.folder": str(info.folder.absolute())}
+    tags = {**info.tags, _KEY_TAG: info.key, "folder": str(info.folder.absolute())}
     if info.parent is not None:
         tags["mlflow.parentRunId"] = Cursor.read(info.parent, "mlflow").id
         if not tags["mlflow.parentRunId"]:

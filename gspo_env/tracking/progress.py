@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TextIO
 
@@ -12,6 +14,8 @@ from rich.console import Console
 from rich.progress import TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
+
+from gspo_env.redaction import redact_text
 
 
 class Progress:
@@ -56,31 +60,70 @@ class Progress:
         return_: float | None = None,
         tokens_per_second: float | None = None,
         loss: float | None = None,
+        best: float | None = None,
+        spread: float | None = None,
+        clipped: float | None = None,
     ) -> None:
-        """Shows the progress of a phase ("warm-up", "train", "evaluate"): `step` of `total`."""
+        """Shows the progress of a phase ("warm-up", "train", "evaluate"): `step` of `total`.
+
+        Args:
+            phase: Its name.
+            step: Parts that are done.
+            total: All parts.
+            success: Share of the episodes.
+            return_: Mean return of the episodes.
+            tokens_per_second: Sampled tokens.
+            loss: Of the warm-up.
+            best: The best success of an evaluation so far.
+            spread: Standard deviation of the returns.
+            clipped: Share of the tokens whose ratio was clipped.
+        """
         values = {
             "loss {:.4f}": loss,
             "success {:.1%}": success,
+            "best {:.1%}": best,
             "return {:.3f}": return_,
+            "spread {:.3f}": spread,
+            "clipped {:.1%}": clipped,
             "{:,.0f} tokens/s": tokens_per_second,
         }
-        parts = [f"{phase} {step}/{total}"]
-        parts += [form.format(value) for form, value in values.items() if value is not None]
+        parts = [form.format(value) for form, value in values.items() if value is not None]
         if phase not in self._tasks:
             self._tasks[phase] = self._rich.add_task(phase)
         task = self._rich.tasks[self._tasks[phase]]
         if step < task.completed:  # the phase began again
             self._rich.reset(task.id)
         self._rich.update(task.id, completed=step, total=total)
-        if task.time_remaining:
-            parts.append(f"{timedelta(seconds=task.time_remaining)} left")
-        task.description = "  ".join(parts)
+        if task.time_remaining:  # a narrow terminal cuts the line at its end
+            parts.insert(0, f"{timedelta(seconds=task.time_remaining)} left")
+        task.description = "  ".join([f"{phase} {step}/{total}", *parts])
         if self._rich.disable:
             self.line(task.description)
         else:
             self._rich.start()
             self._rich.refresh()
 
+    def when_slow(self, seconds: float = 2.0) -> Callable[[str, int, int], None]:
+        """Returns a function that shows the progress of a phase, but only every few seconds.
+
+        What takes less time than that is not shown.
+        """
+        last = time.monotonic()
+
+        def show(phase: str, step: int, total: int) -> None:
+            nonlocal last
+            if time.monotonic() - last >= seconds:
+                self.update(phase, step, total)
+                last = time.monotonic()
+
+        return show
+
     def line(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a line that stays, without secrets."""
+        text = redact_text(text).encode(self.encoding, "replace").decode(self.encoding)
         self._console.print(Text(text), soft_wrap=True)
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of the terminal or the file."""
+        return self._console.encoding

@@ -119,6 +119,7 @@ class Several:
             delivery.end()
         for delivery in self._deliveries.values():
             delivery.wait()
+        self._journal.close()
 
     @property
     def how_to_look(self) -> str:
@@ -145,8 +146,12 @@ class Several:
             f"call{'s' * (len(errors) > 1)} failed, the first was {errors[0]}"
             for name, errors in self._failures.items()
         ]
-        late = [d.problem for d in self._deliveries.values() if self._is_late(d)]
-        return [*lost, *(f"{problem}; {self._remedy}" for problem in late)]
+        late = [
+            f"{d.problem}; {self._remedy}" if d.is_repeatable else d.problem
+            for d in self._deliveries.values()
+            if self._is_late(d)
+        ]
+        return [*lost, *late]
 
     @property
     def _remedy(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice
 from gspo_env.engines.base import CopiesWeights, CountsFaults
 from gspo_env.env.curriculum import StepResult, next_options
-from gspo_env.errors import RolloutError
 from gspo_env.learner import state as learner_state
 from gspo_env.learner.learner import Learner
 from gspo_env.model.export import named_weights
@@ -30,6 +28,7 @@ from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, generators, set_generators
+from gspo_env.training.watch import Problem, Watch
 from gspo_env.types import FloatArray, Group, Score, Task
 
 logger = logging.getLogger(__name__)
@@ -50,6 +49,10 @@ class Reporter(Protocol):
 
     def scored(self, score: Score, reason: str) -> None:
         """Reports which rewards the run learns from, once its first episodes have decided it."""
+        ...
+
+    def warned(self, problem: Problem) -> None:
+        """Reports why the run learns nothing, or less than its settings say."""
         ...
 
 
@@ -76,10 +79,13 @@ class Loop:
     """What the curriculum sees: the results of every step."""
     best: dict[str, float] = field(default_factory=dict)
     """The step of the best saved evaluation after training began, and its success."""
+    watch: Watch = field(init=False)
+    """Notices that the first steps learn nothing."""
     _warned: bool = False
 
     def __post_init__(self) -> None:
         """Takes the score of the config, if it has one."""
+        self.watch = Watch(self.config, self.report.warned)
         given = self.config.credit.score
         self.score = ScoreChoice(self.env_id, None if given == "auto" else given)
 
@@ -87,7 +93,7 @@ class Loop:
         """Runs the steps that are left, until the keeper stops it; returns the metrics of each.
 
         Raises:
-            RolloutError: No first prompt of the first step fits the context.
+            TrainingError: Nothing can be learned; see `gspo_env.training.watch.Watch`.
         """
         await self._sync(self.step)
         before: Sequence[Group] = ()
@@ -115,8 +121,6 @@ class Loop:
             seed=derive_seed("rollout", config.seed, step),
             held_out=self.split.held_out,
         )
-        if step == 1 and self.collector.no_room:
-            raise RolloutError(self.collector.no_room)
         stats = RolloutStats.of(groups, time.perf_counter() - started)
         self.results.append(StepResult(options, stats.played.success, stats.played.mean_return))
         metrics = stats.metrics() | self.results[-1].metrics()
@@ -133,6 +137,7 @@ class Loop:
         self.step = step
         self.history.append((step, metrics))
         self.report.trained(step, stats, metrics)
+        self.watch.see(step, groups, samples, metrics)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()
             await self._forget_evaluation()
@@ -185,10 +190,7 @@ class Loop:
         self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
         self.results = [StepResult(**result) for result in numbers["results"]]
         self.score.restore(numbers["score"])
-        pool = self.collector.pool
-        # the first environment declares what it may know better
-        pool.give_back(asyncio.run(pool.acquire()))
-        pool.gives_outcome = numbers["gives_outcome"]
+        self.collector.pool.gives_outcome = numbers["gives_outcome"]
         self.collector._said = bool(numbers["said"])
         learner_state.restore(self.learner, saved.tensors(), numbers["learner"])
         set_generators(numbers["generators"], saved.tensors())

@@ -14,7 +14,7 @@ from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.model import add_adapter
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import find
@@ -56,6 +56,38 @@ def test_the_same_seed_gives_the_same_metrics_and_another_seed_others():
     )
     assert first == again
     assert first != other
+
+
+BREAKS = '''
+import threading
+from gspo_env import TextEnv
+
+class Breaks(TextEnv):
+    """Works in the warm-up and in the evaluation, and fails in training."""
+    num_tasks = 1
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if seed < 10**9 and threading.current_thread() is not threading.main_thread():
+            raise ConnectionError("the server is gone")
+        return "Say yes.", {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {}
+
+    def expert_action(self, noise=0.0):
+        return "yes"
+'''
+
+
+def test_too_many_failures_stop_the_run_and_the_first_traceback_is_kept(tmp_path):
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    agent = GSPOAgent(env=f"{tmp_path}/breaks.py:Breaks", config=tiny(output="run"))
+    with pytest.raises(RolloutError, match=r"16 of 16 .*gone \(breaks.py:\d+ in reset\)"):
+        agent.train()
+    kept = (tmp_path / "run" / "first-environment-error.txt").read_text()
+    assert "ConnectionError: the server is gone" in kept
+    assert 'raise ConnectionError("the server is gone")' in kept
 
 
 def test_a_run_evaluates_first_last_and_in_between_and_names_its_metrics():

@@ -206,7 +206,7 @@ class Injects(ToolEnv):
         (Shares, "beside another copy"),
         (ClosesForGood, r"reset\(seed=0\) raised ValueError: closed"),
         (Unspeakable, "cannot be tokenised"),
-        (Unending, "outside UnicodeText"),
+        (Unending, "observation is .* characters"),
         (BadOutcome, r"episodic_reward'\] is nan"),
         (BadSuccess, r"success'\] is 'yes'"),
         (Misplaced, r"'messages' of info belongs to reset\(\)"),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import gspo_env
 from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
 from gspo_env.compare.plan import check_table
@@ -24,7 +25,13 @@ from gspo_env.compare.stats import (
 from gspo_env.config import Config, from_dict
 from gspo_env.credit import GiGPO, GroupGAE
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import markdown, summarise, table, write_report
+from gspo_env.report.comparison import (
+    curves_figure,
+    markdown,
+    summarise,
+    table,
+    write_report,
+)
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 
@@ -359,8 +366,22 @@ def test_arms_of_different_lengths_say_what_is_compared(tmp_path):
     said = markdown(comparison, summarise(comparison, results))
     assert "short: 16 episodes and 8 updates; long: 64 episodes and 32 updates" in said
     assert "compared from episode 0 to 16" in said
-    write_report(comparison, results, tmp_path)
-    assert "compared from episode 0 to 16" in (tmp_path / "report.html").read_text()
+    write_report(comparison, results, tmp_path, "gspo-env compare --arm 'loss=<b>'")
+    page = (tmp_path / "report.html").read_text()
+    assert "compared from episode 0 to 16" in page
+    assert f"gspo_env {gspo_env.__version__}, 20" in page
+    assert "by <code>gspo-env compare --arm &#x27;loss=&lt;b&gt;&#x27;</code>" in page
+    assert "<li>long: <code>{&quot;steps&quot;: 8}</code></li>" in page
+    assert "tasks_per_step = 2" in page
+
+
+def test_curves_of_arms_that_coincide_are_told_apart(tmp_path):
+    arms = tuple(Arm(name=name, changes={}) for name in ("one", "two", "three"))
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=2)
+    results = learning(comparison, tmp_path, lambda played, seed: played / 100)
+    rows = summarise(comparison, results)["one"]
+    lines = curves_figure(comparison, "one", rows).axes[0].get_lines()
+    assert len({str(line._dash_pattern) for line in lines}) == 3
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

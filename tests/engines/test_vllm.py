@@ -161,6 +161,20 @@ def test_an_abandoned_request_is_aborted_and_the_engine_goes_on(parts, engine):
         asyncio.run(engine.generate(prompt, Sampling(max_tokens=5000)))
 
 
+def test_weights_change_at_once_after_requests_that_were_cancelled(parts, engine):
+    prompt = list(parts[1].start("hello"))
+    learner = learner_of(parts)
+
+    async def timed_out():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await engine.generate(prompt, Sampling(max_tokens=400))
+        await engine.update_weights(named_weights(learner.policy), 1)
+        return await engine.generate(prompt, Sampling(max_tokens=3))
+
+    assert asyncio.run(timed_out()).weights_version == 1
+
+
 def test_a_lora_adapter_reaches_the_engine(parts, engine):
     from peft import LoraConfig, get_peft_model
 
@@ -201,13 +215,13 @@ def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_pa
         requests += servers.weights_version == 2
         if requests == 300:
             requests += 1
-            os.killpg(pids[0], signal.SIGKILL)
+            os.kill(pids[0], signal.SIGKILL)
         return await generate(prompt_ids, sampling, session)
 
     monkeypatch.setattr(servers, "generate", killing)
     history = agent.train()
     assert requests > 300
-    assert servers.servers_lost == 1
+    assert servers.servers_lost == servers.server_restarts == 1
     assert all(m.get("rollout/env_errors", 0.0) == 0.0 for _, m in history)
     check_learned(history)
     assert not any(_runs(pid) for pid in pids)
@@ -227,6 +241,29 @@ def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_noth
             assert update(learner, groups)["train/logprob_diff_max"] < 1e-4
         assert servers.servers_lost == 1
         assert not list(servers._folder.glob("*.safetensors"))  # nothing went through the disk
+    finally:
+        servers.close()
+
+
+def test_a_server_that_still_runs_a_cancelled_request_takes_the_next_weights(parts):
+    servers = VLLMServerEngine(parts[0], VLLMServer(enforce_eager=True), **SIZES)
+    prompt = list(parts[1].start("hello"))
+
+    async def timed_out():
+        for version in range(1, 4):
+            jobs = [
+                asyncio.create_task(servers.generate(prompt, Sampling(max_tokens=400, seed=n)))
+                for n in range(8)
+            ]
+            await asyncio.sleep(0.2)
+            for job in jobs:
+                job.cancel()
+            await servers.update_weights(named_weights(parts[0]), version)
+        return await servers.generate(prompt, Sampling(max_tokens=3))
+
+    try:
+        assert asyncio.run(timed_out()).weights_version == 3
+        assert servers.servers_lost == 0
     finally:
         servers.close()
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.engines.base import Completion
+from gspo_env.engines.base import Completion, Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
+from gspo_env.env.tool_env import ToolEnv
+from gspo_env.env.tools import ToolCall, parse_tool_calls, tool
 from gspo_env.errors import ConfigError, RolloutError
-from gspo_env.recipes.embedded import build, demonstrate, imitation_samples
+from gspo_env.recipes.embedded import babble, build, demonstrate, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import StopReason, Task
 
 
@@ -206,20 +211,101 @@ def test_an_impossible_value_is_named(values, words):
         Tiny(**values)
 
 
-def test_a_demonstration_of_an_environment_that_never_ends_is_cut():
-    class Endless(TextEnv):
+class Endless(TextEnv):
+    """It never ends an episode."""
+
+    blocking = False
+    pause = 0.0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "go", {}
+
+    def step(self, action):
+        time.sleep(self.pause)
+        return "on", 0.0, False, False, {}
+
+    def expert_action(self, noise=0.0):
+        return "yes"
+
+
+TASKS = [Task(env_id="endless", seed=n) for n in range(3)]
+
+
+def test_a_demonstrator_that_never_ends_is_cut_at_the_turns_of_the_rollout_and_shown():
+    shown = []
+    limits = RolloutConfig(max_turns=5)
+    played = demonstrate(Endless(), TASKS, 0.0, limits, lambda *args: shown.append(args))
+    assert [episode.stop_reason for episode in played] == [StopReason.MAX_TURNS] * 3
+    assert [len(episode.turns) for episode in played] == [5] * 3
+    assert shown == [("demonstrations", n, 3) for n in (1, 2, 3)]
+
+
+def test_a_demonstration_that_takes_too_long_is_cut():
+    class Slow(Endless):
+        pause = 0.02
+
+    limits = RolloutConfig(max_turns=10_000, episode_timeout=0.2)
+    [episode] = demonstrate(Slow(), TASKS[:1], 0.0, limits)
+    assert episode.stop_reason is StopReason.TIMEOUT
+    assert 1 <= len(episode.turns) <= 10
+
+
+def test_turns_that_do_not_fit_the_context_are_not_imitated(chat):
+    demonstrations = demonstrate(Endless(), TASKS, 0.0, RolloutConfig(max_turns=9))
+    whole = imitation_samples(demonstrations, chat)
+    cut = imitation_samples(demonstrations, chat, 40)
+    for long, short in zip(whole, cut, strict=True):
+        assert len(short.token_ids) <= 40 < len(long.token_ids)
+        assert short.turn_ids.max() >= 0
+        assert short.token_ids.tolist() == long.token_ids[: len(short.token_ids)].tolist()
+    assert imitation_samples(demonstrations, chat, 3) == []
+
+
+class Mute(Patient):
+    """It has no demonstrator, and a tool."""
+
+    def expert_action(self, noise=0.0):
+        raise NotImplementedError
+
+
+def test_without_a_demonstrator_the_model_learns_to_end_its_turns():
+    config = Tiny(hidden_size=32, demonstrations=200, imitation_steps=60)
+    env = Mute()
+    model, tokenizer, _ = build(env, "test", config, 0)
+    chat = ChatTokenizer(tokenizer)
+    samples = imitation_samples(babble(env, "test", 200, 0), chat)
+    assert len(samples) == 200
+    warm_up(model, samples, replace(config, imitation_learning_rate=1e-2), 0, lambda *_: None)
+    limits = RolloutConfig(max_turns=1, max_turn_tokens=24, max_context=512)
+    engine = Transformers().start(model, max_slots=32, max_context=512)
+    collector = Collector(engine, chat, EnvPool(Mute), limits)
+    tasks = [Task(env_id="test", seed=n) for n in range(32)]
+    groups = asyncio.run(collector.collect(tasks, seed=0, group_size=1))
+    cut = [g.episodes[0].stop_reason is StopReason.MAX_TURN_TOKENS for g in groups]
+    assert sum(cut) <= 8
+
+
+def test_babble_calls_tools_in_their_format_and_repeats():
+    class WithTool(ToolEnv):
+        """It has a tool and no demonstrator."""
+
         blocking = False
 
         def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return "go", {}
+            super().reset(seed=seed, options=options)
+            return "Ask for amber.", {}
 
-        def step(self, action):
-            return "on", 0.0, False, False, {}
+        @tool
+        def lookup(self, key: str) -> str:
+            """Look a key up."""
+            return key
 
-        def expert_action(self, noise=0.0):
-            return "yes"
+        def on_final(self, text):
+            return "", 0.0, True
 
-    [episode] = demonstrate(Endless(), [Task(env_id="endless", seed=0)], 0.0)
-    assert episode.stop_reason is StopReason.MAX_TURNS
-    assert len(episode.turns) == 128
+    texts = [e.turns[0].text for e in babble(WithTool(), "test", 64, 0)]
+    calls = [text for text in texts if text.startswith("<tool_call>")]
+    assert 10 < len(calls) < 54
+    assert all(isinstance(parse_tool_calls(text)[0], ToolCall) for text in calls)
+    assert texts == [e.turns[0].text for e in babble(WithTool(), "test", 64, 0)]

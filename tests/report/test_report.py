@@ -55,9 +55,52 @@ def test_an_episode_that_broke_shows_its_error() -> None:
         turns=(), success=None, outcome=0.0, stop_reason=StopReason.ERROR, error="boom"
     )
     text = render_episode(episode)
-    assert "no verdict" in text
+    assert "its environment failed" in text
     assert "stopped by error" in text
     assert "  | boom" in text
+
+
+def test_a_cut_episode_with_rewards_is_no_success_and_not_called_a_failure() -> None:
+    episode = make_episode(success=False, outcome=1.0, stop_reason=StopReason.MAX_TURNS)
+    assert "no success: outcome +1, stopped by max_turns" in render_episode(episode)
+
+
+def panels(history: list[tuple[int, dict[str, float]]]) -> list[list[str]]:
+    figure = learning_curve(history, "")
+    return [[str(line.get_label()) for line in axes.get_lines()] for axes in figure.axes]
+
+
+def test_rewards_that_say_more_than_success_have_a_panel_with_their_parts() -> None:
+    history = [
+        (n, {"rollout/success": n / 4, "rollout/return": n * 2.5, "rollout/reward/style": -n})
+        for n in range(1, 4)
+    ]
+    assert panels(history) == [["train (75%)"], ["return, train (7.5)", "style (-3)"]]
+
+
+def test_rewards_that_equal_success_or_never_vary_have_no_panel() -> None:
+    history = [
+        (n, {"rollout/success": n / 4, "rollout/outcome": n / 4, "rollout/return": 0.0})
+        for n in range(4)
+    ]
+    assert panels(history) == [["train (75%)"]]
+
+
+def test_a_success_that_is_always_zero_is_not_drawn_beside_dense_rewards() -> None:
+    history = [(n, {"rollout/success": 0.0, "rollout/return": n - 9.0}) for n in range(4)]
+    assert panels(history) == [["return, train (-6)"]]
+    assert panels([(n, {"rollout/success": 0.0, "rollout/return": 0.0}) for n in range(4)]) == [
+        ["train (0%)"]
+    ]
+
+
+def test_lines_that_coincide_are_told_apart_and_those_at_the_edge_are_seen() -> None:
+    alike = {"rollout/success": 1.0, "eval/success": 1.0, "eval/success_greedy": 1.0}
+    axes = learning_curve([(n, alike) for n in range(3)], "").axes[0]
+    assert len({str(line.get_linestyle()) for line in axes.get_lines()}) > 1
+    dashes = {str(line._dash_pattern) for line in axes.get_lines()}  # type: ignore[attr-defined]
+    assert len(dashes) == 3
+    assert axes.get_ylim()[1] > 1.0
 
 
 def test_the_learning_curve_is_1200_by_675_and_holds_three_series() -> None:

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from gspo_env.tracking import MLflow, RunInfo, TensorBoard, Trackio, WandB, combine, start
+from gspo_env.errors import OutputError
+from gspo_env.tracking import (
+    MLflow,
+    NoTracker,
+    RunInfo,
+    TensorBoard,
+    Trackio,
+    WandB,
+    combine,
+    start,
+)
 from gspo_env.tracking.several import NON_FINITE, Several
 
 pytestmark = pytest.mark.trackers
@@ -82,10 +92,32 @@ def test_tensorboard_reads_back_curves_texts_and_pictures(tmp_path: Path) -> Non
     assert tracker.how_to_look == f"tensorboard --logdir {tmp_path / 'out'}"
 
 
-def test_tensorboard_can_write_to_a_folder_of_its_own_and_twice(tmp_path: Path) -> None:
-    for _ in range(2):
-        record(TensorBoard(log_dir=str(tmp_path / "tb")), tmp_path, name="one")
-    assert len(events(tmp_path / "tb" / "one").Scalars("train/loss")) == 6
+def test_tensorboard_can_write_to_a_folder_of_its_own_one_for_each_run(tmp_path: Path) -> None:
+    for part in ("a", "b"):
+        record(TensorBoard(log_dir=str(tmp_path / "tb")), tmp_path / part, name="one")
+    found = list((tmp_path / "tb").iterdir())
+    assert [folder.name[:4] for folder in found] == ["one-", "one-"]
+    assert all(len(events(folder).Scalars("train/loss")) == 3 for folder in found)
+
+
+@pytest.mark.parametrize("choice", [TensorBoard(), WandB(mode="offline"), Trackio(project="again")])
+def test_a_run_goes_on_in_the_same_run_of_the_tracker(tmp_path: Path, choice) -> None:
+    first = start(choice, RunInfo(name="on", folder=tmp_path))
+    first.log({"x": 1.0}, 1)
+    first.finish("KILLED")
+    second = start(choice, RunInfo(name="on", folder=tmp_path, resume=first.ids))
+    second.log({"x": 1.0}, 1)
+    second.log({"x": 2.0}, 2)
+    second.finish()
+    assert first.problems == second.problems == []
+    assert first.ids == second.ids
+    if isinstance(choice, TensorBoard):
+        assert [(e.step, e.value) for e in events(tmp_path).Scalars("x")] == [(1, 1), (2, 2)]
+    if isinstance(choice, Trackio):
+        from trackio.sqlite_storage import SQLiteStorage
+
+        rows = SQLiteStorage.get_logs("again", first.ids["trackio"])
+        assert [(row["step"], row["x"]) for row in rows if "x" in row] == [(1, 1.0), (2, 2.0)]
 
 
 def test_trackio_stores_a_run_and_runs_of_a_comparison_as_a_group(tmp_path: Path) -> None:
@@ -93,16 +125,18 @@ def test_trackio_stores_a_run_and_runs_of_a_comparison_as_a_group(tmp_path: Path
 
     tracker = record(Trackio(project="trk"), tmp_path)
     assert tracker.how_to_look == "trackio show --project trk"
-    record(Trackio(project="trk"), tmp_path, name="child", parent=tmp_path)
-    rows = SQLiteStorage.get_logs("trk", "a run, é")
+    other = record(Trackio(project="trk"), tmp_path / "b", name="child", parent=tmp_path)
+    name = tracker.ids["trackio"]
+    assert name.startswith("a run, é-")
+    rows = SQLiteStorage.get_logs("trk", name)
     loss = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert loss == [(0, 0.0), (1, 0.5), (2, 1.0)]
     assert any(row.get("m/9999") == 9999 for row in rows)
     assert any(row.get("status", {}).get("_value") == "FINISHED" for row in rows)
     assert any("héllo" in str(row.get("episodes/step 1.txt")) for row in rows)
-    config = SQLiteStorage.get_run_config("trk", "a run, é")
+    config = SQLiteStorage.get_run_config("trk", name)
     assert (config["learner.rate"], config["env"]) == (1e-5, "gspo/Lookup-v0")
-    child = SQLiteStorage.get_run_config("trk", "child")
+    child = SQLiteStorage.get_run_config("trk", other.ids["trackio"])
     assert child["_Group"] == tmp_path.name
 
 
@@ -157,12 +191,14 @@ def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path
     from gspo_env.compare.record import Recorder
 
     (tmp_path / "run").mkdir()
+    with start(NoTracker(), RunInfo(name="one", folder=tmp_path / "run")) as worker:
+        worker.log({"x": 1.0}, 0)
     picture(tmp_path / "curve.png")
     choice = combine("tensorboard,trackio,wandb")(wandb=WandB(mode="offline"))
     said: list[str] = []
     for _ in range(2):
         with Recorder(choice, tmp_path, {"seeds": 1}, said.append) as recorder:
-            recorder.child("one", tmp_path / "run", {"a": 1}, [(0, {"x": 1.0})])
+            recorder.child("one", tmp_path / "run", {"a": 1}, 1.0)
             recorder.artifact(tmp_path / "curve.png")
     assert said == []
     assert len(events(tmp_path / "run").Scalars("x")) == 1
@@ -172,7 +208,8 @@ def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path
 def test_one_of_two_trackers_fails_and_the_other_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_env.tracking.mlflow._PATIENCE", 0.5)
+    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.5)
+    monkeypatch.setattr(MLflow, "check", lambda self: None)  # it went away after the start
     choice = combine("mlflow,tensorboard")(mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
     with start(choice, RunInfo(name="two", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 1)
@@ -180,11 +217,11 @@ def test_one_of_two_trackers_fails_and_the_other_records(
     assert events(tmp_path).Scalars("a")[0].value == 1
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_folder_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "none"])
+def test_a_folder_that_cannot_be_written_is_one_sentence_before_the_run(
+    tmp_path: Path, name: str
+) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    choice = combine(f"{name},none")(**{name: WandB(mode="offline")} if name == "wandb" else {})
-    with start(choice, RunInfo(name="r", folder=blocked / "out")) as tracker:
-        tracker.log({"a": 1.0}, 1)
-    assert tracker.failed <= {name}
+    with pytest.raises(OutputError, match="cannot write"):
+        start(combine(f"{name},mlflow")(), RunInfo(name="r", folder=blocked / "out"))

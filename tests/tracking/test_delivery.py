@@ -150,6 +150,23 @@ def test_what_a_run_recorded_before_it_was_killed_is_not_recorded_again(tmp_path
     ]
 
 
+def test_damaged_files_of_the_queue_cost_no_point(tmp_path: Path) -> None:
+    with Several({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        tracker.log({"a": 1.0}, 1)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "loss": 1.0}\n\0\0\0\n[]\n')
+    (tmp_path / "tracking" / "store.json").write_text('{"id": "fir')
+    store = Store()
+    info = RunInfo(name="r", folder=tmp_path, resume=tracker.ids)
+    with Several({"store": store}, info) as again:
+        again.log({"a": 2.0}, 2)
+    assert again.problems == []
+    assert sorted(point[:2] for point in store.points) == [("a", 1), ("a", 2)]
+    (tmp_path / "tracking" / "run.json").write_text("{")
+    with pytest.raises(OutputError, match=r"run\.json.* is damaged"):
+        Several({"store": store}, info)
+
+
 def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path: Path) -> None:
     with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 1)

@@ -75,3 +75,34 @@ def test_a_long_line_is_not_wrapped() -> None:
     stream = io.StringIO()
     Progress(stream).line("a folder: " + "x" * 300)
     assert stream.getvalue() == "a folder: " + "x" * 300 + "\n"
+
+
+def test_what_takes_long_is_shown_every_few_seconds_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("gspo_env.tracking.progress.time.monotonic", lambda: now)
+    stream = io.StringIO()
+    show = Progress(stream).when_slow()
+    for step in range(1, 10):
+        now += 0.5
+        show("demonstrations", step, 9)
+    assert stream.getvalue().splitlines()[0] == "demonstrations 4/9"
+    assert len(stream.getvalue().splitlines()) == 2
+
+
+def test_the_best_score_the_spread_and_the_clipped_share_are_in_the_line() -> None:
+    stream = io.StringIO()
+    Progress(stream).update(
+        "train", 1, 9, success=0.5, return_=0.25, best=0.75, spread=0.125, clipped=0.031
+    )
+    assert stream.getvalue() == (
+        "train 1/9  success 50.0%  best 75.0%  return 0.250  spread 0.125  clipped 3.1%\n"
+    )
+
+
+def test_a_terminal_without_unicode_gets_a_line_that_it_can_show() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Progress(stream).line("a folder: \N{GREEK SMALL LETTER ALPHA}")
+    stream.seek(0)
+    assert stream.read() == "a folder: ?\n"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
-from gspo_env.errors import RolloutError
 from gspo_env.recipes.tiny import Tiny
 
 MASKED = """
@@ -25,35 +22,7 @@ class Masked(TextEnv):
         return "yes"
 """
 
-
-TALKER = """
-from gspo_env import TextEnv
-
-class Talker(TextEnv):
-    \"\"\"Its first prompt is longer than the context.\"\"\"
-    blocking = False
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "go on " * 300, {}
-    def step(self, action):
-        return "", 1.0, True, False, {}
-    def expert_action(self, noise=0.0):
-        return "yes"
-"""
 TINY = Tiny(hidden_size=16, layers=1, heads=2, demonstrations=16, imitation_steps=4)
-
-
-def test_a_run_whose_prompts_never_fit_stops_at_its_first_step_and_says_so(
-    tmp_path, monkeypatch, caplog
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "talker.py").write_text(TALKER)
-    config = Config.from_recipe(
-        TINY, env="talker.py:Talker", steps=2, tasks_per_step=2, eval_tasks=2, tracker="none"
-    )
-    with pytest.raises(RolloutError, match=r"^16 of 16 episodes ended before their first turn"):
-        GSPOAgent(config=config).train()
-    assert caplog.text.count("2 of 2 episodes ended before their first turn") == 1
 
 
 def test_a_step_without_a_token_to_train_on_is_skipped_and_the_run_goes_on(tmp_path, monkeypatch):

@@ -213,7 +213,7 @@ def test_another_model_than_the_first_is_refused(done):
         GSPOAgent.resume("named")
 
 
-def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done):
+def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done, monkeypatch):
     store = Checkpoints(Path(), CheckpointConfig(save_every=1, keep=2))
     best = {3: 0.1, 6: 0.9, 9: 0.5}
     marked = {}
@@ -224,8 +224,8 @@ def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done):
     found = sorted(p.name for p in Path("checkpoints").glob("step-*"))
     assert found == ["step-000006", "step-000010", "step-000011"]
     assert Path("checkpoints/best").readlink() == Path("step-000006")
-    best_of_run = done / "checkpoints/best"
-    assert len(GSPOAgent.load(best_of_run).evaluate(2)) == 2
+    monkeypatch.chdir(done.parent)  # where the run was started, with its environment's file
+    assert len(GSPOAgent.load("run/checkpoints/best").evaluate(2)) == 2
 
 
 def test_without_a_number_of_steps_saving_takes_a_fiftieth_of_the_time(monkeypatch):

@@ -1,0 +1,167 @@
+"""An environment that fails on purpose, to see what training makes of failures."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+
+from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment
+from gspo_env.env.isolated import ISOLATED
+from gspo_env.env.registration import make_env
+from gspo_env.errors import ConfigError
+from gspo_env.seeding import derive_seed
+
+KINDS = {
+    "exception": "`step` or `reset` raises.",
+    "exit": "It raises `SystemExit`.",
+    "hang": "It does not return for `hang` seconds; in the main thread it raises.",
+    "nan": "The reward is NaN; `reset` returns no text.",
+    "type": "The result is no tuple.",
+    "long": "The observation has 10 million characters.",
+    "crash": 'The process ends at once; for `rollout.isolation = "process"`.',
+}
+"""The kinds of failure, each with what it does."""
+
+
+class Faulty(gymnasium.Wrapper[str, str, str, str]):
+    """Wraps an environment; a call of `reset` or `step` fails with a given probability.
+
+    The failures follow from `seed`, the seed of the episode, and the number of environments and
+    episodes before, so that a retry does not fail in the same place.
+
+    Args:
+        env: The environment, or a specification for `make_env`.
+        rates: For each kind of `KINDS`, the share of the calls that fail so.
+        seed: Seed of the failures.
+        log: File to which every environment with this path, in any process, adds a line for each
+            failure; see `injected`.
+        hang: Seconds of a hang.
+        env_kwargs: Arguments of an environment that is given by its specification.
+
+    Raises:
+        ConfigError: A kind is unknown, or the rates are no probabilities.
+    """
+
+    blocking = None
+    """Its calls may hang, so they run in a thread whatever the environment declares."""
+    _made = 0
+
+    def __init__(
+        self,
+        env: TextEnvironment | str,
+        rates: Mapping[str, float],
+        seed: int = 0,
+        log: str = "",
+        hang: float = 3600.0,
+        **env_kwargs: Any,
+    ) -> None:
+        """See the class."""
+        unknown = sorted(set(rates) - set(KINDS))
+        if unknown or min(rates.values(), default=0) < 0 or sum(rates.values()) > 1:
+            raise ConfigError(
+                f"rates is {dict(rates)!r}; expected probabilities with a sum of at most 1, by "
+                f"kind: {', '.join(KINDS)}"
+            )
+        if rates.get("crash") and ISOLATED not in os.environ:
+            raise ConfigError(
+                "rates has 'crash', which would end this process; expected it only with "
+                "rollout.isolation = 'process'"
+            )
+        super().__init__(make_env(env, **env_kwargs) if isinstance(env, str) else env)
+        self.injected: Counter[str] = Counter()
+        """The failures of this environment so far, by kind."""
+        self._rates, self._seed, self._log, self._hang = dict(rates), seed, log, hang
+        Faulty._made += 1
+        number = _append(log, "made") if log else Faulty._made
+        self._rng = random.Random(derive_seed("faulty", seed, number))
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        """Begins an episode, or fails."""
+        result: Any = self.env.reset(seed=seed, options=options)
+        fault = self._fault()
+        if fault == "nan":
+            return None, {}  # type: ignore[return-value]
+        spoilt: tuple[str, dict[str, Any]] = self._spoilt(fault, result)
+        return spoilt
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Takes a turn, or fails."""
+        result: Any = self.env.step(action)
+        fault = self._fault()
+        if fault == "nan":
+            return (result[0], float("nan"), *result[2:])
+        spoilt: tuple[str, float, bool, bool, dict[str, Any]] = self._spoilt(fault, result)
+        return spoilt
+
+    def _fault(self) -> str:
+        """Draws and performs a failure; returns its kind, or nothing."""
+        draw = self._rng.random()
+        ends = zip(accumulate(self._rates.values()), self._rates, strict=True)
+        kind = next((kind for end, kind in ends if draw < end), "")
+        if not kind:
+            return ""
+        self.injected[kind] += 1
+        if self._log:
+            _append(self._log, kind)
+        perform: dict[str, Callable[[], Any]] = {
+            "hang": self._wait,
+            "exit": lambda: sys.exit("injected"),
+            "crash": lambda: os._exit(66),
+        }
+        perform.get(kind, lambda: None)()
+        if kind in ("exception", "hang"):
+            raise RuntimeError(f"injected: {kind}")
+        return kind
+
+    def _wait(self) -> None:
+        """Hangs, but not in the main thread of training, where nothing could end it."""
+        if ISOLATED in os.environ or threading.current_thread() is not threading.main_thread():
+            time.sleep(self._hang)
+
+    def _spoilt(self, fault: str, result: Any) -> Any:
+        if fault == "type":
+            return "injected"
+        return ("a" * 10 * MAX_OBSERVATION, *result[1:]) if fault == "long" else result
+
+
+def faulty(
+    env: TextEnvironment | str, rates: Mapping[str, float], **settings: Any
+) -> TextEnvironment:
+    """Wraps an environment so that its calls fail at given rates; see `Faulty`.
+
+    Example:
+        >>> env = faulty("gspo/Lookup-v0", {"exception": 0.1, "nan": 0.1})
+
+    On the command line: `gspo-env train --env gspo_env.check.faulty:Faulty --env-kwargs
+    env=gspo/Lookup-v0 rates='{"exception": 0.1}' log=faults.txt`.
+    """
+    return Faulty(env, rates, **settings)
+
+
+def injected(log: str | Path) -> Counter[str]:
+    """Returns the failures in a log of `Faulty`, by kind."""
+    lines = Path(log).read_text().split() if Path(log).exists() else []
+    return Counter(line for line in lines if line != "made")
+
+
+def _append(log: str, line: str) -> int:
+    """Adds a line to a file that several processes write; returns the number of lines."""
+    with open(log, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(f"{line}\n")
+        file.flush()
+        file.seek(0)
+        return sum(1 for _ in file)

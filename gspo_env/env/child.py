@@ -1,0 +1,99 @@
+"""The process of one environment; `gspo_env.env.isolated` starts it and sends it requests."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from gspo_env.children import die_with_parent
+from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
+from gspo_env.env.info import parse_reset, parse_step, read_prompt
+from gspo_env.env.pipe import receive, send
+from gspo_env.env.registration import make_env
+from gspo_env.env.threads import attempt, foreign
+
+DECLARATIONS = (
+    *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks"),
+    *("max_turns", "max_calls_per_turn", "gives_reward"),
+)
+"""Attributes of an environment that are sent with each `reset`, besides its prompt."""
+
+
+def serve(requests: int, replies: int, parent: int) -> None:
+    """Answers requests until the pipe closes.
+
+    Args:
+        requests: Descriptor to read from.
+        replies: Descriptor to write to.
+        parent: Process id of the parent, with which this process ends.
+    """
+    die_with_parent(parent)
+    host = _Host()
+    while True:
+        try:
+            request = receive(requests)
+        except EOFError:
+            return
+        try:
+            reply = {"value": attempt(getattr(host, request.pop("call")), **request)}
+        except Exception as error:
+            told = foreign(error)
+            reply = {"error": [told.name, told.text, told.where, told.trace]}
+        send(replies, reply)
+
+
+class _Host:
+    """The environment, called with plain data."""
+
+    env: TextEnvironment
+    name = ""
+
+    def make(self, spec: str, kwargs: dict[str, Any], path: list[str]) -> dict[str, Any]:
+        sys.path[:] = path
+        self.name = spec
+        self.env = make_env(spec, **kwargs)
+        return self._told()
+
+    def reset(self, seed: int | None, options: dict[str, Any] | None) -> Any:
+        result = self.env.reset(seed=seed, options=options)
+        _, info = parse_reset(self.name, result)
+        read_prompt(self.env, info)
+        return [_sendable(result), self._told()]
+
+    def step(self, action: str, ids: list[int]) -> Any:
+        result = self.env.step(Action(action, ids))
+        parse_step(self.name, result)
+        return _sendable(result)
+
+    def expert_action(self, noise: float) -> str:
+        if not self.env.has_wrapper_attr("expert_action"):
+            raise NotImplementedError(f"{self.name} has no expert_action")
+        return str(self.env.get_wrapper_attr("expert_action")(noise))
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _told(self) -> dict[str, Any]:
+        told = {name: attribute(self.env, name, None) for name in DECLARATIONS}
+        tools = [_tool(tool) for tool in attribute(self.env, "tools", ())]
+        always = {"system_prompt": attribute(self.env, "system_prompt", None), "tools": tools}
+        always["longest"] = getattr(self.env.observation_space, "max_length", MAX_TEXT_LENGTH)
+        return {name: value for name, value in told.items() if value is not None} | always
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    names = ("name", "description", "parameters")
+    return {name: getattr(tool, name, None) for name in names}
+
+
+def _sendable(result: Any) -> list[Any]:
+    """Returns a result whose keys of `info` are texts and whose tools are their schemas."""
+    *rest, info = result
+    info = {str(key): value for key, value in info.items()}
+    if info.get("tools") is not None:
+        info["tools"] = [_tool(tool) for tool in info["tools"]]
+    return [*rest, info]
+
+
+if __name__ == "__main__":
+    serve(*map(int, sys.argv[1:4]))

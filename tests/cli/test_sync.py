@@ -1,0 +1,88 @@
+"""`gspo-env sync`: what a run recorded while its tracking server was away arrives later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_env.cli.main import main
+from gspo_env.tracking import MLflow, RunInfo, start
+from gspo_env.tracking.mlflow import MLflowTracker
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def untracked(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that ended while its store was away."""
+    folder = Path("run")
+    folder.mkdir()
+
+    def away(self: Any) -> str:
+        raise ConnectionError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MLflowTracker, "open", away)
+        patch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.5)
+        info = RunInfo(name="late", folder=folder, params={"seed": 3})
+        with pytest.raises(ZeroDivisionError), start(MLflow(), info) as tracker:  # noqa: PT012
+            tracker.log({"a": 1.0}, 1)
+            tracker.text("episodes/step-1.txt", "hello")
+            raise ZeroDivisionError("no luck")
+    (problem,) = tracker.problems
+    assert "1 points and 1 files, which wait in run: start: ConnectionError: away" in problem
+    assert "`gspo-env sync run` sends them" in problem
+    return folder
+
+
+def test_a_run_that_ended_without_its_server_is_sent_later_with_its_own_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    folder = untracked(monkeypatch)
+    main(["sync", str(folder)])
+    assert "Sent. Tracked: mlflow ui" in capsys.readouterr().out
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("gspo_env")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("late", "FAILED")
+    assert run.data.tags["error"] == "ZeroDivisionError: no luck"
+    assert run.data.tags["folder"] == str(folder.absolute())
+    assert run.data.params == {"seed": "3"}
+    assert run.data.metrics == {"a": 1.0}
+    assert [item.path for item in client.list_artifacts(run.info.run_id)] == ["episodes"]
+    main(["sync", str(folder)])
+    assert "MLflow has everything." in capsys.readouterr().out
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+
+
+def test_an_address_in_the_folder_is_used_only_if_the_user_names_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = untracked(monkeypatch)
+    (folder / "config.toml").write_text(
+        '[tracker]\nname = "mlflow"\ntracking_uri = "http://127.0.0.1:9"\n'
+    )
+    with pytest.raises(SystemExit, match="2"):
+        main(["sync", str(folder)])
+    assert "add --tracking-uri http://127.0.0.1:9 if you trust it" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["sync", str(folder), "--tracking-uri", "http://127.0.0.1:9"])
+    assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["", "nowhere", "."])
+def test_a_folder_without_a_tracked_run_is_one_sentence(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["sync", *([folder] if folder else [])])
+    assert "expected a run that was tracked" in capsys.readouterr().err

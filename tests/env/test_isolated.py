@@ -1,0 +1,171 @@
+"""An environment in a process of its own gives the same episodes and dies alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from gspo_env.check import injected
+from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.env.isolated import IsolatedEnv
+from gspo_env.env.registration import make_env
+from gspo_env.errors import ConfigError, UnknownEnvironmentError
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.metrics import RolloutStats
+from gspo_env.rollout.play import demonstrator, play_now
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.types import StopReason, Task
+
+FILE = '''
+import ctypes, os, sys, time
+import numpy as np
+from gspo_env import TextEnv
+
+class Odd(TextEnv):
+    """Does what the action says."""
+    gives_outcome = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.system_prompt = f"Task {seed}."
+        return "begin", {"task_key": seed, "object": object(), 3: {1, 2}}
+
+    def step(self, action):
+        print("printed to stdout")
+        if action == "segfault":
+            ctypes.string_at(0)
+        if action == "exit":
+            os._exit(5)
+        if action == "system":
+            sys.exit(3)
+        if action == "hang":
+            time.sleep(1000)
+        if action == "long":
+            return "a" * 10_000_000, 0.0, False, False, {}
+        if action == "image":
+            return np.zeros(3), 0.0, False, False, {}
+        if action == "flood":
+            return "x", 0.0, False, False, {"extra": "a" * (80 * 2**20)}
+        if action == "raise":
+            raise OSError("lost")
+        info = {"success": np.bool_(True), "token_mask": np.ones(2, bool)}
+        return "caf\\u00e9 \\ud800", np.float32(0.5), True, False, info
+'''
+
+
+@pytest.fixture
+def odd(tmp_path):
+    (tmp_path / "odd.py").write_text(FILE)
+    env = IsolatedEnv(f"{tmp_path}/odd.py:Odd", timeout=3.0)
+    yield env
+    env.close()
+
+
+def task(n=0):
+    return Task(env_id="test", seed=n)
+
+
+def test_plain_data_crosses_and_the_episode_has_its_prompt(odd):
+    episode = play_now(odd, task(4), lambda now: "go")
+    assert (episode.stop_reason, episode.success) == (StopReason.TERMINATED, True)
+    assert episode.prompt.system == "Task 4."
+    assert episode.reset.task_key == "4"
+    assert episode.reset.extra["object"].startswith("<object")
+    assert episode.final_observation == "café \ud800"
+    assert episode.turns[0].info.token_mask == (True, True)
+    assert episode.rewards.tolist() == [0.5]
+    assert odd.gives_outcome is False
+
+
+@pytest.mark.parametrize(
+    ("action", "reason", "words"),
+    [
+        ("segfault", StopReason.CRASH, "step: the process of the environment ended with signal 11"),
+        ("exit", StopReason.CRASH, "ended with exit code 5"),
+        ("system", StopReason.ERROR, r"step\('system'\) raised SystemExit: 3 \(.*odd.py:\d+ in st"),
+        ("raise", StopReason.ERROR, r"step\('raise'\) raised OSError: lost \(.*odd.py:\d+ in step"),
+        ("hang", StopReason.ENV_TIMEOUT, "step did not return within 3 s"),
+        ("long", StopReason.INVALID, "with 10,000,000 characters"),
+        ("image", StopReason.INVALID, "step.. observation is array"),
+        ("flood", StopReason.CRASH, "after it sent a message of 8388"),
+    ],
+)
+def test_whatever_a_child_does_costs_one_episode(odd, action, reason, words):
+    episode = play_now(odd, task(), lambda now: action)
+    assert episode.stop_reason is reason
+    (fault,) = episode.faults
+    assert pytest.importorskip("re").search(words, fault.message), fault.message
+    assert play_now(odd, task(), lambda now: "go").success
+
+
+def test_an_isolated_tool_environment_is_the_same_with_its_demonstrator():
+    here, there = make_env("gspo/Lookup-v0"), IsolatedEnv("gspo/Lookup-v0", {})
+    for n in range(3):
+        one, two = (play_now(env, task(n), demonstrator(0.3)) for env in (here, there))
+        assert [t.text for t in one.turns] == [t.text for t in two.turns]
+        assert one.rewards.tolist() == two.rewards.tolist()
+        assert [tool.schema for tool in one.prompt.tools] == [t.schema for t in two.prompt.tools]
+        assert one.prompt.system == two.prompt.system
+        assert (one.outcome, one.success) == (two.outcome, two.success)
+    there.close()
+
+
+def test_what_cannot_be_made_is_an_error_of_the_same_kind(tmp_path):
+    with pytest.raises(ConfigError, match="hops"):
+        IsolatedEnv("gspo/Lookup-v0", {"hops": -4})
+    with pytest.raises(UnknownEnvironmentError):
+        IsolatedEnv("gspo/Nothing-v0")
+
+
+def test_a_child_dies_with_its_parent_even_if_it_hangs(tmp_path):
+    (tmp_path / "odd.py").write_text(FILE)
+    program = f"""
+    import threading
+    from gspo_env.env.isolated import IsolatedEnv
+    env = IsolatedEnv("{tmp_path}/odd.py:Odd")
+    env.reset(seed=0)
+    print(env._process.pid, flush=True)
+    env.step("hang")
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
+    child = psutil.Process(int(parent.stdout.readline()))
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 60
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_training_counts_every_kind_of_failure_in_child_processes(player, tmp_path):
+    log = str(tmp_path / "log")
+    rates = {"exception": 0.05, "nan": 0.05, "long": 0.03, "hang": 0.04, "crash": 0.05}
+    kwargs = {"env": player.env_id, "rates": rates, "log": log}
+
+    def make():
+        return IsolatedEnv("gspo_env.check.faulty:Faulty", kwargs)
+
+    settings = RolloutConfig(
+        max_turn_tokens=32, max_context=512, episode_timeout=15.0, concurrency=4
+    )
+    engine = TransformersEngine(player.model, max_slots=4, max_context=512)
+    collector = Collector(engine, player.chat, EnvPool(make), settings)
+    tasks = [Task(env_id=player.env_id, seed=n) for n in range(4)]
+    groups = asyncio.run(collector.collect(tasks, seed=0, group_size=4))
+    collector.pool.close()
+    counts = injected(log)
+    metrics = RolloutStats.of(groups, 1.0).metrics()
+    assert metrics["rollout/env_timeouts"] == counts["hang"]
+    assert metrics["rollout/env_errors"] == counts.total() - counts["hang"] > 0
+    assert collector.pool.faults.counts[StopReason.CRASH] == counts["crash"]
+    assert not [c for c in psutil.Process().children() if "gspo_env.env.child" in c.cmdline()]

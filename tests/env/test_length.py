@@ -1,0 +1,112 @@
+"""The limit on an observation's length holds wherever an environment is played."""
+
+from __future__ import annotations
+
+import pytest
+
+from gspo_env import TextEnv, ToolEnv, UnicodeText, tool
+from gspo_env.check import check_env
+from gspo_env.env.info import try_out
+from gspo_env.env.isolated import IsolatedEnv
+from gspo_env.env.registration import make_env
+from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
+from gspo_env.rollout.play import play_now
+from gspo_env.types import StopReason, Task
+
+FILE = """
+from gspo_env import TextEnv
+
+class Book(TextEnv):
+    \"\"\"Its observations have as many characters as its argument says.\"\"\"
+    blocking = False
+
+    def __init__(self, first=10, later=10):
+        super().__init__()
+        self.first, self.later = first, later
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "a" * self.first, {}
+
+    def step(self, action):
+        return "a" * self.later, 1.0, True, False, {}
+"""
+
+
+@pytest.fixture
+def book(tmp_path):
+    """The name of an environment whose observations can be long."""
+    (tmp_path / "book.py").write_text(FILE)
+    return f"{tmp_path / 'book.py'}:Book"
+
+
+def played(env):
+    return play_now(env, Task(env_id="book", seed=0), lambda now: "x")
+
+
+@pytest.mark.parametrize("lengths", [{"first": 16385}, {"later": 16385}])
+def test_a_longer_observation_is_an_error_in_every_place(book, lengths):
+    env = make_env(book, **lengths)
+    episode = played(env)
+    assert episode.stop_reason is StopReason.INVALID
+    method = "reset()" if "first" in lengths else "step()"
+    assert f"{method} observation is 16385 characters long; expected at most" in episode.error
+    with pytest.raises(EnvironmentContractError, match="is 16385 characters long"):
+        try_out("book", make_env(book, **lengths))
+    with pytest.raises(EnvironmentCheckError, match="is 16385 characters long"):
+        check_env(make_env(book, **lengths))
+
+
+@pytest.mark.parametrize("lengths", [{"first": 16384, "later": 16384}, {}])
+def test_the_limit_itself_is_allowed(book, lengths):
+    assert played(make_env(book, **lengths)).error is None
+
+
+def test_the_limit_of_a_run_is_an_argument_of_every_environment(book):
+    assert played(make_env(book, first=20_000, max_observation=20_000)).error is None
+    assert "at most 9:" in str(played(make_env(book, max_observation=9)).error)
+    with pytest.raises(ConfigError, match="max_observation is 'long'; expected an integer"):
+        make_env(book, max_observation="long")
+
+
+def test_an_environment_in_its_own_process_has_the_same_limit(book):
+    env = IsolatedEnv(book, {"first": 20_000, "max_observation": 20_000}, 60.0)
+    try:
+        assert played(env).error is None
+    finally:
+        env.close()
+
+
+def test_a_class_declares_its_own_limit():
+    class Short(TextEnv):
+        """Its observations are short."""
+
+        observation_space = UnicodeText(4)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "12345", {}
+
+    assert "5 characters long; expected at most 4" in str(played(Short()).error)
+
+
+def test_the_answers_of_tools_are_cut_at_the_limit():
+    class Reader(ToolEnv):
+        """Reads a file of unknown length."""
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed, options=options)
+            return "Read.", {}
+
+        @tool
+        def read(self) -> str:
+            """Read the file."""
+            return "a" * 50_000
+
+        def on_final(self, text):
+            return "", 0.0, True
+
+    env = Reader()
+    env.reset(seed=0)
+    call = '<tool_call>{"name": "read", "arguments": {}}</tool_call>'
+    assert len(env.step(call)[0]) == 16384

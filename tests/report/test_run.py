@@ -1,0 +1,67 @@
+"""What a run says at its start and at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo_env.config import Config
+from gspo_env.report.run import closing, opening, sparkline
+
+HISTORY = [
+    (0, {"eval/success": 0.04, "eval/return": 0.1}),
+    (1, {"rollout/return": 0.2}),
+    (10, {"eval/success": 0.9, "eval/return": 0.8}),
+    (20, {"eval/success": 0.7, "eval/return": 0.6}),
+]
+
+
+def test_the_start_names_environment_model_device_length_folder_and_tracker() -> None:
+    config = Config.from_recipe(env_kwargs={"entries": 12, "api_key": "sk-" + "a" * 40})
+    model = torch.nn.Linear(999, 1000)
+    text = opening(config, "gspo/Lookup-v0", model, Path("runs/one"), "mlflow ui")
+    lines = dict(line.split(maxsplit=1) for line in text.splitlines())
+    assert lines["environment"].startswith('gspo/Lookup-v0 {"entries": 12')
+    assert "sk-aaaa" not in text
+    assert lines["model"] == "tiny, Linear, 1 million parameters, float32"
+    assert lines["device"].startswith("cpu with ")
+    assert lines["training"] == "70 steps of 32 tasks with 8 episodes each"
+    assert lines["folder"] == "runs/one"
+    assert lines["tracker"] == "mlflow (mlflow ui)"
+
+
+def test_the_end_has_the_curve_and_the_commands_to_look_evaluate_and_go_on() -> None:
+    assert closing(HISTORY, Path("runs/my run")) == [
+        "eval/success \u2581\u2588\u2586 from 0.04 to 0.7, best 0.9 after step 10",
+        "Look:      less 'runs/my run'/episodes-0020.txt",
+        "Evaluate:  gspo-env evaluate --model 'runs/my run'",
+        "Go on:     gspo-env train --resume 'runs/my run' --steps 40",
+    ]
+
+
+def test_a_success_that_never_changes_gives_way_to_the_return() -> None:
+    history = [(step, metrics | {"eval/success": 0.0}) for step, metrics in HISTORY]
+    history = [(step, m) for step, m in history if "eval/return" in m]
+    assert closing(history, Path("r"))[0].startswith("eval/return ")
+
+
+@pytest.mark.parametrize(
+    ("values", "encoding", "drawn"),
+    [
+        ([0.0, 0.5, 1.0], "utf-8", "\u2581\u2585\u2588"),
+        ([0.0, 0.5, 1.0], "ascii", "_+#"),
+        ([0.3, 0.3], "utf-8", "\u2581\u2581"),
+        ([1.0], "latin-1", "_"),
+        ([-2.0, -1.0], "utf-8", "\u2581\u2588"),
+    ],
+)
+def test_a_curve_in_characters(values: list[float], encoding: str, drawn: str) -> None:
+    assert sparkline(values, encoding) == drawn
+
+
+def test_a_long_curve_is_thinned_out_between_its_ends() -> None:
+    drawn = sparkline([float(n) for n in range(1000)])
+    assert len(drawn) == 60
+    assert drawn == "".join(sorted(drawn))

@@ -1,0 +1,61 @@
+"""The Python blocks of the documentation run as written, in order, and print what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"# ([\w-]+\.py)\n")
+SHOWN = re.compile(r"^\s*print\(.*?\)  # (.+)$|^# (.+)$(?<!\.py)", re.MULTILINE)
+STARTS_A_SERVER = "gspo/OpenEnv-v0"
+"""Runs with a server, in `tests/envs/test_openenv.py`."""
+
+PAGES = {
+    "README.md": pytest.mark.adapters,
+    "docs/adapters.md": pytest.mark.adapters,
+    "docs/bridges.md": pytest.mark.adapters,
+    "docs/learner.md": (),
+    "docs/sandbox.md": (),
+    "docs/write-an-environment.md": (),
+}
+
+
+def test_every_page_with_python_blocks_is_run():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    found = {str(path.relative_to(ROOT)) for path in pages if BLOCK.search(path.read_text())}
+    assert found == set(PAGES)
+
+
+def expected(block):
+    """What the comments behind the prints of a block say that is printed."""
+    return [behind or below for behind, below in SHOWN.findall(block)]
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=mark) for page, mark in PAGES.items()])
+def test_the_python_blocks_of_a_page_run_in_order_and_print_what_they_say(page, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    script, shown = [], []
+    for block in BLOCK.findall((ROOT / page).read_text()):
+        if STARTS_A_SERVER in block:
+            continue
+        if file := FILE.match(block):
+            (tmp_path / file[1]).write_text(block)
+        else:
+            script.append(block)
+            script += [f"{name}()" for name in re.findall(r"^def (test_\w+)\(", block, re.M)]
+            shown += expected(block)
+    (tmp_path / "page.py").write_text("\n".join(script))
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    for text in shown:
+        wanted = re.escape(text).replace(r"\.\.\.", ".*")
+        assert any(re.fullmatch(wanted, line) for line in printed), (text, printed)

@@ -1,0 +1,228 @@
+"""A run on which nothing can be learned stops before it trains; others say so once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gspo_env.batch.sample import to_samples
+from gspo_env.cli.main import main
+from gspo_env.config import Config
+from gspo_env.errors import TrainingError
+from gspo_env.training.watch import Problem, Watch
+from gspo_env.types import Episode, Group, StopReason, Task, bare_episode
+
+ENVS = '''
+from gspo_env import TextEnv
+
+class Plain(TextEnv):
+    """Write yes."""
+    blocking = False
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "Write yes.", {}
+    def step(self, action):
+        return "", float(action == "yes"), True, False, {}
+    def expert_action(self, noise=0.0):
+        return "no" if self.np_random.random() < noise else "yes"
+
+class Long(Plain):
+    """Its first observation has 200,000 characters."""
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "word " * 40_000, {}
+
+class Wordy(Plain):
+    """Its prompts do not fit a short context."""
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "word and " * 400, {}
+
+class Same(Plain):
+    """Every action has the same reward."""
+    def step(self, action):
+        return "", 0.0, True, False, {}
+
+class Mute(Plain):
+    """It has no demonstrator."""
+    def expert_action(self, noise=0.0):
+        raise NotImplementedError
+
+class Judge(Plain):
+    """It gives the advantages of tokens."""
+    def step(self, action):
+        tokens = getattr(action, "token_ids", ())
+        return "", 1.0, True, False, {"token_advantages": [1.0] * len(tokens)}
+
+class Yes(Plain):
+    """Its success is no bool."""
+    def step(self, action):
+        return "", 0.0, True, False, {"success": "yes"}
+'''
+TINY = [
+    *("train", "--output", "out", "--tracker", "none", "--steps", "3", "--tasks-per-step", "2"),
+    *("--eval-tasks", "2", "--group-size", "2", "--hidden-size", "16", "--layers", "1"),
+    *("--heads", "2", "--demonstrations", "16", "--imitation-steps", "4", "--minibatches", "1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "envs.py").write_text(ENVS)
+
+
+def stopped(capsys: Any, name: str, *arguments: str) -> str:
+    """Returns what a run says that stops with exit code 2 before it has a folder."""
+    env = name if "/" in name else f"envs.py:{name}"
+    with pytest.raises(SystemExit) as exit_:
+        main([*TINY, "--env", env, *arguments])
+    assert exit_.value.code == 2
+    assert not Path("out").exists()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("Plain", ("--group-size", "1"), "rollout.group_size is 1, and the estimator"),
+        ("Wordy", (), "no episode can have a turn: the first prompts have 8"),
+        ("Plain", ("--max-context", "33"), "no episode can have a turn: the first prompts"),
+        ("Long", (), "reset() observation is 200000 characters long; expected at most 16384"),
+        ("Yes", (), "info['success'] is 'yes' of type str, expected a bool"),
+        ("Mute", ("--strict",), "has no expert_action, so the tiny model starts with random"),
+        ("Plain", ("--strict", "True", "--minibatches", "9"), "learner.minibatches is 9, and a"),
+    ],
+)
+def test_a_run_that_cannot_learn_stops_before_it_trains(capsys, name, arguments, words):
+    said = stopped(capsys, name, *arguments)
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_dataset_without_rewards_is_refused(capsys):
+    Path("rows.jsonl").write_text('{"prompt": "one", "completion": "two"}\n' * 20)
+    said = stopped(capsys, "gspo/Dataset-v0", "--env-kwargs", "data=rows.jsonl")
+    assert "gspo/Dataset-v0 never gives a reward: name reward functions" in said
+
+
+def test_a_comparison_with_groups_of_one_is_refused_before_its_first_run(capsys):
+    arms = ["--arm", "group_size=2,1", "--tracker", "none", "--output", "out", "--seeds", "1"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["compare", "--env", "envs.py:Plain", *arms])
+    assert exit_.value.code == 2
+    assert "rollout.group_size is 1, and the estimator" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_a_limit_of_time_that_no_turn_can_keep_stops_the_run_at_its_first_step(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*TINY, "--env", "envs.py:Plain", "--episode-timeout", "1e-6"])
+    assert exit_.value.code == 2
+    said = capsys.readouterr()
+    assert "no episode had a turn: all 4 ended by timeout (rollout.episode_timeout is" in said.err
+
+
+def test_groups_of_one_are_no_problem_where_the_environment_gives_the_advantages(capsys):
+    taught = ["--imitation-steps", "60", "--imitation-learning-rate", "0.01"]
+    main([*TINY, *taught, "--env", "envs.py:Judge", "--group-size", "1", "--strict"])
+    assert "WARNING" not in capsys.readouterr().out
+
+
+def test_what_may_change_is_said_once_in_the_terminal_the_folder_and_the_tracker(capsys):
+    own = f"{Path(__file__).parents[2] / 'examples' / 'own_tracker.py'}:JsonLines"
+    arguments = ["--env", "envs.py:Same", "--steps", "5", "--minibatches", "7", "--tracker", own]
+    main([*TINY, *arguments])
+    said = capsys.readouterr().out
+    flat = "in the first 3 steps, the episodes of each group had equal rewards (mean return "
+    assert said.count(flat) == 1
+    assert said.count("learner.minibatches is 7, and a step has 4 episodes") == 1
+    written = Path("out/warnings.txt").read_text()
+    assert [line.partition(":")[0] for line in written.splitlines()] == [
+        "minibatches",
+        "no_variance",
+    ]
+
+
+def test_a_strict_run_stops_after_three_steps_without_variance(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*TINY, "--env", "envs.py:Same", "--steps", "9", "--strict"])
+    assert exit_.value.code == 2
+    said = capsys.readouterr()
+    assert "in the first 3 steps, the episodes of each group had equal rewards" in said.err
+    assert "train 3/9" in said.out
+    assert "train 4/9" not in said.out
+
+
+TASK = Task(env_id="test", seed=0)
+
+
+def step(watch: Watch, number: int, episodes: list[Episode], size: float, **metrics: float) -> None:
+    """Shows the watch a step in which every token has the same advantage."""
+    rows = [np.full(len(e.turns), size) for e in episodes]
+    samples = to_samples(episodes, rows) if episodes[0].turns else []
+    group = Group(task=TASK, episodes=tuple(episodes))
+    watch.see(number, [group], samples, {f"train/{k}": v for k, v in metrics.items()})
+
+
+def episode(reward: float = 0.0, stop: StopReason = StopReason.TERMINATED) -> Episode:
+    from dataclasses import replace
+
+    return replace(bare_episode(TASK, [2], [reward]), stop_reason=stop)
+
+
+def watched(steps: int = 9, strict: bool = False) -> tuple[Watch, list[Problem]]:
+    said: list[Problem] = []
+    return Watch(Config(steps=steps, strict=strict), said.append), said
+
+
+@pytest.mark.parametrize(
+    ("episodes", "size", "grad_norm", "name"),
+    [
+        ([episode(1.0), episode(1.0)], 0.0, 0.0, "no_variance"),
+        ([episode(stop=StopReason.MAX_TURN_TOKENS)] * 2, 0.0, 0.0, "all_cut"),
+        ([episode(1.0), episode(0.0)], 0.5, 0.0, "no_gradient"),
+    ],
+)
+def test_three_steps_in_a_row_name_their_first_common_cause(episodes, size, grad_norm, name):
+    watch, said = watched()
+    for number in range(1, 6):
+        step(watch, number, episodes, size, grad_norm=grad_norm)
+        assert len(said) == (number >= 3)
+    assert said[0].name == name
+    assert not said[0].hopeless
+
+
+def test_one_good_step_among_the_first_three_is_enough():
+    watch, said = watched()
+    step(watch, 1, [episode(), episode()], 0.0, grad_norm=0.0)
+    step(watch, 2, [episode(1.0), episode()], 0.5, grad_norm=0.1)
+    step(watch, 3, [episode(), episode()], 0.0, grad_norm=0.0)
+    assert said == []
+
+
+def test_a_run_of_one_step_is_judged_by_it_and_a_resumed_run_not_at_all():
+    watch, said = watched(steps=1)
+    step(watch, 1, [episode(), episode()], 0.0, grad_norm=0.0)
+    assert [p.name for p in said] == ["no_variance"]
+    watch, said = watched(strict=True)
+    step(watch, 40, [episode(), episode()], 0.0, grad_norm=0.0)
+    assert said == []
+
+
+def test_a_first_step_without_a_turn_ends_the_run_at_once():
+    watch, said = watched()
+    empty = bare_episode(TASK, [], [])
+    with pytest.raises(TrainingError, match="no episode had a turn"):
+        step(watch, 1, [empty, empty], 0.0)
+    assert said[0].hopeless
+
+
+def test_a_gradient_from_a_penalty_does_not_hide_that_rewards_teach_nothing():
+    watch, said = watched()
+    for number in (1, 2, 3):
+        step(watch, number, [episode(), episode()], 0.0, grad_norm=0.3)
+    assert [p.name for p in said] == ["no_variance"]
