@@ -188,8 +188,8 @@ class Delivery:
             try:
                 sent = self._deliver()
                 done = not sent and self._ending.is_set() and not self._left()
-            except OSError as error:  # of the journal or the cursor
-                self._fail(self._lanes["points"], f"{self._folder}: {error}")
+            except Exception as error:  # of the journal or the cursor
+                self._fail(self._lanes["points"], f"{type(error).__name__}: {error}")
             if done:
                 return
             if sent:
@@ -280,7 +280,8 @@ class Delivery:
             call()
         except Exception as error:
             message = redact_text(f"{what}: {type(error).__name__}: {error}"[:_MESSAGE])
-            if self._repeatable is not None and self._repeatable.passing(error):
+            again = self._repeatable
+            if again is not None and (what == "start" or again.passing(error)):
                 self._fail(lane, message)
                 return False
             self._lose(message)

@@ -191,6 +191,23 @@ def test_a_store_for_files_that_fails_does_not_keep_the_points(
     assert f"gspo-env sync {tmp_path}" in problem
 
 
+def test_a_run_that_cannot_begin_keeps_its_points_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.2)
+    store = Store()
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "open", lambda self: [][0])
+        with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+            tracker.log({"a": 1.0}, 1)
+    assert "1 points and 0 files" in tracker.problems[0]
+    assert "start: IndexError" in tracker.problems[0]
+    with Several({"store": store}, RunInfo(name="r", folder=tmp_path, resume=tracker.ids)) as again:
+        pass
+    assert again.problems == []
+    assert Counter(store.points) == written(tmp_path)
+
+
 def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(tmp_path: Path) -> None:
     store = Store()
     with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
