@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gspo_agents.reporter import Reporter, first_fault, run_info
+from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import make_learner, make_start, take_score, with_adapter
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
@@ -150,16 +150,12 @@ class GSPOAgent:
         self, keeper: Keeper, report: Reporter, resumed: Resumed | None, tracker: Several
     ) -> History:
         """Runs the steps that are left; saves and tracks the model if these are all."""
-        config, checkpoints = self.config, keeper.checkpoints
+        config = self.config
         if config.learner.lora_rank and not hasattr(self.model, "disable_adapter"):
             self.close()  # an engine that `play` started holds the model without the adapter
             self.model = with_adapter(self.model, config)
         learner = make_learner(self.model, config)
-        with (
-            checkpoints.named_on_failure(),
-            self._collector() as collector,
-            first_fault(collector, checkpoints.run, tracker),
-        ):
+        with self._collector() as collector, report.watch(collector):
             loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
             if resumed is not None:
                 loop.restore(resumed.saved)
@@ -391,7 +387,4 @@ class GSPOAgent:
         try:
             yield pool
         finally:
-            try:
-                pool.close()
-            except Exception:  # nothing is played any more, so it costs nothing
-                logger.exception("an environment of %s could not be closed", self.env_id)
+            pool.close()

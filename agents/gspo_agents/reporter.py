@@ -132,6 +132,18 @@ class Reporter:
             lines.append(f"Tracked: {self._tracker.how_to_look}")
         self._progress.line("\n".join(lines))
 
+    @contextmanager
+    def watch(self, collector: Collector) -> Iterator[None]:
+        """Keeps the first failure of an environment; names the last checkpoint on an error."""
+        with self._checkpoints.named_on_failure():
+            try:
+                yield
+            finally:
+                if (first := collector.pool.faults.first) is not None:
+                    name = "first-environment-error.txt"
+                    self.write(name, f"{first.message}\n\n{first.traceback}")
+                    self._tracker.artifact(self._checkpoints.run / name)
+
     def _show(self, phase: str, step: int, what: EpisodeStats, **more: float | None) -> None:
         self._progress.update(
             phase=phase,
@@ -188,15 +200,3 @@ def _results(history: History, split: Split, left_out: int) -> list[str]:
             f"which were repeated, and {left_out} demonstrations."
         )
     return lines
-
-
-@contextmanager
-def first_fault(collector: Collector, folder: Path, tracker: Several) -> Iterator[None]:
-    """Keeps the first failure of an environment in the folder and the tracker, at any end."""
-    try:
-        yield
-    finally:
-        if (first := collector.pool.faults.first) is not None:
-            path = folder / "first-environment-error.txt"
-            write_text(path, f"{first.message}\n\n{first.traceback}")
-            tracker.artifact(path)

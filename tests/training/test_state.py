@@ -122,6 +122,7 @@ def same(first, second):
 def cut(run, step, to):
     """Copies a run as it was after a step."""
     shutil.copytree(run, to, symlinks=True)
+    record(to, load_toml(to / "config.toml"))  # else it is the run of somebody else
     shutil.rmtree(to / "model")
     for folder in (to / "checkpoints").glob("step-*"):
         if int(folder.name[-6:]) > step:
@@ -257,6 +258,7 @@ def test_only_the_number_of_steps_and_the_checkpoints_may_change(done):
     assert [step for step, _ in GSPOAgent.resume("run", changed).train()] == [0, 1, 2, 2, 3, 3]
 
 
-def test_a_finished_run_says_so(done, capsys):
-    main(["train", "--resume", str(done)])
+def test_a_finished_run_says_so(done, capsys, monkeypatch):
+    monkeypatch.chdir(done.parent)
+    main(["train", "--resume", "run"])
     assert "is finished: all 3 steps are done; --steps adds more" in capsys.readouterr().out

@@ -98,7 +98,7 @@ class Noted:
     def artifact(self, path, folder=""):
         pass
 
-    def finish(self, status):
+    def finish(self, status, reason):
         Path("status").write_text(status)
 '''
 
@@ -229,7 +229,7 @@ def test_an_environment_that_does_not_close_does_not_cost_the_model(caplog):
     Path("unclosable").touch()
     GSPOAgent(config=override(load_toml("run.toml"), {"steps": 1})).train()
     assert Path("run/model/config.json").exists()
-    assert "could not be closed" in caplog.text
+    assert "close() raised RuntimeError: does not close" in caplog.text
     assert Path("status").read_text() == "FINISHED"
 
 
