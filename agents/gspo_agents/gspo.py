@@ -16,17 +16,16 @@ from typing import Any
 import torch
 
 from gspo_agents.reporter import Reporter, run_info
-from gspo_agents.start import make_start
-from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
+from gspo_agents.start import make_learner, make_start, take_score, with_adapter
+from gspo_env.config import Config, check_score, from_dict, override, to_toml
 from gspo_env.engines import Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.info import declared_score, try_out
+from gspo_env.env.info import try_out
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
-from gspo_env.learner.learner import Learner
 from gspo_env.model.check import ModelCheck, check_engine, check_model
-from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
+from gspo_env.model.load import load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
@@ -37,7 +36,7 @@ from gspo_env.rollout.transcript import ChatTokenizer, Transcript
 from gspo_env.saved import read_saved, record
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import check_trackers, parts, start
+from gspo_env.tracking.several import Several, check_trackers, parts, start
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
@@ -72,7 +71,7 @@ class GSPOAgent:
         self.env_id = resolve_env(self.config.env)
         self._env = self._make_env()
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
-        self._take_score()
+        self.config = take_score(self.config, self._env, self.env_id)
         self._demonstrations: list[Episode] = []
         self._untrained = False
         dtype = self.config.model_dtype
@@ -116,21 +115,20 @@ class GSPOAgent:
         """
         config, resumed = self.config, self._resumed
         check_trackers(config.tracker)
-        problems = (
-            []
-            if resumed
-            else at_start(config, self._env, self.env_id, self.chat, untrained=self._untrained)
-        )
+        problems = []
+        if resumed is None:
+            untrained = self._untrained
+            problems = at_start(config, self._env, self.env_id, self.chat, untrained=untrained)
         way = self._check().way
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
         else:
             made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, ids = Checkpoints(made, config.checkpoints), {}
-        self.folder = folder = checkpoints.run
-        record(folder, config)
+        self.folder = checkpoints.run
+        record(self.folder, config)
         self._trained, self._resumed = True, None
-        info = run_info(config, self.env_id, way, folder, ids)
+        info = run_info(config, self.env_id, way, self.folder, ids)
         with (
             checkpoints,
             stop_on_signals() as stop,
@@ -143,20 +141,31 @@ class GSPOAgent:
             if resumed is None and not self._source:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
             facts = run_facts(config, self.model, self._source, self._left_out)
-            learner = self._learner()
-            with self._collector() as collector, report.watch(collector):
-                keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self._write)
-                loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
-                if resumed is not None:
-                    loop.restore(resumed.saved)
-                    report.take_score(loop.score.score)
-                stop.graceful = True
-                history = asyncio.run(loop.train())
-                self.config = report.config
-                if loop.step == config.steps:  # before the environments close, which may raise
-                    report.save(history, self.env_id, self._write_run)
-                tracker.finish("FINISHED" if loop.step == config.steps else "KILLED")
+            keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self._write)
+            history = self._learn(keeper, report, resumed, tracker)
             report.end(history, self.split(), self._left_out)
+        return history
+
+    def _learn(
+        self, keeper: Keeper, report: Reporter, resumed: Resumed | None, tracker: Several
+    ) -> History:
+        """Runs the steps that are left; saves and tracks the model if these are all."""
+        config = self.config
+        if config.learner.lora_rank and not hasattr(self.model, "disable_adapter"):
+            self.close()  # an engine that `play` started holds the model without the adapter
+            self.model = with_adapter(self.model, config)
+        learner = make_learner(self.model, config)
+        with self._collector() as collector, report.watch(collector):
+            loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
+            if resumed is not None:
+                loop.restore(resumed.saved)
+                report.take_score(loop.score.score)
+            keeper.stop.graceful = True
+            history = asyncio.run(loop.train())
+            self.config = report.config
+            if loop.step == config.steps:  # before the environments close, which may raise
+                report.save(history, self.env_id, self._write_run)
+            tracker.finish("FINISHED" if loop.step == config.steps else "KILLED")
         return history
 
     @classmethod
@@ -341,44 +350,11 @@ class GSPOAgent:
 
         warm_up(self.model, samples, settings, self.config.seed, show)
 
-    def _learner(self) -> Learner:
-        """Makes the learner; adds the adapter after the warm-up, which trains every weight."""
-        config, settings = self.config, self.config.learner
-        if settings.lora_rank and not hasattr(self.model, "disable_adapter"):
-            self.close()  # an engine that `play` started holds the model without the adapter
-            self.model = add_adapter(
-                self.model,
-                settings.lora_rank,
-                config.seed,
-                alpha=settings.lora_alpha,
-                targets=settings.lora_targets,
-            )
-        return Learner(
-            self.model,
-            config.loss,
-            settings,
-            total_steps=config.steps * settings.minibatches,
-            temperature=config.rollout.temperature,
-        )
-
     def _check(self) -> ModelCheck:
         """Decides how the model is run; says so if the slower way is needed."""
         embedded = isinstance(self.config.engine, Transformers)
         decide = check_engine if embedded else check_model
         return decide(self.model, max_context=self.config.rollout.max_context)
-
-    def _take_score(self) -> None:
-        """Takes the score that the environment declares, unless the config has one.
-
-        Raises:
-            ConfigError: The score is `sum`, and the environment declares that it has no outcome.
-        """
-        self.config = with_score(self.config, declared_score(self.env_id, self._env))
-        without = attribute(self._env, "gives_outcome", None) is False
-        if self.config.credit.score == "sum" and without:
-            raise ConfigError(
-                f"credit.score is 'sum', but {self.env_id} gives no outcome; expected 'turns'"
-            )
 
     def _new_engine(self) -> Engine:
         if self._engine is None:

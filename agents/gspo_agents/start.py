@@ -1,13 +1,16 @@
-"""The model that a recipe makes, and what is known of a run before it trains."""
+"""The model that a recipe makes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_env.config import Config
-from gspo_env.env.base import TextEnvironment
+from gspo_env.config import Config, with_score
+from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.info import declared_score
 from gspo_env.errors import ConfigError
+from gspo_env.learner.learner import Learner
+from gspo_env.model.load import add_adapter
 from gspo_env.tracking.progress import Progress
 from gspo_env.types import Episode
 
@@ -44,3 +47,33 @@ def make_start(config: Config, env: TextEnvironment, env_id: str) -> Start:
         if not demonstrated:
             episodes = recipe.babble(env, env_id, seed, show)
     return Start(model=model, tokenizer=tokenizer, episodes=episodes, demonstrated=demonstrated)
+
+
+def take_score(config: Config, env: TextEnvironment, env_id: str) -> Config:
+    """Returns the config with the score that the environment declares, unless it has one.
+
+    Raises:
+        ConfigError: The score is `sum`, and the environment declares that it has no outcome.
+    """
+    config = with_score(config, declared_score(env_id, env))
+    if config.credit.score == "sum" and attribute(env, "gives_outcome", None) is False:
+        raise ConfigError(f"credit.score is 'sum', but {env_id} gives no outcome; expected 'turns'")
+    return config
+
+
+def with_adapter(model: Any, config: Config) -> Any:
+    """Returns the model with the LoRA adapter of the config."""
+    settings = config.learner
+    alpha, targets = settings.lora_alpha, settings.lora_targets
+    return add_adapter(model, settings.lora_rank, config.seed, alpha=alpha, targets=targets)
+
+
+def make_learner(model: Any, config: Config) -> Learner:
+    """Makes the learner of a run."""
+    return Learner(
+        model,
+        config.loss,
+        config.learner,
+        total_steps=config.steps * config.learner.minibatches,
+        temperature=config.rollout.temperature,
+    )

@@ -156,6 +156,8 @@ def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
     if read := _READERS.get(path.suffix):
         try:
             return read(path)
+        except ConfigError:
+            raise
         except (OSError, ValueError, csv.Error, RecursionError) as error:
             raise ConfigError(f"Dataset: {path} cannot be read: {error}.") from error
     if path.is_file() and path.suffix != ".parquet":

@@ -164,6 +164,8 @@ def _reason(error: BaseException) -> str:
     reason = str(error).split(" was raised from")[0].strip() or "no message"
     if isinstance(error, TypeError) and "__init__()" in reason:
         return reason  # a wrong argument
+    if type(error.__cause__) is type(error):
+        error = error.__cause__  # Gymnasium raised it again
     frames = traceback.extract_tb(error.__traceback__)
     place = f", in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {' '.join(reason.split())}{place}"

@@ -205,28 +205,8 @@ def add_adapter(
     """
     from peft import LoraConfig, get_peft_model
 
-    kind, head = type(model).__name__, model.get_output_embeddings()
-    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for name, module in linear.items():
-        if uses[id(module.weight)] > 1 and module is not head:
-            raise ModelError(
-                f"{kind} cannot have an adapter: several layers use the weights of {name}, so it "
-                "could not be merged; expected lora_rank 0"
-            )
-    routers = [name for name, module in linear.items() if type(module) is not nn.Linear]
-    chosen = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
-    tied = head is not None and uses[id(head.weight)] > 1
-    names = {
-        name.rpartition(".")[2]
-        for name, module in linear.items()
-        if name not in routers and not (tied and module is head)
-    }
-    if missing := sorted(set(chosen) - names) if isinstance(chosen, list) else []:
-        raise ModelError(
-            f"lora_targets has {', '.join(missing)}; expected names of layers of {kind} that can "
-            f"have an adapter: {', '.join(sorted(names))}"
-        )
+    kind = type(model).__name__
+    chosen, routers = _layers(model, targets)
     adapter = LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type]  # PEFT divides it
@@ -242,3 +222,36 @@ def add_adapter(
                 f"{kind} cannot have an adapter: PEFT knows none of its layers, or not all; "
                 "expected lora_rank 0"
             ) from error
+
+
+def _layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:
+    """Returns the layers that get an adapter, as PEFT takes them, and the routers, which do not.
+
+    Raises:
+        ModelError: No layer has one of the names, or layers share their weights.
+    """
+    kind, head = type(model).__name__, model.get_output_embeddings()
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    for name, module in linear.items():
+        if uses[id(module.weight)] > 1 and module is not head:
+            raise ModelError(
+                f"{kind} cannot have an adapter: several layers use the weights of {name}, so it "
+                "could not be merged; expected lora_rank 0"
+            )
+    routers = [name for name, module in linear.items() if type(module) is not nn.Linear]
+    if targets == "all-linear":
+        return targets, routers
+    tied = head is not None and uses[id(head.weight)] > 1
+    names = {
+        name.rpartition(".")[2]
+        for name, module in linear.items()
+        if name not in routers and not (tied and module is head)
+    }
+    chosen = [name.strip() for name in targets.split(",")]
+    if missing := sorted(set(chosen) - names):
+        raise ModelError(
+            f"lora_targets has {', '.join(missing)}; expected names of layers of {kind} that can "
+            f"have an adapter: {', '.join(sorted(names))}"
+        )
+    return chosen, routers

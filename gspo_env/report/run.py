@@ -63,7 +63,7 @@ def closing(history: History, folder: Path, encoding: str = "utf-8") -> list[str
         f"best {best:.3g} after step {best_step}",
         f"Look:      less {at}/episodes-{last:04d}.txt",
         f"Evaluate:  gspo-env evaluate --model {at}",
-        f"Go on:     gspo-env train --resume {at} --steps {2 * last}",
+        f"Go on:     gspo-env train --resume {at} --steps {2 * last or 1}",
     ]
 
 

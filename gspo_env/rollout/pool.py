@@ -82,7 +82,7 @@ class EnvPool:
         return self._idle.pop() if self._idle else await self._new(timeout)
 
     async def _new(self, timeout: float | None) -> TextEnvironment:
-        thread = None if self._known and self.blocking is False else EnvThread()
+        thread = None if self.blocking is False else EnvThread()
         try:
             env = attempt(self.make) if thread is None else await self._made_in(thread, timeout)
             if not self._known:

@@ -18,23 +18,20 @@ import json
 import logging
 import re
 import secrets
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import FrameType
 from typing import Any
 
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
+from gspo_env.rollout.bounds import Bounds, check_template
 from gspo_env.rollout.cache import BoundedCache
 from gspo_env.rollout.plain_text import PlainText
 from gspo_env.rollout.schemas import Chat, Schemas, hide_controls, list_tools
 
 logger = logging.getLogger(__name__)
 
-_MOST_LINES = 1_000_000
-"""Lines that a template may run for one rendering, its loops included."""
 _CACHE = 1 << 25
 """Bytes of the layouts that are kept."""
 _EDGE = "\n \n"
@@ -111,6 +108,7 @@ class ChatTemplate:
                 "the tokenizer has no chat template, which multi-turn prompts need: set "
                 "`tokenizer.chat_template` or use an instruction-tuned model"
             )
+        check_template(tokenizer.chat_template)
         self.tokenizer = tokenizer
         self.text = PlainText(tokenizer)
         # nobody can guess the markers, so no tool description contains one
@@ -207,7 +205,7 @@ class ChatTemplate:
         settings = {"tokenize": False, "add_generation_prompt": generation}
         chat = [dict(message) for message in messages]
         try:
-            with _Lines():
+            with Bounds():
                 return str(render(chat, tools=list(schemas) or None, **settings))
         except Exception as error:
             roles = "messages of " + ", ".join(message["role"] for message in messages)
@@ -332,28 +330,6 @@ class ChatTemplate:
         if what not in self._said:
             self._said.add(what)
             logger.warning("The chat template %s.", what)
-
-
-class _Lines:
-    """Raises an error when templates run too many lines in the current thread."""
-
-    def __enter__(self) -> None:
-        self._count, self._before = 0, sys.gettrace()
-        sys.settrace(self._call)
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(self._before)
-
-    def _call(self, frame: FrameType, event: str, value: Any) -> Any:
-        return self._line if frame.f_code.co_filename == "<template>" else None
-
-    def _line(self, frame: FrameType, event: str, value: Any) -> Any:
-        self._count += 1
-        if self._count > _MOST_LINES:
-            raise ChatTemplateError(
-                f"it runs more than {_MOST_LINES:,} lines for one rendering; expected fewer"
-            )
-        return self._line
 
 
 def _read_slots(

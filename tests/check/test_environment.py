@@ -130,7 +130,7 @@ class Unspeakable(Echo):
 
 class Unending(Echo):
     def say(self, text: str) -> str:
-        return super().say(text) * 1000
+        return (super().say(text) * 1000)[:20_000]
 
 
 class Numeric(Echo):

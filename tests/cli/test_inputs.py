@@ -75,6 +75,17 @@ def test_a_constructor_that_raises_is_one_sentence_with_its_line(capsys, tmp_pat
     assert "own.py, line 4" in said
 
 
+def test_a_check_of_an_environment_that_does_not_close_says_so(capsys, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from gspo_env import TextEnv\nclass Own(TextEnv):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n        return 'a', {}\n"
+        "    def step(self, action):\n        return 'b', 1.0, True, False, {}\n"
+        "    def close(self):\n        1 / 0\n"
+    )
+    assert "ZeroDivisionError" in refused(capsys, "envs", "--check", "own.py:Own")
+
+
 def test_a_file_in_another_encoding_is_named_and_one_with_a_mark_is_read(capsys, tmp_path):
     (tmp_path / "latin.toml").write_bytes("# caf\u00e9\nseed = 1".encode("latin-1"))
     assert "latin.toml is not in UTF-8" in refused(capsys, "train", "--config", "latin.toml")
