@@ -99,7 +99,8 @@ def _kill_and_resume(
 ) -> None:
     for n in range(draw.randint(1, 3)):
         process = _start(lambda: _train(way, run))
-        moment = draw.uniform(0.1, 0.9) * seconds / (n + 1)
+        _until_first(process, run)
+        moment = draw.uniform(0.0, 0.4) * seconds / (n + 1)
         if draw.random() < 0.5:
             counts[_kill_in_write(process, run, moment)] += 1
         else:
@@ -142,6 +143,14 @@ def _start(work: Callable[[], None]) -> int:
 
 def _wait(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def _until_first(process: int, run: Path) -> None:
+    """Waits for the first checkpoint, so that there is something to go on from."""
+    while not any(run.glob("checkpoints/step-*")):
+        if os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return
+        time.sleep(0.002)
 
 
 def _kill_after(process: int, run: Path, seconds: float) -> str:
