@@ -31,7 +31,7 @@ import psutil
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
-from gspo_env.env.base import TextEnvironment
+from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.rollout.faults import FaultLog
 from gspo_env.rollout.pool import EnvPool
@@ -106,8 +106,10 @@ class Pool(EnvPool):
 
     async def _new(self, timeout: float | None) -> TextEnvironment:
         env = await super()._new(timeout)
-        isolated = isinstance(env, IsolatedEnv)
-        name = f"{env._process.pid}.1" if isolated else getattr(env, "name", "")  # type: ignore[union-attr]
+        if isinstance(env, IsolatedEnv):
+            name = f"{env._process.pid}.1"  # type: ignore[union-attr]
+        else:
+            name = attribute(env, "name", "")
         self.faults.names[id(env)] = name  # type: ignore[attr-defined]
         return env
 
@@ -215,7 +217,7 @@ def print_counts(
     for kind, name in log:
         rows[kind]["injected"] += 1
         reason = reasons.pop(name, None)
-        rows[kind]["as expected" if reason is EXPECTED[kind] else str(reason)] += 1
+        rows[kind]["as expected" if reason is EXPECTED[kind] else str(reason or "not counted")] += 1
     for reason in reasons.values():
         rows["(not injected)"][str(reason)] += 1
     for reason in (reason for name, reason in attempts if not name):
