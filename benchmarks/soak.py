@@ -1,9 +1,11 @@
-"""Trains for many steps with an environment that fails, and watches what must not grow.
+r"""Trains for many steps with an environment that fails, and watches what must not grow.
 
     python benchmarks/soak.py --steps 2000 --hidden 64 --demonstrations 400 --imitation-steps 150
-    python benchmarks/soak.py --steps 40 --tasks 16 --group 8
-    python benchmarks/soak.py --steps 40 --tasks 16 --group 8 --faults 0.2 --hangs 0.02 --lengths 64
-    python benchmarks/soak.py --steps 10 --faults 0.2 --isolation process
+    python benchmarks/soak.py --steps 30 --tasks 16 --group 8
+    python benchmarks/soak.py --steps 30 --tasks 16 --group 8 --faults 0.2 --hangs 0.02 \
+        --timeout 3 --retries 60 --concurrency 64 --lengths 64
+    python benchmarks/soak.py --steps 2 --tasks 2 --group 2 --faults 0.1 --isolation process \
+        --demonstrations 8 --imitation-steps 10 --eval-tasks 2
 
 Prints resident memory, open files, threads and children by quarter of the run, and the success
 before and after. With failures, compares those that the environments logged with those that the
