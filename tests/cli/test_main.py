@@ -157,7 +157,7 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
             "'turn_plus_outcome' does not use",
         ),
         (["--env", "gspo/Additive-v0", "--score", "sum"], "gspo/Additive-v0 gives no outcome"),
-        (["--env-kwargs", "hops=four"], "cannot be made with {'hops': 'four'}"),
+        (["--env-kwargs", "hops=four"], "hops is 'four', expected a whole number"),
         (["--env-kwargs", "hops=[3,"], "is no JSON value"),
         (["--help", "los"], "there is no section 'los'; expected one of: checkpoints, rollout"),
         (["--advantage", "group_gea"], "expected one of: group_gae"),
