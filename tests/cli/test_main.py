@@ -163,6 +163,7 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
         (["--advantage", "group_gea"], "expected one of: group_gae"),
         (["--num-generations", "4"], "here it is --rollout.group-size"),
         (["--beta=0.1"], "here it is --loss.kl-coef"),
+        (["--lora-dropout", "0.1"], "no setting 'lora_dropout': dropout is off, because"),
         (["--max-steps", "4"], "here it is --steps"),
         (["--report-to", "wandb"], "here it is --tracker"),
     ],
