@@ -92,7 +92,7 @@ class Collector:
         """Plays an episode; if its environment fails, again in another one.
 
         Only the last retry has other random numbers, in case the failure follows from the actions.
-        Other numbers in each retry would select short episodes, because a long one fails more
+        Other numbers in each retry would favour episodes with fewer calls, because they fail less
         often.
         """
         retries = self.config.max_retries
