@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import random
 import sys
@@ -45,7 +46,7 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         rates: For each kind of `KINDS`, the share of the calls that fail so.
         seed: Seed of the failures.
         log: File to which every environment with this path, in any process, adds a line for each
-            failure; see `injected`.
+            failure, with the kind and its `name`; see `injected`.
         hang: Seconds of a hang.
         env_kwargs: Arguments of an environment that is given by its specification.
 
@@ -55,7 +56,7 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
 
     blocking = None
     """Its calls may hang, so they run in a thread whatever the environment declares."""
-    _made = 0
+    _numbers = itertools.count(1)
 
     def __init__(
         self,
@@ -82,9 +83,11 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         self.injected: Counter[str] = Counter()
         """The failures of this environment so far, by kind."""
         self._rates, self._seed, self._log, self._hang = dict(rates), seed, log, hang
-        Faulty._made += 1
-        number = _append(log, "made") if log else Faulty._made
-        self._rng = random.Random(derive_seed("faulty", seed, number))
+        number = next(Faulty._numbers)
+        self.name = f"{os.getpid()}.{number}"
+        """The environment in the log: its process, and its number there."""
+        line = _append(log, f"made {self.name}") if log else number
+        self._rng = random.Random(derive_seed("faulty", seed, line))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -115,7 +118,7 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
             return ""
         self.injected[kind] += 1
         if self._log:
-            _append(self._log, kind)
+            _append(self._log, f"{kind} {self.name}")
         perform: dict[str, Callable[[], Any]] = {
             "hang": self._wait,
             "exit": lambda: sys.exit("injected"),
@@ -153,15 +156,14 @@ def faulty(
 
 def injected(log: str | Path) -> Counter[str]:
     """Returns the failures in a log of `Faulty`, by kind."""
-    lines = Path(log).read_text().split() if Path(log).exists() else []
-    return Counter(line for line in lines if line != "made")
+    lines = Path(log).read_text().splitlines() if Path(log).exists() else []
+    return Counter(kind for kind, _ in map(str.split, lines) if kind != "made")
 
 
 def _append(log: str, line: str) -> int:
     """Adds a line to a file that several processes write; returns the number of lines."""
-    with open(log, "a+") as file:
+    with open(log, "ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(f"{line}\n")
-        file.flush()
+        file.write(f"{line}\n".encode())
         file.seek(0)
-        return sum(1 for _ in file)
+        return file.read().count(b"\n")

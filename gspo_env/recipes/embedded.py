@@ -28,7 +28,7 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Show
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.faults import FaultLog, refuse_failures
-from gspo_env.rollout.play import Move, Policy, demonstrator, look, play_now
+from gspo_env.rollout.play import Move, Policy, demonstrator, look
 from gspo_env.rollout.retry import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer, tokenize
@@ -140,7 +140,7 @@ def build(
     tools = {tool.name: tool for prompt in prompts for tool in prompt.tools}
     texts |= {text for tool in tools.values() for text in (tool.name, tool.description)}
     calls = [tool_call_frames(tool) for tool in tools.values()]
-    texts |= _complaints(env, tasks[0], calls)
+    texts |= _complaints(env, tasks[0], calls, limits or RolloutConfig())
     tokenizer = build_tokenizer(texts, [frame for frames in calls for frame in frames])
     model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
     return model, tokenizer, demonstrations
@@ -159,15 +159,16 @@ def demonstrate(
         env: The environment.
         tasks: The tasks.
         slips: Probability of a wrong action.
-        limits: Turns and seconds after which an episode is cut, those of the rollout.
+        limits: Turns and seconds after which an episode is cut, and retries: those of the rollout.
         show: Shows how many tasks were played.
 
     Raises:
         NotImplementedError: The environment has no demonstrator.
-        RolloutError: More than half of the episodes failed; the others are left out.
+        RolloutError: More episodes failed than the limits allow; the others are left out.
     """
+    limits = limits or RolloutConfig()
     episodes = play_all(env, tasks, demonstrator(slips), limits, show)
-    refuse_failures(episodes)
+    refuse_failures(episodes, limits.max_env_error_rate)
     played = [e for e in episodes if not e.failed]
     if len(played) < len(episodes):
         logger.warning("%d of %d demonstrations failed", len(episodes) - len(played), len(episodes))
@@ -246,20 +247,27 @@ def play_all(
     episodes = []
     for n, task in enumerate(tasks):
         timed = _for_seconds(policy, limits.episode_timeout)
-        episodes.append(play_alone(env, task, timed, log, max_turns=limits.max_turns))
+        most, retries = limits.max_turns, limits.max_retries
+        episodes.append(play_alone(env, task, timed, log, max_turns=most, retries=retries))
         show("demonstrations", n + 1, len(tasks))
     log.summarise()
     return episodes
 
 
-def _complaints(env: TextEnvironment, task: Task, calls: Sequence[Sequence[str]]) -> set[str]:
+def _complaints(
+    env: TextEnvironment, task: Task, calls: Sequence[Sequence[str]], limits: RolloutConfig
+) -> set[str]:
     """Returns the replies to invalid actions, which are frequent early on and long as bytes."""
     actions = [""]
     for frames in calls:  # a single one, the whole call, if the tool has no parameters
         opening, closing = frames[0], frames[-1]
         actions += [opening, opening + opening + closing, opening + closing, closing]
-    task = replace(task, seed=0)
-    return {play_now(env, task, _always(a), max_turns=1).final_observation for a in actions}
+    task, log = replace(task, seed=0), FaultLog()
+    played = [
+        play_alone(env, task, _always(a), log, max_turns=1, retries=limits.max_retries)
+        for a in actions
+    ]
+    return {episode.final_observation for episode in played}
 
 
 def _always(action: str) -> Policy:

@@ -89,13 +89,20 @@ class Collector:
         return self._settle(groups)
 
     async def _episode(self, draw: _Draw, seed: int, temperature: float) -> Episode:
-        """Plays an episode; if its environment fails, again in another one, with other actions."""
+        """Plays an episode; if its environment fails, again in another one.
+
+        Only the last retry has other random numbers, in case the failure follows from the actions.
+        Other numbers in each retry would favour episodes with fewer calls, because they fail less
+        often.
+        """
+        retries = self.config.max_retries
 
         async def attempt(number: int) -> Episode:
-            own = derive_seed(seed, "retry", number) if number else seed
+            last = 0 < number == retries
+            own = derive_seed(seed, "retry", number) if last else seed
             return await self._attempt(draw, own, temperature)
 
-        return await play_again(attempt, self.config.max_retries, self.pool.faults)
+        return await play_again(attempt, retries, self.pool.faults)
 
     async def _attempt(self, draw: _Draw, seed: int, temperature: float) -> Episode:
         policy = _EnginePolicy(self, draw.task, seed, temperature)

@@ -70,7 +70,8 @@ class EnvPool:
         """Returns an environment that is not in use.
 
         Args:
-            timeout: Seconds that it may take to make one.
+            timeout: Seconds that it may take to make one. An environment in a child process has
+                its own limit, which allows for the start of the process.
 
         Raises:
             EnvironmentFailed: A new one could not be made.
@@ -83,6 +84,7 @@ class EnvPool:
 
     async def _new(self, timeout: float | None) -> TextEnvironment:
         thread = None if self.blocking is False else EnvThread()
+        timeout = None if isinstance(self.sample, IsolatedEnv) else timeout
         try:
             env = attempt(self.make) if thread is None else await self._made_in(thread, timeout)
             if not self._known:

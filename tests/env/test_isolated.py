@@ -169,3 +169,18 @@ def test_training_counts_every_kind_of_failure_in_child_processes(player, tmp_pa
     assert metrics["rollout/env_errors"] == counts.total() - counts["hang"] > 0
     assert collector.pool.faults.counts[StopReason.CRASH] == counts["crash"]
     assert not [c for c in psutil.Process().children() if "gspo_env.env.child" in c.cmdline()]
+
+
+def test_the_start_of_a_process_does_not_count_as_time_of_an_episode():
+    def make():
+        return IsolatedEnv("gspo/Lookup-v0", timeout=0.05)  # imports take longer
+
+    async def use():
+        pool.give_back(await pool.acquire(0.05))
+
+    sample = make()
+    pool = EnvPool(make, sample)
+    asyncio.run(use())
+    assert not pool.faults.counts
+    pool.close()
+    sample.close()

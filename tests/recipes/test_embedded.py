@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo_env.check import faulty
 from gspo_env.engines.base import Completion, Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
@@ -177,6 +178,29 @@ def test_demonstrations_that_fail_are_left_out_and_too_many_are_an_error(caplog)
     Fragile.every = 1
     with pytest.raises(RolloutError, match=r"60 of 60 episodes failed.*socket closed"):
         demonstrate(Fragile(), tasks, 0.0)
+
+
+def test_demonstrations_are_repeated_as_often_as_episodes_of_the_rollout():
+    tasks = [Task(env_id="test", seed=n) for n in range(30)]
+
+    def lost(retries, rate):
+        env = faulty("gspo/Lookup-v0", {"exception": 0.3}, hops=3)
+        limits = RolloutConfig(max_retries=retries, max_env_error_rate=rate)
+        return len(tasks) - len(demonstrate(env, tasks, 0.0, limits))
+
+    assert lost(200, 0.5) == 0
+    assert lost(1, 0.99) > 10
+    with pytest.raises(RolloutError, match="at most 20%"):
+        lost(1, 0.2)
+
+
+def test_failures_of_an_environment_do_not_change_the_model_that_is_made_for_it():
+    def vocabulary(rate):
+        env = faulty("gspo/Lookup-v0", {"exception": rate})
+        limits = RolloutConfig(max_retries=50)
+        return build(env, "x", Tiny(hidden_size=32, demonstrations=5), 0, limits)[1].get_vocab()
+
+    assert vocabulary(0.3) == vocabulary(0.0)
 
 
 def test_a_tool_without_parameters_has_a_model_too():

@@ -145,6 +145,25 @@ def test_an_episode_that_needs_no_retry_is_not_changed_by_one_of_another(player)
         assert retried or whole == beside
 
 
+def attempted(player, bad, retries):
+    env = counted(bad=frozenset(bad), blocking=False)
+    every = episodes(play(collector(player, env, max_retries=retries)))
+    return [(sampled(e), bool(e.faults)) for e in every]
+
+
+def test_an_episode_that_is_played_again_is_the_one_that_would_have_been_played(player):
+    whole, again = attempted(player, (), 2), attempted(player, {0, 3, 5}, 2)
+    assert sum(retried for _, retried in again) == 3
+    assert [ids for ids, _ in again] == [ids for ids, _ in whole]
+
+
+def test_the_last_retry_has_other_random_numbers(player):
+    whole, again = attempted(player, (), 1), attempted(player, {0, 3, 5}, 1)
+    pairs = list(zip(whole, again, strict=True))
+    assert all(retried or before == after for (before, _), (after, retried) in pairs)
+    assert any(before != after for (before, _), (after, _) in pairs)
+
+
 class Hostile(Counted):
     """Fails in every attempt at the tasks of `bad`."""
 
