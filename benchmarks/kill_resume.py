@@ -50,6 +50,7 @@ SHORT = {
     "tracker": "none",
     "env": "gspo/Additive-v0",
 }
+ENDED = "it had ended"
 WAYS: dict[str, dict[str, Any]] = {
     "full": {},
     "LoRA": {"learner": {"lora_rank": 2}},
@@ -97,14 +98,21 @@ def _reference(way: str) -> float:
 def _kill_and_resume(
     way: str, run: Path, seconds: float, draw: random.Random, counts: Counter[str]
 ) -> None:
-    for n in range(draw.randint(1, 3)):
+    kills, wanted = 0, draw.randint(1, 3)
+    for n in range(20 * wanted):
         process = _start(lambda: _train(way, run))
         _until_first(process, run)
         moment = draw.uniform(0.0, 0.4) * seconds / (n + 1)
-        if draw.random() < 0.5:
-            counts[_kill_in_write(process, run, moment)] += 1
-        else:
-            counts[_kill_after(process, run, moment)] += 1
+        kill = _kill_in_write if draw.random() < 0.5 else _kill_after
+        outcome = kill(process, run, moment)
+        counts[outcome] += 1
+        kills += outcome != ENDED
+        if kills == wanted or (kills and outcome == ENDED):
+            break
+        if outcome == ENDED:  # every run is killed at least once
+            shutil.rmtree(run)
+    else:
+        sys.exit(f"{run} always ended before it was killed")
     while _wait(_start(lambda: _train(way, run))):
         counts["failed"] += 1
         if counts["failed"] > 3:
@@ -171,7 +179,7 @@ def _kill(process: int, run: Path) -> str:
     """Kills a process; returns what it was doing."""
     os.kill(process, signal.SIGKILL)
     if _wait(process) == 0:
-        return "it had ended"
+        return ENDED
     if any(run.glob("checkpoints/.part-*")):
         return "killed while it wrote a checkpoint"
     if not any(run.glob("checkpoints/step-*")):
