@@ -3,7 +3,8 @@
     python benchmarks/same_numbers.py REV
 
 The other revision is checked out beside this one; each run is a process with one thread. All
-metrics but times and rates must be equal to the last digit. Exit code 1 where one is not.
+metrics but times and rates must be equal to the last digit, and new ones are listed. Exit code 1
+where one differs or is gone.
 """
 
 from __future__ import annotations
@@ -157,11 +158,16 @@ def make(tree: dict[str, Any]) -> Any:
 def report(name: str, before: list[Any], after: list[Any]) -> int:
     """Prints what differs between two histories; returns how many metrics do."""
     renamed = [[step, {RENAMED.get(k, k): v for k, v in m.items()}] for step, m in before]
+    known = {metric for _, metrics in renamed for metric in metrics}
+    added = sorted({metric for _, metrics in after for metric in metrics} - known)
+    after = [[step, {k: v for k, v in m.items() if k in known}] for step, m in after]
     lines = list(differences(renamed, after))
     count = sum(len(list(exact(metrics))) for _, metrics in after)
     print(f"{name}: {count} values, {'equal' if not lines else 'DIFFERENT'}", flush=True)
     for line in lines[:20]:
         print(f"    {line}")
+    if added:
+        print(f"    new: {', '.join(added)}")
     return len(lines)
 
 

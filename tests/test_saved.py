@@ -360,5 +360,6 @@ def test_loading_a_folder_opens_no_connection(monkeypatch, foreign):
         raise AssertionError(f"connects to {arguments}")
 
     monkeypatch.setattr(socket.socket, "connect", connect)
+    before = threading.active_count()
     assert GSPOAgent.load(foreign({"seed": 3})).config.seed == 3
-    assert threading.active_count() < 50
+    assert threading.active_count() <= before + 2

@@ -42,6 +42,10 @@ _TRL = {
 }
 """Our names for TRL's options."""
 
+_DROPOUT = "dropout is off, because the policy that trains has to be the one that was sampled"
+_ABSENT = {"dropout": _DROPOUT, "lora_dropout": _DROPOUT}
+"""What people look for that is not here, and why."""
+
 PRIMITIVES = tyro.constructors.ConstructorRegistry()
 """How tyro reads dictionaries: pairs of a name and a JSON value."""
 
@@ -284,4 +288,6 @@ def _spell_out(argument: str, config: Config, known: Collection[str]) -> str:
         return argument
     if name in _TRL:
         raise ConfigError(f"--{flag} is an option of TRL; here it is --{_TRL[name]}")
+    if name in _ABSENT:
+        raise ConfigError(f"there is no setting {name!r}: {_ABSENT[name]}")
     return f"--{resolve(config, name).replace('_', '-')}{equals}{value}"

@@ -89,7 +89,7 @@ def check_length(env: TextEnvironment, env_id: str, method: str, observation: st
     Raises:
         EnvironmentContractError: It is too long.
     """
-    most = getattr(env.observation_space, "max_length", None)
+    most = getattr(getattr(env, "observation_space", None), "max_length", None)
     if most is not None and len(observation) > most:
         raise EnvironmentContractError(
             f"{env_id}: {method} observation is {len(observation)} characters long; expected at "

@@ -236,7 +236,7 @@ def test_act_without_a_conversation_is_refused():
 def test_the_readme_shows_what_works(capsys):
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
     (block,) = (b for b in readme.split("```") if b.startswith("python") and "agent.play" in b)
-    config = 'Config.from_recipe("tiny", seed=3)'
+    config = 'Config.from_recipe("tiny", seed=3, steps=10)'
     assert config in block
     names = {"TINY": tiny(seed=3)}
     exec(block.removeprefix("python").replace(config, "TINY"), names)

@@ -453,9 +453,8 @@ def test_a_declared_outcome_of_cut_episodes_is_found_through_wrappers(player, wr
 def test_an_episode_that_is_cut_before_its_first_action_has_no_turns(player):
     groups = play(collector(player, Long))[::2]
     assert {(e.stop_reason, e.turns) for e in episodes(groups)} == {(StopReason.MAX_CONTEXT, ())}
-    stats = RolloutStats.of(groups, 1.0)
-    played = stats.played
-    assert (played.turns, played.mean_return, stats.outcome, played.success) == (0, 0, 0, 0)
+    played = RolloutStats.of(groups, 1.0).played
+    assert (played.turns, played.mean_return, played.outcome, played.success) == (0, 0, 0, 0)
 
 
 class HangsInReset(Echo):
