@@ -117,6 +117,11 @@ class Player:
         self._chat, self._limits, self._temperature = chat, limits, temperature
         self._transcript, self._generate = Transcript(chat, prompt), generate
 
+    @property
+    def ids(self) -> list[int]:
+        """The token ids of the conversation so far."""
+        return self._transcript.ids
+
     def __call__(self, rng: random.Random, observation: str) -> str:
         """Returns an action as an opponent of an environment; `rng` draws the seed."""
         return self.act(observation, seed=rng.getrandbits(62))

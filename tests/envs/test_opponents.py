@@ -105,7 +105,7 @@ def test_a_folder_is_an_opponent_that_repeats_with_the_seed(
 ) -> None:
     monkeypatch.chdir(ROOT)
     shape = Tiny(
-        hidden_size=32, demonstrations=60, imitation_steps=60, imitation_learning_rate=1e-2
+        hidden_size=32, demonstrations=60, imitation_steps=30, imitation_learning_rate=1e-2
     )
     config = Config.from_recipe(shape, rollout={"max_turn_tokens": 8, "max_context": 1024})
     agent = load_agent("gspo")(env="examples/self_play.py:Nim", config=config)
