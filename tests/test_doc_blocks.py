@@ -22,6 +22,7 @@ PAGES = {
     "docs/bridges.md": pytest.mark.adapters,
     "docs/learner.md": (),
     "docs/sandbox.md": (),
+    "docs/self-play.md": (),
     "docs/write-an-environment.md": (),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -11,14 +10,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Lock, local
 from typing import Any
 
 import torch
 
+from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import make_learner, make_start, take_score, with_adapter
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
-from gspo_env.engines import Engine, Sampling, Transformers, check_completion
+from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import try_out
 from gspo_env.env.isolated import IsolatedEnv
@@ -32,7 +33,7 @@ from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.transcript import ChatTokenizer, Transcript
+from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import read_saved, record
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.progress import Progress
@@ -99,7 +100,7 @@ class GSPOAgent:
         self._source = (model or self.config.model) if isinstance(model, str) else ""
         self._resumed: Resumed | None = None
         self._engine: Engine | None = None
-        self._talk: Transcript | None = None
+        self._talk, self._calls, self._starting = local(), EngineLoop(), Lock()
         close_quietly(self._env)  # from here on, only what it declares is read
 
     def train(self) -> History:
@@ -161,7 +162,7 @@ class GSPOAgent:
                 loop.restore(resumed.saved)
                 report.take_score(loop.score.score)
             keeper.stop.graceful = True
-            history = asyncio.run(loop.train())
+            history = self._calls.run(loop.train())
             self.config = report.config
             if loop.step == config.steps:  # before the environments close, which may raise
                 report.save(history, self.env_id, self._write_run)
@@ -205,7 +206,7 @@ class GSPOAgent:
         draw = self.config.seed if seed is None else seed
         played = self.split(tasks).tasks
         with self._collector() as collector:
-            return asyncio.run(collector.collect(played, seed=draw, group_size=samples))
+            return self._calls.run(collector.collect(played, seed=draw, group_size=samples))
 
     def split(self, tasks: int = 0) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.
@@ -229,7 +230,7 @@ class GSPOAgent:
             with self._pool() as pool:
 
                 def read(tasks: Sequence[Task]) -> list[ResetInfo | None]:
-                    return asyncio.run(read_resets(pool, limits, tasks))
+                    return self._calls.run(read_resets(pool, limits, tasks))
 
                 self._splits[count] = hold_out(self.env_id, count, read, number)
         return self._splits[count]
@@ -238,7 +239,7 @@ class GSPOAgent:
         """Returns the `eval/...` metrics on the tasks of `split`, sampled and greedy."""
         tasks = self.split().tasks
         with self._collector() as collector:
-            return asyncio.run(evaluate(collector, tasks)).metrics()
+            return self._calls.run(evaluate(collector, tasks)).metrics()
 
     def close(self) -> None:
         """Stops the engine; the next call that needs it starts it again."""
@@ -258,11 +259,13 @@ class GSPOAgent:
         seed = self.config.seed
         with self._collector(keep_engine=True) as collector:
             played = collector.collect([task], seed=seed, group_size=1, temperature=temperature)
-            (group,) = asyncio.run(played)
+            (group,) = self._calls.run(played)
         return group.episodes[0]
 
     def act(self, observation: str, *, prompt: Prompt | None = None, role: Role = "user") -> str:
-        """Returns one greedy action in a conversation.
+        """Returns one greedy action in a conversation; each thread has its own.
+
+        An environment may call this inside `step` while the agent trains, if it runs in a thread.
 
         Args:
             observation: The environment's observation.
@@ -270,19 +273,22 @@ class GSPOAgent:
             role: `tool` if the observation is the answer of a tool.
 
         Raises:
-            ConfigError: No conversation has begun.
+            ConfigError: No conversation has begun in this thread, or the caller is the event loop.
+            EngineError: The conversation is longer than `rollout.max_context`.
         """
         if prompt is not None:
-            self._talk = Transcript(self.chat, prompt)
-        if self._talk is None:
+            self._talk.player = Player(self.chat, prompt, self._generate, self.config.rollout)
+        if (player := getattr(self._talk, "player", None)) is None:
             raise ConfigError("act has no conversation; expected a prompt with the first call")
-        self._talk.read(observation, role)
-        most = self.config.rollout.max_turn_tokens
-        sampling = Sampling(max_tokens=most, temperature=0.0, stop_ids=self.chat.stop_ids)
-        completion = asyncio.run(self._new_engine().generate(self._talk.ids, sampling))
-        check_completion(completion, sampling, self.model.get_input_embeddings().num_embeddings)
-        self._talk.write(completion.token_ids)
-        return self.chat.decode(completion.token_ids)
+        return str(player.act(observation, role))
+
+    def _generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
+        """Samples from any thread; see `EngineLoop.wait`."""
+        with self._starting:
+            sampled = self._new_engine().generate(ids, sampling)
+        done = self._calls.wait(sampled, self.config.rollout.episode_timeout)
+        check_completion(done, sampling, self.model.get_input_embeddings().num_embeddings)
+        return done
 
     def save(self, path: str | Path) -> None:
         """Writes the model, the tokenizer and the config; `load` reads them back."""

@@ -38,10 +38,27 @@ class PrivateRandom:
         """Seeds both streams."""
         legacy = np.random.RandomState(seed % 2**32)
         self._states = random.Random(seed).getstate(), legacy.get_state()
+        self._installed = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Replaces the global streams by these inside the context."""
+        with contextlib.ExitStack() as stack:
+            self._installed = stack
+            stack.enter_context(self._swapped())
+            yield
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside `installed`: puts the global streams back, so that others may go on."""
+        self._installed.close()
+        try:
+            yield
+        finally:
+            self._installed.enter_context(self._swapped())
+
+    @contextlib.contextmanager
+    def _swapped(self) -> Iterator[None]:
         with _LOCK, global_generators_kept():
             random.setstate(self._states[0])
             np.random.set_state(self._states[1])
@@ -98,6 +115,10 @@ class ForeignEnv(TextEnv):
 
     def _privately(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._random is None else self._random.installed()
+
+    def _elsewhere(self) -> contextlib.AbstractContextManager[None]:
+        """Inside `begin` and `act`: lets other environments play while this one waits."""
+        return contextlib.nullcontext() if self._random is None else self._random.paused()
 
     def _try(self, action: str) -> StepResult:
         try:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-from gspo_env.env.base import ResetResult, StepResult
-from gspo_env.importing import load_function
+from gspo_env.env.base import Options, ResetResult, StepResult
+from gspo_env.errors import ConfigError
+from gspo_env.seeding import HELD_OUT
 from gspo_envs.foreign import ForeignEnv, check_name, load, making, snapshot
-
-Opponent = Callable[[random.Random, str], str]
-"""Chooses the action of another player from that player's observation."""
+from gspo_envs.opponents import MakeOpponent, Opponent, load_opponent
 
 _MOST_MOVES = 1000
-
-
-def random_opponent(rng: random.Random, observation: str) -> str:
-    """Chooses among the last actions in brackets that the game has shown."""
-    shown = re.findall(r"\[[^\[\]\n]{1,24}\]", observation)[-40:]
-    return rng.choice(shown) if shown else "[0]"
 
 
 class TextArenaEnv(ForeignEnv):
@@ -32,7 +23,12 @@ class TextArenaEnv(ForeignEnv):
     Args:
         game: TextArena's id, such as "TowerOfHanoi-v0".
         players: Number of players that the game needs; the policy is the first.
-        opponent: `module:function`, `file.py:function` or a function that plays all others.
+        opponent: Plays all others: `random`, the folder of a run or of a model, `module:function`,
+            `file.py:function` or a function. With `self`, the policy plays all players in one
+            transcript: `info["agent"]` names the player whose turn it is, and the `reward_parts`
+            of the last turn hold the reward of each.
+        eval_opponent: The opponent in evaluations, which have seeds of their own; `opponent` by
+            default.
         max_turns: Turns before truncation; most games have their own limit.
         kwargs: Arguments of the game, such as `num_disks=4`.
 
@@ -46,45 +42,57 @@ class TextArenaEnv(ForeignEnv):
         game: str = "TowerOfHanoi-v0",
         *,
         players: int = 1,
-        opponent: str | Opponent = random_opponent,
+        opponent: Literal["random", "self"] | str | Opponent = "random",
+        eval_opponent: Literal["random", "self"] | str | Opponent | None = None,
         max_turns: int | None = None,
         **kwargs: Any,
     ) -> None:
         """Tries out the game."""
         super().__init__(max_turns)
+        self.blocking, self._evaluates = False, False
         self._textarena = load("textarena", "TextArena", "textarena")
         registry = load("textarena.envs.registration", "TextArena", "textarena").ENV_REGISTRY
         check_name("TextArena", game, registry)
         self.game, self.players, self._kwargs = game, players, kwargs
-        if isinstance(opponent, str):
-            opponent = load_function(opponent, "opponent")
-        self._opponent = opponent
+        if "self" in (opponent, eval_opponent) and players < 2:
+            raise ConfigError(f"opponent is 'self' and players {players}; expected 2 or more")
+        self._make = self._find(opponent)
+        self._make_eval = self._make if eval_opponent is None else self._find(eval_opponent)
         # games reject a number of players in many ways
         with making(game, f"played by {players} with arguments {kwargs}", Exception):
             self.begin(0, {})
+
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+        """Begins an episode against the opponent of the training or of the evaluation."""
+        self._evaluates = seed is not None and seed >= HELD_OUT
+        return super().reset(seed=seed, options=options)
 
     def begin(self, seed: int, options: dict[str, Any]) -> ResetResult:
         """Makes a new game."""
         self._outer: Any = self._textarena.make(self.game, **self._kwargs)
         self._outer.reset(num_players=self.players, seed=seed)
         self._rng = random.Random(seed)
+        self._others: dict[int, Opponent] = {}
         observation = self._read(self._let_others_move())
         seen = {"observation": observation}
         key = snapshot(seen, vars(self._bare), self._bare.state.game_state)
-        return observation, {"task_key": key}
+        return observation, {"task_key": key, **self._agent()}
 
     def act(self, action: str) -> StepResult:
         """Plays the policy's turn and those of all other players."""
         done, _ = self._outer.step(action)
         if not (done or self._let_others_move()):
-            return self._read(False), 0.0, False, False, {}
+            return self._read(False), 0.0, False, False, self._agent()
         rewards, notes = self._bare.close()
         note = (notes or {}).get(0, {})
         reward, reason = (rewards or {}).get(0, 0.0), str(note.get("reason") or "")
         if isinstance(reward, str):  # some games return these two in the wrong order
             reward, reason = reason.removeprefix("Invalid Move: "), reward
         reward = float(reward)
-        info = {"success": reward >= 1.0, "invalid_move": bool(note.get("invalid_move"))}
+        info: dict[str, Any] = {"success": reward >= 1.0}
+        info["invalid_move"] = bool(note.get("invalid_move"))
+        if self._maker is None:
+            info["reward_parts"] = {f"player_{n}": float(r) for n, r in (rewards or {}).items()}
         return f"{self._read(True)}\n{reason}".strip(), reward, True, False, info
 
     @property
@@ -94,12 +102,37 @@ class TextArenaEnv(ForeignEnv):
             game = game.env
         return game
 
+    def _find(self, opponent: str | Opponent) -> MakeOpponent | None:
+        """Loads an opponent; None if the policy plays all players."""
+        if opponent == "self":
+            return None
+        make, waits = load_opponent(opponent)
+        self.blocking = self.blocking or waits  # then the environment runs in a thread
+        return make
+
+    @property
+    def _maker(self) -> MakeOpponent | None:
+        return self._make_eval if self._evaluates else self._make
+
+    def _agent(self) -> dict[str, Any]:
+        """Returns the `info` that names the next player, if the policy plays all of them."""
+        if self._maker is not None:
+            return {}
+        return {"agent": f"player_{self._bare.state.current_player_id}"}
+
     def _let_others_move(self) -> bool:
+        make = self._maker
         for _ in range(_MOST_MOVES):
-            if self._bare.state.current_player_id == 0:
+            if make is None or self._bare.state.current_player_id == 0:
                 return False
             player, messages = self._bare.get_observation()
-            if self._outer.step(self._opponent(self._rng, self._say(messages, player)))[0]:
+            if player not in self._others:
+                self._others[player] = make()
+            other = self._others[player]
+            observation = self._say(messages, player)
+            with self._elsewhere():
+                action = other(self._rng, observation)
+            if self._outer.step(action)[0]:
                 return True
         raise RuntimeError(f"{self.game}: the others made {_MOST_MOVES} moves in one turn")
 
@@ -107,9 +140,9 @@ class TextArenaEnv(ForeignEnv):
         state = self._bare.state
         if done:  # it may be any player's turn
             messages, state.observations[0] = state.observations[0], []
-        else:
-            messages = self._bare.get_observation()[1]
-        return self._say(messages, 0)
+            return self._say(messages, 0)
+        reader, messages = self._bare.get_observation()
+        return self._say(messages, reader)
 
     def _say(self, messages: Any, reader: int) -> str:
         """Joins messages, without the player's own actions, which the transcript already has."""

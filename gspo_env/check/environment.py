@@ -27,7 +27,7 @@ from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv, attribute, clean
 from gspo_env.env.info import declared_score
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.rollout.play import Situation, play
+from gspo_env.rollout.play import Move, Situation, play
 from gspo_env.seeding import global_generators_kept
 from gspo_env.types import Episode, Prompt, ResetInfo, StepInfo, Task
 
@@ -218,11 +218,14 @@ class _Check:
         """
         rng = random.Random(seed)
 
-        async def act(now: Situation) -> str:
+        async def act(now: Situation) -> Move:
             prompt = now.prompt if now.turn == 0 else None
             self.text(now.observation, prompt)
             await _pause()
-            return self.policy(rng, now.observation) if action is None else action
+            text = self.policy(rng, now.observation) if action is None else action
+            # as the ids that a model would have sampled, so that values for each are counted
+            ids = (*self.chat.encode(clean(text)), self.chat.stop_ids[0])
+            return Move(text=text, action_ids=ids)
 
         task = Task(env_id=self.name, seed=seed)
         return play(env, task, act, max_turns=self.max_turns if action is None else 1)

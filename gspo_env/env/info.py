@@ -10,13 +10,15 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment, attribute
+from gspo_env.env.base import MAX_OBSERVATION, Action, TextEnvironment, attribute
 from gspo_env.env.threads import attempt, foreign
 from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
+PLACEHOLDERS = 3
+"""Ids of an action that nothing has sampled, to see how many values a step returns for them."""
 Reader = tuple[Callable[[Any], Any], str]
 """A function that returns the parsed value or raises, and a description of what it expects."""
 
@@ -137,7 +139,9 @@ def _try_once(env_id: str, env: TextEnvironment) -> None:
     try:
         check_length(env, env_id, "reset()", parse_reset(env_id, attempt(env.reset, seed=0))[0])
         method = "step('')"
-        check_length(env, env_id, "step()", parse_step(env_id, attempt(env.step, ""))[0])
+        action = Action("", (0,) * PLACEHOLDERS)
+        result = attempt(env.step, action)
+        check_length(env, env_id, "step()", parse_step(env_id, result, PLACEHOLDERS)[0])
     except EnvironmentContractError:
         raise
     except Exception as error:

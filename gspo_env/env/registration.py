@@ -54,7 +54,11 @@ _BUILTIN = {
     "gspo/Verifiers-v0": "gspo_envs.verifiers:VerifiersEnv",
     "gspo/Wordle-v0": "gspo_envs.wordle:WordleEnv",
 }
-_AGENTS = {"gspo": "gspo_agents.gspo:GSPOAgent", "scripted": "gspo_agents.scripted:ScriptedAgent"}
+_AGENTS = {
+    "frozen": "gspo_agents.player:FrozenAgent",
+    "gspo": "gspo_agents.gspo:GSPOAgent",
+    "scripted": "gspo_agents.scripted:ScriptedAgent",
+}
 _OURS: dict[str, None] = {}
 
 
@@ -172,7 +176,7 @@ def _reason(error: BaseException) -> str:
 
 
 def load_agent(name: str) -> Any:
-    """Returns the class of a built-in agent: `gspo` or `scripted`."""
+    """Returns the class of a built-in agent: `gspo`, `scripted`, or `frozen`, which only plays."""
     from transformers.utils.logging import disable_progress_bar
 
     # progress bars of libraries would break up ours

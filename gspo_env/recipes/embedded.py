@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.env.base import TextEnvironment
+from gspo_env.env.info import PLACEHOLDERS
 from gspo_env.env.tools import tool_call_frames
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.loss import GSPO
@@ -153,7 +154,7 @@ def demonstrate(
     limits: RolloutConfig | None = None,
     show: Show = lambda phase, step, total: None,
 ) -> list[Episode]:
-    """Plays each task with the environment's own `expert_action`; the episodes have no ids.
+    """Plays each task with the environment's own `expert_action`; the ids are no model's.
 
     Args:
         env: The environment.
@@ -167,12 +168,17 @@ def demonstrate(
         RolloutError: More episodes failed than the limits allow; the others are left out.
     """
     limits = limits or RolloutConfig()
-    episodes = play_all(env, tasks, demonstrator(slips), limits, show)
+    episodes = play_all(env, tasks, _with_ids(demonstrator(slips)), limits, show)
     refuse_failures(episodes, limits.max_env_error_rate)
     played = [e for e in episodes if not e.failed]
     if len(played) < len(episodes):
         logger.warning("%d of %d demonstrations failed", len(episodes) - len(played), len(episodes))
     return played
+
+
+def _with_ids(policy: Policy) -> Policy:
+    """Adds ids to actions, so that a wrong number of values for them is found before training."""
+    return lambda now: Move(text=str(policy(now)), action_ids=(0,) * PLACEHOLDERS)
 
 
 def _for_seconds(policy: Policy, seconds: float) -> Policy:

@@ -149,6 +149,12 @@ class BadSuccess(Echo):
         return *rest, info | {"success": "yes"}
 
 
+class ScoresTheWrongTokens(Echo):
+    def step(self, action: str) -> Any:
+        *rest, info = super().step(action)
+        return *rest, info | {"token_advantages": [0.5] * len(action.split())}
+
+
 class Misplaced(Echo):
     def step(self, action: str) -> Any:
         *rest, info = super().step(action)
@@ -209,6 +215,7 @@ class Injects(ToolEnv):
         (Unending, "observation is .* characters"),
         (BadOutcome, r"episodic_reward'\] is nan"),
         (BadSuccess, r"success'\] is 'yes'"),
+        (ScoresTheWrongTokens, r"token_advantages'\] is .*one per sampled token"),
         (Misplaced, r"'messages' of info belongs to reset\(\)"),
         (MisplacedInReset, r"'success' of info belongs to step\(\)"),
         (ForgetsItsInstructions, "seed 0 played again: turn 0 was"),
@@ -219,6 +226,17 @@ def test_a_fault_is_named(broken: type[TextEnv], message: str) -> None:
     gymnasium.register(id=f"broken/{broken.__name__}-v0", entry_point=broken)
     with pytest.raises(EnvironmentCheckError, match=message):
         check_env(f"broken/{broken.__name__}-v0")
+
+
+def test_a_value_for_each_token_and_a_mask_that_is_all_false_are_allowed() -> None:
+    class Judge(Echo):
+        def step(self, action: str) -> Any:
+            *rest, info = super().step(action)
+            tokens = len(getattr(action, "token_ids", ()))
+            masks = {"token_mask": [False] * tokens, "token_advantages": [0.5] * tokens}
+            return *rest, info | masks
+
+    check_env(Judge())
 
 
 def test_a_control_token_in_the_description_of_a_tool_is_harmless() -> None:

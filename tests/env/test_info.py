@@ -245,3 +245,17 @@ def test_the_guide_lists_the_keys_as_the_class_documents_them(kind: type) -> Non
     for name, text in fields_with_documentation(kind).items():
         if name != "extra":
             assert f"| `{name}` | {text} |" in page
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("key", ["token_advantages", "token_mask"])
+def test_a_wrong_number_of_values_for_tokens_is_found_before_training(key: str, count: int) -> None:
+    class Judge(TextEnv):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return "begin", {}
+
+        def step(self, action: str) -> Any:
+            return "", 0.0, True, False, {key: [0.0] * count}
+
+    with pytest.raises(EnvironmentContractError, match=rf"{key}'\] is .*one per sampled token"):
+        try_out("x", Judge())
