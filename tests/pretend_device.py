@@ -370,7 +370,7 @@ def pretend_gpu() -> Iterator[Device]:
             # a CUDA build has the optimiser ask the driver whether a graph is being captured
             (torch.accelerator, "current_accelerator", lambda *_, **__: None),
             (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-            (torch.cuda, "get_device_name", lambda *_: "pretend GPU"),
+            (torch.cuda, "get_device_name", lambda *_: "Pretend 9000"),
             (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
             (torch.cuda, "mem_get_info", lambda *_: FREE_MEMORY),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
