@@ -160,7 +160,7 @@ class GSPOAgent:
             loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
             if resumed is not None:
                 loop.restore(resumed.saved)
-                report.take_score(loop.score.score)
+                report.go_on(loop.history, loop.score.score)
             keeper.stop.graceful = True
             history = self._calls.run(loop.train())
             self.config = report.config

@@ -80,6 +80,12 @@ class Reporter:
         self.take_score(score)
         self._tracker.text("score.txt", f"{score}: {reason}")
 
+    def go_on(self, history: History, score: Score | None) -> None:
+        """Takes over what a run that goes on has found."""
+        known = [m["eval/success"] for _, m in history if "eval/success" in m]
+        self._best = max(known, default=None)
+        self.take_score(score)
+
     def take_score(self, score: Score | None) -> None:
         """Writes the config with the rewards that the run learns from, None before it decides."""
         self.config = with_score(self.config, score)

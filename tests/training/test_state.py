@@ -122,7 +122,6 @@ def same(first, second):
 def cut(run, step, to):
     """Copies a run as it was after a step."""
     shutil.copytree(run, to, symlinks=True)
-    record(to, load_toml(to / "config.toml"))  # else it is the run of somebody else
     shutil.rmtree(to / "model")
     for folder in (to / "checkpoints").glob("step-*"):
         if int(folder.name[-6:]) > step:
@@ -146,6 +145,17 @@ def test_a_run_that_goes_on_ends_with_the_bits_of_the_uninterrupted_one(way, tmp
             same(tmp_path / "run" / name, part / name)
         for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
             assert torch.equal(a, b)
+
+
+def test_the_best_evaluation_of_a_run_that_goes_on_is_that_of_the_whole_run(tmp_path, capsys):
+    history = GSPOAgent(config=config()).train()
+    best = max(m["eval/success"] for _, m in history if "eval/success" in m)
+    cut(tmp_path / "run", 3, tmp_path / "part")
+    capsys.readouterr()
+    GSPOAgent.resume(tmp_path / "part").train()
+    shown = capsys.readouterr()
+    (line,) = [row for row in (shown.out + shown.err).splitlines() if row.startswith("train 4/4")]
+    assert f"best {best:.1%}" in line
 
 
 def truncated(file):
