@@ -48,7 +48,7 @@ def refused(capsys, *arguments):
         (["train", "--match-rms", "1"], "it is called credit.rms"),
         (["train", "--held-out-tasks", "9"], "it is called eval_tasks"),
         (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
-        (["compare", "--metric", "eval/sucess", *ARMS], "such as eval/success"),
+        (["compare", "--metric", "eval/succss", *ARMS], "such as eval/success"),
     ],
 )
 def test_an_input_that_cannot_be_meant_is_one_sentence_at_once(capsys, tmp_path, arguments, words):
@@ -87,7 +87,7 @@ def test_a_check_of_an_environment_that_does_not_close_says_so(capsys, tmp_path)
 
 
 def test_a_file_in_another_encoding_is_named_and_one_with_a_mark_is_read(capsys, tmp_path):
-    (tmp_path / "latin.toml").write_bytes("# caf\u00e9\nseed = 1".encode("latin-1"))
+    (tmp_path / "latin.toml").write_bytes("# \u00fcber\nseed = 1".encode("latin-1"))
     assert "latin.toml is not in UTF-8" in refused(capsys, "train", "--config", "latin.toml")
     (tmp_path / "mark.toml").write_bytes(b"\xef\xbb\xbfseed = 5")
     assert parse(["train", "--config", "mark.toml"]).resolved.seed == 5
