@@ -48,7 +48,7 @@ def refused(capsys, *arguments):
         (["train", "--match-rms", "1"], "it is called credit.rms"),
         (["train", "--held-out-tasks", "9"], "it is called eval_tasks"),
         (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
-        (["compare", "--metric", "eval/succss", *ARMS], "such as eval/success"),
+        (["compare", "--metric", "eval/succ", *ARMS], "such as eval/success"),
     ],
 )
 def test_an_input_that_cannot_be_meant_is_one_sentence_at_once(capsys, tmp_path, arguments, words):

@@ -57,7 +57,7 @@ class Odd(TextEnv):
         if action == "raise":
             raise OSError("lost")
         info = {"success": np.bool_(True), "token_mask": np.ones(2, bool)}
-        return "caf\\u00e9 \\ud800", np.float32(0.5), True, False, info
+        return "na\\u00efve \\ud800", np.float32(0.5), True, False, info
 '''
 
 
@@ -79,7 +79,7 @@ def test_plain_data_crosses_and_the_episode_has_its_prompt(odd):
     assert episode.prompt.system == "Task 4."
     assert episode.reset.task_key == "4"
     assert episode.reset.extra["object"].startswith("<object")
-    assert episode.final_observation == "café \ud800"
+    assert episode.final_observation == "naïve \ud800"
     assert episode.turns[0].info.token_mask == (True, True)
     assert episode.rewards.tolist() == [0.5]
     assert odd.gives_outcome is False
