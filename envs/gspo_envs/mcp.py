@@ -21,6 +21,8 @@ from gspo_envs.mcp_session import MCPServer, MCPSession, list_tools, shorten
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _LONGEST_DESCRIPTION = 20_000
+_LONGEST_ERROR = 1500
+"""Characters of a failed call's message; an exception keeps 2,000."""
 _MOST_BLOCKS = 100
 """Blocks of a result that are read; the number of the others is named."""
 
@@ -103,10 +105,11 @@ class MCPTools(ToolEnv):
     def _call(self, server: MCPServer, name: str, /, **arguments: Any) -> str:
         session = self._session(server)
         result = session.ask(lambda client: client.call_tool(name, arguments), self.mcp_timeout)
-        text = shorten(_result_text(result), self.mcp_result_length)
+        text = _result_text(result)
         if result.is_error:
-            raise ToolServerError(text or "the server gave no reason")
-        return text
+            longest = min(self.mcp_result_length, _LONGEST_ERROR)
+            raise ToolServerError(shorten(text, longest) or "the server gave no reason")
+        return shorten(text, self.mcp_result_length)
 
 
 class MCPEnv(MCPTools, DatasetEnv):
