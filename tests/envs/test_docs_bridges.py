@@ -21,9 +21,17 @@ def sections():
     return {name: block.findall(text) for name, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-def run(section, **names):
-    """Run the blocks of a section in the working folder; write those with a file name."""
+def run(section, server=""):
+    """Run the blocks of a section in the working folder; write those with a file name.
+
+    Args:
+        section: Its title.
+        server: The address of a server, which the page starts by hand at another one.
+    """
     for language, code in sections()[section]:
+        if server:
+            assert "http://127.0.0.1:8000" in code
+            code = code.replace("http://127.0.0.1:8000", server)
         if named := re.match(r"# (\w+\.(?:py|toml))", code):
             Path(named[1]).write_text(code)
         if language == "toml":
@@ -31,7 +39,7 @@ def run(section, **names):
         elif not named:
             said = io.StringIO()
             with contextlib.redirect_stdout(said):
-                exec(compile(code, str(PAGE), "exec"), {"__name__": "__main__", **names})
+                exec(compile(code, str(PAGE), "exec"), {"__name__": "__main__"})
             for expected in re.findall(r"^(?:print.*  )?# (.+)$", code, re.MULTILINE):
                 assert expected.removesuffix("...").strip() in said.getvalue()
 
@@ -57,4 +65,4 @@ def test_bridges(section, package):
 @pytest.mark.openenv
 def test_openenv(serve):
     with serve(2) as url:
-        run("OpenEnv", url=url)
+        run("OpenEnv", url)
