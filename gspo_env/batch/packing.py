@@ -79,10 +79,13 @@ def microbatches(
     sequences of an episode are in one row if they fit.
     """
     units: list[list[Sample]] = []
+    sizes: list[int] = []
     for unit in by_episode(samples):
-        units += [unit] if _tokens(unit, share) <= max_tokens else [[sample] for sample in unit]
+        size = _tokens(unit, share)
+        fits = size <= max_tokens
+        units += [unit] if fits else [[sample] for sample in unit]
+        sizes += [size] if fits else [len(sample.token_ids) for sample in unit]
     order = sort_by_prefix([unit[0].token_ids for unit in units])
-    sizes = [_tokens(unit, share) for unit in units]
     by_size = sorted(range(len(units)), key=lambda n: -sizes[n])
     rows: list[list[Sample]] = [[]]
     used = 0
