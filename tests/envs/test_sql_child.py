@@ -200,6 +200,8 @@ def test_many_environments_at_once_each_get_their_own_answer() -> None:
 
 
 def test_the_children_end_with_the_last_database() -> None:
+    for left in list(read_only_sqlite._OPEN):  # by tests that do not close their environments
+        left.close()
     first, second = make_env("gspo/SQL-v0"), make_env("gspo/SQL-v0")
     for env in (first, second):
         env.reset(seed=0)
