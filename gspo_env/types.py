@@ -80,11 +80,29 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ToolCall:
+    """A well-formed call of a tool: a name and JSON arguments, not yet validated."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+    """Name of the call in a conversation, to which the message with its result refers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """One message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    reasoning: str | None = None
+    """What the assistant thought before its answer, where a template keeps it apart."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls of an assistant's message."""
+    tool_call_id: str | None = None
+    """The call whose result a message of the role `tool` gives."""
+    name: str | None = None
+    """Name of the tool, or of the speaker."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +128,14 @@ class ResetInfo:
     the evaluation has. A first observation is a key only if it contains the whole task."""
     messages: tuple[Message, ...] = ()
     """Messages (`role`, `content`) before the first observation: user and assistant in turn. A
-    system message may come first and replaces the environment's `system_prompt`."""
+    system message may come first and replaces the environment's `system_prompt`. Messages that do
+    not end with the assistant's are the whole conversation, the first observation included."""
     tools: tuple[Any, ...] | None = None
     """Tools of this episode; they replace the environment's `tools`."""
+    max_tokens: int | None = None
+    """Most tokens of the next action, if fewer than the rollout's limit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the next action."""
     agent: str | None = None
     """Name of the agent that acts first, where an environment has several."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -137,6 +160,15 @@ class StepInfo:
     """The advantage of each sampled token of the action, in place of the estimator's."""
     token_mask: tuple[bool, ...] | None = None
     """False for the sampled tokens of the action that are not trained on."""
+    messages: tuple[Message, ...] | None = None
+    """The whole conversation as it stands now, which the policy answers next. Default: the messages
+    so far, the action and the observation."""
+    tools: tuple[Any, ...] | None = None
+    """Tools of the next action. Default: those of the action before it."""
+    max_tokens: int | None = None
+    """Most tokens of the next action, if fewer than the rollout's limit."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the next action."""
     agent: str | None = None
     """Name of the agent that acts next, where an environment has several."""
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -10,6 +10,7 @@ import gymnasium
 from gspo_env.env.background import make_synchronous
 from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.types import Message
 
 if TYPE_CHECKING:
     from gspo_env.env.tools import Tool
@@ -30,6 +31,8 @@ StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 ResetResult = tuple[str, dict[str, Any]]
 Options = dict[str, Any] | None
 """The argument `options` of `reset`."""
+Finish = Literal["stop", "length", "context"]
+"""An action ended by itself, was cut at its limit of tokens, or its prompt did not fit at all."""
 
 
 class Action(str):
@@ -40,11 +43,22 @@ class Action(str):
     """
 
     token_ids: tuple[int, ...]
+    message: Message | None
+    """The action as a message, with its reasoning and calls; None if nothing has parsed it."""
+    finish_reason: Finish
+    """How the action ended; only environments with `takes_cut_actions` see others than "stop"."""
 
-    def __new__(cls, text: str, token_ids: Sequence[int] = ()) -> Action:
-        """Makes the text and stores its ids."""
+    def __new__(
+        cls,
+        text: str,
+        token_ids: Sequence[int] = (),
+        message: Message | None = None,
+        finish_reason: Finish = "stop",
+    ) -> Action:
+        """Makes the text and stores the rest."""
         action = super().__new__(cls, text)
-        action.token_ids = tuple(token_ids)
+        action.token_ids, action.message = tuple(token_ids), message
+        action.finish_reason = finish_reason
         return action
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from typing import Any, get_args
 
@@ -163,13 +164,13 @@ def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader])
     """Parses the fields of an `info`; keys without a reader go to `extra`."""
     if not isinstance(info, dict):
         raise _fault(env_id, f"{method} info", info, "a dict")
-    fields = {
+    read = {
         key: _value(env_id, f"{method} info[{key!r}]", info[key], reader)
         for key, reader in readers.items()
         if info.get(key) is not None
     }
     extra = {key: value for key, value in info.items() if key not in readers}
-    return {**fields, "extra": extra} if extra else fields
+    return {**read, "extra": extra} if extra else read
 
 
 def _number(value: Any) -> float:
@@ -217,11 +218,29 @@ def _per_token(kind: type[float] | type[bool], value: Any) -> tuple[Any, ...]:
     return tuple(values.astype(kind).tolist())
 
 
+def _conversation(value: Any) -> tuple[Message, ...]:
+    messages = tuple(one if isinstance(one, Message) else _message(one) for one in value)
+    for message in messages:
+        _text(message.content)
+    if not messages or messages[-1].role == "assistant":
+        raise ValueError
+    return messages
+
+
+def _message(one: Any) -> Message:
+    if not isinstance(one, Mapping):
+        raise TypeError
+    known = {field.name for field in fields(Message)}
+    made = Message(**{key: value for key, value in one.items() if key in known})
+    if made.role not in ("system", "user", "assistant", "tool"):
+        raise ValueError
+    return made
+
+
 def _messages(value: Any) -> tuple[Message, ...]:
-    messages = tuple(
-        one if isinstance(one, Message) else Message(role=one["role"], content=one["content"])
-        for one in value
-    )
+    messages = tuple(one if isinstance(one, Message) else _message(one) for one in value)
+    if messages and messages[-1].role in ("user", "tool"):
+        return _conversation(messages)
     talk = [message.role for message in messages]
     talk = talk[talk[:1] == ["system"] :]
     for message in messages:
@@ -229,6 +248,18 @@ def _messages(value: Any) -> tuple[Message, ...]:
     if talk != ["user", "assistant"] * (len(talk) // 2):
         raise ValueError
     return messages
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError
+    return int(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(text, str) and text for text in value):
+        raise TypeError
+    return tuple(value)
 
 
 def _tools(value: Any) -> tuple[Tool, ...]:
@@ -242,13 +273,21 @@ _FLAG = _instance((bool, np.bool_), "a bool", bool)
 _KEY = _instance((str, int, np.integer), "a str or an int")
 _NUMBER: Reader = _number, "a finite number"
 _TOKENS = "one finite number per sampled token"
-_CHAT = "messages of user and assistant in turn, assistant last, each with a role and a text"
+_CHAT = (
+    "messages of user and assistant in turn, assistant last, each with a role and a text, or a "
+    "whole conversation with a user's or a tool's message last"
+)
+_ASKED: dict[str, Reader] = {
+    "tools": (_tools, "a list of gspo_env.Tool"),
+    "max_tokens": (_count, "an int of at least 1"),
+    "stop": (_texts, "a list of texts that are not empty"),
+    "agent": _TEXT,
+}
 _RESET: dict[str, Reader] = {
     "state_key": _KEY,
     "task_key": _KEY,
     "messages": (_messages, _CHAT),
-    "tools": (_tools, "a list of gspo_env.Tool"),
-    "agent": _TEXT,
+    **_ASKED,
 }
 _STEP: dict[str, Reader] = {
     "episodic_reward": _NUMBER,
@@ -258,7 +297,8 @@ _STEP: dict[str, Reader] = {
     "reward_parts": (_parts, "a dict of finite numbers by name"),
     "token_advantages": (partial(_per_token, float), _TOKENS),
     "token_mask": (partial(_per_token, bool), _TOKENS),
-    "agent": _TEXT,
+    "messages": (_conversation, "a whole conversation with a user's or a tool's message last"),
+    **_ASKED,
 }
 
 

@@ -17,6 +17,7 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
 from gspo_env.errors import ConfigError
+from gspo_env.types import ToolCall as ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PROSE = ("Returns", "Yields", "Raises", "Example", "Examples", "Note", "Notes")
@@ -74,14 +75,6 @@ class Tool:
             raise ConfigError(_one_sentence(self.name, error)) from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"wrong arguments for {self.name}: {error}.") from None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCall:
-    """A well-formed call: a name and JSON arguments, not yet validated."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -118,8 +118,7 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         ("messages", "hello"),
         ("messages", [{"role": "user"}]),
         ("messages", [{"role": "user", "content": 3}]),
-        ("messages", CHAT[:1]),
-        ("messages", CHAT[::-1]),
+        ("messages", [CHAT[0], CHAT[0], CHAT[1]]),
         ("messages", [*CHAT, {"role": "system", "content": "s"}]),
         ("messages", [{"role": "tool", "content": "s"}, CHAT[1]]),
         ("messages", [1]),
@@ -159,13 +158,26 @@ def test_numpy_scalars_become_python_values() -> None:
     assert type(parsed.success) is bool
 
 
+def test_a_conversation_that_the_user_or_a_tool_ends_is_whole() -> None:
+    asked = Message(role="user", content="a")
+    told = Message(role="tool", content="2", tool_call_id="1")
+    assert reset({"messages": [CHAT[0]]}).messages == (asked,)
+    assert step({"messages": [CHAT[0], CHAT[1], told]}).messages == (
+        asked,
+        Message(role="assistant", content="b"),
+        told,
+    )
+    with pytest.raises(EnvironmentContractError, match="whole conversation"):
+        step({"messages": CHAT})
+
+
 def test_none_means_that_a_key_is_not_given() -> None:
     names = [f.name for f in dataclasses.fields(StepInfo) if f.name != "extra"]
     assert step(dict.fromkeys(names)) == StepInfo()
 
 
 def test_every_field_but_extra_is_read_and_every_other_key_is_kept() -> None:
-    info = {"messages": 1, 3: "three", "extra": 4}
+    info = {"task_key": 1, 3: "three", "extra": 4}
     assert step(dict(info)) == StepInfo(extra=info)
     assert reset({"success": "?"}) == ResetInfo(extra={"success": "?"})
 
