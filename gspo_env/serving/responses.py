@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from gspo_env.serving.chat import DISTRIBUTION, FORMAT, HARMLESS, openai_fault, read_choice
 from gspo_env.serving.records import RefusedError, Reply, Request
@@ -31,6 +31,9 @@ _FORGOTTEN: Mapping[str, Sequence[Any]] = {
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     **{"top_p": (1,), "parallel_tool_calls": (True,), "top_logprobs": (0,)},
     **{"max_tool_calls": (), "reasoning": ({}, {"effort": "none"}), "moderation": ()},
+}
+_ROLES: Mapping[str, Literal["system", "user", "assistant"]] = {
+    **{"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 }
 _TEXT = ("input_text", "output_text", "text", "refusal")
 
@@ -164,7 +167,7 @@ def _item_events(index: int, item: Json) -> list[Json]:
         empty, (part,) = {**item, "content": []}, item["content"]
         text, at = part["text"], {**place, "content_index": 0}
         kind = f"response.{part['type']}"
-        more = {"logprobs": []} if part["type"] == "output_text" else {}
+        more: Json = {"logprobs": []} if part["type"] == "output_text" else {}
         parts = "response.content_part"
         inner = [
             {"type": f"{parts}.added", **at, "part": {**part, "text": ""}},
@@ -233,11 +236,9 @@ def _read_item(fields: Fields, where: str) -> Message:
         role = fields.text("role")
         text = content(fields.values.pop("content", None), f"{where}.content", _TEXT)
         fields.done()
-        if role == "assistant" or role == "user":
-            return Message(role=role, content=text)
-        if role not in ("system", "developer"):
-            fields.refuse("role", role, '"system", "developer", "user" or "assistant"')
-        return Message(role="system", content=text)
+        if role not in _ROLES:
+            fields.refuse("role", role, " or ".join(f'"{name}"' for name in _ROLES))
+        return Message(role=_ROLES[role], content=text)
     if kind == "function_call":
         name = call_name(fields.values.get("name"), f"{where}.name")
         given = arguments(fields.values.get("arguments"), f"{where}.arguments")
