@@ -259,7 +259,8 @@ class _EnginePolicy:
         except ChatTemplateError as error:
             if not now.request.messages:
                 raise
-            raise EnvironmentFailed(describe("reading its conversation", error)) from error
+            told = EnvironmentContractError(f"{now.env}: the conversation of info: {error}")
+            raise EnvironmentFailed(describe("reading its conversation", told)) from error
 
     def _session(self, transcript: Transcript, number: int) -> str:
         """Names the cache of a sequence; releases the caches that are not used any more."""

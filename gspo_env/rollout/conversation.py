@@ -231,8 +231,9 @@ class Transcript:
             before = self._turns[place]
             held = (*before.keys, (place,))
             if len(held) < len(told.messages) and held == told.keys[: len(held)]:
-                new = [message_for_template(m, self.chat.literal) for m in told.messages]
-                new = self.chat.follow_messages(new[len(held) :], before.ids[-1])
+                rest = told.messages[len(held) :]
+                spoken = [message_for_template(m, self.chat.literal) for m in rest]
+                new = self.chat.follow_messages(spoken, before.ids[-1])
                 self._append(told, new, place)
                 return
         told.literal = self._render(told)

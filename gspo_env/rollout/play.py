@@ -324,9 +324,9 @@ class _Game:
             )
             raise EnvironmentFailed(describe("reading its step", error)) from error
         if stop is not None and self.turns:
-            told = {"episodic_reward": info.episodic_reward, "success": info.success}
-            last = replace(self.turns[-1].info, **told)
-            self.turns[-1] = replace(self.turns[-1], info=last)
+            last = self.turns[-1]
+            told = replace(last.info, episodic_reward=info.episodic_reward, success=info.success)
+            self.turns[-1] = replace(last, info=told)
         return stop
 
     async def _call(

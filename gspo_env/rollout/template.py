@@ -255,7 +255,7 @@ class ChatTemplate:
         """Whether the template shows the calls of an assistant's message."""
         name = self.marker(0)
         call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {}}}
-        chat: list[dict[str, Any]] = [*map(dict, _chat(("user", "assistant"))), *_chat(("user",))]
+        chat: list[dict[str, Any]] = [dict(m) for m in _chat(("user", "assistant", "user"))]
         chat[1] |= {"tool_calls": [call]}
         for content in ("x", ""):
             chat[1]["content"] = content

@@ -117,7 +117,7 @@ class ChatTokenizer:
         except ChatTemplateError:
             return False
 
-    def _appends(self, role: Role, system: str) -> bool:
+    def _appends(self, role: str, system: str) -> bool:
         talk: list[dict[str, Any]] = [{"role": "user", "content": "stone"}]
         if system:
             talk.insert(0, {"role": "system", "content": system})
