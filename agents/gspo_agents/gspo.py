@@ -17,7 +17,13 @@ import torch
 
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
-from gspo_agents.start import make_learner, make_start, take_score, with_adapter
+from gspo_agents.start import (
+    make_learner,
+    make_start,
+    read_conversations,
+    take_score,
+    with_adapter,
+)
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
@@ -74,13 +80,14 @@ class GSPOAgent:
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self.config = take_score(self.config, self._env, self.env_id)
         self._demonstrations: list[Episode] = []
-        self._untrained = False
+        self._untrained = self._imitates = False
         dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
         elif model or self.config.model:
             self.model, self.tokenizer = load_model(model or self.config.model, dtype)
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
+            self._imitates = bool(getattr(self.config.recipe, "conversations", ""))
         else:
             made = make_start(self.config, self._env, self.env_id)
             self.model, self.tokenizer = made.model, made.tokenizer
@@ -117,6 +124,9 @@ class GSPOAgent:
         config, resumed = self.config, self._resumed
         check_trackers(config.tracker)
         problems = []
+        if self._imitates:  # a run goes on from the model that has imitated
+            self._demonstrations = read_conversations(config, self.chat, self.env_id)
+            self._imitates, self._source = False, ""
         if resumed is None:
             untrained = self._untrained
             problems = at_start(config, self._env, self.env_id, self.chat, untrained=untrained)
@@ -207,6 +217,20 @@ class GSPOAgent:
         played = self.split(tasks).tasks
         with self._collector() as collector:
             return self._calls.run(collector.collect(played, seed=draw, group_size=samples))
+
+    def collect(
+        self, tasks: Sequence[Task], seed: int = 0, temperature: float | None = None
+    ) -> list[Group]:
+        """Plays one episode of each task.
+
+        Args:
+            tasks: The tasks.
+            seed: Seed of the sampling.
+            temperature: The training temperature by default.
+        """
+        with self._collector() as collector:
+            played = collector.collect(tasks, seed=seed, group_size=1, temperature=temperature)
+            return self._calls.run(played)
 
     def split(self, tasks: int = 0) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.
