@@ -17,13 +17,7 @@ import torch
 
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
-from gspo_agents.start import (
-    make_learner,
-    make_start,
-    read_conversations,
-    take_score,
-    with_adapter,
-)
+from gspo_agents.start import make_learner, make_start, read_talks, take_score, with_adapter
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
@@ -125,7 +119,7 @@ class GSPOAgent:
         check_trackers(config.tracker)
         problems = []
         if self._imitates:  # a run goes on from the model that has imitated
-            self._demonstrations = read_conversations(config, self.chat, self.env_id)
+            self._demonstrations = read_talks(config, self.chat, self.env_id)
             self._imitates, self._source = False, ""
         if resumed is None:
             untrained = self._untrained
@@ -205,32 +199,20 @@ class GSPOAgent:
         """Whether this is the agent of a resumed run that has nothing left to do."""
         return self._resumed is not None and self._resumed.finished
 
-    def evaluate(self, tasks: int = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
+    def evaluate(
+        self, tasks: int | Sequence[Task] = 0, samples: int = 1, seed: int | None = None
+    ) -> list[Group]:
         """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
 
         Args:
-            tasks: 0 takes the config's number.
+            tasks: 0 takes the config's number; or the tasks themselves.
             samples: Episodes of each task.
             seed: Seed of the sampling; the config's by default.
         """
         draw = self.config.seed if seed is None else seed
-        played = self.split(tasks).tasks
+        played = self.split(tasks).tasks if isinstance(tasks, int) else tasks
         with self._collector() as collector:
             return self._calls.run(collector.collect(played, seed=draw, group_size=samples))
-
-    def collect(
-        self, tasks: Sequence[Task], seed: int = 0, temperature: float | None = None
-    ) -> list[Group]:
-        """Plays one episode of each task.
-
-        Args:
-            tasks: The tasks.
-            seed: Seed of the sampling.
-            temperature: The training temperature by default.
-        """
-        with self._collector() as collector:
-            played = collector.collect(tasks, seed=seed, group_size=1, temperature=temperature)
-            return self._calls.run(played)
 
     def split(self, tasks: int = 0) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.

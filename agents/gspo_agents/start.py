@@ -51,7 +51,7 @@ def make_start(config: Config, env: TextEnvironment, env_id: str) -> Start:
     return Start(model=model, tokenizer=tokenizer, episodes=episodes, demonstrated=demonstrated)
 
 
-def read_conversations(config: Config, chat: ChatTokenizer, env_id: str) -> list[Episode]:
+def read_talks(config: Config, chat: ChatTokenizer, env_id: str) -> list[Episode]:
     """Returns the conversations that a given model imitates before it is trained.
 
     Raises:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_env.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gspo_env.types import Episode
+    from gspo_env.types import Episode, ResetInfo, StepInfo
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,13 @@ class Capture:
         from gspo_env.types import Task
 
         kwargs = self._arguments()
-        agent = load_agent("gspo").load(self.model, "gspo/Program-v0", env_kwargs=kwargs)
+        heat = {} if self.temperature is None else {"temperature": self.temperature}
+        env = "gspo/Program-v0"
+        agent = load_agent("gspo").load(self.model, env, env_kwargs=kwargs, rollout=heat)
         seeds = (derive_seed("capture", self.seed, n) % 10**9 for n in range(self.episodes))
         tasks = [Task(env_id=agent.env_id, seed=seed) for seed in seeds]
         try:
-            groups = agent.collect(tasks, seed=self.seed, temperature=self.temperature)
+            groups = agent.evaluate(tasks, seed=self.seed)
         finally:
             agent.close()
         played = [episode for group in groups for episode in group.episodes]
@@ -98,7 +100,8 @@ def to_lines(episode: Episode) -> list[str]:
     from gspo_env.serving import parse_message
     from gspo_env.types import Message
 
-    requests = [episode.reset, *(turn.info for turn in episode.turns[:-1])]
+    infos = [turn.info for turn in episode.turns[:-1]]
+    requests: list[ResetInfo | StepInfo] = [episode.reset, *infos]
     parents = set(episode.parents)
     lines = []
     for k, (turn, request) in enumerate(zip(episode.turns, requests, strict=True)):

@@ -22,7 +22,6 @@ from gspo_env.serving.chat import read_messages, read_tools, write_message
 from gspo_env.serving.wire import parse_json
 from gspo_env.types import Episode, Message, Prompt, ResetInfo, StepInfo, StopReason, Task, Turn
 
-
 _LITERAL = "literal"
 """Key of a turn's `info.extra` with an action that has control tokens."""
 
