@@ -22,7 +22,7 @@ from gspo_env.rollout.bounds import parser
 from gspo_env.rollout.literal import Literal
 from gspo_env.rollout.speech import Parser
 from gspo_env.rollout.template import ChatTemplate, Parts, Shape, Slot, Text
-from gspo_env.types import Prompt, Role
+from gspo_env.types import Prompt
 
 logger = logging.getLogger(__name__)
 
