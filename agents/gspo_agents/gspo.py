@@ -118,9 +118,8 @@ class GSPOAgent:
         config, resumed = self.config, self._resumed
         check_trackers(config.tracker)
         problems = []
-        if self._imitates:  # a run goes on from the model that has imitated
-            self._demonstrations = read_talks(config, self.chat, self.env_id)
-            self._imitates, self._source = False, ""
+        if self._imitates:  # the run begins with the model that has imitated
+            self._demonstrations, self._source = read_talks(config, self.chat, self.env_id), ""
         if resumed is None:
             untrained = self._untrained
             problems = at_start(config, self._env, self.env_id, self.chat, untrained=untrained)
@@ -199,9 +198,7 @@ class GSPOAgent:
         """Whether this is the agent of a resumed run that has nothing left to do."""
         return self._resumed is not None and self._resumed.finished
 
-    def evaluate(
-        self, tasks: int | Sequence[Task] = 0, samples: int = 1, seed: int | None = None
-    ) -> list[Group]:
+    def evaluate(self, tasks: Any = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
         """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
 
         Args:
