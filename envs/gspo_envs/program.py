@@ -289,7 +289,7 @@ def to_reply(action: str) -> tuple[Reply, int]:
     message, finish = getattr(action, "message", None), getattr(action, "finish_reason", "stop")
     malformed = 0
     if message is None:
-        message, malformed = parse_message(str(action))
+        message, malformed = parse_message(clean(str(action)))
     ids = action.token_ids if isinstance(action, Action) else ()
     reply = Reply(message=message, finish_reason=finish, completion_tokens=len(ids))
     return reply, malformed

@@ -50,10 +50,12 @@ def main() -> NoReturn:
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         _report(127, b"", f"{command[0]} cannot be started: {error}".encode())
+        os._exit(1)
     streams = _Streams(process)
     code = process.returncode if streams.follow(parent) else None
-    children.end_descendants(process.pid, grace)
     _report(code, streams.end("stdout"), streams.end("stderr"))
+    children.end_descendants(process.pid, grace)  # the episode need not wait for what it left
+    os._exit(0)
 
 
 def _is_linux() -> bool:
@@ -68,7 +70,7 @@ def _read_input() -> IO[bytes]:
             os._exit(1)
         digits += byte
     left = int(digits)
-    file = tempfile.TemporaryFile()
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the command reads it
     while left:
         if not (data := os.read(0, min(left, 1 << 16))):
             os._exit(1)
@@ -78,7 +80,7 @@ def _read_input() -> IO[bytes]:
     return file
 
 
-def _report(code: int | None, stdout: bytes, stderr: bytes) -> NoReturn:
+def _report(code: int | None, stdout: bytes, stderr: bytes) -> None:
     told = {
         "code": code,
         "stdout": stdout.decode("utf-8", "replace"),
@@ -88,7 +90,7 @@ def _report(code: int | None, stdout: bytes, stderr: bytes) -> NoReturn:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(1, data) :]
-    os._exit(0)
+        os.close(1)
 
 
 class _Streams:

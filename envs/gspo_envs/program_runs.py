@@ -298,17 +298,18 @@ class CommandRun:
             stdin.flush()
         with stdout:
             report = stdout.read()
+        self._inbox.end(_read_report(report))
         self.end()
         self._process.wait()
-        self._inbox.end(_ended_with(report, self._process.returncode))
 
 
-def _ended_with(report: bytes, launcher: int) -> Ended:
+def _read_report(report: bytes) -> Ended:
+    """Reads what the launcher says of the end of the command."""
     try:
         told = json.loads(report)
         code, stdout, stderr = told["code"], str(told["stdout"]), str(told["stderr"])
     except (ValueError, TypeError, KeyError):
-        return Ended(code=None, stderr=f"its launcher ended with {launcher}")
+        return Ended(code=None, stderr="its launcher was killed")
     lines = [line for line in stdout.splitlines() if line.strip()]
     return Ended(code=code, result=_value(lines[-1].strip()) if lines else None, stderr=stderr)
 
@@ -355,7 +356,8 @@ def _as_json(value: Any) -> str:
         ) from error
     if len(text) > _MOST_INPUT:
         raise ConfigError(
-            f"Program: a task has {len(text):,} characters of JSON; expected at most {_MOST_INPUT:,}"
+            f"Program: a task has {len(text):,} characters of JSON, expected at most "
+            f"{_MOST_INPUT:,}."
         )
     return text
 
