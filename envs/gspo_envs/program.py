@@ -27,8 +27,10 @@ from gspo_env.errors import (
     ForeignError,
 )
 from gspo_env.importing import load_function
+from gspo_envs.program_commands import CommandRun
+from gspo_envs.program_functions import start_function
 from gspo_envs.program_rewards import Exchange, read_result, to_attempt
-from gspo_envs.program_runs import Asked, CommandRun, Ended, FunctionRun, Started
+from gspo_envs.program_runs import Asked, Ended, Run, Started
 from gspo_envs.rewards import judge, load_reward, name_weights
 from gspo_envs.rows import TaskRows, begin_chat
 
@@ -228,6 +230,7 @@ class ProgramEnv(TextEnv):
         event = self._started.inbox.next(min(self.silence, self._left))
         self._left -= time.monotonic() - began
         if event is None:
+            self._started.run.look()
             return "timeout" if self._left <= 0 else "silence"
         return event
 
@@ -297,7 +300,7 @@ def to_reply(action: str) -> tuple[Reply, int]:
 
 def _read_program(
     program: str | Callable[..., Any] | None, command: Sequence[str], variables: dict[str, str]
-) -> Callable[..., FunctionRun | CommandRun]:
+) -> Callable[..., Run]:
     """Returns what starts the program, given a task, a session and an inbox.
 
     Raises:
@@ -323,7 +326,7 @@ def _read_program(
         raise ConfigError(
             f"Program: {name} cannot be called as {name}(task, base_url=..., api_key=...): {error}."
         ) from error
-    return partial(FunctionRun, function)
+    return partial(start_function, function)
 
 
 def _read_ends(ends: Sequence[str | int]) -> tuple[str | int, ...]:

@@ -428,6 +428,103 @@ def test_fifty_threads_at_once_are_fifty_turns(make):
     assert texts == {"", *map(str, range(50))}
 
 
+async def ask_async(base_url, api_key, text):
+    async with httpx2.AsyncClient(base_url=base_url, timeout=30) as client:
+        body = {"messages": [{"role": "user", "content": text}]}
+        headers = {"Authorization": f"Bearer {api_key}"}
+        return (await client.post("/chat/completions", json=body, headers=headers)).status_code
+
+
+def test_asynchronous_programs_may_share_a_client(make):
+    clients = []
+
+    async def program(task, base_url, api_key):
+        if not clients:
+            clients.append(httpx2.AsyncClient(timeout=30))
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        headers = {"Authorization": f"Bearer {api_key}"}
+        await clients[0].post(f"{base_url}/chat/completions", json=body, headers=headers)
+        return 1.0
+
+    env, other = make(program), make(program)
+    for _ in range(3):
+        env.reset(seed=0)
+        other.reset(seed=0)
+        assert env.step("x")[1] == other.step("x")[1] == 1.0
+
+
+@pytest.mark.parametrize("raised", [ValueError("no"), SystemExit(3), KeyboardInterrupt()])
+def test_no_exception_of_an_asynchronous_program_ends_others(make, raised):
+    async def fails(task, base_url, api_key):
+        await ask_async(base_url, api_key, "x")
+
+        async def part():
+            raise raised
+
+        await asyncio.gather(part(), asyncio.sleep(60))
+
+    async def works(task, base_url, api_key):
+        await ask_async(base_url, api_key, "x")
+        return 1.0
+
+    env, other = make(fails), make(works)
+    other.reset(seed=0)
+    episode = play_now(env, Task(env_id="p", seed=0), lambda now: "y")
+    assert episode.stop_reason in (StopReason.ERROR, StopReason.CRASH)
+    assert other.step("x")[1] == 1.0
+
+
+def test_the_tasks_and_requests_of_an_asynchronous_program_end_with_its_episode(make):
+    ended = []
+
+    async def part(base_url, api_key):
+        try:
+            await ask_async(base_url, api_key, "part")
+            await asyncio.sleep(600)
+        finally:
+            ended.append(1)
+
+    async def program(task, base_url, api_key):
+        parts = [asyncio.create_task(part(base_url, api_key)) for _ in range(3)]
+        if task["answer"] == "1":
+            await asyncio.sleep(0.2)
+            return
+        await asyncio.wait(parts)
+
+    env = make(program)
+    env.reset(options={"row": 1})
+    env.close()
+    wait_until(lambda: len(ended) == 3)
+    env.reset(options={"row": 0})
+    while not env.step("x")[2]:
+        pass
+    wait_until(lambda: len(ended) == 6)
+
+
+def test_an_asynchronous_program_that_blocks_fails_and_later_ones_run(make, monkeypatch):
+    monkeypatch.setattr("gspo_envs.program_functions._PATIENCE", 0.2)
+    done = threading.Event()
+
+    async def blocks(task, base_url, api_key):
+        await ask_async(base_url, api_key, "x")
+        done.wait(60)
+
+    async def works(task, base_url, api_key):
+        await ask_async(base_url, api_key, "x")
+        return 1.0
+
+    try:
+        env = make(blocks, silence=0.5)
+        env.reset(seed=0)
+        with pytest.raises(EnvironmentHangError):
+            env.step("y")
+        other = make(works)
+        other.reset(seed=0)
+        assert other.step("y")[1] == 1.0
+    finally:
+        done.set()
+
+
 def test_what_a_program_leaves_behind_does_not_hold_up_its_end(make):
     statuses = []
 
