@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 LIMITS = ("MaxTurnsExceeded", "ModelBehaviorError", "GraphRecursionError")
 """What the OpenAI Agents SDK and LangGraph raise at a limit on turns or at what the policy wrote"""
 _LATE = ("timeout", "silence")
-_MOST_REFUSED = 8
-"""Prompts in a row that do not fit after which the episode is truncated."""
 _SHOWN = 400
 """Characters of a command's standard error that an error shows."""
 
@@ -159,7 +157,6 @@ class ProgramEnv(TextEnv):
         self._row, index = self._rows.pick(self.np_random, seed, (options or {}).get("row"))
         self._exchanges: list[Exchange] = []
         self._token_ids: tuple[int, ...] = ()
-        self._refused = 0
         self._left = self.timeout
         self._started = Started(partial(self._start, self._row), self)
         event = self._next()
@@ -185,7 +182,9 @@ class ProgramEnv(TextEnv):
         self.require_episode()
         assert self._started is not None
         reply, malformed = to_reply(action)
-        self._exchanges.append((self._asked.request.messages, reply.message))
+        refused = reply.finish_reason == "context"
+        if not refused:
+            self._exchanges.append((self._asked.request.messages, reply.message))
         self._token_ids += tuple(getattr(action, "token_ids", ()))
         self._started.rewards.begin(self._asked.request.id)
         self._asked.answer(reply)
@@ -193,19 +192,17 @@ class ProgramEnv(TextEnv):
             event = self._next()
             reward = self._started.rewards.finish()
             parts = {"malformed_calls": float(malformed)}
-            refused = reply.finish_reason == "context"
-            self._refused = self._refused + 1 if refused else 0
             failure = None if refused else self._failure(event)
             if failure is not None:
                 raise failure
             regular = isinstance(event, Ended) and event.error is None and event.code == 0
-            asks = isinstance(event, Asked) and self._refused < _MOST_REFUSED
-            terminated, truncated = self.end_turn(regular and not refused, not asks)
+            over = not isinstance(event, Asked)
+            terminated, truncated = self.end_turn(regular and not refused, over)
             if isinstance(event, Asked) and not truncated:
                 observation, info = self._observe(event)
                 return observation, reward, False, False, {**info, "reward_parts": parts}
             result = event.result if isinstance(event, Ended) else None
-            info = {} if refused else self._judge(result, reward, parts)
+            info = {"success": False} if refused else self._judge(result, reward, parts)
         except BaseException:
             self.abandon()
             raise
@@ -289,12 +286,12 @@ def to_reply(action: str) -> tuple[Reply, int]:
     """Returns the answer of an action, and how many of its calls are malformed."""
     from gspo_env.serving import Reply, parse_message
 
-    message, finish = getattr(action, "message", None), getattr(action, "finish_reason", "stop")
-    malformed = 0
+    act = action if isinstance(action, Action) else Action(action)
+    message, malformed = act.message, 0
     if message is None:
-        message, malformed = parse_message(clean(str(action)))
-    ids = action.token_ids if isinstance(action, Action) else ()
-    reply = Reply(message=message, finish_reason=finish, completion_tokens=len(ids))
+        message, malformed = parse_message(clean(str(act)))
+    tokens = len(act.token_ids)
+    reply = Reply(message=message, finish_reason=act.finish_reason, completion_tokens=tokens)
     return reply, malformed
 
 
