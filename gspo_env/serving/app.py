@@ -18,7 +18,9 @@ from starlette.routing import Route
 
 from gspo_env.serving.chat import Chat, openai_fault
 from gspo_env.serving.connection import SCOPE
+from gspo_env.serving.messages import Messages
 from gspo_env.serving.records import LateRewardError, RefusedError, Reply
+from gspo_env.serving.responses import Responses
 from gspo_env.serving.wire import Ask, Fields, Json, Wire, agent_name, parse_json
 
 if TYPE_CHECKING:
@@ -38,7 +40,11 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 def make_app(address: Address) -> Starlette:
     """Returns the app that serves the sessions of an address."""
-    wires: dict[str, Wire] = {"/v1/chat/completions": Chat()}
+    wires: dict[str, Wire] = {
+        "/v1/chat/completions": Chat(),
+        "/v1/messages": Messages(),
+        "/v1/responses": Responses(),
+    }
     routes = [
         Route(path, _guarded(_endpoint(address, wire), wire.fault), methods=["POST"])
         for path, wire in wires.items()

@@ -135,8 +135,11 @@ def openai_fault(error: RefusedError) -> Json:
 def read_choice(fields: Fields, allowed: Sequence[str]) -> str:
     """Returns `tool_choice`, which may not force a call."""
     value = fields.values.pop("tool_choice", "auto")
-    name = value.get("type") if isinstance(value, dict) and len(value) == 1 else value
-    if name not in allowed:
+    name: Any = value
+    known = {"type", "disable_parallel_tool_use"}
+    if isinstance(value, dict) and value.keys() <= known:
+        name = None if value.get("disable_parallel_tool_use") else value.get("type")
+    if not isinstance(name, str) or name not in allowed:
         expected = " or ".join(f'"{word}"' for word in allowed)
         fields.refuse("tool_choice", value, f"{expected}, because calls are the policy's choice")
     return str(name)

@@ -2,55 +2,14 @@ import asyncio
 import json
 from concurrent.futures import Future
 
-import httpx2 as httpx
 import pytest
+from serving_policy import Policy
 
-from gspo_env.serving import Address, RefusedError, Reply, Request
+from gspo_env.serving import RefusedError, Reply
 from gspo_env.types import Message, ToolCall
 
 HI = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def address():
-    made = Address()
-    yield made
-    made.close()
-
-
-class Policy:
-    """Answers with a given message and notes the requests."""
-
-    def __init__(self, message="hello", **reply):
-        message = (
-            Message(role="assistant", content=message) if isinstance(message, str) else message
-        )
-        self.reply, self.seen = Reply(message=message, **reply), []
-
-    async def __call__(self, request: Request) -> Reply:
-        self.seen.append(request)
-        return self.reply
-
-
-@pytest.fixture
-def opened(address):
-    """Opens a session and returns what posts to it."""
-    sessions, clients = [], []
-
-    def make(policy, **terms):
-        session = address.open(policy, **terms)
-        headers = {"authorization": f"Bearer {session.key}"}
-        client = httpx.Client(base_url=session.url, headers=headers, timeout=10)
-        sessions.append(session)
-        clients.append(client)
-        client.session = session
-        return client
-
-    yield make
-    for client, session in zip(clients, sessions, strict=True):
-        client.close()
-        session.close()
 
 
 def post(client, body=HI, path="/chat/completions", **headers):
