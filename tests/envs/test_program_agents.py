@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from gspo_env.config import Config
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 from gspo_env.importing import load_module
+from gspo_env.recipes.base import Recipe
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 TASKS = load_module(str(EXAMPLES / "lookup_tasks.py"))
@@ -23,10 +25,8 @@ FORMS = {
     "langgraph": {"program": f"{EXAMPLES / 'lookup_langgraph.py'}:run"},
     "node": {"command": ["node", str(EXAMPLES / "lookup.js")]},
 }
-forms = pytest.mark.parametrize(
-    "form",
-    [pytest.param(name, marks=pytest.mark.agents if name != "node" else ()) for name in FORMS],
-)
+pytestmark = pytest.mark.agents
+forms = pytest.mark.parametrize("form", FORMS)
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_an_agent_asks_as_the_native_environment_does(form, kwargs):
     assert [m.role for m in info["messages"]] == ["system", "user"]
     assert [tool.name for tool in info["tools"]] == ["lookup"]
     words = [text.split('"')[1], *task["path"]]
-    for before, word in zip(words, words[1:], strict=False):
+    for before, word in itertools.pairwise(words):
         assert env.step(format_tool_call("lookup", {"key": before}))[0] == word
     _, reward, terminated, _, info = env.step(f"<answer>{words[-1]}</answer>")
     assert (terminated, info["success"]) == (True, True)
@@ -60,7 +60,8 @@ def test_an_agent_asks_as_the_native_environment_does(form, kwargs):
 @forms
 def test_two_steps_of_training(form, kwargs, player, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = Config(
+    config = Config.from_recipe(
+        Recipe(),
         env="gspo/Program-v0",
         env_kwargs=kwargs,
         steps=2,
