@@ -261,7 +261,7 @@ class Transcript:
             return "new", last
         if any(most == len(held[n]) and self._turns[n].tools == told.tools for n in nearest):
             return "template", last
-        shorter = len(keys) < len(held[nearest[-1]]) and most < len(keys)
+        shorter = most < len(keys) < len(last.messages)
         return ("compacted" if shorter else "edited"), last
 
     def _session(self, wanted: int | None) -> int:
