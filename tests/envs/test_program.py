@@ -485,14 +485,15 @@ def test_the_tasks_and_requests_of_an_asynchronous_program_end_with_its_episode(
             ended.append(1)
 
     async def program(task, base_url, api_key):
+        await ask_async(base_url, api_key, "first")
         parts = [asyncio.create_task(part(base_url, api_key)) for _ in range(3)]
-        if task["answer"] == "1":
-            await asyncio.sleep(0.2)
-            return
-        await asyncio.wait(parts)
+        await asyncio.sleep(0)
+        if task["answer"] == "2":
+            await asyncio.wait(parts)
 
     env = make(program)
     env.reset(options={"row": 1})
+    assert env.step("x")[0] == "part"
     env.close()
     wait_until(lambda: len(ended) == 3)
     env.reset(options={"row": 0})
