@@ -8,6 +8,7 @@ the caller nor the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import sysconfig
@@ -18,6 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from gspo_env.env import background
 from gspo_env.errors import ForeignError
 
 _MOST_TEXT = 2000
@@ -80,19 +82,26 @@ def _is_main() -> bool:
 
 
 class EnvThread:
-    """A daemon thread that runs calls one after another."""
+    """A daemon thread that runs calls one after another.
+
+    Between two calls it runs the event loop of its asynchronous environment, so that a task of the
+    environment, such as one that keeps a connection open, goes on while the policy thinks.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop that runs between two calls, once there is one."""
+        self._arrived = asyncio.Event()
         self._thread = threading.Thread(target=self._work, name="env", daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Queues a call; see `attempt`."""
         future: Future[Any] = Future()
-        self._jobs.put((future, lambda: attempt(function, *args, **kwargs)))
+        self._put((future, lambda: attempt(function, *args, **kwargs)))
         return future
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -101,22 +110,42 @@ class EnvThread:
 
     def stop(self) -> None:
         """Ends the thread after the calls that are queued."""
-        self._jobs.put(None)
+        self._put(None)
 
     @property
     def alive(self) -> bool:
         """Whether the thread still runs."""
         return self._thread.is_alive()
 
+    def _put(self, job: tuple[Future[Any], Callable[[], Any]] | None) -> None:
+        self._jobs.put(job)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the thread has ended
+                self._loop.call_soon_threadsafe(self._arrived.set)
+
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, call = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            del job, future, call  # an idle thread keeps no result
+        try:
+            while (job := self._next()) is not None:
+                future, call = job
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    result = call()
+                except Exception as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                del job, future, call  # an idle thread keeps no result
+        finally:
+            background.close_own_loop()
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        self._loop = background.own_loop()
+        while self._loop is not None and self._jobs.empty():
+            background.idle(self._arrival)
+        return self._jobs.get()
+
+    async def _arrival(self) -> None:
+        while self._jobs.empty():  # a job that was put before `_loop` was set has set no event
+            await self._arrived.wait()
+            self._arrived.clear()
