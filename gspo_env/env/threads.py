@@ -9,23 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import queue
+import reprlib
+import sys
 import sysconfig
 import threading
+import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gspo_env.env import background
-from gspo_env.errors import ForeignError
+from gspo_env.errors import EnvironmentHangError, ForeignError
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 _MOST_TEXT = 2000
 """Maximum characters of an exception's message that are kept."""
 _MOST_TRACE = 20_000
 """Maximum characters of a traceback that are kept, from its end."""
+_LOOK = 0.2
+"""Seconds between two looks at a call that has not returned."""
+_LONG = 10.0
+"""Seconds after which a call that has not returned is mentioned once."""
 _LIBRARIES = tuple(
     path + os.sep
     for path in (
@@ -35,6 +49,55 @@ _LIBRARIES = tuple(
 )
 
 
+_calls: dict[int, _Call] = {}
+"""The innermost call of environment code in each thread, by its ident."""
+_left: set[int] = set()
+"""The threads that nothing waits for any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of environment code that has not returned."""
+
+    function: Callable[..., Any] | str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    since: float
+
+    def __str__(self) -> str:
+        given = [reprlib.repr(value) for value in self.args]
+        given += [f"{name}={reprlib.repr(value)}" for name, value in self.kwargs.items()]
+        name = getattr(self.function, "__name__", self.function)
+        return f"{name if isinstance(name, str) else 'a call'}({', '.join(given)})"
+
+
+class _Left(BaseException):
+    """Ends code whose caller has gone on without it."""
+
+
+def _enter(call: _Call | None) -> _Call | None:
+    """Notes the call that the thread is in, or that it is in none; returns the one before."""
+    own = threading.get_ident()
+    before = _calls.get(own)
+    if call is None:
+        del _calls[own]
+    elif own in _left and before is None:
+        raise _Left
+    else:
+        _calls[own] = call
+    return before
+
+
+@contextlib.contextmanager
+def constructing() -> Iterator[None]:
+    """Notes that the thread is in the constructor of an environment."""
+    before = _enter(_Call("__init__", (), {}, time.monotonic()))
+    try:
+        yield
+    finally:
+        _enter(before)
+
+
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls environment code.
 
@@ -42,6 +105,7 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         Exception: What it raised. An exception that would end the caller, such as `SystemExit`, is
             a `ForeignError`, but for the person's own `KeyboardInterrupt`.
     """
+    before = _enter(_Call(function, args, kwargs, time.monotonic()))
     try:
         return function(*args, **kwargs)
     except StopIteration as error:  # a future does not accept it
@@ -49,9 +113,11 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except Exception:
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and _is_main():
+        if isinstance(error, _Left) or (isinstance(error, KeyboardInterrupt) and _is_main()):
             raise
         raise foreign(error) from error
+    finally:
+        _enter(before)
 
 
 def foreign(error: BaseException) -> ForeignError:
@@ -68,13 +134,20 @@ def foreign(error: BaseException) -> ForeignError:
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
-    if not own:
-        return "unknown place"
-    path = Path(own[-1].filename)
+    return (_own_line(frames) or _line(frames[-1])) if frames else "unknown place"
+
+
+def _own_line(frames: traceback.StackSummary) -> str:
+    """Returns the innermost line that is not of a library, or nothing."""
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return _line(own[-1]) if own else ""
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    path = Path(frame.filename)
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    return f"{path}:{own[-1].lineno} in {own[-1].name}"
+    return f"{path}:{frame.lineno} in {frame.name}"
 
 
 def _is_main() -> bool:
@@ -108,6 +181,61 @@ class EnvThread:
         """Runs a call and waits for it on the event loop."""
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
+    def guard(
+        self,
+        name: str,
+        seconds: float | None,
+        function: Callable[..., T],
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
+        """Runs a function that calls an environment, and waits; bounds each call of `attempt`.
+
+        A call that takes long is mentioned once, with the line where it is.
+
+        Args:
+            name: Names the environment in messages.
+            seconds: Time that one call of the environment may take.
+            function: The function.
+            args: Its arguments.
+            kwargs: Its named arguments.
+
+        Raises:
+            EnvironmentHangError: A call took longer. The thread is left behind: once the call
+                returns, the next one ends the function.
+        """
+        future: Future[T] = Future()
+        self._put((future, lambda: function(*args, **kwargs)))
+        told = False
+        try:
+            while not wait([future], timeout=_LOOK).done:
+                call = _calls.get(self._thread.ident or 0)
+                lasted = 0.0 if call is None else time.monotonic() - call.since
+                if seconds is not None and lasted > seconds:
+                    raise EnvironmentHangError(
+                        f"{name}: {call} has not returned within {seconds:g} s{self._where()}"
+                    )
+                if lasted > _LONG and not told:
+                    told = True
+                    text = "%s: %s has not returned for %.0f s%s"
+                    logger.warning(text, name, call, lasted, self._where())
+        except BaseException:
+            _left.add(self._thread.ident or 0)
+            raise
+        return future.result()
+
+    def _where(self) -> str:
+        """Returns the environment's own line that runs in the thread, in brackets."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        inside = traceback.StackSummary()
+        for entry in stack:
+            inside.append(entry)
+            if entry.filename == __file__:
+                inside.clear()  # what calls environments is no code of theirs
+        line = _own_line(inside)
+        return f" ({line})" if line else ""
+
     def stop(self) -> None:
         """Ends the thread after the calls that are queued."""
         self._put(None)
@@ -131,13 +259,15 @@ class EnvThread:
                     continue
                 try:
                     result = call()
-                except Exception as error:
+                except BaseException as error:  # this thread outlives what it runs
                     future.set_exception(error)
                 else:
                     future.set_result(result)
+                    del result
                 del job, future, call  # an idle thread keeps no result
         finally:
             background.close_own_loop()
+            _left.discard(threading.get_ident())
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         self._loop = background.own_loop()
@@ -149,3 +279,16 @@ class EnvThread:
         while self._jobs.empty():  # a job that was put before `_loop` was set has set no event
             await self._arrived.wait()
             self._arrived.clear()
+
+
+def in_thread(owner: object, name: str, seconds: float | None) -> Callable[..., Any]:
+    """Returns a function that runs others in one thread, which ends with its owner.
+
+    Args:
+        owner: The thread ends when this is collected.
+        name: See `EnvThread.guard`.
+        seconds: See `EnvThread.guard`.
+    """
+    thread = EnvThread()
+    weakref.finalize(owner, thread.stop)
+    return partial(thread.guard, name, seconds)
