@@ -154,6 +154,64 @@ def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+class _Watch:
+    """Looks at the calls of environment code in a thread; mentions the first that takes long."""
+
+    def __init__(self, name: str, thread: int, seconds: float | None = None) -> None:
+        self._name, self._thread, self._seconds = name, thread, seconds
+        self._told = False
+
+    def look(self) -> None:
+        """Looks once.
+
+        Raises:
+            EnvironmentHangError: A call has taken longer than the limit.
+        """
+        if (call := _calls.get(self._thread)) is None:
+            return
+        lasted = time.monotonic() - call.since
+        if self._seconds is not None and lasted > self._seconds:
+            raise EnvironmentHangError(
+                f"{self._name}: {call} has not returned within {self._seconds:g} s{self._where()}"
+            )
+        if lasted > _LONG and not self._told:
+            self._told = True
+            text = "%s: %s has not returned for %.0f s%s"
+            logger.warning(text, self._name, call, lasted, self._where())
+
+    def _where(self) -> str:
+        """Returns the environment's own line that runs in the thread, in brackets."""
+        frame = sys._current_frames().get(self._thread)
+        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        inside = traceback.StackSummary()
+        for entry in stack:
+            inside.append(entry)
+            if entry.filename == __file__:
+                inside.clear()  # what calls environments is no code of theirs
+        line = _own_line(inside)
+        return f" ({line})" if line else ""
+
+
+@contextlib.contextmanager
+def watched(name: str) -> Iterator[None]:
+    """Mentions a call of an environment in the caller's thread that takes long.
+
+    Args:
+        name: Names the environment.
+    """
+    done, watch = threading.Event(), _Watch(name, threading.get_ident())
+
+    def work() -> None:
+        while not done.wait(_LOOK):
+            watch.look()
+
+    threading.Thread(target=work, name="watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
 class EnvThread:
     """A daemon thread that runs calls one after another.
 
@@ -206,35 +264,14 @@ class EnvThread:
         """
         future: Future[T] = Future()
         self._put((future, lambda: function(*args, **kwargs)))
-        told = False
+        watch = _Watch(name, self._thread.ident or 0, seconds)
         try:
             while not wait([future], timeout=_LOOK).done:
-                call = _calls.get(self._thread.ident or 0)
-                lasted = 0.0 if call is None else time.monotonic() - call.since
-                if seconds is not None and lasted > seconds:
-                    raise EnvironmentHangError(
-                        f"{name}: {call} has not returned within {seconds:g} s{self._where()}"
-                    )
-                if lasted > _LONG and not told:
-                    told = True
-                    text = "%s: %s has not returned for %.0f s%s"
-                    logger.warning(text, name, call, lasted, self._where())
+                watch.look()
         except BaseException:
             _left.add(self._thread.ident or 0)
             raise
         return future.result()
-
-    def _where(self) -> str:
-        """Returns the environment's own line that runs in the thread, in brackets."""
-        frame = sys._current_frames().get(self._thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
-        inside = traceback.StackSummary()
-        for entry in stack:
-            inside.append(entry)
-            if entry.filename == __file__:
-                inside.clear()  # what calls environments is no code of theirs
-        line = _own_line(inside)
-        return f" ({line})" if line else ""
 
     def stop(self) -> None:
         """Ends the thread after the calls that are queued."""
