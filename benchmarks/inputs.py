@@ -315,8 +315,8 @@ class Row:
     said: str
     folder: Path
     """The folder of the inputs."""
-    before: frozenset[str]
-    """The runs that were there before."""
+    made: tuple[str, ...]
+    """The runs that it made."""
 
     @property
     def sentence(self) -> str:
@@ -343,7 +343,7 @@ class Row:
             return f"exit code {self.code}, expected {self.expected}"
         if not self.said.strip():
             return "not a word"
-        for run in sorted(set(runs(self.folder)) - self.before) if not self.code else ():
+        for run in self.made if not self.code else ():
             lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
             metrics = {k: v for line in lines for k, v in json.loads(line)["metrics"].items()}
             if not metrics.get("rollout/turns"):
@@ -384,7 +384,7 @@ def type_in(line: str, expected: int, folder: Path, cold: bool) -> Row:
         seconds=time.monotonic() - started,
         said=said.read_text(errors="replace"),
         folder=folder,
-        before=before,
+        made=tuple(sorted(runs(folder) - before)),
     )
 
 

@@ -37,11 +37,15 @@ TINY = {"--hidden-size": "16", "--demonstrations": "16", "--imitation-steps": "2
 SHORTER = {
     "evaluate": {"--tasks": "4"},
     "compare": {**SHORT, **TINY, "--seeds": "1", "--workers": "1"},
-    "soak.py": {"--steps": "1", "--tasks": "2", "--group": "2", "--lengths": "2"},
+    "soak.py": {
+        **{"--steps": "1", "--tasks": "2", "--group": "2", "--eval-tasks": "4", "--lengths": "2"},
+        **{"--hidden": "16", "--demonstrations": "16", "--imitation-steps": "2"},
+    },
 }
 """Flags of the other commands that take long."""
 HUB = "Qwen/Qwen3-0.6B"
 
+AGENTS = "needs a hub's model that calls tools; run with the tests' model by the marker agents"
 ELSEWHERE = {
     "pip": "needs a package index; .ci/run installs the extras in new environments",
     "python -m venv": "needs a package index; .ci/run makes the environments",
@@ -50,6 +54,10 @@ ELSEWHERE = {
     "pytest": "runs these tests",
     ".ci/run": "runs these tests",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
+    "gspo-env train --env gspo/Program-v0": AGENTS,
+    "cd examples/agents": AGENTS,
+    "python lookup_tasks.py": AGENTS,
+    "gspo-env train --config run.toml --output runs/lookup": AGENTS,
 }
 """The beginnings of commands that are not run here, each with the reason."""
 SLOW = ("gspo-env compare", "gspo-env doctor", "python benchmarks/")
