@@ -2,10 +2,10 @@
 
     python benchmarks/inputs.py [WORDS] [--cold] [--write FILE]
 
-Every input runs in a folder with small files, some of them broken. Printed are the input, the last
-sentence, the exit code and the seconds until the command ended. Exit code 1 if an input ends with
-another code than is listed, with a traceback, by a signal, without a word, or if a training goes
-through although no episode had a turn.
+`inputs.txt` has the inputs. Each runs in a folder with small files, some of them broken. Printed
+are the input, the last sentence, the exit code and the seconds until the command ended. Exit code 1
+if an input ends with another code than is listed, with a traceback, by a signal, without a word, or
+if a training goes through although no episode had a turn.
 
 Each input runs in a fork of a process that has imported everything; with `--cold` it is a process
 of its own, so that its imports count too. The hub is never asked.
@@ -131,178 +131,6 @@ class E(ToolEnv):
 }
 """The files of the folder in which inputs are typed."""
 
-DATA = "train $T --env gspo/Dataset-v0 --env-kwargs data="
-PLAYED = """
-train $T --env-kwargs hops=4
-train $T --env close.py:E
-train $T --env flaky.py:E --max-env-error-rate 1
-train $T --env async.py:E
-train $T --env ok.py:E --temperature 1e-9
-train $T --config bom.toml
-train $T --lora-rank 2 --env ok.py:E
-train $T --env ok.py:E --episode-timeout 5 --isolation process
-evaluate --model scripted --env ok.py:E --tasks 3
-evaluate --model scripted --env close.py:E --tasks 4
-envs --check ok.py:E
-envs --check async.py:E
-envs
---version
-
---help
-train --help
-"""
-"""Inputs that do what was meant, without the name of the program."""
-REFUSED = """
-trian
-train stray
-train --version
-train --stepz 3
-train --steps x
-train --steps -1
-train --steps 1.5
-train --seed 18446744073709551616
-train --seed 99999999999999999999999999
-train --seed -1
-train --seed 1e3
-train --group-size 0
-train --group-size 1e3
-train --tasks-per-step 0
-train --episode-timeout 0
-train --concurrency 0
-train --learning-rate 0
-train --learning-rate nan
-train --learning-rate inf
-train --temperature inf
-train --temperature nan
-train --max-context 0
-train --max-context 10 --max-turn-tokens 10
-train --microbatch-tokens 0
-train --lora-rank -1
-train --optimizer sgd
-train $T --optimizer nofile.py:X
-train $T --lora-rank 2 --lora-targets nothing
-train --schedule step
-train --model-dtype float8
-train --learner.precision bf16
-train --match-rms 1
-train --score nope
-train --advantage nope
-train --advantage nofile.py:X
-train --advantage empty.py:X
-train --advantage ok.py:E
-train --loss syntax.py:X
-train --engine nope
-train --tracker nope
-train --tracker wandb,nope
-train --recipe nope
-train --help nope
-train --env-kwargs hops
-train --env-kwargs hops=
-train --env-kwargs hops=abc
-train --env-kwargs hops=-1
-train --env-kwargs hops=99
-train --env-kwargs hops=[4,2]
-train --env-kwargs hops=null
-train --env-kwargs "hops={"
-train --env-kwargs nope=1
-train --env gspo/Lokup-v0
-train --env nomodule:Env
-train --env os:path
-train --env CartPole-v1
-train --env nofile.py:E
-train --env empty.py:E
-train --env ok.py:Nothere
-train --env syntax.py:E
-train --env raises.py:E
-train --env init.py:E
-train --env initkey.py:E
-train --env initexit.py:E
-train $T --env reset.py:E
-train $T --env step.py:E
-train $T --env stepexit.py:E
-train $T --env expert.py:E
-train $T --env nan.py:E
-train $T --env text.py:E
-train $T --env image.py:E
-train $T --env huge.py:E
-train $T --env hang.py:E --episode-timeout 1
-train $T --env hangstep.py:E --episode-timeout 1
-train $T --env hangexpert.py:E --episode-timeout 1
-train $T --env hangclose.py:E --episode-timeout 1
-train $T --env hangstep.py:E --episode-timeout 1 --isolation process
-train $T --env ok.py:E --group-size 1
-train --env gspo/OpenEnv-v0 --env-kwargs url=nowhere
-train --env gspo/GymText-v0 --env-kwargs env=Nope-v0
-train --env gspo/ReasoningGym-v0 --env-kwargs task=nope
-train --env gspo/MCP-v0
-train --env gspo/Verifiers-v0
-train --env gspo/SQL-v0 --env-kwargs rows=x
-train --env gspo/Wordle-v0 --env-kwargs max_turns=x
-train --env gspo/GuessNumber-v0 --env-kwargs high=abc
-train --env gspo/Calculator-v0 --env-kwargs operations=abc
-train --env gspo/Additive-v0 --env-kwargs turns=abc
-train --config latin.toml
-train --config bad.toml
-train --config unknown.toml
-train --config neg.toml
-train --config dirty.toml
-train --config emptydir
-train --config /dev/null --steps -1
-train --model ./nowhere
-train --model emptydir
-train --model dmg
-train --model ok.py
-train --model /dev/null
-train --output /proc/x
-train --output full
-train --resume nowhere
-train --resume full
-train --resume full --config bom.toml
-evaluate
-evaluate --model ./nowhere
-evaluate --model emptydir
-evaluate --model dmg
-evaluate --model dmg --env ok.py:E
-evaluate --model scripted --tasks -1
-evaluate --model scripted --samples 0
-evaluate --model scripted --env-kwargs hops=abc
-evaluate --model scripted --model-dtype x
-evaluate --model scripted --env init.py:E --tasks 4
-evaluate --model scripted --env expert.py:E --tasks 4
-evaluate --model scripted --tasks 4 --seed 99999999999999999999999
-compare --seeds 0
-compare --arm gamma
-compare --arm gamma=x,y
-compare --arm nope=1,2
-compare --arm gamma=1,1
-compare --arm advantag=outcome
-compare --config bad.toml
-compare --metric eval/sucess --arm gamma=1,0.9
-compare --output full --seeds 1 --arm gamma=1,0.9
-doctor ./nowhere
-doctor emptydir
-envs --check nope
-envs --check raises.py:E
-envs --check init.py:E
-envs --check close.py:E
-envs --check nan.py:E
-envs --check image.py:E
-envs --check ok.py:E --env-kwargs nope=1
-"""
-"""Inputs that cannot be meant."""
-REFUSED += "\n".join(
-    f"{DATA}{files}"
-    for files in (
-        *("share.json rewards=rew.py:exact", "broken.jsonl rewards=rew.py:exact"),
-        *("data.txt rewards=rew.py:exact", "nofile.jsonl rewards=rew.py:exact"),
-        *("scalar.json rewards=rew.py:exact", "nul.csv rewards=rew.py:exact"),
-        *("list.json rewards=rew.py:nope", "list.json"),
-    )
-)
-PLAYED += "\n".join(
-    f"{DATA}{name} rewards=rew.py:exact" for name in ("data.csv", "list.json", "gsm.jsonl")
-)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -357,10 +185,12 @@ def runs(folder: Path) -> frozenset[str]:
 
 
 def inputs(words: str) -> list[tuple[str, int]]:
-    """Returns the inputs that contain the words, each with the exit code that it should have."""
-    every = [(line, 0) for line in PLAYED.strip("\n").splitlines()]
-    # `doctor` answers with a list, and with 1 if something is not as it should be
-    every += [(line, 1 if "doctor" in line else 2) for line in REFUSED.strip("\n").splitlines()]
+    """Returns the inputs that contain the words, each with the exit code that it should have.
+
+    `doctor` answers with a list, and with 1 if something is not as it should be.
+    """
+    lines = Path(__file__).with_suffix(".txt").read_text().splitlines()
+    every = [(line, int(code)) for code, _, line in (line.partition(" ") for line in lines)]
     return [(line, code) for line, code in every if words in line]
 
 

@@ -38,14 +38,14 @@ SHORTER = {
     "evaluate": {"--tasks": "4"},
     "compare": {**SHORT, **TINY, "--seeds": "1", "--workers": "1"},
     "soak.py": {
-        **{"--steps": "1", "--tasks": "2", "--group": "2", "--eval-tasks": "4", "--lengths": "2"},
+        **{"--steps": "4", "--tasks": "2", "--group": "2", "--eval-tasks": "4", "--lengths": "2"},
         **{"--hidden": "16", "--demonstrations": "16", "--imitation-steps": "2"},
     },
 }
 """Flags of the other commands that take long."""
 HUB = "Qwen/Qwen3-0.6B"
 
-AGENTS = "needs a hub's model that calls tools; run with the tests' model by the marker agents"
+AGENTS = "needs the extra agents and a model of the hub that calls tools"
 ELSEWHERE = {
     "pip": "needs a package index; .ci/run installs the extras in new environments",
     "python -m venv": "needs a package index; .ci/run makes the environments",

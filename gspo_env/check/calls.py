@@ -88,7 +88,7 @@ def _number(schema: Mapping[str, Any], whole: bool, rng: random.Random) -> float
     low = schema.get("minimum", schema.get("exclusiveMinimum", 0))
     high = schema.get("maximum", schema.get("exclusiveMaximum", max(low, 0) + 9))
     if not whole and "multipleOf" not in schema:
-        return low + (high - low) * rng.random()
+        return float(low + (high - low) * rng.random())
     step = schema.get("multipleOf", 1)
     drawn = rng.randint(int(low // step), int(high // step)) * step
     return int(drawn) if whole else float(drawn)
