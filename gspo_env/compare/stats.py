@@ -184,6 +184,28 @@ def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> f
     return float(result.pvalue)
 
 
+def paired_interval(
+    differences: Sequence[float] | FloatArray, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Computes Student's interval of a mean paired difference; infinite for fewer than two pairs.
+
+    Source:
+        Student 1908.
+
+    Example:
+        >>> low, high = paired_interval([0.1, 0.2, 0.3])
+        >>> round(low, 3), round(high, 3)
+        (-0.048, 0.448)
+    """
+    from scipy.stats import t
+
+    values = np.asarray(differences, dtype=np.float64)
+    if len(values) < 2:
+        return -np.inf, np.inf
+    half = t.ppf((1 + confidence) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
 def holm(pvalues: Sequence[float]) -> list[float]:
     """Corrects p-values by Holm's method, which controls the family-wise error rate.
 
