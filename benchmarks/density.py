@@ -235,7 +235,8 @@ def tests_table(summary: Any) -> str:
         if kind == "equal":
             above = ttest_1samp(difference, -MARGIN, alternative="greater").pvalue
             below = ttest_1samp(difference, MARGIN, alternative="less").pvalue
-            values.append(float(max(above, below)))
+            # equal differences have no spread to test against, and n signs prove no more than 2^-n
+            values.append(max(float(above), float(below), 2.0 ** -len(difference)))
         else:
             values.append(paired_permutation_test(by_arm[arm], by_arm["outcome"]))
         low, high = paired_interval(difference)
