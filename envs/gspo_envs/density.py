@@ -47,9 +47,9 @@ class DensityEnv(OneWordEnv):
 
     def step(self, action: str) -> StepResult:
         """Plays one word; `reward_parts` has the share of right words, without the noise."""
-        *rest, info = super().step(action)
+        observation, reward, terminated, truncated, info = super().step(action)
         info["reward_parts"] = {"right": self._newest / len(self.decisions)}
-        return (*rest, info)
+        return observation, reward, terminated, truncated, info
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Returns the right word, or any word if there is noise at all.

@@ -114,10 +114,12 @@ def bounds(looks: tuple[int, ...], alpha: float, seed: int = 0) -> tuple[float, 
     for _ in range(8):
         size = _PATHS // 8
         total, squares = np.zeros(size), np.zeros(size)
-        t_LP, before = np.empty((len(looks), size), np.float32), 0
+        t_LP = np.empty((len(looks), size), np.float32)
+        before = 0
         for row, count in zip(t_LP, looks, strict=True):
             new = rng.standard_normal((count - before, size))
-            total, squares, before = total + new.sum(0), squares + (new**2).sum(0), count
+            total, squares = total + new.sum(0), squares + (new**2).sum(0)
+            before = count
             spread = np.sqrt((squares - total**2 / count) / (count - 1))
             row[:] = np.abs(total) / (spread * math.sqrt(count))
         chunks.append(t_LP)

@@ -161,7 +161,9 @@ def probability_of_improvement(
     return float(mannwhitneyu(ours, theirs).statistic / (len(ours) * len(theirs)))
 
 
-def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def paired_permutation_test(
+    ours: Sequence[float] | FloatArray, theirs: Sequence[float] | FloatArray
+) -> float:
     """Computes the two-sided p-value of the mean paired difference by exchanges within pairs.
 
     The test is exact up to 16 pairs. The smallest p-value of n pairs is 2 / 2**n.

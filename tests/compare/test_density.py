@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,3 +113,13 @@ def test_the_slope_of_a_power_law_is_its_exponent():
     x = [math.log(r) for r in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)]
     value, low, high = slope(x, [-0.5 * v + 1 for v in x])
     assert (value, low, high) == pytest.approx((-0.5, -0.5, -0.5))
+
+
+def test_the_page_has_the_tables_that_the_benchmark_prints():
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("density", root / "benchmarks" / "density.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    page = (root / "docs" / "when-credit-by-turn-pays.md").read_text()
+    assert benchmark.exact_table(0.5) in page
+    assert benchmark.delay_table() in page
