@@ -35,6 +35,7 @@ _BUILTIN = {
     "gspo/Additive-v0": "gspo_envs.diagnostics:AdditiveEnv",
     "gspo/Calculator-v0": "gspo_envs.calculator:CalculatorEnv",
     "gspo/Dataset-v0": "gspo_envs.dataset:DatasetEnv",
+    "gspo/Density-v0": "gspo_envs.density:DensityEnv",
     "gspo/Distractor-v0": "gspo_envs.diagnostics:DistractorEnv",
     "gspo/GEM-v0": "gspo_envs.gem:GEMEnv",
     "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
