@@ -16,6 +16,7 @@ from gspo_env.registry import name_of
 from gspo_env.learner.tokens import TokenValues
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.episodes_log import EpisodeLog
+from gspo_env.report.episodes_page import PAGE, write_page
 from gspo_env.report.run import closing, opening
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
@@ -29,6 +30,9 @@ from gspo_env.training.watch import Problem
 from gspo_env.types import Group, Score
 
 logger = logging.getLogger(__name__)
+
+_PAGE_MB = 16
+"""Megabytes that the episodes may take in the page that a run writes at its end."""
 
 
 class Reporter:
@@ -130,7 +134,9 @@ class Reporter:
         curve = learning_curve(history, f"{env_id}, seed {self.config.seed}")
         path = folder / "learning_curve.png"
         self._checkpoints.attempt(path.name, lambda: curve.savefig(path))
-        for name in ("config.toml", path.name):
+        page = folder / PAGE
+        self._checkpoints.attempt(page.name, lambda: write_page(folder, page, most_mb=_PAGE_MB))
+        for name in ("config.toml", path.name, page.name):
             self._tracker.artifact(folder / name)
         self._tracker.artifact(folder / MODEL, MODEL)
 
