@@ -10,10 +10,10 @@ from typing import Any
 
 from gspo_env.config import Config, to_dict, to_toml, with_score
 from gspo_env.errors import OutputError
+from gspo_env.learner.tokens import TokenValues
 from gspo_env.model.check import Way
 from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
-from gspo_env.learner.tokens import TokenValues
 from gspo_env.report.curves import learning_curve
 from gspo_env.report.episodes_log import EpisodeLog
 from gspo_env.report.episodes_page import PAGE, write_page

@@ -92,7 +92,7 @@ class Learner:
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = self._oom_splits = 0
         self.tokens: dict[tuple[int, int], TokenValues] = {}
-        """What the last update computed for the tokens of the episodes that it was asked to keep."""
+        """The values of the tokens of the last update, for the episodes to keep."""
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +59,9 @@ def token_values(
             "clipped": output.clipped,
             "entropy": part.entropy_N,
         }
-        rows.append({name: v.detach()[index].double() for name, v in known.items() if v is not None})
+        rows.append(
+            {name: v.detach()[index].double() for name, v in known.items() if v is not None}
+        )
         owners.append(owner_N[chosen])
     found = {}
     for owner_N, values in zip(owners, read(rows) if rows else [], strict=True):
@@ -67,7 +70,7 @@ def token_values(
         # the trained tokens of a turn are in one sequence, so they are neighbours
         starts = np.flatnonzero((np.diff(owner_N) != 0) | (np.diff(turn_N) != 0)) + 1
         edges = [0, *starts.tolist(), len(owner_N)]
-        for a, b in zip(edges[:-1], edges[1:], strict=True):
+        for a, b in pairwise(edges):
             parts = {name: value[a:b] for name, value in arrays.items()}
             found[int(owner_N[a]), int(turn_N[a])] = TokenValues(**parts)
     return found

@@ -15,6 +15,7 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -222,10 +223,7 @@ class Episodes(Sequence[EpisodeRecord]):
         first = self._starts[start]
         rows = self.table.slice(first, self._starts[stop] - first).to_pylist()
         places = self._starts[start : stop + 1]
-        return [
-            _record(rows[a - first : b - first])
-            for a, b in zip(places[:-1], places[1:], strict=True)
-        ]
+        return [_record(rows[a - first : b - first]) for a, b in pairwise(places)]
 
     def to_pandas(self) -> Any:
         """Returns the table as a `pandas.DataFrame`, one row a turn."""

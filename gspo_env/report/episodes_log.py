@@ -94,9 +94,7 @@ class EpisodeLog:
             if file.step > step:
                 self._attempt(f"{FOLDER}/{file.path.name}", file.path.unlink)
 
-    def _write(
-        self, step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens
-    ) -> None:
+    def _write(self, step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens) -> None:
         if groups:
             name = f"{FOLDER}/{step:06d}-{phase}.parquet"
             self._attempt(name, lambda: self._save(self.run / name, step, phase, groups, tokens))
@@ -153,9 +151,11 @@ def surplus(files: Sequence[EpisodeFile], most: int) -> list[EpisodeFile]:
 def _token_text(tokenizer: Any, number: int) -> str:
     """Returns the text of a token; the tokenizer's own name of one that is a part of a letter."""
     text = str(tokenizer.decode([number]))
+    name = str(tokenizer.convert_ids_to_tokens(number) or text)
     if not text or "\ufffd" in text:
-        text = str(tokenizer.convert_ids_to_tokens(number) or text)
-    return text
+        return name
+    # SentencePiece drops the space before the first word of a text
+    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
 
 
 def to_table(step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens) -> Any:

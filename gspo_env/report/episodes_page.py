@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +93,7 @@ def read_part(file: EpisodeFile) -> Part | None:
     sums = np.concatenate([[0], np.cumsum(rows)])
     columns["tokens"] = np.diff(sums[starts]).tolist()
     edges = [*range(0, len(starts) - 1, _BLOCK), len(starts) - 1]
-    blocks = [
-        _block(table, starts[a : b + 1]) for a, b in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    blocks = [_block(table, starts[a : b + 1]) for a, b in pairwise(edges)]
     return Part(name=file.path.stem, columns=columns, blocks=tuple(blocks))
 
 

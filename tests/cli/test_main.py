@@ -64,7 +64,7 @@ def test_train_runs_to_its_end_and_says_both_figures(capsys, tmp_path, flags):
     assert "after" in said
     assert "mlflow ui" in said
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files >= {"config.toml", "learning_curve.png", "model", "episodes-0000.txt"}
+    assert files >= {"config.toml", "learning_curve.png", "model", "episodes", "view.html"}
 
 
 def test_a_custom_environment_in_one_file_of_at_most_30_lines_trains(capsys, root):

@@ -43,7 +43,7 @@ export function Tokens({ index, episode }: { index: Index; episode: Episode }) {
   const [wanted, setMeasure] = useState<Measure>(known[0]?.[0] ?? "engine_logprobs");
   const measure = known.some(([name]) => name === wanted) ? wanted : (known[0]?.[0] ?? "engine_logprobs");
   const [spot, setSpot] = useState<Spot | null>(null);
-  const [at, setAt] = useState<[number, number]>([0, 0]);
+  const [at, setAt] = useState<Record<string, string>>({});
   const most = useMemo(() => scale(turns, measure), [episode, measure]);
   const paths = useMemo(() => sequences(turns), [episode]);
   const box = useRef<HTMLDivElement>(null);
@@ -54,7 +54,8 @@ export function Tokens({ index, episode }: { index: Index; episode: Episode }) {
     if (!token) return setSpot(null);
     const [turn, place, sampled] = token.dataset.t!.split(",").map(Number);
     const bounds = token.getBoundingClientRect();
-    setAt([Math.max(8, Math.min(bounds.left, innerWidth - 300)), bounds.bottom + 6 > innerHeight - 190 ? bounds.top - 190 : bounds.bottom + 6]);
+    const side: Record<string, string> = bounds.top > innerHeight / 2 ? { bottom: `${innerHeight - bounds.top + 6}px` } : { top: `${bounds.bottom + 6}px` };
+    setAt({ left: `${Math.max(8, Math.min(bounds.left, innerWidth - 300))}px`, ...side });
     setSpot({ turn, place, sampled: sampled === 1 });
     box.current?.querySelector(".here")?.classList.remove("here");
     token.classList.add("here");
@@ -146,7 +147,7 @@ export function Tokens({ index, episode }: { index: Index; episode: Episode }) {
   );
 }
 
-function Tip({ index, turn, spot, at }: { index: Index; turn: Turn; spot: Spot; at: [number, number] }) {
+function Tip({ index, turn, spot, at }: { index: Index; turn: Turn; spot: Spot; at: Record<string, string> }) {
   const id = (spot.sampled ? turn.action_ids : turn.prompt_ids)[spot.place];
   const rows: [string, string][] = [["id", String(id)], ["turn", `${turn.turn + 1}, token ${spot.place + 1}`]];
   if (spot.sampled) {
@@ -159,7 +160,7 @@ function Tip({ index, turn, spot, at }: { index: Index; turn: Turn; spot: Spot; 
     rows.push(["weights", `of step ${turn.weights_version}`]);
   } else rows.push(["", "read, not sampled"]);
   return (
-    <div class="tip" role="status" style={{ left: `${at[0]}px`, top: `${at[1]}px` }}>
+    <div class="tip" role="status" style={at} key={JSON.stringify(at)}>
       <code>{JSON.stringify(index.tokens[id] ?? "")}</code>
       <dl>
         {rows.map(([name, value]) => (
