@@ -60,7 +60,7 @@ def write_step(folder: Path, step: int, text: str, group: int = 4) -> None:
     )
     table = to_table(step, "train", {0: Group(task=episodes[0].task, episodes=episodes)}, {})
     pq.write_table(table, folder / "episodes" / f"{step:06d}-train.parquet")
-    (folder / "episodes" / "tokens.json").write_text(json.dumps({n: text for n in range(5)}))
+    (folder / "episodes" / "tokens.json").write_text(json.dumps(dict.fromkeys(range(5), text)))
     with (folder / "metrics.jsonl").open("a") as file:
         line = {"step": step, "time": 0, "metrics": {f"rollout/{text}": 1.0, "rollout/return": 0.5}}
         file.write(json.dumps(line) + "\n")
@@ -191,8 +191,10 @@ def test_a_live_page_answers_nobody_who_does_not_know_its_address(tmp_path: Path
     st.lists(
         st.text(max_size=8)
         | st.sampled_from(
-            ["sk-" + "a1" * 9, "AKIA" + "A1" * 8, "Bearer abcdefg1", "https://me:pw@host"]
-            + ["ghp_" + "a" * 20, "?key=abc", "-----BEGIN PRIVATE KEY-----x", "basic ", "eyJ"]
+            [
+                *("sk-" + "a1" * 9, "AKIA" + "A1" * 8, "Bearer abcdefg1", "https://me:pw@host"),
+                *("ghp_" + "a" * 20, "?key=abc", "-----BEGIN PRIVATE KEY-----x", "basic ", "eyJ"),
+            ]
         )
     ).map(" ".join)
 )
