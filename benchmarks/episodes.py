@@ -3,10 +3,10 @@
     python benchmarks/episodes.py cost          share of the process CPU time of the default run
     python benchmarks/episodes.py page          a page of 10,000 episodes in a real Chromium
 
-`cost` trains with the default settings (some minutes; `--steps 7` for a tenth) and measures the process
-CPU time inside the log of episodes and the page. `page` needs `pip install 'gspo-env[browser]'` and a
-Chromium. It prints the time from the start of the navigation until the page is drawn, and the time
-from an input to the next frame for several filters.
+`cost` trains with the default settings (some minutes) and measures the process CPU time inside the
+log of episodes and the page. `page` needs `pip install 'gspo-env[browser]'` and a Chromium. It
+prints the time from the start of the navigation until the page is drawn, and the time from an input
+to the next frame for several filters.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ class TurnRecord:
     """Index of the turn; None in the only row of an episode without turns."""
     parent: int | None
     """The turn whose tokens this turn's prompt continues; None where a sequence begins."""
+    fork: str | None
+    """Why the turn adds a sequence: a value of `gspo_env.types.Fork`; None if it does not."""
     sequence: int | None
     """Index of the token sequence in which the turn is trained."""
     role: str
@@ -291,7 +293,11 @@ def read_file(path: Path) -> pa.Table | None:
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path, partitioning=None).select(schema().names).cast(schema())
+        table = pq.read_table(path, partitioning=None)
+        for column in schema():
+            if column.nullable and column.name not in table.column_names:  # of an older version
+                table = table.append_column(column, pa.nulls(table.num_rows, column.type))
+        return table.select(schema().names).cast(schema())
     except FileNotFoundError:
         return None
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:

@@ -257,6 +257,7 @@ def _turns(
             {
                 "turn": k,
                 "parent": parent,
+                "fork": turn.fork,
                 "sequence": sequences[k],
                 "role": "user" if info is None else info.observation_role,
                 "observation": clean(turn.observation),

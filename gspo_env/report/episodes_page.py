@@ -52,8 +52,8 @@ _TEXTS = ("phase", "env", "options", "task_key", "stop_reason")
 """The columns that the index has as numbers of distinct texts."""
 _OF_BLOCK = ("episode", "error", "final_observation")
 _OF_TURN = (
-    *("turn", "parent", "sequence", "role", "observation", "action", "tool_calls", "reward"),
-    *("reward_parts", "messages", "tools", "agent", "state_key", "weights_version"),
+    *("turn", "parent", "fork", "sequence", "role", "observation", "action", "tool_calls"),
+    *("reward", "reward_parts", "messages", "tools", "agent", "state_key", "weights_version"),
     *("generate_seconds", "step_seconds"),
 )
 _OF_TOKENS = (

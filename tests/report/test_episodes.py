@@ -176,6 +176,15 @@ def test_a_damaged_file_is_named_and_the_others_are_read(
     assert "000001-train.parquet is damaged" in caplog.text
 
 
+def test_a_column_that_an_older_version_did_not_write_is_empty(run: Path, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    (tmp_path / "episodes").mkdir()
+    old = pq.read_table(run / "episodes" / "000001-train.parquet").drop_columns(["fork"])
+    pq.write_table(old, tmp_path / "episodes" / "000001-train.parquet")
+    assert {t.fork for e in read_episodes(tmp_path) for t in e.turns} == {None}
+
+
 @pytest.mark.parametrize(("keep", "phases"), [("none", set()), ("eval", {"eval", "greedy"})])
 def test_the_setting_chooses_what_is_kept(tmp_path: Path, keep: str, phases: set[str]) -> None:
     config = small(tmp_path / "run", steps=1, episodes={"keep_episodes": keep})

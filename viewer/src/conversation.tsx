@@ -110,6 +110,13 @@ export function Reward({ value }: { value: number }) {
   return <span class={`reward ${kind}`}>reward {signed(value)}</span>;
 }
 
+const reasons: Record<string, string> = {
+  template: "The chat template renders earlier turns otherwise than they were sampled.",
+  edited: "The conversation was edited.",
+  compacted: "The conversation was replaced by a shorter one.",
+  new: "It is another conversation.",
+};
+
 function mean(values: (number | null)[]): number | null {
   const known = values.filter((value) => value !== null);
   return known.length ? known.reduce((a, b) => a + b, 0) / known.length : null;
@@ -126,6 +133,8 @@ export function Conversation({ index, episode }: { index: Index; episode: Episod
       {turns.map((turn, k) => {
         const advantage = mean(turn.values.advantages);
         const fresh = turn.parent === null && k > 0;
+        // messages that a user's or a tool's one ends are the whole conversation
+        const whole = turn.messages !== null && (k > 0 || ["user", "tool"].includes(turn.messages.at(-1)?.role ?? ""));
         const forked = turn.parent !== null && turn.parent !== k - 1;
         return (
           <article key={k} aria-label={`Turn ${k + 1}`}>
@@ -136,7 +145,7 @@ export function Conversation({ index, episode }: { index: Index; episode: Episod
               {turn.parts && Object.entries(turn.parts).map(([name, value]) => <span key={name} class="part">{name} {signed(value)}</span>)}
               <small>{turn.action_ids.length} tokens, {seconds(turn.generate_seconds)}; environment {seconds(turn.step_seconds)}</small>
             </div>
-            {(fresh || forked) && <p class="fork">{fresh ? "A new token sequence begins here." : `Continues turn ${turn.parent! + 1}: the sequence forks.`}</p>}
+            {(fresh || forked) && <p class="fork">{fresh ? "A new token sequence begins here." : `Continues turn ${turn.parent! + 1}: the sequence forks.`}{turn.fork && ` ${reasons[turn.fork] ?? turn.fork}`}</p>}
             {turn.messages && k > 0 ? (
               <Fold title={`the whole conversation, given anew (${turn.messages.length} messages)`} open={open}>
                 {turn.messages.map((message, i) => <Earlier key={i} message={message} open={open} />)}
@@ -149,7 +158,7 @@ export function Conversation({ index, episode }: { index: Index; episode: Episod
                 <pre>{JSON.stringify(turn.tools, null, 2)}</pre>
               </Fold>
             )}
-            {!(turn.messages && k > 0) && (
+            {!whole && (
               <Bubble role={turn.role}>
                 <Observation role={turn.role} text={turn.observation} open={open} />
               </Bubble>

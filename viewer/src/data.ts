@@ -17,6 +17,7 @@ export interface Message {
 export interface Turn {
   turn: number;
   parent: number | null;
+  fork: string | null;
   sequence: number;
   role: string;
   observation: string;
@@ -121,6 +122,7 @@ function unpack(block: any, row: number, place: number): Episode {
     turns.push({
       turn: block.turn[k],
       parent: block.parent[k],
+      fork: block.fork[k],
       sequence: block.sequence[k],
       role: block.role[k],
       observation: block.observation[k],
