@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.config import EpisodesConfig
-from gspo_env.env.tools import ToolCallError, parse_tool_calls
+from gspo_env.env.tools import Tool, ToolCallError, parse_tool_calls
 from gspo_env.learner.tokens import TokenValues
 from gspo_env.redaction import redact_text
 from gspo_env.report.episodes import (
@@ -28,6 +28,7 @@ from gspo_env.report.episodes import (
     schema,
 )
 from gspo_env.rollout.metrics import Evaluation
+from gspo_env.serving.calls import parse_message
 from gspo_env.types import Episode, Group, Message, Turn
 
 logger = logging.getLogger(__name__)
@@ -247,12 +248,13 @@ def _turns(
     messages: Iterable[Message] | None = [*told, *episode.prompt.messages]
     tools: Iterable[Any] | None = episode.prompt.tools
     sequences = _sequences(episode.parents)
+    callable_now: Sequence[Any] = tuple(tools)
     rows = []
     for k, (turn, parent) in enumerate(zip(turns, episode.parents, strict=True)):
         info = turns[k - 1].info if k else None
         if info is not None:
             messages, tools = info.messages, info.tools
-        calls = parse_tool_calls(turn.text) if "<tool_call>" in turn.text else []
+            callable_now = callable_now if tools is None else tuple(tools)
         rows.append(
             {
                 "turn": k,
@@ -262,7 +264,7 @@ def _turns(
                 "role": "user" if info is None else info.observation_role,
                 "observation": clean(turn.observation),
                 "action": clean(turn.text),
-                "tool_calls": clean.json(list(map(_call, calls))),
+                "tool_calls": clean.json(_calls(turn.text, callable_now)),
                 "reward": float(turn.reward),
                 "reward_parts": clean.json(dict(turn.info.reward_parts)),
                 "messages": clean.json([_message(message) for message in messages or ()]),
@@ -342,10 +344,20 @@ def _sequences(parents: Sequence[int | None]) -> list[int]:
     return found
 
 
-def _call(call: Any) -> dict[str, Any]:
-    if isinstance(call, ToolCallError):
-        return {"error": call.message}
-    return {"name": call.name, "arguments": call.arguments}
+def _calls(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the tool calls of an action, of any family of models, and what is malformed."""
+    if not tools and "<tool_call>" not in text:
+        return []
+    message, malformed = parse_message(text, [tool for tool in tools if isinstance(tool, Tool)])
+    if malformed and "<tool_call>" in text:  # says what is wrong, in order
+        return [
+            {"error": call.message}
+            if isinstance(call, ToolCallError)
+            else {"name": call.name, "arguments": call.arguments}
+            for call in parse_tool_calls(text)
+        ]
+    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    return [*calls, *({"error": "the tool call is malformed."} for _ in range(malformed))]
 
 
 def _message(message: Message) -> dict[str, Any]:

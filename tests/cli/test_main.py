@@ -159,7 +159,10 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
         (["--env", "gspo/Additive-v0", "--score", "sum"], "gspo/Additive-v0 gives no outcome"),
         (["--env-kwargs", "hops=four"], "hops is 'four', expected a whole number"),
         (["--env-kwargs", "hops=[3,"], "is no JSON value"),
-        (["--help", "los"], "there is no section 'los'; expected one of: checkpoints, episodes, rollout"),
+        (
+            ["--help", "los"],
+            "there is no section 'los'; expected one of: checkpoints, episodes, rollout",
+        ),
         (["--advantage", "group_gea"], "expected one of: group_gae"),
         (["--num-generations", "4"], "here it is --rollout.group-size"),
         (["--beta=0.1"], "here it is --loss.kl-coef"),

@@ -21,6 +21,8 @@ export function pieces(action: string, calls: Call[]): Piece[] {
     at = match.index + match[0].length;
   }
   if (at < action.length) found.push({ kind: "text", text: action.slice(at) });
+  // calls in the format of another family of models stay in the text
+  for (const call of calls.slice(number)) found.push({ kind: "call", text: "", call });
   return found.filter((piece) => piece.kind !== "text" || piece.text.trim());
 }
 
