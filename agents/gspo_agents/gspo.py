@@ -143,7 +143,7 @@ class GSPOAgent:
             Progress() as progress,
             start(config.tracker, info) as tracker,
         ):
-            report = Reporter(config, progress, tracker, checkpoints)
+            report = Reporter(config, progress, tracker, checkpoints, self.tokenizer)
             report.begin(self.model, self.env_id, problems)
             self.warm_up(progress)
             if resumed is None and not self._source:

@@ -127,9 +127,9 @@ def bounds(looks: tuple[int, ...], alpha: float, seed: int = 0) -> tuple[float, 
     alive, found = np.ones(t_LP.shape[1], bool), []
     for row, count in zip(t_LP, looks, strict=True):
         spent = round(alpha * count / looks[-1] * len(alive))
-        new = spent - int((~alive).sum())
+        most = spent - int((~alive).sum())
         values = np.sort(row[alive])
-        found.append(float(values[-new - 1]) if new > 0 else math.inf)
+        found.append(float(values[-most - 1]) if most > 0 else math.inf)
         alive &= row <= found[-1]
     return tuple(found)
 

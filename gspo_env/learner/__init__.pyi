@@ -17,3 +17,4 @@ from .objectives import importance_weights as importance_weights
 from .objectives import packed_policy_loss as packed_policy_loss
 from .objectives import policy_loss as policy_loss
 from .settings import LearnerConfig as LearnerConfig
+from .tokens import TokenValues as TokenValues
