@@ -248,7 +248,7 @@ def _turns(
     messages: Iterable[Message] | None = [*told, *episode.prompt.messages]
     tools: Iterable[Any] | None = episode.prompt.tools
     sequences = _sequences(episode.parents)
-    callable_now: Sequence[Any] = tuple(tools)
+    callable_now: Sequence[Any] = tuple(episode.prompt.tools)
     rows = []
     for k, (turn, parent) in enumerate(zip(turns, episode.parents, strict=True)):
         info = turns[k - 1].info if k else None
