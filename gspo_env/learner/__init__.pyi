@@ -3,6 +3,7 @@ from .log import PassStats as PassStats
 from .log import UpdateStats as UpdateStats
 from .loss import GRPO as GRPO
 from .loss import GSPO as GSPO
+from .loss import AdaptiveClip as AdaptiveClip
 from .loss import ClippedLoss as ClippedLoss
 from .loss import ClipSettings as ClipSettings
 from .loss import DrGRPO as DrGRPO
