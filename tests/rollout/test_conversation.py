@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from gspo_env.engines.base import Transformers
+from gspo_env.engines.unbatched import UnbatchedEngine
 from gspo_env.rollout.conversation import Transcript, tokenize
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.transcript import ChatTokenizer
@@ -80,6 +81,30 @@ def test_the_engine_and_the_trainer_agree_on_every_token_however_a_conversation_
     assert {t.fork for e in episodes for t in e.turns} >= {"edited", "compacted", "new"}
     wrong = [forks.in_wrong_context(episode) for episode in episodes]
     assert forks.differences(model, wrong).max() > 1e-2
+
+
+def test_the_engine_that_runs_one_sequence_a_pass_reads_the_same_contexts(forks):
+    chat = forks.make_chat("thinking")
+    model = forks.make_model(chat)
+    engine = UnbatchedEngine(model, max_slots=8, max_context=300)
+    episodes = forks.play(engine, chat, 4, seed=7)
+    assert forks.differences(copy.deepcopy(model), episodes).max() < 1e-4
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("template", ["appends", "thinking"])
+def test_vllm_and_the_trainer_agree_on_every_token_however_a_conversation_is_cut(forks, template):
+    from gspo_env.engines.vllm import VLLM
+
+    chat = forks.make_chat(template)
+    model = forks.make_model(chat)
+    engine = VLLM(dtype="float32").start(model, max_slots=16, max_context=300)
+    try:
+        episodes = forks.play(engine, chat, 15, seed=3)
+    finally:
+        engine.close()
+    assert forks.differences(model, episodes).max() < 1e-4
+    assert any(turn.info.stop for episode in episodes for turn in episode.turns)
 
 
 def test_a_turn_under_a_wrong_parent_fails_the_comparison(forks):
@@ -248,6 +273,21 @@ def test_a_call_that_comes_back_as_a_field_is_the_sampled_action(forks):
     edited = ToolCall(name="look", arguments={"key": "three"})
     assert saying.recognise(assistant("then", tool_calls=(edited,))) is None
     assert saying.recognise(assistant("the", tool_calls=(call,))) is None
+
+
+def test_sampled_calls_keep_their_form_where_the_template_has_none(forks):
+    chat = forks.make_chat("appends")
+    transcript = Transcript(chat, Prompt())
+    ask(transcript, user("amber"))
+    text = '<tool_call>{"name":"look","arguments":{"key":  "two"}}</tool_call>'
+    transcript.write(said(chat, text))
+    call = ToolCall(name="look", arguments={"key": "two"})
+    tool = Message(role="tool", content="river")
+    assert ask(transcript, user("amber"), assistant("", tool_calls=(call,)), tool).parent == 0
+    other = ToolCall(name="look", arguments={"key": "three"})
+    edited = ask(transcript, user("amber"), assistant("", tool_calls=(other,)), tool)
+    assert edited.parent is None
+    assert '"three"' in chat.decode_all(edited.ids)
 
 
 @pytest.mark.parametrize("history", ["template", "keep"])
