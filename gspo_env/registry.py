@@ -40,6 +40,7 @@ BUILTIN: dict[str, dict[str, str]] = {
         "dr_grpo": "gspo_env.learner.loss:DrGRPO",
     },
     "recipe": {
+        "imitate": "gspo_env.recipes.imitate:Imitate",
         "none": "gspo_env.recipes.base:Recipe",
         "tiny": "gspo_env.recipes.tiny:Tiny",
     },

@@ -17,7 +17,7 @@ import torch
 
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
-from gspo_agents.start import make_learner, make_start, take_score, with_adapter
+from gspo_agents.start import make_learner, make_start, read_talks, take_score, with_adapter
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
@@ -74,13 +74,14 @@ class GSPOAgent:
         try_out(self.env_id, self._env, self.config.rollout.max_retries)
         self.config = take_score(self.config, self._env, self.env_id)
         self._demonstrations: list[Episode] = []
-        self._untrained = False
+        self._untrained = self._imitates = False
         dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
         elif model or self.config.model:
             self.model, self.tokenizer = load_model(model or self.config.model, dtype)
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
+            self._imitates = bool(getattr(self.config.recipe, "conversations", ""))
         else:
             made = make_start(self.config, self._env, self.env_id)
             self.model, self.tokenizer = made.model, made.tokenizer
@@ -117,6 +118,8 @@ class GSPOAgent:
         config, resumed = self.config, self._resumed
         check_trackers(config.tracker)
         problems = []
+        if self._imitates:  # the run begins with the model that has imitated
+            self._demonstrations, self._source = read_talks(config, self.chat, self.env_id), ""
         if resumed is None:
             untrained = self._untrained
             problems = at_start(config, self._env, self.env_id, self.chat, untrained=untrained)
@@ -195,16 +198,16 @@ class GSPOAgent:
         """Whether this is the agent of a resumed run that has nothing left to do."""
         return self._resumed is not None and self._resumed.finished
 
-    def evaluate(self, tasks: int = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
+    def evaluate(self, tasks: Any = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
         """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
 
         Args:
-            tasks: 0 takes the config's number.
+            tasks: 0 takes the config's number; or the tasks themselves.
             samples: Episodes of each task.
             seed: Seed of the sampling; the config's by default.
         """
         draw = self.config.seed if seed is None else seed
-        played = self.split(tasks).tasks
+        played = self.split(tasks).tasks if isinstance(tasks, int) else tasks
         with self._collector() as collector:
             return self._calls.run(collector.collect(played, seed=draw, group_size=samples))
 

@@ -291,7 +291,9 @@ def test_the_version_and_the_module(capsys):
 
 
 def test_an_unknown_command_lists_the_known_ones(capsys):
-    assert "train, evaluate, compare, sync, envs, doctor" in refused(capsys, "trein")
+    assert "train, evaluate, compare, serve, capture, sync, envs, doctor" in refused(
+        capsys, "trein"
+    )
 
 
 def test_the_installed_command_starts_without_torch(tmp_path):
