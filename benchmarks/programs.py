@@ -179,13 +179,13 @@ def lookup(folder: Path, **kwargs: Any) -> dict[str, Any]:
     return {"data": str(data), "rewards": rewards, "success": 1.0, "max_turns": 8, **kwargs}
 
 
-def imitating(folder: Path, count: int, slips: float = 0.1) -> tuple[Any, Any]:
+def imitating(folder: Path, count: int, steps: int, slips: float = 0.1) -> tuple[Any, Any]:
     """Builds the tiny model and lets it imitate captured conversations of the plain agent.
 
     A scripted policy plays them: a word is wrong with probability `slips`, and half of the episodes
     answer one hop early.
     """
-    config, native = Tiny(demonstrations=count), "gspo/Lookup-v0"
+    config, native = Tiny(demonstrations=count, imitation_steps=steps), "gspo/Lookup-v0"
     model, tokenizer, _ = build(make_env(native), native, config, 0)
     env = make_env(ENV, **lookup(folder, **FORMS["openai"]))
     episodes = []
@@ -239,7 +239,7 @@ def train(
 def faults(options: argparse.Namespace) -> None:
     """Trains while one program in five fails, and compares the counts of both sides."""
     with tempfile.TemporaryDirectory() as name:
-        start = imitating(Path(name), options.captured)
+        start = imitating(Path(name), options.captured, options.imitation_steps)
         kwargs = lookup(Path(name), program=unreliable, silence=SILENCE)
         agent, history = train(start, ENV, kwargs, 0, options)
     agent.close()
@@ -261,7 +261,7 @@ def forms(options: argparse.Namespace) -> None:
     """Trains each form of the agent and the native environment from one start."""
     results: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        start = imitating(Path(name), options.captured)
+        start = imitating(Path(name), options.captured, options.imitation_steps)
         arms = {form: lookup(Path(name), **program) for form, program in FORMS.items()}
         for arm in ("native", *arms):
             for seed in range(options.seeds):
@@ -294,6 +294,7 @@ def main() -> None:
     parser.add_argument("--eval-tasks", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--captured", type=int, default=4000, help="conversations to imitate")
+    parser.add_argument("--imitation-steps", type=int, default=450)
     options = parser.parse_args()
     logging.getLogger("gspo_env").setLevel(logging.CRITICAL)
     {"load": load, "faults": faults, "forms": forms}[options.what](options)
