@@ -128,7 +128,8 @@ def load(options: argparse.Namespace) -> None:
 COUNTS: Counter[str] = Counter()
 """What the unreliable programs did."""
 _LOCK = threading.Lock()
-SILENCE = 3.0
+SILENCE = 20.0
+"""Seconds; a busy machine must not make a program silent that does not hang."""
 
 
 def unreliable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
