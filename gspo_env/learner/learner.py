@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from gspo_env.batch.packing import by_episode, microbatches, pack
 from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, TrainingError
+from gspo_env.learner import state
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
@@ -69,19 +70,19 @@ class Learner:
             )
         self.loss, self.config = loss, config
         check = check_model(model)
-        self._share = check.way is Way.SHARED
-        how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
+        self._sharing, self._packed = check.way is Way.SHARED, check.way is not Way.ALONE
+        how = {"packed": self._packed, "padded": check.padded}
         # Accelerate would move the model to Apple's GPU, on which nothing here was tested
         self.accelerator = Accelerator(cpu=torch.backends.mps.is_available(), mixed_precision="no")
         if self.accelerator.num_processes > 1:
             raise ConfigError(
-                f"{self.accelerator.num_processes} processes were launched; expected 1, since "
-                "episodes are not yet shared out among processes"
+                f"{self.accelerator.num_processes} processes were launched, and this one has not "
+                "joined them; expected `gspo-env train`, or one process"
             )
-        reference = copy.deepcopy(model) if loss.needs_reference and not _adapted(model) else None
+        reference = self._copied(model) if loss.needs_reference and not _adapted(model) else None
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = self.accelerator.prepare(model)
+        self.model = self._placed(model)
         self.masters = Masters(self.policy)
         optimizer = make_optimizer(config, list(self.masters.tensors.values()))
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
@@ -95,6 +96,14 @@ class Learner:
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False)
             self._reference = Scorer(reference, reference, temperature, **how)
+
+    def _copied(self, model: Any) -> Any:
+        """Returns a frozen model of its own with the weights of the start."""
+        return copy.deepcopy(model)
+
+    def _placed(self, model: Any) -> Any:
+        """Returns the model as it trains."""
+        return self.accelerator.prepare(model)
 
     @property
     def policy(self) -> Any:
@@ -116,17 +125,22 @@ class Learner:
             TrainingError: `max_skipped_steps` steps in a row were skipped, or a sequence alone does
                 not fit into memory.
         """
-        started, self._oom_splits = time.perf_counter(), 0
+        started = time.perf_counter()
+        return self._take_steps(self.prepare(samples, seed), started).metrics()
+
+    def _take_steps(self, prepared: Sequence[Minibatch], started: float) -> UpdateStats:
+        """Takes one optimiser step for each minibatch of an update that started at a time."""
+        self._oom_splits = 0
         passes: list[PassStats] = []
         grad_norms = []
-        minibatches = self.score(self.prepare(samples, seed))
+        minibatches = self.score(prepared)
         for minibatch in minibatches:
             results = self.backward(minibatch)
             norm = self.step()
             if math.isfinite(norm):
                 passes += results
                 grad_norms.append(norm)
-        stats = UpdateStats(
+        return UpdateStats(
             passes=tuple(passes),
             grad_norms=tuple(grad_norms),
             skipped_steps=len(minibatches) - len(grad_norms),
@@ -136,7 +150,6 @@ class Learner:
             seconds=time.perf_counter() - started,
             clip_range=self.loss.clip_range,
         )
-        return stats.metrics()
 
     def prepare(self, samples: Sequence[Sample], seed: int = 0) -> list[Minibatch]:
         """Splits samples into minibatches of packed rows; those without a model token are left out.
@@ -145,6 +158,11 @@ class Learner:
             BatchError: No sample has a model token, or log-probabilities of the engine are needed
                 and not known.
         """
+        parts = self.split(samples, seed)
+        return [self._minibatch(part, n == 0) for n, part in enumerate(parts)]
+
+    def split(self, samples: Sequence[Sample], seed: int = 0) -> list[list[Sample]]:
+        """Splits samples into those of each optimiser step; see `prepare`."""
         samples = _with_model_tokens(samples)
         if self.loss.needs_engine_logprobs and any(s.engine_logprobs is None for s in samples):
             raise BatchError(
@@ -157,21 +175,21 @@ class Learner:
         if count > 1:
             generator = np.random.default_rng(seed)
             parts = split_minibatches([e[0].token_ids for e in episodes], count, generator)
-        chosen = [[sample for i in part for sample in episodes[i]] for part in parts]
-        return [self._minibatch(part, n == 0) for n, part in enumerate(chosen)]
+        return [[sample for i in part for sample in episodes[i]] for part in parts]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
-        rows = microbatches(samples, self.config.microbatch_tokens, share=self._share)
+        rows = microbatches(samples, self.config.microbatch_tokens, share=self._sharing)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,
             episodes=len(by_episode(samples)),
             tokens=sum(int(s.mask.sum()) for s in samples),
+            sequences=len(samples),
         )
 
     def pack(self, samples: Sequence[Sample]) -> PackedBatch:
         """Packs samples into one row on the learner's device."""
-        return pack(samples, self.accelerator.device, share=self._share)
+        return pack(samples, self.accelerator.device, share=self._sharing)
 
     def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Adds the log-probabilities of pi_old and of the reference; call it before the first step.
@@ -198,7 +216,7 @@ class Learner:
         loss, trainer_N, reference_N = self.loss, None, None
         policy_is_reference = loss.needs_reference and self._policy_is_reference
         if not minibatch.first and (loss.old_logprobs == "trainer" or policy_is_reference):
-            trainer_N = self.logprobs(microbatch.row)
+            trainer_N = self._logprobs(microbatch.row)
         if policy_is_reference:
             reference_N = trainer_N
         elif loss.needs_reference:
@@ -207,6 +225,9 @@ class Learner:
 
     def logprobs(self, row: PackedBatch) -> Tensor:
         """Computes the log-probabilities of the model tokens without gradient, (N,)."""
+        return self._logprobs(row)
+
+    def _logprobs(self, row: PackedBatch) -> Tensor:
         with torch.no_grad():
             return self.scorer(row)[0].logprobs_N
 
@@ -214,7 +235,7 @@ class Learner:
         """Computes the log-probabilities of the model tokens by the initial model, (N,)."""
         if self._reference is None:
             with self.policy.disable_adapter():
-                return self.logprobs(row)
+                return self._logprobs(row)
         with torch.no_grad():
             return self._reference(row)[0].logprobs_N
 
@@ -237,20 +258,22 @@ class Learner:
 
     def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
         """Scores the rows that share an episode, before the gradient of any of them."""
-        found = {}
-        # before the first step, the policy is pi_old, so every ratio is 1 and needs no pass
-        alike = minibatch.first and isinstance(self.loss, ClippedLoss)
-        alike = alike and not self.loss.needs_engine_logprobs
+        found, alike = {}, self._all_ratios_one(minibatch)
         for n in spread_rows([m.row for m in minibatch.microbatches]):
             microbatch = minibatch.microbatches[n]
             row = microbatch.row
             with watch(n):
-                policy_N = torch.zeros_like(row.advantages_N) if alike else self.logprobs(row)
+                policy_N = torch.zeros_like(row.advantages_N) if alike else self._logprobs(row)
             if minibatch.first:
                 microbatch = replace(microbatch, trainer_logprobs_N=policy_N)
             inputs = self._loss_input(microbatch, minibatch, policy_N)
             found[n] = Scored(row=microbatch.row, inputs=inputs)
         return found
+
+    def _all_ratios_one(self, minibatch: Minibatch) -> bool:
+        """Returns whether the policy is pi_old, so that the ratios need no pass."""
+        known = isinstance(self.loss, ClippedLoss) and not self.loss.needs_engine_logprobs
+        return known and minibatch.first
 
     def _backward(
         self, microbatch: Microbatch, minibatch: Minibatch, others: Sequence[Scored] = ()
@@ -320,7 +343,7 @@ class Learner:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
         limit = self.config.max_grad_norm or math.inf
-        norm = float(self.accelerator.clip_grad_norm_(self.masters.tensors.values(), limit))
+        norm = self._clip(limit)
         if math.isfinite(norm):
             self.optimizer.step()
             self.masters.write()
@@ -330,8 +353,16 @@ class Learner:
         self.optimizer.zero_grad()
         losses, self._losses = self._losses, []
         if not math.isfinite(norm):
-            self._report_skip(norm, float(sum(losses)))
+            self._report_skip(norm, self._total(losses))
         return norm
+
+    def _clip(self, limit: float) -> float:
+        """Clips the gradient; returns its norm before."""
+        return float(self.accelerator.clip_grad_norm_(self.masters.tensors.values(), limit))
+
+    def _total(self, losses: Sequence[Tensor]) -> float:
+        """Returns the loss of a minibatch."""
+        return float(sum(losses))
 
     def _report_skip(self, norm: float, loss: float) -> None:
         """Logs a skipped step and counts it, unless a lower loss scale may prevent the next."""
@@ -347,6 +378,18 @@ class Learner:
                 f"the last {self._skipped_in_a_row} optimiser steps were skipped: in the last one, "
                 f"{seen}; expected finite numbers, lower learning_rate or correct the loss"
             )
+
+    def state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+        """Returns all that the next step depends on: what JSON can hold, and tensors."""
+        return state.numbers(self), state.tensors(self)
+
+    def restore(self, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]) -> None:
+        """Takes over the `state` of a learner of the same model, loss and settings.
+
+        Raises:
+            TrainingError: A tensor is missing, unknown or of another shape.
+        """
+        state.restore(self, named, saved)
 
     def imitate(self, samples: Sequence[Sample]) -> float:
         """Takes one step of maximum likelihood on the model tokens; returns the mean loss.

@@ -25,7 +25,10 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Minibatch:
-    """The samples of one optimiser step, in packed rows."""
+    """The samples of one optimiser step, in packed rows.
+
+    The numbers count those of all ranks; the rows are those of this one.
+    """
 
     microbatches: tuple[Microbatch, ...]
     first: bool
@@ -33,8 +36,4 @@ class Minibatch:
     episodes: int
     tokens: int
     """Model tokens."""
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences."""
-        return sum(len(m.row.lengths_B) for m in self.microbatches)
+    sequences: int
