@@ -105,11 +105,6 @@ class Ranks:
         return float(total)
 
 
-def launched() -> bool:
-    """Returns whether torchrun, or a program like it, started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
-
-
 @contextmanager
 def join() -> Iterator[Ranks]:
     """Joins the other ranks that were launched; rank 0 tells them to end when it leaves.
@@ -120,7 +115,7 @@ def join() -> Iterator[Ranks]:
     Raises:
         ConfigError: torchrun did not start this process, or a rank has no GPU of its own.
     """
-    if not launched():
+    if "RANK" not in os.environ:
         raise ConfigError("this process is no rank; expected one that torchrun started")
     rank, size, local = (int(os.environ[name]) for name in _VARIABLES[:3])
     cuda = torch.cuda.is_available()

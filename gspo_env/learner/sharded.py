@@ -21,7 +21,7 @@ from gspo_env.learner.minibatch import Microbatch, Minibatch
 from gspo_env.learner.ranks import Ranks
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.shards import full_tensor, reshard
-from gspo_env.learner.spread import Scored
+from gspo_env.learner.spread import Scored, spread_rows
 
 T = TypeVar("T")
 
@@ -129,25 +129,31 @@ class ShardedLearner(Learner):
         return found
 
     def _missing(self, count: int) -> range:
-        """Returns one number for each pass that another rank has beyond `count`."""
+        """Returns one number for each pass that another rank has beyond `count`.
+
+        Call it before the passes, which wait for each other.
+        """
         return range(self.ranks.most(count) - count)
 
     def _score_rows(self, minibatch: Minibatch) -> Minibatch:
+        missing = self._missing(len(minibatch.microbatches))
         scored = super()._score_rows(minibatch)
-        for _ in self._missing(len(minibatch.microbatches)):
+        for _ in missing:
             self._scored(self._idle, minibatch)
         return scored
 
     def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
+        rows = spread_rows([m.row for m in minibatch.microbatches])
+        missing = self._missing(0 if self._all_ratios_one(minibatch) else len(rows))
         found = super()._spread(minibatch)
-        if not self._all_ratios_one(minibatch):
-            for _ in self._missing(len(found)):
-                self._logprobs(self._idle.row)
+        for _ in missing:
+            self._logprobs(self._idle.row)
         return found
 
     def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:
+        missing = self._missing(len(minibatch.microbatches))
         passes = super()._backward_rows(minibatch)
-        for _ in self._missing(len(minibatch.microbatches)):
+        for _ in missing:
             predictions, _ = self.scorer(self._idle.row)
             super()._add_gradient(predictions.logprobs_N.sum() * 0)
             self._losses.pop()
