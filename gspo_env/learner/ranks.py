@@ -121,7 +121,7 @@ def join() -> Iterator[Ranks]:
     cuda = torch.cuda.is_available()
     if cuda and local >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank {local} has no GPU: this machine has {torch.cuda.device_count()}; expected "
+            f"local rank {local} has no GPU: the machine has {torch.cuda.device_count()}; expected "
             "at most as many processes"
         )
     device = torch.device("cuda", local) if cuda else torch.device("cpu")

@@ -8,6 +8,7 @@ train. The launcher passes SIGINT and SIGTERM on to rank 0, which ends the run a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -119,6 +120,7 @@ def as_rank(lead: Callable[[Ranks], None]) -> None:
     if rank:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the run ends
+        logging.getLogger("gspo_env").setLevel(logging.ERROR)  # rank 0 warns of the same
     from gspo_env.learner.controller import serve
     from gspo_env.learner.ranks import join
 
