@@ -183,7 +183,8 @@ def main() -> None:
         )
         for n in range(2)
     ]
-    if any([process.wait() for process in processes]):
+    codes = [process.wait() for process in processes]
+    if any(codes):
         sys.exit("a rank failed")
     if asked.learn:
         learn(asked.learn)

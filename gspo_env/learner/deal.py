@@ -50,7 +50,7 @@ def pack_shares(shares: Sequence[Share]) -> tuple[dict[str, Any], dict[str, Tens
     """Returns the shares of one rank as JSON and tensors."""
     samples = [sample for share in shares for sample in share.samples]
     known = [s.engine_logprobs for s in samples if s.engine_logprobs is not None]
-    arrays = {
+    arrays: dict[str, list[Any]] = {
         "token_ids": [s.token_ids for s in samples],
         "turn_ids": [s.turn_ids for s in samples],
         "advantages": [s.advantages for s in samples],

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import get_scheduler
 
 from gspo_env.batch.packing import by_episode, microbatches, pack
-from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, TrainingError
 from gspo_env.learner import state
@@ -25,11 +23,12 @@ from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
 from gspo_env.learner.memory import in_memory, watch
-from gspo_env.learner.minibatch import Microbatch, Minibatch
+from gspo_env.learner.minibatch import Microbatch, Minibatch, split, with_model_tokens
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.spread import Scored, check_output, complete, own_part, spread_rows
 from gspo_env.model.check import Way, check_model
+from gspo_env.model.merge import adapter_is_zero, is_adapted
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class Learner:
                 f"{self.accelerator.num_processes} processes were launched, and this one has not "
                 "joined them; expected `gspo-env train`, or one process"
             )
-        reference = self._copied(model) if loss.needs_reference and not _adapted(model) else None
+        reference = self._copied(model) if loss.needs_reference and not is_adapted(model) else None
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = self._placed(model)
@@ -91,7 +90,7 @@ class Learner:
         self.scorer = Scorer(self.model, self.policy, temperature, **how)
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = self._oom_splits = 0
-        self._policy_is_reference = _adapter_is_zero(self.policy)
+        self._policy_is_reference = adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False)
@@ -163,19 +162,7 @@ class Learner:
 
     def split(self, samples: Sequence[Sample], seed: int = 0) -> list[list[Sample]]:
         """Splits samples into those of each optimiser step; see `prepare`."""
-        samples = _with_model_tokens(samples)
-        if self.loss.needs_engine_logprobs and any(s.engine_logprobs is None for s in samples):
-            raise BatchError(
-                "the engine's log-probabilities of some samples are not known; expected them where "
-                "they are pi_old or a mismatch is corrected"
-            )
-        episodes = by_episode(samples)
-        parts = [list(range(len(episodes)))]
-        count = min(self.config.minibatches, len(episodes))
-        if count > 1:
-            generator = np.random.default_rng(seed)
-            parts = split_minibatches([e[0].token_ids for e in episodes], count, generator)
-        return [[sample for i in part for sample in episodes[i]] for part in parts]
+        return split(samples, self.config.minibatches, seed, engine=self.loss.needs_engine_logprobs)
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
         rows = microbatches(samples, self.config.microbatch_tokens, share=self._sharing)
@@ -398,7 +385,7 @@ class Learner:
             BatchError: No sample has a model token.
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
-        minibatch = self._minibatch(_with_model_tokens(samples), first=True)
+        minibatch = self._minibatch(with_model_tokens(samples), first=True)
         self._in_memory(minibatch, self._imitate_rows)
         loss = sum(self._losses)
         self.step()
@@ -409,25 +396,3 @@ class Learner:
             with watch(n):
                 logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
                 self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
-
-
-def _with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
-    """Leaves out samples without a model token.
-
-    Raises:
-        BatchError: None is left.
-    """
-    kept = [s for s in samples if s.mask.any()]
-    if not kept:
-        raise BatchError("no sample has a model token; expected at least one")
-    return kept
-
-
-def _adapted(model: Any) -> bool:
-    return hasattr(model, "disable_adapter")
-
-
-def _adapter_is_zero(model: Any) -> bool:
-    """Returns whether a model equals its base: no adapter, or one that adds nothing yet."""
-    up = [p for name, p in model.named_parameters() if "lora_B" in name]
-    return not _adapted(model) or (bool(up) and not any(bool(p.any()) for p in up))

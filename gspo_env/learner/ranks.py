@@ -61,8 +61,8 @@ class Ranks:
             return _broadcast_json(None, self.commands)
         except RuntimeError as error:
             raise TrainingError(
-                f"rank {self.rank} waited for rank 0, which has ended or said nothing for "
-                f"{BATCH_TIMEOUT}: {_first_line(error)}"
+                f"rank {self.rank} waited for rank 0, which has ended, or said nothing for "
+                f"{BATCH_TIMEOUT.total_seconds() / 3600:g} hours"
             ) from error
 
     def send(self, to: int, header: Header, tensors: Mapping[str, Tensor]) -> None:
@@ -71,7 +71,7 @@ class Ranks:
         plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         data = torch.frombuffer(bytearray(save({_JSON: text, **plain})), dtype=torch.uint8)
         dist.send(torch.tensor([len(data)]), to)
-        for part in data.split(_CHUNK):
+        for part in torch.split(data, _CHUNK):
             dist.send(part, to)
 
     def receive(self, source: int) -> tuple[Header, dict[str, Tensor]]:
@@ -79,7 +79,7 @@ class Ranks:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source)
         data = torch.empty(int(size), dtype=torch.uint8)
-        for part in data.split(_CHUNK):
+        for part in torch.split(data, _CHUNK):
             dist.recv(part, source)
         tensors = load(data.numpy().tobytes())
         header: Header = json.loads(tensors.pop(_JSON).numpy().tobytes())
@@ -152,7 +152,3 @@ def _broadcast_json(value: Header | None, group: Any) -> Header:
     dist.broadcast(data, 0, group=group)
     found: Header = json.loads(data.numpy().tobytes())
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -69,7 +69,8 @@ class Blueprint:
         tree = json.loads(self.config)
         with torch.device("meta"):
             config = AutoConfig.for_model(**tree)
-            model: Any = AutoModelForCausalLM.from_config(config)
+            make: Any = AutoModelForCausalLM
+            model = make.from_config(config)
             model.tie_weights()
             if type(model).__name__ == self.kind and learner.lora_rank:
                 targets = learner.lora_targets
