@@ -1,6 +1,6 @@
 """Compares two ranks of FSDP2 with one process: gradients, cost, and what a short run learns.
 
-    python benchmarks/ranks.py                # gradients and cost, about a minute on an idle machine
+    python benchmarks/ranks.py                # gradients and cost, about a minute
     python benchmarks/ranks.py --learn 20     # also a run of 20 steps with each; some minutes
 
 Both ranks are processes of this machine, on a CPU by gloo. With a core for each rank, two ranks

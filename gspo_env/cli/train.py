@@ -41,7 +41,7 @@ class Train(Run):
 
         if launched():
             as_rank(self._train)
-        elif self.processes == 1:
+        elif self.processes == 1 and not self.max_restarts:
             self._train()
         elif sys.argv[1:2] != ["train"]:
             raise ConfigError("processes needs the command line; expected `gspo-env train`")

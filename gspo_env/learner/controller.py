@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gspo_env.batch.packing import pack
 from gspo_env.batch.sample import PackedBatch, Sample
-from gspo_env.errors import BatchError, ConfigError, ModelError
+from gspo_env.errors import GspoEnvError, ModelError
 from gspo_env.learner import state
 from gspo_env.learner.deal import Share, deal, pack_shares, unpack_shares
 from gspo_env.learner.log import PassNumbers, UpdateStats, numbers_of
 from gspo_env.learner.loss import Loss
-from gspo_env.learner.ranks import Ranks
+from gspo_env.learner.ranks import OneRankFailed, Ranks
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.sharded import ShardedLearner
 from gspo_env.learner.shards import Blueprint, full_tensor, gather_weights, reshard, shard
@@ -186,27 +186,41 @@ def serve(ranks: Ranks, plan_of: Callable[[str], Plan]) -> None:
         plan_of: Makes the plan from the run's config in TOML.
 
     Raises:
-        TrainingError: Rank 0 has ended without saying so.
+        OneRankFailed: Rank 0 has ended without saying so, or a row does not fit into memory.
     """
     member: _Member | None = None
     while (told := ranks.listen())["command"] != "end":
-        command = told["command"]
-        if command == "learner":
-            blueprint = Blueprint(**told["blueprint"])
-            member = _Member(ranks, blueprint, plan_of(told["config"]), None)
-            member.learner.probe()
-        elif member is None:
-            raise ConfigError(f"rank 0 said {command!r} before it named a model")
-        elif command == "update":
-            stats = member.update(unpack_shares(*ranks.receive(0)))
-            ranks.send(0, *pack_numbers(numbers_of(stats.passes, stats.clip_range)))
-        elif command == "state":
-            member.gathered()
-        elif command == "restore":
-            state.restore(member.learner, _told_tensors(ranks, member), told["numbers"])
-            gather_weights(member.learner.model, None)
-        else:
-            raise BatchError(f"rank 0 said {command!r}, which rank {ranks.rank} does not know")
+        try:
+            member = _do(ranks, told, member, plan_of)
+        except OneRankFailed:
+            raise
+        except GspoEnvError:
+            member = None  # rank 0 has the same error, reports it and ends the run
+
+
+def _do(
+    ranks: Ranks, told: Mapping[str, Any], member: _Member | None, plan_of: Callable[[str], Plan]
+) -> _Member:
+    """Does one thing that rank 0 said; returns this rank's part."""
+    command = told["command"]
+    if command == "learner":
+        blueprint = Blueprint(**told["blueprint"])
+        member = _Member(ranks, blueprint, plan_of(told["config"]), None)
+        member.learner.probe()
+        return member
+    if member is None:
+        raise OneRankFailed(f"rank 0 said {command!r}, and rank {ranks.rank} has no model")
+    if command == "update":
+        stats = member.update(unpack_shares(*ranks.receive(0)))
+        ranks.send(0, *pack_numbers(numbers_of(stats.passes, stats.clip_range)))
+    elif command == "state":
+        member.gathered()
+    elif command == "restore":
+        state.restore(member.learner, _told_tensors(ranks, member), told["numbers"])
+        gather_weights(member.learner.model, None)
+    else:
+        raise OneRankFailed(f"rank 0 said {command!r}, which rank {ranks.rank} does not know")
+    return member
 
 
 def _told_tensors(ranks: Ranks, member: _Member) -> Iterator[tuple[str, Tensor]]:

@@ -34,6 +34,10 @@ _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RAN
 Header = dict[str, Any]
 
 
+class OneRankFailed(TrainingError):
+    """An error that the other ranks do not have, which wait for this one in vain."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
     """This process among those of a run."""
@@ -55,12 +59,12 @@ class Ranks:
         """Waits for what rank 0 says.
 
         Raises:
-            TrainingError: It has ended, or said nothing for `BATCH_TIMEOUT`.
+            OneRankFailed: It has ended, or said nothing for `BATCH_TIMEOUT`.
         """
         try:
             return _broadcast_json(None, self.commands)
         except RuntimeError as error:
-            raise TrainingError(
+            raise OneRankFailed(
                 f"rank {self.rank} waited for rank 0, which has ended, or said nothing for "
                 f"{BATCH_TIMEOUT.total_seconds() / 3600:g} hours"
             ) from error

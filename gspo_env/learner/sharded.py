@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from gspo_env.batch.packing import microbatches
 from gspo_env.batch.sample import PackedBatch, Sample
-from gspo_env.errors import ConfigError, TrainingError
+from gspo_env.errors import ConfigError
 from gspo_env.learner.deal import Share
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import Loss
 from gspo_env.learner.memory import OutOfMemory
 from gspo_env.learner.minibatch import Microbatch, Minibatch
-from gspo_env.learner.ranks import Ranks
+from gspo_env.learner.ranks import OneRankFailed, Ranks
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.shards import full_tensor, reshard
 from gspo_env.learner.spread import Scored, spread_rows
@@ -103,13 +103,13 @@ class ShardedLearner(Learner):
         """Computes; a row that does not fit ends the run, since the ranks take each pass together.
 
         Raises:
-            TrainingError: It did not fit.
+            OneRankFailed: It did not fit.
         """
         try:
             return compute(minibatch)
         except OutOfMemory as error:
             tokens = sum(minibatch.microbatches[error.place].row.lengths_B)
-            raise TrainingError(
+            raise OneRankFailed(
                 f"a row of {tokens:,} tokens does not fit into the memory of rank "
                 f"{self.ranks.rank} ({error.reason}); several ranks do not split it: lower "
                 "learner.microbatch_tokens"

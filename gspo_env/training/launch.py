@@ -51,10 +51,10 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> int:
         ConfigError: A number is out of range.
         KeyboardInterrupt: A second signal, or one before rank 0 has joined.
     """
-    if processes < 1 or max_restarts < 0:
+    if processes < 2 or max_restarts < 0:
         raise ConfigError(
-            f"processes is {processes} and max_restarts is {max_restarts}; expected at least 1 and "
-            "at least 0"
+            f"processes is {processes} and max_restarts is {max_restarts}; expected processes 1 "
+            "alone, or at least 2 with a number of restarts of at least 0"
         )
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, launch_agent

@@ -116,7 +116,9 @@ def state(where, step=6):
         [step, {k: v for k, v in metrics.items() if not any(t in k for t in TIMED)}]
         for step, metrics in numbers["history"]
     ]
-    return history, load_file(found / "state-00001.safetensors")
+    tensors = load_file(found / "state-00001.safetensors")
+    # torch draws the seed of the global generator, which nothing here uses
+    return history, {k: v for k, v in tensors.items() if not k.startswith("generators.")}
 
 
 def same(one, two):
