@@ -52,8 +52,17 @@ class Ranks:
     """The group on which the others wait for what rank 0 says, for up to `BATCH_TIMEOUT`."""
 
     def say(self, command: str, **facts: Any) -> None:
-        """Tells all other ranks what to do next; called by rank 0."""
-        _broadcast_json({"command": command, **facts}, self.commands)
+        """Tells all other ranks what to do next; called by rank 0.
+
+        Raises:
+            OneRankFailed: One of them has ended.
+        """
+        try:
+            _broadcast_json({"command": command, **facts}, self.commands)
+        except RuntimeError as error:
+            raise OneRankFailed(
+                f"rank 0 cannot say {command!r} to the other ranks, one of which has ended"
+            ) from error
 
     def listen(self) -> Header:
         """Waits for what rank 0 says.
@@ -131,7 +140,11 @@ def join() -> Iterator[Ranks]:
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=STEP_TIMEOUT)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    # the store outlives a restart, with the addresses of the ranks that have died
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"gspo_env/{attempt}", next(dist.rendezvous("env://"))[0])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
     commands = dist.new_group(backend="gloo", timeout=BATCH_TIMEOUT)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
     for name in _VARIABLES:

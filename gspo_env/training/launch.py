@@ -148,8 +148,12 @@ def plan_of(config: Config) -> Plan:
 @contextmanager
 def _not_started_again() -> Iterator[None]:
     """Ends well after an error that would come again, and leaves its exit code to the launcher."""
+    from gspo_env.learner.ranks import OneRankFailed
+
     try:
         yield
+    except OneRankFailed:
+        raise
     except (GspoEnvError, KeyboardInterrupt) as error:
         if _NOTES not in os.environ:
             raise
