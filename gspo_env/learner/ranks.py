@@ -143,7 +143,8 @@ def join() -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     # the store outlives a restart, with the addresses of the ranks that have died
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"gspo_env/{attempt}", next(dist.rendezvous("env://"))[0])
+    c10d: Any = dist  # it does not declare that it exports these
+    store = c10d.PrefixStore(f"gspo_env/{attempt}", next(c10d.rendezvous("env://"))[0])
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
     commands = dist.new_group(backend="gloo", timeout=BATCH_TIMEOUT)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
