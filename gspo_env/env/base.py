@@ -150,6 +150,12 @@ class TextEnv(gymnasium.Env[str, str]):
         self._ended = bool(terminated or truncated)
         return bool(terminated), truncated
 
+    def abandon(self) -> None:
+        """Frees what the running episode holds, because the rollout has cut it.
+
+        The next call is `reset` or `close`.
+        """
+
     def expert_action(self, noise: float = 0.0) -> str:
         """Returns the next action of a scripted demonstrator.
 

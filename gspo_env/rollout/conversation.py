@@ -261,7 +261,7 @@ class Transcript:
             return "new", last
         if any(most == len(held[n]) and self._turns[n].tools == told.tools for n in nearest):
             return "template", last
-        shorter = len(keys) < len(held[nearest[-1]]) and most < len(keys)
+        shorter = most < len(keys) < len(last.messages)
         return ("compacted" if shorter else "edited"), last
 
     def _session(self, wanted: int | None) -> int:
@@ -284,8 +284,10 @@ class Transcript:
         spoken = []
         for message, turn in zip(told.messages, told.said, strict=True):
             saying = None if turn is None else self._turns[turn].saying
-            form = saying.recognise(message) if saying is not None else None
-            spoken.append(message_for_template(message, literal) if form is None else form)
+            form = None if saying is None else saying.recognise(message)
+            if form and saying and "tool_calls" in form and not self.chat.template.shows_calls:
+                form = saying.spoken()  # only the sampled text has a form of the calls
+            spoken.append(form or message_for_template(message, literal))
         return self.chat.template.literal(spoken, literal.hide_tree(self._schemas_of(told.tools)))
 
     def _schemas_of(self, tools: tuple[Any, ...]) -> Any:

@@ -409,7 +409,7 @@ def _read_slots(
 def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Writes the calls of a message behind its content."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
-    lines = [message["content"], *(f"<tool_call>\n{call}\n</tool_call>" for call in calls)]
+    lines = [message["content"], *(f"<tool_call>{call}</tool_call>" for call in calls)]
     left_out = {"tool_calls", "content"}
     others = {key: value for key, value in message.items() if key not in left_out}
     return {**others, "content": "\n".join(filter(None, lines))}
