@@ -116,16 +116,14 @@ def as_rank(lead: Callable[[Ranks], None]) -> None:
         TrainingError: Rank 0 has ended without saying so.
     """
     die_with_parent(os.getppid())
-    rank = int(os.environ["RANK"])
-    if rank:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the run ends
-        logging.getLogger("gspo_env").setLevel(logging.ERROR)  # rank 0 warns of the same
     from gspo_env.learner.controller import serve
     from gspo_env.learner.ranks import join
 
     with join() as ranks:
-        if rank:
+        if ranks.rank:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # rank 0 decides when the run ends
+            logging.getLogger("gspo_env").setLevel(logging.ERROR)  # rank 0 warns of the same
             serve(ranks, lambda text: plan_of(from_dict(tomllib.loads(text))))
             return
         _leave(_PID, str(os.getpid()))
