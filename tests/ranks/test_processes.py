@@ -137,6 +137,18 @@ def whole(tmp_path_factory):
     return where
 
 
+def test_two_ranks_learn_what_one_process_learns(tmp_path, whole):
+    where = folder(tmp_path, "one")
+    command = [sys.executable, "-m", "gspo_env", "train", "--config", "run.toml"]
+    subprocess.run(command, cwd=where, check=True, timeout=240)
+    (one, tensors), (two, other) = state(where), state(whole)
+    for (step, metrics), (other_step, others) in zip(one, two, strict=True):
+        assert step == other_step
+        shown = {name: others[name] for name in metrics if name.startswith(("rollout/", "eval/"))}
+        assert shown == pytest.approx({name: metrics[name] for name in shown}, rel=1e-4)
+    assert tensors.keys() == other.keys()
+
+
 def test_a_run_that_sigterm_stops_goes_on_bit_for_bit(tmp_path, whole):
     where = folder(tmp_path, "stopped")
     (where / "slow").touch()
