@@ -112,6 +112,11 @@ def plan_of(text: str) -> Plan:
     )
 
 
+def shown(tokens: Any) -> dict[str, Any]:
+    """The ratios and entropies of kept tokens, by episode and turn."""
+    return {str(key): [v.ratio.tolist(), v.entropy.tolist()] for key, v in sorted(tokens.items())}
+
+
 def compare(ranks: Any, case: dict[str, Any]) -> dict[str, Any]:
     """Trains on the ranks and in this process; returns how much weights and metrics differ."""
     settings = LearnerConfig(**{**PLAIN, **case.get("config", {})})
@@ -131,12 +136,13 @@ def compare(ranks: Any, case: dict[str, Any]) -> dict[str, Any]:
     for update in range(case.get("updates", 1)):
         infinite = case.get("infinite", False) and update == 0
         samples = samples_of(case.get("count", 9), case.get("sequences", 1), infinite)
-        one, two = alone.update(samples, update), together.update(samples, update)
+        one, two = (each.update(samples, update, range(4)) for each in (alone, together))
+        found[f"tokens {update}"] = {"one": shown(alone.tokens), "two": shown(together.tokens)}
         found[f"metrics {update}"] = {"one": one, "two": two}
     weights = dict(alone.policy.named_parameters())
     pairs = [(weights[name], weight) for name, weight in whole.named_parameters()]
     found["difference"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
-    moved = [float((weight - begun[name]).abs().max()) for name, weight in weights.items()]
+    moved = [float((weight - begun[name]).detach().abs().max()) for name, weight in weights.items()]
     return found | {"moved": max(moved)}
 
 

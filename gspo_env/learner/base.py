@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from gspo_env.batch.sample import PackedBatch, Sample
+from gspo_env.learner.tokens import TokenValues
 
 
 class Trainer(Protocol):
@@ -18,7 +19,14 @@ class Trainer(Protocol):
         """The model with its whole weights, as they are after the last update."""
         ...
 
-    def update(self, samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
+    @property
+    def tokens(self) -> Mapping[tuple[int, int], TokenValues]:
+        """The values of the tokens of the last update, for the episodes to keep."""
+        ...
+
+    def update(
+        self, samples: Sequence[Sample], seed: int = 0, keep: Collection[int] = ()
+    ) -> dict[str, float]:
         """Takes one optimiser step for each minibatch; returns the metrics."""
         ...
 

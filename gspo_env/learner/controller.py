@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,12 @@ from gspo_env.learner import state
 from gspo_env.learner.deal import Share, deal, pack_shares, unpack_shares
 from gspo_env.learner.log import PassNumbers, UpdateStats, numbers_of
 from gspo_env.learner.loss import Loss
+from gspo_env.learner.minibatch import split
 from gspo_env.learner.ranks import OneRankFailed, Ranks
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.sharded import ShardedLearner
 from gspo_env.learner.shards import Blueprint, full_tensor, gather_weights, reshard, shard
+from gspo_env.learner.tokens import TokenValues, token_values
 from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
 
@@ -110,12 +112,13 @@ class Controller:
         whole.to(ranks.device)
         blueprint, check = Blueprint.of(whole), check_model(whole)
         ranks.say("learner", blueprint=asdict(blueprint), config=text)
-        self._ranks = ranks
+        self._ranks, self._plan = ranks, plan
         self._member = _Member(ranks, blueprint, plan, whole)
         how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
         self._scorer = Scorer(whole, whole, plan.temperature, **how)
         self._sharing = check.way is Way.SHARED
         self.policy = whole
+        self.tokens: dict[tuple[int, int], TokenValues] = {}
         self._check_shards()
 
     def pack(self, samples: Sequence[Sample]) -> PackedBatch:
@@ -127,17 +130,23 @@ class Controller:
         with torch.no_grad():
             return self._scorer(row)[0].logprobs_N
 
-    def update(self, samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[Sample], seed: int = 0, keep: Collection[int] = ()
+    ) -> dict[str, float]:
         """See `Learner.update`; minibatches are those of one process, dealt by whole episodes."""
-        parts = self._member.learner.split(samples, seed)
+        plan = self._plan
+        engine = plan.loss.needs_engine_logprobs
+        parts = split(samples, plan.config.minibatches, seed, engine=engine)
         dealt = [deal(part, self._ranks.size) for part in parts]
-        self._ranks.say("update")
+        self._ranks.say("update", keep=[int(number) for number in keep])
         for rank in range(1, self._ranks.size):
             self._ranks.send(rank, *pack_shares([shares[rank] for shares in dealt]))
         stats = self._member.update([shares[0] for shares in dealt])
         others: list[PassNumbers] = []
+        self.tokens = token_values(stats.passes, keep)
         for rank in range(1, self._ranks.size):
             others += unpack_numbers(*self._ranks.receive(rank))
+            self.tokens |= unpack_tokens(*self._ranks.receive(rank))
         return stats.metrics(others)
 
     def state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
@@ -213,6 +222,7 @@ def _do(
     if command == "update":
         stats = member.update(unpack_shares(*ranks.receive(0)))
         ranks.send(0, *pack_numbers(numbers_of(stats.passes, stats.clip_range)))
+        ranks.send(0, *pack_tokens(token_values(stats.passes, told["keep"])))
     elif command == "state":
         member.gathered()
     elif command == "restore":
@@ -246,3 +256,29 @@ def unpack_numbers(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         PassNumbers(values=found, computed=computed, tokens=tokens, own=own, episodes=episodes)
         for (computed, tokens, own, episodes), found in zip(header["rows"], values, strict=True)
     ]
+
+
+def pack_tokens(
+    found: Mapping[tuple[int, int], TokenValues],
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the values of tokens as JSON and tensors."""
+    names = [field.name for field in fields(TokenValues)]
+    tensors = {
+        f"{n}.{name}": torch.from_numpy(values).clone()
+        for n, each in enumerate(found.values())
+        for name in names
+        if (values := getattr(each, name)) is not None
+    }
+    return {"turns": list(found)}, tensors
+
+
+def unpack_tokens(
+    header: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[tuple[int, int], TokenValues]:
+    """Inverse of `pack_tokens`."""
+    values: list[dict[str, Any]] = [{} for _ in header["turns"]]
+    for key, tensor in tensors.items():
+        n, _, name = key.partition(".")
+        values[int(n)][name] = tensor.numpy()
+    pairs = zip(header["turns"], values, strict=True)
+    return {(episode, turn): TokenValues(**found) for (episode, turn), found in pairs}

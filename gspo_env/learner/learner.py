@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from gspo_env.learner.minibatch import Microbatch, Minibatch, split, with_model_
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.spread import Scored, check_output, complete, own_part, spread_rows
+from gspo_env.learner.tokens import TokenValues, token_values
 from gspo_env.model.check import Way, check_model
 from gspo_env.model.merge import adapter_is_zero, is_adapted
 from gspo_env.model.scorer import Scorer
@@ -90,6 +91,8 @@ class Learner:
         self.scorer = Scorer(self.model, self.policy, temperature, **how)
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = self._oom_splits = 0
+        self.tokens: dict[tuple[int, int], TokenValues] = {}
+        """The values of the tokens of the last update, for the episodes to keep."""
         self._policy_is_reference = adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
@@ -109,12 +112,15 @@ class Learner:
         """The model without Accelerate's wrapping."""
         return self.accelerator.unwrap_model(self.model)
 
-    def update(self, samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[Sample], seed: int = 0, keep: Collection[int] = ()
+    ) -> dict[str, float]:
         """Takes one optimiser step for each minibatch; returns the metrics.
 
         Args:
             samples: At least one with a model token.
             seed: Seed of the split into minibatches.
+            keep: Numbers of the episodes of which `tokens` has the values; see `Sample.episode`.
 
         The metrics describe the steps that were not skipped.
 
@@ -125,7 +131,9 @@ class Learner:
                 not fit into memory.
         """
         started = time.perf_counter()
-        return self._take_steps(self.prepare(samples, seed), started).metrics()
+        stats = self._take_steps(self.prepare(samples, seed), started)
+        self.tokens = token_values(stats.passes, keep)
+        return stats.metrics()
 
     def _take_steps(self, prepared: Sequence[Minibatch], started: float) -> UpdateStats:
         """Takes one optimiser step for each minibatch of an update that started at a time."""
@@ -157,12 +165,9 @@ class Learner:
             BatchError: No sample has a model token, or log-probabilities of the engine are needed
                 and not known.
         """
-        parts = self.split(samples, seed)
+        engine = self.loss.needs_engine_logprobs
+        parts = split(samples, self.config.minibatches, seed, engine=engine)
         return [self._minibatch(part, n == 0) for n, part in enumerate(parts)]
-
-    def split(self, samples: Sequence[Sample], seed: int = 0) -> list[list[Sample]]:
-        """Splits samples into those of each optimiser step; see `prepare`."""
-        return split(samples, self.config.minibatches, seed, engine=self.loss.needs_engine_logprobs)
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
         rows = microbatches(samples, self.config.microbatch_tokens, share=self._sharing)
@@ -259,8 +264,8 @@ class Learner:
 
     def _all_ratios_one(self, minibatch: Minibatch) -> bool:
         """Returns whether the policy is pi_old, so that the ratios need no pass."""
-        known = isinstance(self.loss, ClippedLoss) and not self.loss.needs_engine_logprobs
-        return known and minibatch.first
+        clipped = isinstance(self.loss, ClippedLoss)
+        return clipped and minibatch.first and not self.loss.needs_engine_logprobs
 
     def _backward(
         self, microbatch: Microbatch, minibatch: Minibatch, others: Sequence[Scored] = ()
@@ -371,11 +376,7 @@ class Learner:
         return state.numbers(self), state.tensors(self)
 
     def restore(self, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]) -> None:
-        """Takes over the `state` of a learner of the same model, loss and settings.
-
-        Raises:
-            TrainingError: A tensor is missing, unknown or of another shape.
-        """
+        """Takes over the `state` of another learner; see `gspo_env.learner.state.restore`."""
         state.restore(self, named, saved)
 
     def imitate(self, samples: Sequence[Sample]) -> float:

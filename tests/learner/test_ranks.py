@@ -80,6 +80,15 @@ def test_the_metrics_of_two_ranks_are_those_of_one_process(results, name):
                 assert metrics["two"][metric] == pytest.approx(value, rel=1e-5, abs=1e-7), metric
 
 
+def test_the_values_of_kept_tokens_come_from_all_ranks(results):
+    found = results["episodes of several sequences over several rows"]["tokens 1"]
+    assert {key.split(",")[0] for key in found["one"]} == {"(0", "(1", "(2", "(3"}
+    assert found["one"].keys() == found["two"].keys()
+    for key, rows in found["one"].items():
+        for one, two in zip(rows, found["two"][key], strict=True):
+            assert sorted(two) == pytest.approx(sorted(one), abs=1e-9)
+
+
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one_of_them(results):
     found = results["a step without a finite gradient"]
     assert found["metrics 0"]["two"]["train/skipped_steps"] == 1
