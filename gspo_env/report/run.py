@@ -61,7 +61,7 @@ def closing(history: History, folder: Path, encoding: str = "utf-8") -> list[str
     return [
         f"{name} {curve} from {values[0][1]:.3g} to {values[-1][1]:.3g}, "
         f"best {best:.3g} after step {best_step}",
-        f"Look:      less {at}/episodes-{last:04d}.txt",
+        f"Look:      gspo-env view {at}",
         f"Evaluate:  gspo-env evaluate --model {at}",
         f"Go on:     gspo-env train --resume {at} --steps {2 * last or 1}",
     ]
