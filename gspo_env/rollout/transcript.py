@@ -20,8 +20,9 @@ from jinja2 import nodes
 from gspo_env.errors import ChatTemplateError
 from gspo_env.rollout.bounds import parser
 from gspo_env.rollout.literal import Literal
+from gspo_env.rollout.slots import Parts, Shape, Slot, Text
 from gspo_env.rollout.speech import Parser
-from gspo_env.rollout.template import ChatTemplate, Parts, Shape, Slot, Text
+from gspo_env.rollout.template import ChatTemplate
 from gspo_env.types import Prompt
 
 logger = logging.getLogger(__name__)
