@@ -236,6 +236,23 @@ def test_any_settings_are_read_or_refused_in_one_sentence(tmp_path_factory, tree
     assert "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "path", "value"),
+    [
+        (["--advantage", "group_gae", "--lam", "0.9"], "advantage.lam", 0.9),
+        (["--tracker", "mlflow", "--experiment", "mine"], "tracker.experiment", "mine"),
+        (["--tracker", "mlflow", "--tracking-uri", "sqlite:///a.db"], "tracker.tracking_uri", None),
+        (["--curriculum", "ladder", "--values", "1", "2"], "curriculum.values", (1, 2)),
+    ],
+)
+def test_a_flag_may_set_what_only_the_class_named_beside_it_has(foreign, flags, path, value):
+    foreign({"env": "gspo/Lookup-v0", "advantage": "outcome", "tracker": "none", "seed": 7})
+    config = parse(["train", "--model", "theirs", *flags]).resolved
+    section, _, name = path.partition(".")
+    assert getattr(getattr(config, section), name) == (value or "sqlite:///a.db")
+    assert config.seed == 7
+
+
 MINE = """
 from gspo_env import TextEnv
 class Mine(TextEnv):

@@ -216,7 +216,8 @@ def _base(
         return from_dict(tree if recipe is None else tree | {"recipe": recipe})
     pairs = (_pair(text) for texts in start.env_kwargs for text in texts)
     chosen = {kind: value for kind in BUILTIN if (value := getattr(start, kind))}
-    config = override(from_dict(saved.tree), tree)
+    # flags may be settings of a class that is named instead of the folder's
+    config = override(override(from_dict(saved.tree), tree), chosen)
     spelled = (_spell_out(flag, config, known) for flag in flags if flag.startswith("--"))
     paths = (flag[2:].partition("=")[0].replace("-", "_") for flag in spelled)
     given = tree | chosen | dict.fromkeys(paths, True)
