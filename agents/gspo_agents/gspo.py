@@ -134,6 +134,7 @@ class GSPOAgent:
             checkpoints,
             stop_on_signals() as stop,
             Progress() as progress,
+            checkpoints.said_if_stopped(),
             start(config.tracker, info) as tracker,
         ):
             report = Reporter(config, progress, tracker, checkpoints)

@@ -18,7 +18,14 @@ from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.saved import Saved, parse
 from gspo_env.tracking.base import MODEL, flatten
-from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage, step_folders
+from gspo_env.training.checkpoints import (
+    START,
+    Checkpoint,
+    Checkpoints,
+    damage,
+    nothing_saved,
+    step_folders,
+)
 from gspo_env.training.signals import Stop
 
 if TYPE_CHECKING:
@@ -87,6 +94,8 @@ def newest_settings(run: str | Path) -> Saved:
         with contextlib.suppress(OSError, KeyError, json.JSONDecodeError, tomllib.TOMLDecodeError):
             numbers = json.loads((folder / "state.json").read_text())
             return parse(Path(run, "config.toml"), numbers["config"])
+    if Path(run, "config.toml").is_file() and not step_folders(Path(run) / "checkpoints"):
+        raise OutputError(nothing_saved(Path(run)))
     raise OutputError(
         f"{str(run)!r} has no checkpoint that can be read; expected the folder of a run, such as "
         "runs/Lookup-v0-seed0-1"
