@@ -17,7 +17,13 @@ import torch
 
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
-from gspo_agents.start import make_learner, make_start, take_score, with_adapter
+from gspo_agents.start import (
+    check_learning,
+    make_learner,
+    make_start,
+    take_score,
+    with_adapter,
+)
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
@@ -37,7 +43,7 @@ from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import read_saved, record
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, check_trackers, parts, start
+from gspo_env.tracking.several import Several, parts, start
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
@@ -115,7 +121,7 @@ class GSPOAgent:
             TrainingError: Nothing can be learned; see `gspo_env.training.watch`.
         """
         config, resumed = self.config, self._resumed
-        check_trackers(config.tracker)
+        check_learning(self.model, config)
         problems = []
         if resumed is None:
             untrained = self._untrained

@@ -28,8 +28,10 @@ class Train(Run):
     def run(self) -> None:
         """Trains."""
         from gspo_env.env.registration import load_agent
+        from gspo_env.tracking.several import check_trackers
 
         config = self.resolved
+        check_trackers(config.tracker)  # before demonstrations, which may take long
         # before the imports, which take seconds
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")

@@ -224,6 +224,15 @@ def add_adapter(
             ) from error
 
 
+def check_targets(model: Any, targets: str) -> None:
+    """Checks that a model can have a LoRA adapter with these layers, and changes nothing.
+
+    Raises:
+        ModelError: No layer has one of the names, or layers share their weights.
+    """
+    _layers(model, targets)
+
+
 def _layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:
     """Returns the layers that get an adapter, as PEFT takes them, and the routers, which do not.
 

@@ -129,3 +129,36 @@ def test_a_reader_that_closes_the_output_gets_no_traceback(arguments):
     os.close(writer)
     assert "Traceback" not in done.stderr
     assert "BrokenPipeError" not in done.stderr
+
+
+TINY = ["--hidden-size", "16", "--heads", "2", "--layers", "1", "--tracker", "none"]
+NO_OPTIMIZER = "def make(weights, lr, weight_decay):\n    return None\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--lora-rank", "4", "--lora-targets", "nope"], "no layer"),
+        (["--optimizer", "own.py:make"], "which returned NoneType"),
+        (["--optimizer", "own.py:nope"], "expected a name in own.py, such as: make"),
+        (["--lora-rank", "4", "--optimizer", "own.py:nope"], "expected a name in own.py"),
+        (["--tracker", "mlflow", "--tracking-uri", "http://127.0.0.1:9"], "does not answer"),
+    ],
+)
+def test_what_only_training_needs_is_tried_before_the_folder_is_made(
+    capsys, tmp_path, arguments, words
+):
+    (tmp_path / "own.py").write_text(NO_OPTIMIZER)
+    flags = ["--demonstrations", "16", "--imitation-steps", "1", "--steps", "1"]
+    assert words in refused(capsys, "train", *TINY, *flags, *arguments)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tracker", "mlflow", "--tracking-uri", "http://127.0.0.1:9"]]
+)
+def test_an_address_that_does_not_answer_is_tried_before_any_demonstration(
+    capsys, monkeypatch, arguments
+):
+    monkeypatch.setattr("gspo_env.env.registration.load_agent", lambda name: 1 / 0)
+    assert "does not answer" in refused(capsys, "train", *arguments)
