@@ -22,6 +22,7 @@ from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several
 from gspo_env.training.checkpoints import Checkpoints
+from gspo_env.training.collapse import CollapseWatch, Level
 from gspo_env.training.loop import History
 from gspo_env.training.split import Split
 from gspo_env.training.watch import Problem
@@ -38,7 +39,10 @@ class Reporter:
     ) -> None:
         self.config, self._progress, self._tracker = config, progress, tracker
         self._checkpoints = checkpoints
-        self._warnings: list[str] = []
+        known = checkpoints.run / "warnings.txt"  # of a run that goes on
+        self._warnings = known.read_text().splitlines() if known.is_file() else []
+        said = any(line.startswith("collapse:") for line in self._warnings)
+        self._collapse = CollapseWatch(self.warned, said)
         self._best: float | None = None
         """The best success of an evaluation."""
         self.take_score(None)
@@ -70,6 +74,7 @@ class Reporter:
         self._tracker.log(evaluation.metrics(), step)
         self._best = max(self._best or 0.0, evaluation.sampled.success)
         self._show("evaluate", step, evaluation.sampled)
+        self._collapse.see(Level.of(step, evaluation))
         shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
         self.write(f"episodes-{step:04d}.txt", shown)
         self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
@@ -82,8 +87,10 @@ class Reporter:
 
     def go_on(self, history: History, score: Score | None) -> None:
         """Takes over what a run that goes on has found."""
-        known = [m["eval/success"] for _, m in history if "eval/success" in m]
-        self._best = max(known, default=None)
+        evaluations = [(step, m) for step, m in history if "eval/success" in m]
+        self._best = max((m["eval/success"] for _, m in evaluations), default=None)
+        for step, metrics in evaluations:
+            self._collapse.see(Level.recorded(step, metrics, self.config.eval_tasks))
         self.take_score(score)
 
     def take_score(self, score: Score | None) -> None:
@@ -132,7 +139,7 @@ class Reporter:
             lines = _results(history, split, left_out)
             folder = self._checkpoints.run
             lines.append(f"Model, config and learning curve: {folder}")
-            lines += closing(history, folder, self._progress.encoding)
+            lines += closing(history, folder, self._progress.encoding, tasks=len(split.tasks))
         lines += self._tracker.problems
         if self._tracker.how_to_look:
             lines.append(f"Tracked: {self._tracker.how_to_look}")
