@@ -8,6 +8,17 @@ from typing import Any
 
 from gspo_env import __version__
 from gspo_env.cli.options import Run
+from gspo_env.config import Config, from_dict, to_dict
+from gspo_env.redaction import redact
+from gspo_env.saved import find_saved, read_saved
+from gspo_env.tracking.base import flatten
+from gspo_env.visible import visible
+
+_SHOWN = (
+    *("env", "recipe.name", "advantage.name", "loss.name", "engine.name", "tracker.name"),
+    *("learner.learning_rate", "steps", "seed"),
+)
+"""Settings that are named first where a run takes them from a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +42,8 @@ class Train(Run):
         from gspo_env.tracking.several import check_trackers
 
         config = self.resolved
+        if text := "" if self.resume else inherited(config):
+            print(text)
         check_trackers(config.tracker)  # before demonstrations, which may take long
         # before the imports, which take seconds
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
@@ -44,3 +57,20 @@ class Train(Run):
             print(f"{self.resume} is finished: all {steps} steps are done; --steps adds more")
         else:
             agent.train()
+
+
+def inherited(config: Config) -> str:
+    """Says which settings a run has from the folder of its model; empty if it has none."""
+    saved = read_saved(config.model) if config.model else None
+    if saved is None:
+        return ""
+    new, old, usual = (
+        flatten(redact(to_dict(each))) for each in (config, from_dict(saved.tree), Config())
+    )
+    own = ("model", "output")
+    same = {k: v for k, v in new.items() if old.get(k) == v != usual.get(k) and k not in own}
+    first = [f"{name.removesuffix('.name')} {same.pop(name)}" for name in _SHOWN if name in same]
+    if same:
+        first.append(f"{len(same)} more in {find_saved(config.model)}")
+    text = ", ".join(first) or "all as by default"
+    return visible(f"settings of {config.model}, unless a flag says otherwise: {text}")
