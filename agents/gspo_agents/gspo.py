@@ -40,7 +40,7 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.saved import read_saved, record
+from gspo_env.saved import needs_flags, read_saved, record
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several, parts, start
@@ -49,7 +49,7 @@ from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
 from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
-from gspo_env.training.watch import at_start
+from gspo_env.training.watch import Problem, at_start, of_changed_files
 from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class GSPOAgent:
         """
         config, resumed = self.config, self._resumed
         check_learning(self.model, config)
-        problems = []
+        problems: list[Problem] = []
         if resumed is None:
             untrained = self._untrained
             problems = at_start(config, self._env, self.env_id, self.chat, untrained=untrained)
@@ -133,6 +133,8 @@ class GSPOAgent:
             made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, ids = Checkpoints(made, config.checkpoints), {}
         self.folder = checkpoints.run
+        if resumed is not None:
+            problems += of_changed_files(self.folder, needs_flags(config))
         record(self.folder, config)
         self._trained, self._resumed = True, None
         info = run_info(config, self.env_id, way, self.folder, ids)

@@ -27,7 +27,8 @@ class Train(Run):
 
     resume: str = ""
     """Folder of a run to go on with, under its own settings; only `--steps`, `--save-every` and
-    `--keep` may be given with it."""
+    `--keep` may be given with it, and `--env FILE.py:CLASS` if the file of its environment was
+    changed or moved."""
 
     @classmethod
     def saved(cls, folder: str, given: Mapping[str, Any], env: str) -> dict[str, Any]:

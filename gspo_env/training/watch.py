@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +21,7 @@ from gspo_env.rollout.play import Move, Situation, demonstrator, look, play_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.trained import changed_files
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
 FIRST_STEPS = 3
@@ -103,6 +106,21 @@ def of_prompts(
         "max_context or lower max_turn_tokens",
         hopeless=True,
     )
+
+
+def of_changed_files(folder: Path, settings: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields a problem if a file that settings name differs from when the run was last trained.
+
+    Args:
+        folder: Folder of the run.
+        settings: Settings that may name files.
+    """
+    if names := changed_files(folder, settings):
+        yield Problem(
+            name="changed_file",
+            text=f"{', '.join(names)} has changed since this run was last trained: results before "
+            "and after may not be comparable",
+        )
 
 
 def refuse_hopeless(configs: Sequence[Config]) -> None:
