@@ -25,7 +25,7 @@ from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.collapse import CollapseWatch, Level
 from gspo_env.training.loop import History
 from gspo_env.training.split import Split
-from gspo_env.training.watch import Problem
+from gspo_env.training.watch import Problem, of_success
 from gspo_env.types import Score
 
 logger = logging.getLogger(__name__)
@@ -67,13 +67,16 @@ class Reporter:
         """Reports an update, with every metric of the step."""
         self._tracker.log(metrics, step)
         speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
-        self._show("train", step, stats.played, tokens_per_second=speed, clipped=clipped)
+        more = {"tokens_per_second": speed, "clipped": clipped}
+        self._show("train", step, stats.played, lost=stats.faults.lost, **more)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Reports an evaluation and writes its first episodes."""
         self._tracker.log(evaluation.metrics(), step)
         self._best = max(self._best or 0.0, evaluation.sampled.success)
-        self._show("evaluate", step, evaluation.sampled)
+        if step == 0 and (problem := of_success(evaluation.groups)):
+            self.warned(problem)
+        self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost)
         self._collapse.see(Level.of(step, evaluation))
         shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
         self.write(f"episodes-{step:04d}.txt", shown)
@@ -209,7 +212,7 @@ def _results(history: History, split: Split, left_out: int) -> list[str]:
     redrawn = total("rollout/redrawn_tasks")
     if redrawn or left_out:
         lines.append(
-            f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, "
-            f"which were repeated, and {left_out} demonstrations."
+            f"Not trained on, because their tasks are held out: draws {redrawn:.0f} (each was "
+            f"repeated), demonstrations {left_out}."
         )
     return lines

@@ -14,7 +14,7 @@ import numpy as np
 from gspo_env.env.base import MAX_OBSERVATION, Action, TextEnvironment, attribute
 from gspo_env.env.threads import attempt, foreign
 from gspo_env.env.tools import Tool
-from gspo_env.errors import EnvironmentContractError
+from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
@@ -145,6 +145,8 @@ def _try_once(env_id: str, env: TextEnvironment) -> None:
         check_length(env, env_id, "step()", parse_step(env_id, result, PLACEHOLDERS)[0])
     except EnvironmentContractError:
         raise
+    except ConfigError as error:  # a whole sentence, of one of our own environments
+        raise EnvironmentContractError(f"{env_id}: {error}") from error
     except Exception as error:
         told = foreign(error)
         raise EnvironmentContractError(
