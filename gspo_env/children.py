@@ -65,6 +65,35 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def adopt_descendants() -> None:
+    """Makes descendants whose parents have ended children of the calling process, on Linux."""
+    if sys.platform == "linux":
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(group: int, grace: float) -> bool:
+    """Ends a process group and all descendants of the calling process; takes their exit codes.
+
+    Args:
+        group: The process group.
+        grace: Seconds between SIGTERM and SIGKILL, and seconds to wait after SIGKILL.
+
+    Returns:
+        Whether all have ended.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + grace
+        sent = False
+        while not sent or time.monotonic() < deadline:
+            if not _has_children() and not _exists(group):
+                return True
+            if not sent or number == signal.SIGKILL:
+                _signal(group, number)
+            sent = True
+            time.sleep(0.02)
+    return False
+
+
 class Guard:
     """A guard process; see the module."""
 
@@ -160,8 +189,7 @@ def _hold(parent: int, prefix: str) -> NoReturn:
 
 def _run(parent: int, grace: float, command: Sequence[str]) -> NoReturn:
     own = os.getpid()
-    if sys.platform == "linux":
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # descendants whose parents have ended become children
+    adopt_descendants()
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -176,19 +204,12 @@ def _run(parent: int, grace: float, command: Sequence[str]) -> NoReturn:
             looked = time.monotonic()
     code = process.returncode or 0
     shared |= _shared_memory()
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + grace
-        _signal(process.pid, number)
-        while time.monotonic() < deadline:
-            if not _has_children() and not _signal(process.pid, 0):
-                for path in shared:
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
-                os._exit(code if code >= 0 else 128 - code)
-            if number == signal.SIGKILL:
-                _signal(process.pid, number)
-            time.sleep(0.02)
-    os._exit(1)
+    if not end_descendants(process.pid, grace):
+        os._exit(1)
+    for path in shared:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    os._exit(code if code >= 0 else 128 - code)
 
 
 def _is_over(parent: int) -> bool:
@@ -206,16 +227,22 @@ def _has_children() -> bool:
     return True
 
 
-def _signal(group: int, number: int) -> bool:
-    """Sends a signal to a group and to all descendants; returns whether the group exists."""
-    exists = False
+def _exists(group: int) -> bool:
+    """Returns whether a process group exists."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _signal(group: int, number: int) -> None:
+    """Sends a signal to a group and to all descendants."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-        exists = True
     for pid in _descendants():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-    return exists
 
 
 def _descendants() -> list[int]:

@@ -83,8 +83,9 @@ class Config:
     model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of the weights, in training and in the engine; auto is the checkpoint's own on a
     GPU and float32 on a CPU. The optimiser works in float32 with every dtype."""
-    rewritten_history: Literal["keep", "refuse"] = "keep"
-    """What to do if a chat template rewrites earlier turns: keep them as sampled, or refuse."""
+    rewritten_history: Literal["template", "keep", "refuse"] = "template"
+    """The prompt of a later turn where a chat template rewrites earlier ones: what the template
+    renders, the turns as they were sampled, or neither, with an error."""
     seed: int = 0
     """Seed of every random draw of the run."""
     steps: int = 100

@@ -20,6 +20,11 @@ BoolArray = NDArray[np.bool_]
 Role = Literal["user", "tool"]
 """Source of an observation: the user, or a tool that the policy called."""
 
+Fork = Literal["template", "edited", "compacted", "new"]
+"""Why a turn does not continue the tokens of the turn before it: the chat template renders earlier
+turns otherwise than they were sampled, the conversation was edited, it was replaced by a shorter
+one, or it is another conversation."""
+
 Score = Literal["turns", "outcome", "sum"]
 """The rewards that estimators of returns use: those of the turns, the outcome at the last turn, or
 their sum; see `gspo_env.credit.turn_rewards`."""
@@ -114,7 +119,8 @@ class Prompt:
     tools: tuple[Any, ...] = ()
     """The `gspo_env.env.Tool`s that the chat template announces."""
     messages: tuple[Message, ...] = ()
-    """Earlier messages of the conversation: user and assistant in turn, assistant last."""
+    """Earlier messages of the conversation: user and assistant in turn, assistant last. A user's or
+    a tool's message is last if they are the whole conversation, the first observation included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,6 +199,8 @@ class Turn:
     parent: int | None = -1
     """Index of the turn whose tokens this turn's prompt continues; None where a new sequence
     begins. The default -1 is the turn before this one."""
+    fork: Fork | None = None
+    """Why this turn adds a sequence to the episode; None if it does not, or is the first."""
     prompt_ids: tuple[int, ...] = ()
     """The environment's tokens that follow those of the parent, template glue included."""
     action_ids: tuple[int, ...] = ()

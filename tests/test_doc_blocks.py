@@ -16,6 +16,7 @@ SHOWN = re.compile(r"^\s*print\(.*?\)  # (.+)$|^# (.+)$(?<!\.py)", re.MULTILINE)
 PAGES = {
     "README.md": pytest.mark.adapters,
     "docs/adapters.md": pytest.mark.adapters,
+    "docs/agents.md": pytest.mark.agents,
     "docs/learner.md": (),
     "docs/sandbox.md": (),
     "docs/self-play.md": (),

@@ -18,8 +18,9 @@ from gspo_env.env.background import run
 from gspo_env.errors import ConfigError, EngineError
 from gspo_env.model.load import load_model
 from gspo_env.model.threads import use_threads
+from gspo_env.rollout.conversation import Transcript
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer, Transcript
+from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import read_saved
 from gspo_env.types import Prompt, Role
 

@@ -10,7 +10,7 @@ from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_envs.rewards import Attempt, judge, load_reward, settle
+from gspo_envs.rewards import Attempt, judge, load_reward, name_weights, settle
 from gspo_envs.rows import Message, TaskRows, begin_chat, read_chat, speaker_and_text
 
 _COLUMNS = ("prompt", "messages", "conversations", "question")
@@ -74,7 +74,7 @@ class DatasetEnv(ToolEnv):
         super().__init__(max_turns)
         many = isinstance(rewards, (list, tuple))
         self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
-        self.weights = _weights(weights, [reward.name for reward in self.rewards])
+        self.weights = name_weights("Dataset", weights, [reward.name for reward in self.rewards])
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
         waits = bool(self.reply) or any(r.waits for r in self.rewards)
@@ -185,14 +185,6 @@ class DatasetEnv(ToolEnv):
         if messages[-1]["role"] == "assistant":
             messages.pop()  # the reference answer
         return messages
-
-
-def _weights(weights: Sequence[float], names: list[str]) -> dict[str, float]:
-    if len(set(names)) < len(names):
-        raise ConfigError(f"Dataset: the rewards are named {names}, expected different names.")
-    if weights and len(weights) != len(names):
-        raise ConfigError(f"Dataset: weights is {list(weights)}, expected one for each of {names}.")
-    return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
 
 
 def _answers(row: Mapping[str, Any], column: str, *, every: bool) -> list[str]:

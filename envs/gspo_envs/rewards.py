@@ -38,6 +38,8 @@ class Attempt:
     """Whether the row's prompt is a string and not a list of messages."""
     token_ids: tuple[int, ...] = ()
     """The sampled ids, if the rollout provides them."""
+    result: Any = None
+    """What the program of a `ProgramEnv` returned; None in other environments."""
 
     @property
     def texts(self) -> list[str]:
@@ -85,6 +87,25 @@ def load_reward(spec: Any) -> Reward:
     if "completions" in inspect.signature(spec).parameters:
         return Reward(name=name, function=_trl(spec), waits=waits, batched=True)
     return Reward(name=name, function=spec, waits=waits)
+
+
+def name_weights(owner: str, weights: Sequence[float], names: Sequence[str]) -> dict[str, float]:
+    """Returns the weight of each reward by its name.
+
+    Args:
+        owner: Name of the environment in errors.
+        weights: One for each reward, or none.
+        names: The rewards.
+
+    Raises:
+        ConfigError: Two rewards have one name, or there are too few or too many weights.
+    """
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{owner}: the rewards are named {names}, expected different names.")
+    if weights and len(weights) != len(names):
+        given = list(weights)
+        raise ConfigError(f"{owner}: weights is {given}, expected one for each of {names}.")
+    return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
 
 
 def judge(rewards: Sequence[Reward], attempt: Attempt) -> dict[str, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -20,6 +20,8 @@ NamedTensors = Iterable["tuple[str, torch.Tensor]"]
 """Weights under the names of the model's checkpoint."""
 _DRAIN_SECONDS = 600.0
 """Maximum time that an update of the weights waits for requests in flight."""
+_PART = 64
+"""Most tokens that are sampled at once where the end of an action is looked for afterwards."""
 _ROUNDING = 1e-4
 """Amount by which rounding may lift a log-probability above 0."""
 
@@ -33,8 +35,15 @@ class Sampling:
     temperature: float = 1.0
     """0 is greedy; its log-probabilities are those of temperature 1."""
     stop_ids: tuple[int, ...] = ()
+    ends: Callable[[Sequence[int]], bool] | None = None
+    """Whether the ids sampled so far end the action although no stop id does, such as when their
+    text contains a stop text. It may look at the last ids only."""
     seed: int = 0
     """The same seed, prompt and weights give the same action, independent of the batch."""
+
+    def ended(self, token_ids: Sequence[int]) -> bool:
+        """Returns whether the last of the sampled ids ends the action."""
+        return token_ids[-1] in self.stop_ids or bool(self.ends and self.ends(token_ids))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +144,42 @@ def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) 
         )
 
 
+async def sample_parts(
+    part: Callable[[Sequence[int], Sampling], Awaitable[Completion]],
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+) -> Completion:
+    """Samples an action with `Sampling.ends` through an engine that does not know it.
+
+    The action is sampled in parts, and what follows its end is dropped: what is kept has the
+    distribution of an action that stops there.
+
+    Args:
+        part: Samples the next ids behind a prompt.
+        prompt_ids: The prompt.
+        sampling: How the whole action is sampled.
+    """
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    version = None
+    while True:
+        left = sampling.max_tokens - len(ids)
+        seed = (sampling.seed + len(ids)) % 2**63
+        asked = replace(sampling, max_tokens=min(left, _PART), ends=None, seed=seed)
+        done = await part([*prompt_ids, *ids], asked)
+        version = done.weights_version if version is None else version
+        start, ids, logprobs = len(ids), ids + done.token_ids, logprobs + done.logprobs
+        ends = (n for n in range(start + 1, len(ids) + 1) if sampling.ended(ids[:n]))
+        end = next(ends, None)
+        if end is not None or len(ids) >= sampling.max_tokens:
+            return Completion(
+                token_ids=ids[:end],
+                logprobs=logprobs[:end],
+                finish_reason="length" if end is None else "stop",
+                weights_version=version,
+            )
+
+
 async def drained(requests: Callable[[], int], seconds: float = _DRAIN_SECONDS) -> None:
     """Waits until no request is in flight; a cancelled one leaves as soon as the engine sees it.
 
@@ -196,7 +241,7 @@ def _fault(done: Completion, sampling: Sampling, end: float) -> tuple[str, Any, 
         return "logprobs", _some(logprobs), "finite numbers up to 0 (are the weights finite?)"
     if not isinstance(done.weights_version, Integral) or done.weights_version < 0:
         return "weights_version", done.weights_version, "an integer from 0"
-    reason = "stop" if ids[-1] in sampling.stop_ids else "length"
+    reason = "stop" if sampling.ended(done.token_ids) else "length"
     if done.finish_reason != reason:
         return "finish_reason", done.finish_reason, repr(reason)
     if reason == "length" and count < most:

@@ -244,7 +244,7 @@ class TransformersEngine:
             request.token_ids.append(token)
             request.logprobs.append(logprob)
             request.pending = [token]
-            stopped = token in request.sampling.stop_ids
+            stopped = request.sampling.ended(request.token_ids)
             if stopped or len(request.token_ids) == request.sampling.max_tokens:
                 self._leave(request)
                 completion = Completion(

@@ -84,6 +84,7 @@ class UnbatchedEngine:
         logprobs: list[float] = []
         draw = random.Random(sampling.seed).random
         pending = prompt[len(cache.tokens) :]
+        stopped = False
         while len(token_ids) < sampling.max_tokens:
             if pending:
                 pending = self._feed(cache, pending)
@@ -91,14 +92,15 @@ class UnbatchedEngine:
                 [token], [logprob] = sample(cache.logits, [sampling.temperature], [draw()])
                 token_ids.append(token)
                 logprobs.append(logprob)
-                if token in sampling.stop_ids:
+                stopped = sampling.ended(token_ids)
+                if stopped:
                     break
                 pending = [token]
             await asyncio.sleep(0)
         return Completion(
             token_ids=tuple(token_ids),
             logprobs=tuple(logprobs),
-            finish_reason="stop" if token_ids[-1] in sampling.stop_ids else "length",
+            finish_reason="stop" if stopped else "length",
             weights_version=self.weights_version,
         )
 

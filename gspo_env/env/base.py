@@ -92,6 +92,9 @@ class TextEnv(gymnasium.Env[str, str]):
     credit_score: Literal["turns", "outcome", "sum"] | None = None
     """Rewards that estimators of returns learn from: those of the turns, the outcome at the last
     turn, or the sum of both; None infers it from the first episodes of a run."""
+    takes_cut_actions: bool = False
+    """Whether `step` also takes actions that were cut at their limit of tokens or whose prompt did
+    not fit (`Action.finish_reason`), and the episode goes on; otherwise such an episode ends."""
     max_turns: int | None = None
     """Turns after which `end_turn` truncates the episode."""
     num_tasks: int | None = None
@@ -146,6 +149,12 @@ class TextEnv(gymnasium.Env[str, str]):
         truncated = not terminated and bool(truncated or late)
         self._ended = bool(terminated or truncated)
         return bool(terminated), truncated
+
+    def abandon(self) -> None:
+        """Frees what the running episode holds, because the rollout has cut it.
+
+        The next call is `reset` or `close`.
+        """
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Returns the next action of a scripted demonstrator.

@@ -44,6 +44,7 @@ _BUILTIN = {
     "gspo/MiniGrid-v0": "gspo_envs.minigrid:MiniGridEnv",
     "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
     "gspo/OpenEnv-v0": "gspo_envs.openenv:OpenEnvEnv",
+    "gspo/Program-v0": "gspo_envs.program:ProgramEnv",
     "gspo/PythonTool-v0": "gspo_envs.python_tool:PythonToolEnv",
     "gspo/ReasoningGym-v0": "gspo_envs.reasoning_gym:ReasoningGymEnv",
     "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",

@@ -40,7 +40,8 @@ def _finite(text: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)
+DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)
+"""Decodes JSON without NaN and infinite numbers."""
 _SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 
 
@@ -119,10 +120,48 @@ def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
     calls: list[ToolCall | ToolCallError] = []
     start = text.find(_OPEN)
     while start >= 0:
-        call, end = _parse_one(text, start + len(_OPEN))
+        call, end = parse_tool_call(text, start + len(_OPEN))
         calls.append(call)
         start = text.find(_OPEN, end)
     return calls
+
+
+def parse_tool_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
+    """Parses the call whose JSON begins at `start`, behind `<tool_call>`; never raises.
+
+    Returns:
+        The call, and where the search for the next one continues.
+    """
+    value, end, fault = None, start, ""
+    try:
+        value, end = DECODER.raw_decode(text, _SPACE.match(text, start).end())
+    except (ValueError, RecursionError) as error:
+        fault = f"the tool call is not valid JSON: {_json_reason(error)}."
+    close = text.find(_CLOSE, end)
+    if close < 0:
+        return ToolCallError(message=f"the tool call has no closing {_CLOSE}."), len(text)
+    if not fault and text[end:close].strip():
+        fault = f"the tool call has text between its JSON object and {_CLOSE}."
+    call = fault or call_from_json(value)
+    parsed = ToolCallError(message=call) if isinstance(call, str) else call
+    return parsed, close + len(_CLOSE)
+
+
+def call_from_json(value: object) -> ToolCall | str:
+    """Returns the call, or what is wrong with it in one sentence."""
+    if not isinstance(value, dict):
+        return f"the tool call must be a JSON object, got {type(value).__name__}."
+    name, arguments = value.get("name"), value.get("arguments", {})
+    if not isinstance(name, str) or not name:
+        return 'the tool call needs a "name" that is a string.'
+    if isinstance(arguments, str):
+        try:
+            arguments = DECODER.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            return f'the "arguments" are not valid JSON: {_json_reason(error)}.'
+    if not isinstance(arguments, dict):
+        return f'the "arguments" must be a JSON object, got {type(arguments).__name__}.'
+    return ToolCall(name=name, arguments=arguments)
 
 
 def format_tool_call(name: str, arguments: dict[str, Any]) -> str:
@@ -151,44 +190,10 @@ def tool_call_frames(tool: Tool) -> list[str]:
     return [*frames, f"{text}}}}}{_CLOSE}"]
 
 
-def _parse_one(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
-    """Parses the call whose body begins at `start`; also returns where to continue the search."""
-    value, end, fault = None, start, ""
-    try:
-        value, end = _DECODER.raw_decode(text, _SPACE.match(text, start).end())
-    except (ValueError, RecursionError) as error:
-        fault = f"the tool call is not valid JSON: {_json_reason(error)}."
-    close = text.find(_CLOSE, end)
-    if close < 0:
-        return ToolCallError(message=f"the tool call has no closing {_CLOSE}."), len(text)
-    if not fault and text[end:close].strip():
-        fault = f"the tool call has text between its JSON object and {_CLOSE}."
-    call = fault or _call_from_json(value)
-    parsed = ToolCallError(message=call) if isinstance(call, str) else call
-    return parsed, close + len(_CLOSE)
-
-
 def _json_reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-
-
-def _call_from_json(value: object) -> ToolCall | str:
-    """Returns the call, or what is wrong with it in one sentence."""
-    if not isinstance(value, dict):
-        return f"the tool call must be a JSON object, got {type(value).__name__}."
-    name, arguments = value.get("name"), value.get("arguments", {})
-    if not isinstance(name, str) or not name:
-        return 'the tool call needs a "name" that is a string.'
-    if isinstance(arguments, str):
-        try:
-            arguments = _DECODER.decode(arguments)
-        except (ValueError, RecursionError) as error:
-            return f'the "arguments" are not valid JSON: {_json_reason(error)}.'
-    if not isinstance(arguments, dict):
-        return f'the "arguments" must be a JSON object, got {type(arguments).__name__}.'
-    return ToolCall(name=name, arguments=arguments)
 
 
 def _build_tool(function: Callable[..., Any]) -> Tool:

@@ -139,7 +139,7 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
 def _hub_problem() -> str:
     """Asks the hub once, since libraries try for a minute; empty if it answers."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     try:
         get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)

@@ -28,11 +28,12 @@ from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Show
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.rollout.conversation import tokenize
 from gspo_env.rollout.faults import FaultLog, refuse_failures
 from gspo_env.rollout.play import Move, Policy, demonstrator, look
 from gspo_env.rollout.retry import play_alone
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer, tokenize
+from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, StopReason, Task, Turn
 

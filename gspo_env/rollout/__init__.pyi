@@ -1,4 +1,7 @@
 from .collector import Collector as Collector
+from .conversation import Opening as Opening
+from .conversation import Transcript as Transcript
+from .conversation import tokenize as tokenize
 from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
@@ -13,5 +16,3 @@ from .pool import EnvPool as EnvPool
 from .settings import RolloutConfig as RolloutConfig
 from .template import ChatTemplate as ChatTemplate
 from .transcript import ChatTokenizer as ChatTokenizer
-from .transcript import Transcript as Transcript
-from .transcript import tokenize as tokenize

@@ -46,7 +46,7 @@ def check_template(template: Any) -> None:
                 f"{_LONGEST_TEMPLATE:,}"
             )
         try:
-            tree = _parser().parse(text)
+            tree = parser().parse(text)
         except (TemplateSyntaxError, RecursionError):
             continue  # rendering says what is wrong
         for node in tree.find_all(nodes.Node):
@@ -57,7 +57,8 @@ def check_template(template: Any) -> None:
                 )
 
 
-def _parser() -> Environment:
+def parser() -> Environment:
+    """Returns the environment with which `transformers` parses templates."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     environment: Environment = _compile_jinja_template("").environment

@@ -9,13 +9,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from gspo_env.engines.base import Engine, Sampling, check_completion
-from gspo_env.errors import EnvironmentContractError, RolloutError
-from gspo_env.rollout.faults import refuse_failures
+from gspo_env.errors import ChatTemplateError, EnvironmentContractError, RolloutError
+from gspo_env.rollout.conversation import Opening, Transcript
+from gspo_env.rollout.faults import EnvironmentFailed, describe, refuse_failures
 from gspo_env.rollout.play import ENDED, Move, Situation, conclude
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer, Transcript
+from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.types import Episode, Group, ResetInfo, StopReason, Task
 
@@ -116,7 +117,7 @@ class Collector:
                 redraw=draw,
             )
         finally:
-            self.engine.release(policy.session)
+            policy.release()
         if policy.unfit is not None:
             self._unfit.append(policy.unfit)
         return episode
@@ -145,7 +146,7 @@ class Collector:
         if self.pool.gives_outcome is not None:
             return groups
         ended = [e for g in groups for e in g.episodes if e.stop_reason in ENDED]
-        given = any(e.turns[-1].info.episodic_reward is not None for e in ended)
+        given = any(e.turns and e.turns[-1].info.episodic_reward is not None for e in ended)
         if given or any(e.terminated for e in ended):
             self.pool.gives_outcome = given
         return [self._settled(group) for group in groups] if given else groups
@@ -200,6 +201,7 @@ class _EnginePolicy:
     def __init__(self, collector: Collector, task: Task, seed: int, temperature: float) -> None:
         self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
         self.session = f"{task.env_id}:{task.seed}:{seed}"
+        self.sessions = {self.session}
         self.seed, self.temperature = seed, temperature
         self.vocab_size = collector.vocab_size
         self.transcript: Transcript | None = None
@@ -209,27 +211,70 @@ class _EnginePolicy:
         """See `gspo_env.rollout.play.Policy`."""
         if self.transcript is None:
             self.transcript = Transcript(self.chat, now.prompt)
-        new = self.transcript.read(now.observation, now.role)
-        limit = self.limits.max_turn_tokens
-        if len(self.transcript.ids) + limit > self.limits.max_context:
-            self.unfit = None if now.turn else len(self.transcript.ids)
+        opening = self._read(self.transcript, now)
+        asked = now.request.max_tokens
+        limit = self.limits.max_turn_tokens if asked is None else asked
+        limit = min(limit, self.limits.max_turn_tokens)
+        if len(opening.ids) + limit > self.limits.max_context:
+            self.unfit = None if now.turn else len(opening.ids)
             return Move(stop=StopReason.MAX_CONTEXT)
         sampling = Sampling(
             max_tokens=limit,
             temperature=self.temperature,
             stop_ids=self.chat.stop_ids,
+            ends=self.chat.ends(now.request.stop),
             seed=derive_seed(self.seed, now.turn),
         )
         started = time.perf_counter()
-        done = await self.engine.generate(self.transcript.ids, sampling, self.session)
+        session = self._session(self.transcript, opening.session)
+        done = await self.engine.generate(opening.ids, sampling, session)
         check_completion(done, sampling, self.vocab_size)
-        self.transcript.write(done.token_ids)
+        saying = self.transcript.write(done.token_ids)
         return Move(
-            text=self.chat.decode(done.token_ids),
-            prompt_ids=new,
+            text=_until(self.chat.decode(done.token_ids), now.request.stop),
+            message=saying.message,
+            parent=opening.parent,
+            fork=opening.fork,
+            prompt_ids=opening.prompt_ids,
             action_ids=done.token_ids,
             logprobs=done.logprobs,
             weights_version=done.weights_version,
             seconds=time.perf_counter() - started,
             stop=StopReason.MAX_TURN_TOKENS if done.finish_reason == "length" else None,
         )
+
+    def release(self) -> None:
+        """Drops what the engine caches of the episode."""
+        for session in self.sessions:
+            self.engine.release(session)
+
+    def _read(self, transcript: Transcript, now: Situation) -> Opening:
+        """Returns the prompt.
+
+        Raises:
+            EnvironmentFailed: The template refuses the conversation that the environment gave.
+        """
+        try:
+            return transcript.read(now.observation, now.role, now.request)
+        except ChatTemplateError as error:
+            if not now.request.messages:
+                raise
+            told = EnvironmentContractError(f"{now.env}: the conversation of info: {error}")
+            raise EnvironmentFailed(describe("reading its conversation", told)) from error
+
+    def _session(self, transcript: Transcript, number: int) -> str:
+        """Names the cache of a sequence; releases the caches that are not used any more."""
+        names = {self._name(n) for n in transcript.session_ids()}
+        for name in self.sessions - names:
+            self.engine.release(name)
+        self.sessions = names
+        return self._name(number)
+
+    def _name(self, number: int) -> str:
+        return f"{self.session}/{number}" if number else self.session
+
+
+def _until(text: str, stop: Sequence[str]) -> str:
+    """Returns a text up to the first of the stop texts."""
+    places = [place for place in map(text.find, stop) if place >= 0]
+    return text[: min(places)] if places else text

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 
-from gspo_env.types import Episode, Group, StopReason
+from gspo_env.types import Episode, Fork, Group, StopReason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,10 @@ class RolloutStats:
     """Share of the episodes that ended for each reason."""
     tokens: int
     """Sampled tokens."""
+    sequences: float
+    """Mean number of token sequences of an episode with turns."""
+    forks: Mapping[Fork, float]
+    """Mean number of sequences that an episode adds for each reason."""
     seconds: float
     redrawn: int | None = None
     """Tasks that were drawn again because they are held out; None if none are, by key."""
@@ -109,23 +114,29 @@ class RolloutStats:
     def of(cls, groups: Sequence[Group], seconds: float) -> RolloutStats:
         """Summarises the episodes of one collection."""
         episodes, played = _episodes(groups), _played(groups)
+        filled = [e for e in episodes if e.turns]
         redrawn = [g.redrawn for g in groups if g.redrawn is not None]
         return cls(
             played=EpisodeStats.of(played),
             faults=FaultStats.of(groups),
             stops={r: _mean(e.stop_reason is r for e in episodes) for r in StopReason},
             tokens=sum(e.model_tokens for e in episodes),
+            sequences=_mean(map(_sequences, filled)) if filled else 0.0,
+            forks={r: _mean(_forks(e, r) for e in episodes) for r in get_args(Fork)},
             seconds=seconds,
             redrawn=sum(redrawn) if redrawn else None,
         )
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
+        forks = {f"rollout/forks/{reason}": count for reason, count in self.forks.items()}
         stops = {f"rollout/stop/{reason}": share for reason, share in self.stops.items()}
         redrawn = {} if self.redrawn is None else {"rollout/redrawn_tasks": float(self.redrawn)}
         return {
             **self.played.metrics("rollout"),
             **stops,
+            **forks,
+            "rollout/sequences_per_episode": self.sequences,
             **redrawn,
             **self.faults.metrics("rollout"),
             "rollout/lone_groups": float(self.faults.lone_groups),
@@ -171,6 +182,15 @@ def _episodes(groups: Sequence[Group]) -> list[Episode]:
 
 def _played(groups: Sequence[Group]) -> list[Episode]:
     return [episode for episode in _episodes(groups) if not episode.failed]
+
+
+def _sequences(episode: Episode) -> int:
+    """Returns the number of turns that no other turn continues."""
+    return len(episode.turns) - len({p for p in episode.parents if p is not None})
+
+
+def _forks(episode: Episode, reason: Fork) -> int:
+    return sum(turn.fork == reason for turn in episode.turns)
 
 
 def _mean(values: Iterable[float]) -> float:

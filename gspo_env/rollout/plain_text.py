@@ -42,7 +42,7 @@ class PlainText:
             raise ChatTemplateError(
                 f"{type(tokenizer).__name__} is not a fast tokenizer: save it as tokenizer.json"
             )
-        self._backend = backend
+        self.backend = backend
         added: dict[int, AddedToken] = dict(tokenizer.added_tokens_decoder)
         roles = {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
         self._unknown = tokenizer.unk_token_id
@@ -88,11 +88,11 @@ class PlainText:
 
     def normalize(self, text: str) -> str:
         """Returns a text as the tokenizer's normaliser changes it."""
-        normalizer = self._backend.normalizer
+        normalizer = self.backend.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def _decode(self, ids: tuple[int, ...]) -> str:
-        return str(self._backend.decode(list(ids), skip_special_tokens=False))
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def _encode(self, text: str, first: bool) -> tuple[int, ...]:
         pieces, ids = [clean(text)], list[int]()

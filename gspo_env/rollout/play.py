@@ -7,18 +7,20 @@ import contextlib
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_env.env.base import Action, TextEnvironment, attribute
+from gspo_env.env.base import Action, Finish, TextEnvironment, attribute
 from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
 from gspo_env.env.threads import attempt
-from gspo_env.errors import RolloutError
+from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.faults import EnvironmentFailed, describe, hang
 from gspo_env.types import (
     FAILURES,
     Episode,
     Fault,
+    Fork,
+    Message,
     Prompt,
     ResetInfo,
     Role,
@@ -31,6 +33,13 @@ from gspo_env.types import (
 
 ENDED = (StopReason.TERMINATED, StopReason.TRUNCATED)
 """Reasons for which the environment itself ends an episode; every other reason cuts it."""
+_CUTS: dict[StopReason, Finish] = {
+    StopReason.MAX_TURN_TOKENS: "length",
+    StopReason.MAX_CONTEXT: "context",
+}
+"""The limits of which an environment with `takes_cut_actions` hears."""
+_MOST_REFUSED = 8
+"""Prompts in a row that do not fit, after which such an environment's episode ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +53,9 @@ class Situation:
     """Source of the observation."""
     turn: int
     """The number of turns before this one."""
+    request: ResetInfo | StepInfo = field(default_factory=StepInfo)
+    """The `info` that came with the observation: the conversation, tools and limits of the next
+    action, as far as the environment gives them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +63,12 @@ class Move:
     """The action of a policy that works with token ids."""
 
     text: str = ""
+    message: Message | None = None
+    """The action as a message, if something has parsed it."""
+    parent: int | None = -1
+    """See `Turn.parent`."""
+    fork: Fork | None = None
+    """See `Turn.fork`."""
     prompt_ids: tuple[int, ...] = ()
     """The ids of the observation, as `Turn.prompt_ids`."""
     action_ids: tuple[int, ...] = ()
@@ -59,7 +77,8 @@ class Move:
     seconds: float = 0.0
     """Time that the policy took."""
     stop: StopReason | None = None
-    """The limit that the action exceeded: the environment does not see it and the episode ends."""
+    """The limit that the action exceeded: the episode ends, and only an environment with
+    `takes_cut_actions` sees the action, and goes on."""
 
 
 Policy = Callable[[Situation], "str | Move | Awaitable[str | Move]"]
@@ -191,20 +210,25 @@ class _Game:
         self.env, self.task, self.call, self.redraw = env, task, call, redraw
         self.turns: list[Turn] = []
         self.prompt, self.reset, self.observation = Prompt(), ResetInfo(), ""
+        self.request: ResetInfo | StepInfo = self.reset
+        self.takes_cuts = bool(attribute(env, "takes_cut_actions", False))
+        self.refused = 0
+        """Prompts in a row that did not fit."""
         self.calling = ""
         """The call that the environment has not returned from."""
 
     async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
         await self._begin()
-        role: Role = "user"
+        self.request = self.reset
         while max_turns is None or len(self.turns) < max_turns:
             move = policy(
                 Situation(
                     env=self.env,
                     prompt=self.prompt,
                     observation=self.observation,
-                    role=role,
+                    role=getattr(self.request, "observation_role", "user"),
                     turn=len(self.turns),
+                    request=self.request,
                 )
             )
             if not isinstance(move, (str, Move)):
@@ -212,7 +236,6 @@ class _Game:
             stop = await self._turn(Move(text=move) if isinstance(move, str) else move)
             if stop is not None:
                 return stop
-            role = self.turns[-1].info.observation_role
         return StopReason.MAX_TURNS
 
     async def _begin(self) -> None:
@@ -238,25 +261,22 @@ class _Game:
         stop, before = move.stop, self.observation
         reward, info, seconds = 0.0, StepInfo(), 0.0
         key = self.turns[-1].info.state_key if self.turns else self.reset.state_key
-        if stop is None:
+        finish: Finish | None = "stop"
+        if stop is not None:
+            finish = _CUTS.get(stop) if self.takes_cuts else None
+        if finish == "context":
+            return await self._refuse(stop)
+        if finish is not None:
+            self.refused = 0
             started = time.perf_counter()
-            action = Action(move.text, move.action_ids)
-            result = await self._call(f"step({reprlib.repr(action)})", self.env.step, action)
+            action = Action(move.text, move.action_ids, move.message, finish)
+            stop, reward, info = await self._step(action, len(move.action_ids) or None)
             seconds = time.perf_counter() - started
-            try:
-                self.observation, reward, terminated, truncated, info = parse_step(
-                    self.task.env_id, result, len(move.action_ids) or None
-                )
-                check_length(self.env, self.task.env_id, "step()", self.observation)
-            except Exception as error:
-                raise EnvironmentFailed(describe("reading its step", error)) from error
-            if terminated:
-                stop = StopReason.TERMINATED
-            elif truncated:
-                stop = StopReason.TRUNCATED
         elif not move.action_ids:
             return stop
         turn = Turn(
+            parent=move.parent,
+            fork=move.fork,
             prompt_ids=move.prompt_ids,
             action_ids=move.action_ids,
             logprobs=move.logprobs,
@@ -269,6 +289,44 @@ class _Game:
             state_key=key,
         )
         self.turns.append(turn)
+        return stop
+
+    async def _step(
+        self, action: Action, tokens: int | None
+    ) -> tuple[StopReason | None, float, StepInfo]:
+        """Steps the environment; returns why the episode ends, if it does, and what it gave."""
+        result = await self._call(f"step({reprlib.repr(action)})", self.env.step, action)
+        try:
+            self.observation, reward, terminated, truncated, info = parse_step(
+                self.task.env_id, result, tokens
+            )
+            check_length(self.env, self.task.env_id, "step()", self.observation)
+        except Exception as error:
+            raise EnvironmentFailed(describe("reading its step", error)) from error
+        self.request = info
+        if terminated:
+            return StopReason.TERMINATED, reward, info
+        return StopReason.TRUNCATED if truncated else None, reward, info
+
+    async def _refuse(self, limit: StopReason | None) -> StopReason | None:
+        """Tells the environment that its prompt does not fit; no turn, since nothing is sampled.
+
+        What the step says of the end of the episode belongs to the last turn.
+        """
+        self.refused += 1
+        if self.refused > _MOST_REFUSED:
+            return limit
+        stop, reward, info = await self._step(Action("", finish_reason="context"), None)
+        if reward != 0:
+            error = EnvironmentContractError(
+                f"{self.task.env_id}: step() reward is {reward} for an action that was not sampled "
+                "because its prompt did not fit, expected 0."
+            )
+            raise EnvironmentFailed(describe("reading its step", error)) from error
+        if stop is not None and self.turns:
+            last = self.turns[-1]
+            told = replace(last.info, episodic_reward=info.episodic_reward, success=info.success)
+            self.turns[-1] = replace(last, info=told)
         return stop
 
     async def _call(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from gspo_env.env.base import TextEnvironment
+from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.threads import attempt, foreign
 from gspo_env.rollout.faults import (
     EnvironmentFailed,
     FaultLog,
     close_quietly,
     failed_episode,
 )
-from gspo_env.rollout.play import Policy, play, play_now
+from gspo_env.rollout.play import ENDED, Policy, play, play_now
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Episode, Fault, StopReason, Task
+
+logger = logging.getLogger(__name__)
 
 RETRIES = 2
 """Default of the number of times that an episode is played again."""
@@ -69,9 +73,20 @@ async def play_pooled(
     )
     if episode.failed:
         pool.discard(env, stuck=episode.stop_reason is StopReason.ENV_TIMEOUT)
-    else:
-        pool.give_back(env)
+        return episode
+    if episode.stop_reason not in ENDED:
+        await pool.call(_abandon, env)
+    pool.give_back(env)
     return episode
+
+
+def _abandon(env: TextEnvironment) -> None:
+    """Tells an environment that its episode was cut; an exception is logged."""
+    try:
+        attempt(attribute(env, "abandon", lambda: None))
+    except Exception as error:
+        told = foreign(error)
+        logger.warning("abandon() raised %s: %s (%s)", told.name, told.text, told.where)
 
 
 def play_alone(

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-Chat = Sequence[Mapping[str, str]]
-"""Messages, each with `role` and `content`."""
+Chat = Sequence[Mapping[str, Any]]
+"""Messages, each with `role` and `content`; some with `tool_calls` and other fields."""
 Schemas = Sequence[Mapping[str, Any]]
 """Tools in OpenAI's function format."""
 

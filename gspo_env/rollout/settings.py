@@ -23,7 +23,7 @@ class RolloutConfig:
     max_turn_tokens: int = 512
     """Maximum tokens of one action."""
     max_context: int = 4096
-    """Maximum tokens of one episode."""
+    """Maximum tokens of one prompt and its action."""
     episode_timeout: float = 600.0
     """Maximum seconds of one episode, including time spent waiting for the engine."""
     concurrency: int = 256

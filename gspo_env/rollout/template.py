@@ -139,6 +139,33 @@ class ChatTemplate:
             self._say(f"cannot show these tools ({error}); the system message lists them")
             return self._ids(self._fit(list_tools(messages, schemas), ())[0], (), generation)
 
+    def literal(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> str:
+        """Returns a conversation as the template renders it; see `gspo_env.rollout.literal`.
+
+        What the template does not accept is changed as in `ids`; calls that it does not show are
+        written behind the content, as Hermes does.
+
+        Args:
+            messages: Literal messages, which may have calls and reasoning.
+            schemas: The tools, as literal texts.
+            generation: Whether the start of the assistant's next message follows.
+
+        Raises:
+            ChatTemplateError: The template refuses the messages.
+        """
+        if any(m.get("tool_calls") for m in messages) and not self.shows_calls:
+            self._say("does not show calls; the content of their messages ends with them")
+            messages = [_with_calls(m) if m.get("tool_calls") else m for m in messages]
+        try:
+            fitted, shown = self._fit(messages, schemas)
+            return self.render(fitted, shown, generation=generation)
+        except ChatTemplateError as error:
+            if not schemas or not self.shows_tools:
+                raise
+            self._say(f"cannot show these tools ({error}); the system message lists them")
+            fitted, _ = self._fit(list_tools(messages, schemas), ())
+            return self.render(fitted, generation=generation)
+
     def fill(self, parts: Parts, texts: Sequence[str], *, first: bool = False) -> list[int]:
         """Returns the ids of a layout with these texts in its slots.
 
@@ -222,6 +249,24 @@ class ChatTemplate:
             return name in self.render(_chat(self._fitting_roles("system", "user")), [schema])
         except ChatTemplateError:
             return False
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether the template shows the calls of an assistant's message."""
+        name = self.marker(0)
+        call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {}}}
+        chat: list[dict[str, Any]] = [dict(m) for m in _chat(("user", "assistant", "user"))]
+        chat[1] |= {"tool_calls": [call]}
+        for content in ("x", ""):
+            chat[1]["content"] = content
+            for follow in ({"role": "tool", "tool_call_id": "call00000", "name": name}, {}):
+                chat[2] = {"role": "user", "content": "x", **follow}
+                try:
+                    if name in self.render(chat):
+                        return True
+                except ChatTemplateError:
+                    continue
+        return False
 
     @cached_property
     def takes_system(self) -> bool:
@@ -359,6 +404,15 @@ def _read_slots(
         (escaped, left), (_, right) = before[1], behind[0]
         slots.append(Slot(index=index, left=left, right=right, escaped=escaped))
     return slots
+
+
+def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the calls of a message behind its content."""
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
+    lines = [message["content"], *(f"<tool_call>{call}</tool_call>" for call in calls)]
+    left_out = {"tool_calls", "content"}
+    others = {key: value for key, value in message.items() if key not in left_out}
+    return {**others, "content": "\n".join(filter(None, lines))}
 
 
 def _folded(messages: Chat) -> Chat:

@@ -1,24 +1,32 @@
-"""Converts messages to token ids: the token-exact transcript.
+"""Converts messages to token ids, and sampled ids to text and messages.
 
-Sampled ids are never decoded and tokenised again: turn k+1 is turn k, the ids sampled in turn k,
-then the ids of the new environment text. `gspo_env.rollout.template` encodes the text, so that it
-cannot become a control token.
+Sampled ids are never decoded and tokenised again to be trained on. `gspo_env.rollout.template`
+encodes text, so that it cannot become a control token; `gspo_env.rollout.conversation` decides
+which turn a prompt continues.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+import typing
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
+
+from jinja2 import nodes
 
 from gspo_env.errors import ChatTemplateError
+from gspo_env.rollout.bounds import parser
+from gspo_env.rollout.literal import Literal
+from gspo_env.rollout.speech import Parser
 from gspo_env.rollout.template import ChatTemplate, Parts, Shape, Slot, Text
-from gspo_env.types import Episode, Prompt, Role, StepInfo
+from gspo_env.types import Prompt
 
 logger = logging.getLogger(__name__)
+
+History = typing.Literal["template", "keep", "refuse"]
 
 _FIRST, _ACTION, _NEXT = range(3)
 """Places of the messages in the conversation that shows how a turn is added."""
@@ -29,16 +37,22 @@ class ChatTokenizer:
 
     Args:
         tokenizer: A fast tokenizer with a chat template.
-        history: Whether a template that changes earlier turns is an error ("refuse").
+        history: The prompt of a later turn: what the template renders for the conversation
+            ("template"); or always the earlier turns as they were sampled ("keep"), where a
+            template that changes them can be an error ("refuse").
 
     Raises:
         ChatTemplateError: The tokenizer has no chat template, or its template cannot be
             extended turn by turn, or does not begin the assistant's message.
     """
 
-    def __init__(self, tokenizer: Any, *, history: Literal["keep", "refuse"] = "keep") -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, *, history: History = "template") -> None:
+        self.tokenizer, self.history = tokenizer, history
         self.template = ChatTemplate(tokenizer)
+        self.literal = Literal(self.template.text)
+        source = str(tokenizer.chat_template)
+        splits = "reasoning" in source or "thinking" in source
+        self.parser = Parser(tokenizer, self.literal, splits=splits)
         self._after = lru_cache(8)(self._after_action)
         self._turn = {"user": Shape(roles=("user", "assistant", "user"))}
         tool = Shape(roles=("user", "assistant", "tool"))
@@ -48,7 +62,8 @@ class ChatTokenizer:
             self._turn["tool"] = tool
         self.end_of_turn = _split_end(self._after(self._turn["user"]))[0]
         self._check_start()
-        self._check_history(history)
+        self._rewriting = self._rewrites()
+        self._check_history()
         self._check_markers()
 
     @cached_property
@@ -79,6 +94,78 @@ class ChatTokenizer:
         parts = self.template.with_empty(shape, texts, self._after)
         end, rest = _split_end(parts)
         return tuple(self.template.fill(rest if end == last_id else parts, texts))
+
+    def follow_messages(self, messages: Sequence[dict[str, Any]], last_id: int) -> list[int]:
+        """Returns the ids of literal messages that follow an action whose last id is `last_id`."""
+        talk = [self._message("user", _FIRST), self._message("assistant", _ACTION), *messages]
+        rest = self.template.literal(talk).partition(self.template.marker(_ACTION))[2]
+        ids = self.literal.encode(rest)
+        same = self.end_of_turn == last_id and last_id in ids[:2]
+        return ids[ids.index(last_id) + 1 :] if same else ids
+
+    @cached_property
+    def appends(self) -> bool:
+        """Whether the template only appends what `follow` gives, whatever was said before.
+
+        It is tried with conversations of a few turns. Texts that the template itself looks for, and
+        ends of texts that it strips, are the business of `is_plain`.
+        """
+        if self._rewriting is not None:
+            return False
+        try:
+            return all(self._appends(role, system) for role in self._turn for system in ("", "s"))
+        except ChatTemplateError:
+            return False
+
+    def _appends(self, role: str, system: str) -> bool:
+        talk: list[dict[str, Any]] = [{"role": "user", "content": "stone"}]
+        if system:
+            talk.insert(0, {"role": "system", "content": system})
+        end = self.end_of_turn
+        if end is None:
+            return False
+        ids = self.literal.encode(self.template.literal(talk), first=True)
+        for n in range(3):
+            said = self.encode(f"birch {n}")
+            talk += [{"role": "assistant", "content": self.decode_all(said)}]
+            ids += [*said, end, *self.follow(f"river {n}", end, role)]
+            talk += [{"role": role, "content": f"river {n}"}]
+            rendered = self.template.literal(talk)
+            if self.literal.decode(ids) != rendered and (
+                self.literal.encode(rendered, first=True) != ids
+            ):
+                return False
+        return True
+
+    @cached_property
+    def _looked_for(self) -> re.Pattern[str]:
+        """Finds texts with which the template compares the texts of messages."""
+        found = constants(self.tokenizer.chat_template)
+        return re.compile("|".join(map(re.escape, sorted(found))) or r"(?!)")
+
+    @cached_property
+    def _slots(self) -> dict[int, Slot]:
+        _, slots = self.template.slots(self._turn["user"], ())
+        return {slot.index: slot for slot in slots}
+
+    def is_plain(self, action: str, observation: str) -> bool:
+        """Returns whether the template shows an earlier action unchanged, next to any text."""
+        if self._looked_for.search(action) or self._looked_for.search(observation):
+            return False
+        return bool(action) and self._slots[_ACTION].show(action) == action
+
+    def ends(self, stop: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+        """Returns whether sampled ids have one of these texts at their end; None without texts."""
+        if not stop:
+            return None
+        # every id but a few has at least one byte of the text
+        window = max(len(text.encode()) for text in stop) + 8
+
+        def ended(ids: Sequence[int]) -> bool:
+            tail = self.decode_all(ids[-window:])
+            return any(text in tail for text in stop)
+
+        return ended
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the ids of plain text; no control token is among them."""
@@ -125,15 +212,20 @@ class ChatTokenizer:
                 f"`add_generation_prompt`; expected {header!r} at the end with it"
             )
 
-    def _check_history(self, history: str) -> None:
+    def _check_history(self) -> None:
         """Detects templates that render an earlier turn differently from how it was sampled."""
-        if (reason := self._rewrites()) is None:
+        reason = self._rewriting
+        if reason is None:
             return
-        if history == "refuse":
+        if self.history == "template":
+            logger.info("The chat template rewrites history (%s): turns begin sequences.", reason)
+            return
+        if self.history == "refuse":
             raise ChatTemplateError(f"the chat template rewrites history: {reason}")
         logger.warning(
-            "The chat template rewrites history (%s); transcripts keep every turn as sampled. "
-            "Set history='refuse' to make this an error.",
+            "The chat template rewrites history (%s); transcripts keep every turn as sampled, so "
+            "the model is trained on other prompts than it is served with. Set history='template' "
+            "to train on those, or history='refuse' to make this an error.",
             reason,
         )
 
@@ -170,6 +262,17 @@ class ChatTokenizer:
         return {"role": role, "content": self.template.marker(place)}
 
 
+def constants(template: Any) -> set[str]:
+    """Returns the texts with symbols in the expressions of a template, such as `</think>`."""
+    texts = template.values() if isinstance(template, dict) else [template]
+    found: set[str] = set()
+    for text in map(str, texts):
+        for node in parser().parse(text).find_all(nodes.Const):
+            if isinstance(node.value, str) and re.search(r"[^\w\s]", node.value):
+                found.add(node.value.strip())
+    return found
+
+
 def _split_end(parts: Parts) -> tuple[int | None, Parts]:
     """Returns the control token that ends an action, if one does, and what follows it."""
     for n, part in enumerate(parts):
@@ -183,54 +286,3 @@ def _split_end(parts: Parts) -> tuple[int | None, Parts]:
 def _same_start(text: str, prompt: str) -> bool:
     """Returns whether an action starts behind the prompt, apart from white space."""
     return text.startswith(prompt) and not text.removeprefix(prompt).strip()
-
-
-class Transcript:
-    """The token ids of one conversation, which are only ever appended to."""
-
-    def __init__(self, chat: ChatTokenizer, prompt: Prompt) -> None:
-        self.chat, self.prompt = chat, prompt
-        self.ids: list[int] = []
-
-    def read(self, observation: str, role: Role = "user") -> tuple[int, ...]:
-        """Adds an observation; returns its ids, those of the prompt included the first time."""
-        if self.ids:
-            new = self.chat.follow(observation, self.ids[-1], role)
-        else:
-            new = self.chat.start(observation, self.prompt)
-        self.ids.extend(new)
-        return new
-
-    def write(self, action_ids: Sequence[int]) -> None:
-        """Adds the ids of an action, its end of turn included."""
-        self.ids.extend(action_ids)
-
-
-def tokenize(episode: Episode, chat: ChatTokenizer, max_context: int | None = None) -> Episode:
-    """Adds to a text-only episode the ids that a rollout of the same actions would have.
-
-    A turn that ends beyond `max_context` tokens, and all turns after it, are left out.
-
-    The turns lose their `info`, because its per-token values refer to sampled tokens.
-    """
-    end = chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn
-    transcript = Transcript(chat, episode.prompt)
-    role: Role = "user"
-    turns = []
-    for turn in episode.turns:
-        new = transcript.read(turn.observation, role)
-        action = (*chat.encode(turn.text), end)
-        transcript.write(action)
-        if max_context is not None and len(transcript.ids) > max_context:
-            break
-        role = turn.info.observation_role
-        turns.append(
-            replace(
-                turn,
-                prompt_ids=new,
-                action_ids=action,
-                logprobs=(0.0,) * len(action),
-                info=StepInfo(),
-            )
-        )
-    return replace(episode, turns=tuple(turns))

@@ -158,7 +158,7 @@ class ScoresTheWrongTokens(Echo):
 class Misplaced(Echo):
     def step(self, action: str) -> Any:
         *rest, info = super().step(action)
-        return *rest, info | {"messages": []}
+        return *rest, info | {"task_key": "a"}
 
 
 class MisplacedInReset(Echo):
@@ -216,7 +216,7 @@ class Injects(ToolEnv):
         (BadOutcome, r"episodic_reward'\] is nan"),
         (BadSuccess, r"success'\] is 'yes'"),
         (ScoresTheWrongTokens, r"token_advantages'\] is .*one per sampled token"),
-        (Misplaced, r"'messages' of info belongs to reset\(\)"),
+        (Misplaced, r"'task_key' of info belongs to reset\(\)"),
         (MisplacedInReset, r"'success' of info belongs to step\(\)"),
         (ForgetsItsInstructions, "seed 0 played again: turn 0 was"),
         (BadRole, r"observation_role'\] is 'system'"),

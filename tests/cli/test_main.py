@@ -160,7 +160,7 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
         (["--env-kwargs", "hops=four"], "hops is 'four', expected a whole number"),
         (["--env-kwargs", "hops=[3,"], "is no JSON value"),
         (["--help", "los"], "there is no section 'los'; expected one of: checkpoints, rollout"),
-        (["--advantage", "group_gea"], "expected one of: group_gae"),
+        (["--advantage", "group_gea"], "did you mean group_gae?"),
         (["--num-generations", "4"], "here it is --rollout.group-size"),
         (["--beta=0.1"], "here it is --loss.kl-coef"),
         (["--lora-dropout", "0.1"], "no setting 'lora_dropout': dropout is off, because"),

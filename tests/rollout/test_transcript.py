@@ -96,7 +96,7 @@ def test_an_action_that_ends_otherwise_still_gets_the_template_end_of_turn(chat)
 def test_a_template_that_drops_reasoning_is_named_and_can_be_refused(caplog):
     tokenizer = with_template(QWEN_LIKE)
     with caplog.at_level(logging.WARNING):
-        ChatTokenizer(tokenizer)
+        ChatTokenizer(tokenizer, history="keep")
     assert "drops the reasoning" in caplog.text
     with pytest.raises(ChatTemplateError, match="drops the reasoning"):
         ChatTokenizer(tokenizer, history="refuse")

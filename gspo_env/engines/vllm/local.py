@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from gspo_env.children import PrivateFolder
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
+from gspo_env.engines.base import (
+    Completion,
+    NamedTensors,
+    Sampling,
+    check_room,
+    drained,
+    sample_parts,
+)
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.engines.vllm.worker import EXTENSION
@@ -125,6 +132,8 @@ class VLLMEngine:
             EngineError: The prompt is empty or leaves no room for `max_tokens`, or vLLM failed.
         """
         check_room(prompt_ids, sampling, self._max_context)
+        if sampling.ends is not None:
+            return await sample_parts(self.generate, prompt_ids, sampling)
         loop = asyncio.get_running_loop()
         self._count += 1
         request = _Request(

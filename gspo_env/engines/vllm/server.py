@@ -24,7 +24,14 @@ import httpx2 as httpx
 import torch
 
 from gspo_env.children import PrivateFolder
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
+from gspo_env.engines.base import (
+    Completion,
+    NamedTensors,
+    Sampling,
+    check_room,
+    drained,
+    sample_parts,
+)
 from gspo_env.engines.vllm.calls import (
     RESET_SECONDS,
     call,
@@ -141,6 +148,8 @@ class VLLMServerEngine:
                 the request, or no server is left.
         """
         check_room(prompt_ids, sampling, self._max_context)
+        if sampling.ends is not None:
+            return await sample_parts(self.generate, prompt_ids, sampling)
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
         while True:
             server = await self._choose()

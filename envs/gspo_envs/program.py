@@ -1,0 +1,344 @@
+"""Any program that asks a language model over HTTP, as an environment."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gspo_env.env.base import (
+    MAX_OBSERVATION,
+    Action,
+    Options,
+    ResetResult,
+    StepResult,
+    TextEnv,
+    clean,
+)
+from gspo_env.env.spaces import UnicodeText
+from gspo_env.errors import (
+    ConfigError,
+    EnvironmentContractError,
+    EnvironmentCrashError,
+    EnvironmentHangError,
+    ForeignError,
+)
+from gspo_env.importing import load_function
+from gspo_envs.program_commands import CommandRun
+from gspo_envs.program_functions import start_function
+from gspo_envs.program_rewards import Exchange, read_result, to_attempt
+from gspo_envs.program_runs import Asked, Ended, Run, Started
+from gspo_envs.rewards import judge, load_reward, name_weights
+from gspo_envs.rows import TaskRows, begin_chat
+
+if TYPE_CHECKING:
+    from gspo_env.serving import Reply
+
+LIMITS = ("MaxTurnsExceeded", "ModelBehaviorError", "GraphRecursionError")
+"""What the OpenAI Agents SDK and LangGraph raise at a limit on turns or at what the policy wrote"""
+_LATE = ("timeout", "silence")
+_SHOWN = 400
+"""Characters of a command's standard error that an error shows."""
+
+
+class ProgramEnv(TextEnv):
+    """A program that asks a model over HTTP; the policy answers in the model's place.
+
+    `reset` starts the program with an address of its own. Its first request is the first
+    observation; `step` answers the request and returns the next one, or the end. Requests that are
+    made at the same time become turns one after the other, in the order of arrival.
+
+    The program's return, or exit code 0, ends the episode. An exception, another exit code, too
+    much time, and no request at all are failures of the environment: the episode is neither scored
+    nor trained on. `ends` lists those that are scored all the same. See docs/agents.md.
+
+    Args:
+        program: A function, or its place as `module:function` or `file.py:function`. It is called
+            as `program(task, base_url=..., api_key=...)` with a row of the data as a dictionary, in
+            a thread; it may be asynchronous.
+        data: Tasks; see `gspo_envs.dataset.DatasetEnv`.
+        rewards: Rewards of the finished episode; see `gspo_envs.rewards.load_reward`. Without any,
+            the result of the program is the reward: a number, true or false, or a dictionary with
+            "reward", "success" and further numbers. The result of a function is what it returns,
+            that of a command the last line of its output, as JSON.
+        command: In place of `program`, a command and its arguments, in which `{column}` stands for
+            the task's value of that column. It finds the address in OPENAI_BASE_URL and
+            OPENAI_API_KEY, or ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and the task as JSON on its
+            standard input.
+        weights: One for each reward; 1 by default.
+        split: Split of a Hugging Face dataset.
+        subset: Configuration of a Hugging Face dataset.
+        held_out: See `gspo_envs.dataset.DatasetEnv`.
+        success: Minimum reward of the last turn that counts as success; by default the result says
+            so, or any return above 0 is one.
+        timeout: Seconds that the program may take in one episode, without those in which it waits
+            for the policy.
+        silence: Seconds from the start or an answer to the next request or the end.
+        ends: Errors that end an episode with a score: names of exceptions, exit codes, "timeout"
+            and "silence". An error that follows from the policy's actions belongs here, or the
+            policy does not learn to avoid it.
+        max_turns: Requests before the episode is truncated.
+        env: Additional environment variables of a command.
+        sandbox: Not supported for programs.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+
+    observation_space = UnicodeText(MAX_OBSERVATION)
+    blocking = True
+    gives_outcome = False
+    takes_cut_actions = True
+    """Actions that were cut are answers too, and a prompt that does not fit is refused."""
+
+    def __init__(
+        self,
+        program: str | Callable[..., Any] | None = None,
+        data: Any = None,
+        rewards: Any = (),
+        *,
+        command: Sequence[str] = (),
+        weights: Sequence[float] = (),
+        split: str = "train",
+        subset: str | None = None,
+        held_out: Any = 0.1,
+        success: float | None = None,
+        timeout: float = 600.0,
+        silence: float = 120.0,
+        ends: Sequence[str | int] = LIMITS,
+        max_turns: int | None = None,
+        env: Mapping[str, str] | None = None,
+        sandbox: bool = False,
+    ) -> None:
+        """Loads the program, the tasks and the rewards."""
+        super().__init__(max_turns)
+        if data is None:
+            raise ConfigError("Program: data is missing, expected tasks, such as a .jsonl file.")
+        if sandbox:
+            raise ConfigError(
+                "Program: sandbox is True, but code in the sandbox has no network and cannot reach "
+                "the policy; expected False, or the whole run in a container."
+            )
+        for name, value in (("timeout", timeout), ("silence", silence)):
+            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ConfigError(f"Program: {name} is {value!r}, expected seconds above 0.")
+        self.timeout, self.silence, self.success_from = timeout, silence, success
+        self._start = _read_program(program, command, dict(env or {}))
+        self._ends = _read_ends(ends)
+        many = isinstance(rewards, (list, tuple))
+        self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
+        self.weights = name_weights("Program", weights, [reward.name for reward in self.rewards])
+        self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
+        self._started: Started | None = None
+
+    @property
+    def num_tasks(self) -> int:  # type: ignore[override]
+        """The number of rows."""
+        return len(self._rows)
+
+    def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
+        """Picks a row, starts the program and waits for its first request.
+
+        `options={"row": 3}` selects row 3.
+
+        Raises:
+            ConfigError: The row does not exist.
+            EnvironmentContractError: The program ended without a request.
+            EnvironmentCrashError: The command ended with another exit code than 0.
+            EnvironmentHangError: The program made no request in time.
+            Exception: What the program raised.
+        """
+        self.abandon()
+        super().reset(seed=seed, options=options)
+        self._ended = True
+        self._row, index = self._rows.pick(self.np_random, seed, (options or {}).get("row"))
+        self._exchanges: list[Exchange] = []
+        self._token_ids: tuple[int, ...] = ()
+        self._left = self.timeout
+        self._started = Started(partial(self._start, self._row), self)
+        event = self._next()
+        if not isinstance(event, Asked):
+            self.abandon()
+            raise self._failure(event) or EnvironmentContractError(
+                "Program: the number of its requests is 0, expected one before its end."
+            )
+        self._ended = False
+        _, info = begin_chat([{"role": "user", "content": ""}], index, self._row)
+        observation, asked = self._observe(event)
+        return observation, info | asked
+
+    def step(self, action: str) -> StepResult:
+        """Answers the request and waits for the next one, or the end.
+
+        Raises:
+            EnvironmentContractError: No episode is running, or a reward is not a finite number.
+            EnvironmentCrashError: The command ended with another exit code than 0.
+            EnvironmentHangError: The program took too long.
+            Exception: What the program raised.
+        """
+        self.require_episode()
+        assert self._started is not None
+        reply, malformed = to_reply(action)
+        refused = reply.finish_reason == "context"
+        if not refused:
+            self._exchanges.append((self._asked.request.messages, reply.message))
+        self._token_ids += tuple(getattr(action, "token_ids", ()))
+        self._started.rewards.begin(self._asked.request.id)
+        self._asked.answer(reply)
+        try:
+            event = self._next()
+            reward = self._started.rewards.finish()
+            parts = {"malformed_calls": float(malformed)}
+            failure = None if refused else self._failure(event)
+            if failure is not None:
+                raise failure
+            regular = isinstance(event, Ended) and event.error is None and event.code == 0
+            over = not isinstance(event, Asked)
+            terminated, truncated = self.end_turn(regular and not refused, over)
+            if isinstance(event, Asked) and not truncated:
+                observation, info = self._observe(event)
+                return observation, reward, False, False, {**info, "reward_parts": parts}
+            result = event.result if isinstance(event, Ended) else None
+            info = {"success": False} if refused else self._judge(result, reward, parts)
+        except BaseException:
+            self.abandon()
+            raise
+        self.abandon()
+        return "", float(info.pop("reward", 0.0)), terminated, not terminated, info
+
+    def abandon(self) -> None:
+        """Ends the running program, if there is one: its requests, and its processes."""
+        self._ended = True
+        if self._started is not None:
+            self._started.end()
+            self._started = None
+
+    def close(self) -> None:
+        """Ends the running program."""
+        self.abandon()
+
+    def _next(self) -> Asked | Ended | str:
+        """Waits for the program; returns its next request, its end, or the limit that it passed."""
+        assert self._started is not None
+        began = time.monotonic()
+        event = self._started.inbox.next(min(self.silence, self._left))
+        self._left -= time.monotonic() - began
+        if event is None:
+            self._started.run.look()
+            return "timeout" if self._left <= 0 else "silence"
+        return event
+
+    def _observe(self, asked: Asked) -> tuple[str, dict[str, Any]]:
+        """Returns the observation and the keys of `info` of a request."""
+        self._asked, request = asked, asked.request
+        last = request.messages[-1]
+        info: dict[str, Any] = {
+            "messages": request.messages,
+            "tools": request.tools,
+            "max_tokens": request.max_tokens,
+            "stop": request.stop,
+            "agent": request.agent,
+        }
+        if last.role == "tool" and self._exchanges:
+            info["observation_role"] = "tool"
+        return clean(last.content, self.observation_space.max_length), info
+
+    def _failure(self, event: Asked | Ended | str) -> Exception | None:
+        """Returns the failure that ends the episode without a score; None if there is none."""
+        if isinstance(event, str):
+            if event in self._ends:
+                return None
+            limit = f"{getattr(self, event):g} s"
+            return EnvironmentHangError(f"Program: its time is over ({event}={limit}).")
+        if isinstance(event, Asked):
+            return None
+        if event.error is not None:
+            return None if _is_listed(event.error, self._ends) else event.error
+        if event.code == 0 or event.code in self._ends:
+            return None
+        told = " ".join(event.stderr.split())[-_SHOWN:] or "nothing"
+        return EnvironmentCrashError(
+            f"Program: its exit code is {event.code}, expected 0; the end of its standard error: "
+            f"{told}"
+        )
+
+    def _judge(self, result: Any, posted: float, parts: dict[str, float]) -> dict[str, Any]:
+        """Scores the episode; returns the `info` of the last step, with its reward."""
+        if self.rewards:
+            attempt = to_attempt(self._exchanges, self._row, self._token_ids, result)
+            judged = judge(self.rewards, attempt)
+            reward = posted + sum(self.weights[name] * value for name, value in judged.items())
+            success, parts = None, {**parts, **judged}
+        else:
+            read = read_result(result)
+            reward, success = posted + read.reward, read.success
+            parts = {**parts, **read.parts}
+        if self.success_from is not None:
+            success = reward >= self.success_from
+        info: dict[str, Any] = {"reward": reward, "reward_parts": parts, "success": success}
+        return info
+
+
+def to_reply(action: str) -> tuple[Reply, int]:
+    """Returns the answer of an action, and how many of its calls are malformed."""
+    from gspo_env.serving import Reply, parse_message
+
+    act = action if isinstance(action, Action) else Action(action)
+    message, malformed = act.message, 0
+    if message is None:
+        message, malformed = parse_message(clean(str(act)))
+    tokens = len(act.token_ids)
+    reply = Reply(message=message, finish_reason=act.finish_reason, completion_tokens=tokens)
+    return reply, malformed
+
+
+def _read_program(
+    program: str | Callable[..., Any] | None, command: Sequence[str], variables: dict[str, str]
+) -> Callable[..., Run]:
+    """Returns what starts the program, given a task, a session and an inbox.
+
+    Raises:
+        ConfigError: There is not exactly one program, or it does not take the address.
+    """
+    if (program is None) == (not command):
+        given = "neither" if program is None else "both"
+        raise ConfigError(f"Program: {given} of program and command is given, expected one.")
+    if program is None:
+        texts = isinstance(command, (list, tuple)) and all(isinstance(c, str) for c in command)
+        if not texts:
+            raise ConfigError(
+                f'Program: command is {command!r}, expected a list such as ["node", "agent.js"].'
+            )
+        return partial(CommandRun, tuple(command), variables=variables)
+    if variables:
+        raise ConfigError("Program: env is for a command, expected none with a function.")
+    function = load_function(program, "program") if isinstance(program, str) else program
+    try:
+        inspect.signature(function).bind({}, base_url="", api_key="")
+    except (TypeError, ValueError) as error:
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(
+            f"Program: {name} cannot be called as {name}(task, base_url=..., api_key=...): {error}."
+        ) from error
+    return partial(start_function, function)
+
+
+def _read_ends(ends: Sequence[str | int]) -> tuple[str | int, ...]:
+    if isinstance(ends, str) or not all(type(end) in (str, int) for end in ends):
+        raise ConfigError(
+            f"Program: ends is {ends!r}, expected a list of names of exceptions, exit codes, "
+            f"{' and '.join(map(repr, _LATE))}."
+        )
+    return tuple(ends)
+
+
+def _is_listed(error: BaseException, ends: Sequence[str | int]) -> bool:
+    """Returns whether the class of an exception, or of all in a group, has a listed name."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(_is_listed(one, ends) for one in error.exceptions)
+    if isinstance(error, ForeignError):
+        return error.name in ends
+    return any(base.__name__ in ends for base in type(error).__mro__)

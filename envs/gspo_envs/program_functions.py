@@ -1,0 +1,208 @@
+"""Programs that are functions: plain ones in threads, asynchronous ones on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import inspect
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from gspo_env.env.threads import attempt, foreign
+from gspo_env.errors import ForeignError
+from gspo_envs.program_runs import Ended, Inbox, Run
+
+if TYPE_CHECKING:
+    from gspo_env.serving import Session
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 2.0
+"""Seconds in which the event loop has to answer before it counts as blocked."""
+
+
+def start_function(
+    function: Callable[..., Any], task: Mapping[str, Any], *, session: Session, inbox: Inbox
+) -> Run:
+    """Calls a function as `function(task, base_url=..., api_key=...)` without waiting for it."""
+
+    def call() -> Any:
+        return function(copy.deepcopy(dict(task)), base_url=session.url, api_key=session.key)
+
+    called = getattr(function, "__call__", None)  # noqa: B004 - an object with an `async` method
+    if any(inspect.iscoroutinefunction(f) for f in (function, called)):
+        return LoopRun(call, inbox)
+    return ThreadRun(call, inbox)
+
+
+class ThreadRun:
+    """A plain function in a daemon thread.
+
+    A thread cannot be ended. A function whose episode has ended stays until it makes its next
+    request, which is refused, or returns.
+    """
+
+    def __init__(self, call: Callable[[], Any], inbox: Inbox) -> None:
+        self._call, self._inbox = call, inbox
+        threading.Thread(target=self._work, name="program", daemon=True).start()
+
+    def end(self) -> None:
+        """See `Run`."""
+
+    def look(self) -> None:
+        """See `Run`."""
+
+    def _work(self) -> None:
+        try:
+            ended = Ended(result=attempt(self._result))
+        except Exception as error:
+            ended = _ended_by(error)
+        self._inbox.end(ended)
+
+    def _result(self) -> Any:
+        result = self._call()
+        if not inspect.isawaitable(result):
+            return result
+
+        async def wait() -> Any:
+            return await result
+
+        return asyncio.run(wait())
+
+
+class LoopRun:
+    """An asynchronous function on the event loop that all such programs share.
+
+    They share it because SDKs keep one asynchronous HTTP client a process, which works on one loop
+    only. A function that blocks the loop holds up all others.
+    """
+
+    def __init__(self, call: Callable[[], Any], inbox: Inbox) -> None:
+        self._call, self._inbox = call, inbox
+        self.tasks: weakref.WeakSet[asyncio.Future[Any]] = weakref.WeakSet()
+        self._loop = _Loop.shared()
+        self._over = False
+        self._loop.call(self._begin)
+
+    def end(self) -> None:
+        """Cancels the tasks that the function has made."""
+        self._over = True
+        self._loop.call(self._cancel)
+
+    def look(self) -> None:
+        """Replaces the event loop for later programs if it is blocked."""
+        self._loop.look()
+
+    def _begin(self) -> None:
+        if not self._over:
+            _OWNER.set(self)
+            asyncio.create_task(self._work())  # noqa: RUF006 - `tasks` and the loop keep it
+
+    def _cancel(self) -> None:
+        for task in list(self.tasks):
+            task.cancel()
+
+    async def _work(self) -> None:
+        try:
+            ended = Ended(result=await self._call())
+        except asyncio.CancelledError as error:
+            ended = _ended_by(foreign(error))
+        except Exception as error:
+            ended = _ended_by(error)
+        except BaseException as error:  # such as SystemExit, which would end the loop
+            ended = _ended_by(foreign(error), error)
+        self._inbox.end(ended)
+        self._cancel()
+
+
+_OWNER: ContextVar[LoopRun | None] = ContextVar("_OWNER", default=None)
+"""The program whose code runs; the tasks that it makes inherit it."""
+
+
+class _Loop:
+    """An event loop in a daemon thread, which no exception of a task ends."""
+
+    _current: tuple[int, _Loop] | None = None
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_task_factory(_make_task)
+        self.loop.set_default_executor(_DaemonThreads())
+        threading.Thread(target=self._work, name="programs", daemon=True).start()
+
+    @classmethod
+    def shared(cls) -> _Loop:
+        """Returns the loop of this process."""
+        with cls._lock:
+            if cls._current is None or cls._current[0] != os.getpid():
+                cls._current = os.getpid(), cls()
+            return cls._current[1]
+
+    def call(self, function: Callable[[], None]) -> None:
+        self.loop.call_soon_threadsafe(function)
+
+    def look(self) -> None:
+        """Lets later programs have a new loop if this one does not answer."""
+        answered = threading.Event()
+        self.call(answered.set)
+        if answered.wait(_PATIENCE):
+            return
+        with self._lock:
+            if self._current is None or self._current[1] is not self:
+                return
+            type(self)._current = None
+        logger.error(
+            "An asynchronous program blocks its event loop, which all asynchronous programs share; "
+            "those that run now fail, later ones get a new loop. Make it a plain function."
+        )
+
+    def _work(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        while True:
+            with contextlib.suppress(BaseException):  # a task's SystemExit or KeyboardInterrupt
+                self.loop.run_forever()
+
+
+def _make_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> Any:
+    """Makes a task that belongs to the program that made it."""
+    task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **kwargs)
+    if (owner := _OWNER.get()) is not None:
+        owner.tasks.add(task)
+    return task
+
+
+class _DaemonThreads(ThreadPoolExecutor):
+    """Runs each call in a daemon thread, so that one that hangs does not hold up our exit."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Starts a thread."""
+        future: Future[Any] = Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=work, name="program", daemon=True).start()
+        return future
+
+
+def _ended_by(error: Exception, cause: BaseException | None = None) -> Ended:
+    """Returns the end by an exception; `SystemExit` is an exit code, as of a command."""
+    cause = error.__cause__ if isinstance(error, ForeignError) and cause is None else cause
+    if isinstance(cause, SystemExit):
+        code = cause.code
+        text = code if isinstance(code, str) else ""
+        return Ended(code=code if isinstance(code, int) else int(code is not None), stderr=text)
+    return Ended(error=error)

@@ -1,0 +1,144 @@
+"""A running program: its session of the address, and what it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gspo_envs.program_rewards import TurnRewards
+
+if TYPE_CHECKING:
+    from gspo_env.serving import Reply, Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A request of the program and the future of its answer."""
+
+    request: Request
+    reply: Future[Reply]
+
+    def answer(self, reply: Reply) -> None:
+        """Answers the request, unless the program has hung up."""
+        with contextlib.suppress(InvalidStateError):
+            self.reply.set_result(reply)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How a program ended."""
+
+    result: Any = None
+    """What a function returned, or the last line of a command's output: the value of its JSON, else
+    its text."""
+    error: Exception | None = None
+    """What a function raised."""
+    code: int | None = 0
+    """The exit code; negative for a signal."""
+    stderr: str = ""
+    """The end of a command's standard error."""
+
+
+class Started:
+    """A program that plays one episode, with its session of the address."""
+
+    def __init__(self, start: Callable[..., Run], owner: object) -> None:
+        """Opens the session and starts the program.
+
+        Args:
+            start: Starts the program, given the session and the inbox.
+            owner: The program is ended when it is garbage-collected.
+        """
+        from gspo_env.serving import address
+
+        self.inbox, self.rewards = Inbox(), TurnRewards()
+        self.session = address().open(self.inbox.ask, self.rewards.post)
+        try:
+            self.run = start(session=self.session, inbox=self.inbox)
+        except BaseException:
+            self.session.close()
+            raise
+        self._forgotten = weakref.finalize(
+            owner, _end_all, self.inbox.close, self.session.close, self.run.end
+        )
+
+    def end(self) -> None:
+        """Ends its requests and its processes, without waiting; may be called again."""
+        self._forgotten()
+
+
+def _end_all(*ends: Callable[[], None]) -> None:
+    for end in ends:
+        end()
+
+
+class Inbox:
+    """What a program sends, in the order of its arrival."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._asked: deque[Asked] = deque()
+        self._ended: Ended | None = None
+        self._closed = False
+
+    def ask(self, request: Request) -> Future[Reply]:
+        """Takes a request; returns the future of its answer, which may be cancelled."""
+        reply: Future[Reply] = Future()
+        with self._changed:
+            if self._closed:
+                reply.cancel()
+            else:
+                self._asked.append(Asked(request=request, reply=reply))
+                self._changed.notify()
+        return reply
+
+    def end(self, ended: Ended) -> None:
+        """Takes the end of the program."""
+        with self._changed:
+            self._ended = ended
+            self._changed.notify()
+
+    def next(self, seconds: float) -> Asked | Ended | None:
+        """Waits for the end of the program or its next request; None if neither comes in time.
+
+        Requests that the program has given up, and those that others left behind at its end, are
+        dropped.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                if self._ended is not None:
+                    return self._ended
+                while self._asked:
+                    asked = self._asked.popleft()
+                    if not asked.reply.cancelled():
+                        return asked
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and (
+                    time.monotonic() >= deadline
+                ):
+                    return None
+
+    def close(self) -> None:
+        """Cancels the requests that wait; later ones are cancelled at once."""
+        with self._changed:
+            self._closed = True
+            waiting, self._asked = self._asked, deque()
+        for asked in waiting:
+            asked.reply.cancel()
+
+
+class Run(Protocol):
+    """A program that was started for one episode."""
+
+    def end(self) -> None:
+        """Asks it to end, without waiting."""
+
+    def look(self) -> None:
+        """Looks why it has been silent for too long."""

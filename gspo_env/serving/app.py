@@ -1,0 +1,199 @@
+"""The ASGI app of the address: routes, keys, limits of bodies, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gspo_env.serving.chat import Chat, openai_fault
+from gspo_env.serving.connection import SCOPE
+from gspo_env.serving.messages import Messages
+from gspo_env.serving.records import LateRewardError, RefusedError, Reply
+from gspo_env.serving.responses import Responses
+from gspo_env.serving.wire import Ask, Fields, Json, Wire, agent_name, parse_json
+
+if TYPE_CHECKING:
+    from gspo_env.serving.address import Address, Session
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BODY = 32 * 2**20
+"""Bytes of a body."""
+BODY_SECONDS = 60.0
+"""Time in which a body has to come."""
+_CLOSING = (401, 408, 410, 413)
+"""After these errors the connection ends, so that the rest of a body is not read."""
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def make_app(address: Address) -> Starlette:
+    """Returns the app that serves the sessions of an address."""
+    wires: dict[str, Wire] = {
+        "/v1/chat/completions": Chat(),
+        "/v1/messages": Messages(),
+        "/v1/responses": Responses(),
+    }
+    routes = [
+        Route(path, _guarded(_endpoint(address, wire), wire.fault), methods=["POST"])
+        for path, wire in wires.items()
+    ]
+
+    async def models(http: HttpRequest) -> Response:
+        session = _session(address, http)
+        name = http.path_params.get("name", session.model)
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "gspo_env"}
+        if "name" in http.path_params:
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def reward(http: HttpRequest) -> Response:
+        return _reward(_session(address, http), parse_json(await _body(http)))
+
+    routes += [
+        Route("/v1/models", _guarded(models, openai_fault), methods=["GET"]),
+        Route("/v1/models/{name:path}", _guarded(models, openai_fault), methods=["GET"]),
+        Route("/v1/reward", _guarded(reward, openai_fault), methods=["POST"]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
+
+
+def _endpoint(address: Address, wire: Wire) -> Handler:
+    async def endpoint(http: HttpRequest) -> Response:
+        session = _session(address, http)
+        body = parse_json(await _body(http))
+        ask = wire.read(body, session.new_id(wire.prefix), agent_name(http.headers.get("x-agent")))
+        reply = await _or_hung_up(http, session.ask(ask.request))
+        return Response() if reply is None else _write(wire, ask, reply)
+
+    return endpoint
+
+
+def _write(wire: Wire, ask: Ask, reply: Reply) -> Response:
+    if reply.finish_reason == "context":
+        raise RefusedError(
+            f"prompt is too long: {reply.prompt_tokens} tokens are more than the maximum context "
+            "length of the model allows; shorten the conversation",
+            code="context_length_exceeded",
+            param="messages",
+        )
+    if not ask.stream:
+        return JSONResponse(wire.write(ask, reply))
+    lines = []
+    for name, data in wire.events(ask, reply):
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        lines.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
+    headers = {"cache-control": "no-cache"}
+    return Response("".join(lines), media_type="text/event-stream", headers=headers)
+
+
+def _reward(session: Session, body: Json) -> Response:
+    fields = Fields(body)
+    name = fields.need("completion_id", str, "the id of an answer")
+    value = fields.values.pop("reward", None)
+    fields.done()
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or abs(value) > 1e300 or not math.isfinite(value):
+        raise RefusedError(
+            f"reward is {str(value)[:80]}; expected a finite number", status=422, param="reward"
+        )
+    try:
+        session.take_reward(name, float(value))
+    except KeyError:
+        raise RefusedError(
+            f"no answer of this session has the id {name[:80]!r}", status=404, param="completion_id"
+        ) from None
+    except LateRewardError as error:
+        raise RefusedError(
+            str(error) or "the step of this turn has returned, its reward is final",
+            status=409,
+            param="completion_id",
+        ) from None
+    return JSONResponse({"completion_id": name, "reward": value})
+
+
+def _session(address: Address, http: HttpRequest) -> Session:
+    scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
+    key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
+    session = address.find(key)
+    if (connection := http.scope.get(SCOPE)) is not None:
+        connection.use(session)
+    return session
+
+
+async def _body(http: HttpRequest) -> bytes:
+    """Reads a body.
+
+    Raises:
+        RefusedError: It is too large or too slow.
+    """
+    large = RefusedError(f"the body has more than {LARGEST_BODY:,} bytes", status=413)
+    length = http.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:20]) > LARGEST_BODY:
+        raise large
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in http.stream():
+                data += chunk
+                if len(data) > LARGEST_BODY:
+                    raise large
+    except TimeoutError:
+        raise RefusedError(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
+    return bytes(data)
+
+
+async def _or_hung_up(http: HttpRequest, answer: Awaitable[Reply]) -> Reply | None:
+    """Waits for an answer and cancels it when the client is gone; then returns None."""
+    waiting = asyncio.ensure_future(answer)
+    gone = asyncio.ensure_future(_hung_up(http))
+    try:
+        await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await waiting if waiting.done() else None
+    finally:
+        gone.cancel()
+        waiting.cancel()
+
+
+async def _hung_up(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _guarded(handler: Handler, fault: Callable[[RefusedError], Json]) -> Handler:
+    """Returns a handler whose errors have the wire format; none of them stops the server."""
+
+    async def guarded(http: HttpRequest) -> Response:
+        try:
+            return await handler(http)
+        except RefusedError as refused:
+            error = refused
+        except ClientDisconnect:
+            return Response()
+        except Exception as failure:
+            logger.exception("A request to the address failed.")
+            error = RefusedError(f"the policy failed: {type(failure).__name__}", status=500)
+        headers = {"connection": "close"} if error.status in _CLOSING else None
+        return JSONResponse(fault(error), error.status, headers)
+
+    return guarded
+
+
+async def _not_found(http: HttpRequest, error: Any) -> Response:
+    told = RefusedError(
+        f"{http.method[:16]} {http.url.path[:80]} is not served; expected /v1/chat/completions, "
+        "/v1/messages, /v1/responses, /v1/reward or /v1/models",
+        status=error.status_code,
+    )
+    return JSONResponse(openai_fault(told), error.status_code)

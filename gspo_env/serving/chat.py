@@ -1,0 +1,220 @@
+"""OpenAI's chat completions: `POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.serving.wire import (
+    Ask,
+    Fields,
+    Json,
+    agent_name,
+    arguments,
+    call_name,
+    check_conversation,
+    content,
+    format_arguments,
+    make_tool,
+    stops,
+)
+from gspo_env.types import Message, ToolCall
+
+DISTRIBUTION = "it changes the distribution of answers, which the address takes as the policy's own"
+FORMAT = "answers are not constrained to a schema or grammar"
+HARMLESS = (
+    *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "safety_identifier", "prediction"),
+)
+"""Fields that change no answer and are ignored."""
+NEUTRAL: Mapping[str, Sequence[Any]] = {
+    **{"n": (1,), "top_p": (1,), "frequency_penalty": (0,), "presence_penalty": (0,)},
+    **{"logit_bias": ({},), "top_k": (0, -1), "min_p": (0,), "repetition_penalty": (1,)},
+    **{"best_of": (1,), "parallel_tool_calls": (True,), "reasoning_effort": ("none",)},
+    **{"verbosity": ("medium",), "guided_json": (), "guided_regex": (), "guided_grammar": ()},
+    **{"structured_outputs": (), "functions": ([],), "function_call": ("auto", "none")},
+    **{"web_search_options": (), "chat_template_kwargs": ({},)},
+}
+"""The values of fields that change nothing; others are refused."""
+_PLAIN: Mapping[str, Sequence[Any]] = {
+    **{"logprobs": (False,), "top_logprobs": (0,), "modalities": (["text"],), "audio": ()}
+}
+_TEXT = ("text", "refusal")
+
+
+class Chat:
+    """The wire format."""
+
+    prefix = "chatcmpl-"
+
+    def read(self, body: Json, name: str, agent: str | None = None) -> Ask:
+        """See `Wire.read`."""
+        fields = Fields(body)
+        tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
+        may_call = read_choice(fields, ("auto", "none")) != "none"
+        metadata = fields.values.get("metadata")
+        named = metadata.get("agent") if isinstance(metadata, dict) else None
+        newer, older = fields.count("max_completion_tokens"), fields.count("max_tokens")
+        request = Request(
+            messages=check_conversation(_messages(fields.items("messages"))),
+            tools=tuple(tools) if may_call else (),
+            max_tokens=newer if newer is not None else older,
+            stop=stops(fields, "stop"),
+            agent=agent_name(agent, named, fields.values.get("user")),
+            id=name,
+            temperature=fields.number("temperature", 0, 2),
+            seed=fields.take("seed", int, "an integer"),
+        )
+        model = fields.text("model")
+        stream = bool(fields.take("stream", bool, "true or false"))
+        usage = bool((fields.take("stream_options", dict, "an object") or {}).get("include_usage"))
+        fields.ignore(HARMLESS)
+        fields.only({"response_format": ({"type": "text"},)}, FORMAT)
+        fields.only(NEUTRAL, DISTRIBUTION)
+        fields.only(_PLAIN, "answers are text without log-probabilities")
+        fields.done()
+        return Ask(request=request, model=model, stream=stream, usage=usage)
+
+    def write(self, ask: Ask, reply: Reply) -> Json:
+        """See `Wire.write`."""
+        message: Json = {"role": "assistant", "content": reply.message.content or None}
+        if not reply.message.tool_calls:
+            message["content"] = reply.message.content
+        if reply.message.reasoning is not None:
+            message["reasoning_content"] = reply.message.reasoning
+        if reply.message.tool_calls:
+            message["tool_calls"] = [_write_call(call) for call in reply.message.tool_calls]
+        message["refusal"] = None
+        choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason}
+        choice["logprobs"] = None
+        head = _head(ask, reply, "chat.completion")
+        return {**head, "choices": [choice], "usage": _usage(reply)}
+
+    def events(self, ask: Ask, reply: Reply) -> Iterator[tuple[str, Json | str]]:
+        """See `Wire.events`."""
+        head = _head(ask, reply, "chat.completion.chunk")
+        none = {"usage": None} if ask.usage else {}
+
+        def chunk(delta: Json, finish: str | None = None) -> tuple[str, Json]:
+            choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+            return "", {**head, "choices": [choice], **none}
+
+        message = reply.message
+        yield chunk({"role": "assistant", "content": ""})
+        if message.reasoning:
+            yield chunk({"reasoning_content": message.reasoning})
+        if message.content:
+            yield chunk({"content": message.content})
+        for index, call in enumerate(message.tool_calls):
+            written = _write_call(call)
+            empty = {**written["function"], "arguments": ""}
+            yield chunk({"tool_calls": [{"index": index, **written, "function": empty}]})
+            pieces = {"arguments": written["function"]["arguments"]}
+            yield chunk({"tool_calls": [{"index": index, "function": pieces}]})
+        yield chunk({}, reply.finish_reason)
+        if ask.usage:
+            yield "", {**head, "choices": [], "usage": _usage(reply)}
+        yield "", "[DONE]"
+
+    def fault(self, error: RefusedError) -> Json:
+        """See `Wire.fault`."""
+        return openai_fault(error)
+
+
+def openai_fault(error: RefusedError) -> Json:
+    """Returns an error in OpenAI's format."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 410: "session_closed"}
+    kind = kinds.get(error.status, "invalid_request_error")
+    kind = "server_error" if error.status >= 500 else kind
+    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}
+
+
+def read_choice(fields: Fields, allowed: Sequence[str]) -> str:
+    """Returns `tool_choice`, which may not force a call."""
+    value = fields.values.pop("tool_choice", "auto")
+    name: Any = value
+    known = {"type", "disable_parallel_tool_use"}
+    if isinstance(value, dict) and value.keys() <= known:
+        name = None if value.get("disable_parallel_tool_use") else value.get("type")
+    if not isinstance(name, str) or name not in allowed:
+        expected = " or ".join(f'"{word}"' for word in allowed)
+        fields.refuse("tool_choice", value, f"{expected}, because calls are the policy's choice")
+    return str(name)
+
+
+def _head(ask: Ask, reply: Reply, kind: str) -> Json:
+    return {"id": reply.id, "object": kind, "created": int(time.time()), "model": ask.model}
+
+
+def _usage(reply: Reply) -> Json:
+    prompt, completion = reply.prompt_tokens, reply.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def _write_call(call: ToolCall) -> Json:
+    function = {"name": call.name, "arguments": format_arguments(call)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool(value: Any, where: str) -> Any:
+    fields = Fields(value, where)
+    if (kind := fields.text("type") or "function") != "function":
+        fields.refuse("type", kind, '"function": other tools run on a server of their maker')
+    function = Fields(fields.need("function", dict, "an object"), f"{where}.function")
+    fields.done()
+    function.ignore(("strict",))
+    tool = make_tool(function, "parameters")
+    function.done()
+    return tool
+
+
+def _messages(values: Sequence[Any]) -> list[Message]:
+    return [_message(value, f"messages[{n}]") for n, value in enumerate(values)]
+
+
+def _message(value: Any, where: str) -> Message:
+    fields = Fields(value, where)
+    role = fields.text("role")
+    text = content(fields.values.pop("content", None), f"{where}.content", _TEXT)
+    name = fields.text("name") or None
+    if role in ("system", "developer", "user"):
+        fields.done()
+        return Message(role="user" if role == "user" else "system", content=text, name=name)
+    if role == "tool":
+        call = fields.need("tool_call_id", str, "the id of a call")
+        fields.done()
+        return Message(role="tool", content=text, tool_call_id=call, name=name)
+    if role != "assistant":
+        fields.refuse("role", role, '"system", "developer", "user", "assistant" or "tool"')
+    reasoning = fields.take("reasoning_content", str, "a string")
+    reasoning = fields.take("reasoning", str, "a string") if reasoning is None else reasoning
+    calls = [
+        _read_call(call, f"{where}.tool_calls[{n}]")
+        for n, call in enumerate(fields.items("tool_calls"))
+    ]
+    refusal = fields.text("refusal")
+    fields.ignore(("audio", "annotations"))
+    fields.done()
+    return Message(
+        role="assistant",
+        content=text or refusal,
+        reasoning=reasoning,
+        tool_calls=tuple(calls),
+        name=name,
+    )
+
+
+def _read_call(value: Any, where: str) -> ToolCall:
+    fields = Fields(value, where)
+    name = fields.text("id")
+    function = Fields(fields.need("function", dict, "an object"), f"{where}.function")
+    called = call_name(function.values.get("name"), f"{where}.function.name")
+    given = arguments(function.values.get("arguments"), f"{where}.function.arguments")
+    return ToolCall(name=called, arguments=given, id=name)

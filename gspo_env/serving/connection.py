@@ -1,0 +1,105 @@
+"""A connection of the server with limits for clients that are slow, silent or do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any, cast
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+if TYPE_CHECKING:
+    from gspo_env.serving.address import Session
+
+SCOPE = "gspo_env.connection"
+"""Key of the connection in the scope of a request."""
+HEAD_SECONDS = 10.0
+"""Time in which a connection has to send the head of a request once it has begun."""
+STALL_SECONDS = 60.0
+"""Time for which a client may leave an answer unread."""
+MOST = 4096
+"""Open connections; a further one is closed."""
+
+
+class Connection(H11Protocol):
+    """A connection, which belongs to the session that used it last."""
+
+    session: Session | None = None
+    _head: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Closes a connection too many."""
+        super().connection_made(transport)
+        if len(self.connections) > MOST:
+            transport.abort()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Passes data on and watches that a head becomes complete."""
+        super().data_received(data)
+        if self.scope is not None:
+            cast(dict[str, Any], self.scope)[SCOPE] = self
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the timers."""
+        for timer in (self._head, self._stall):
+            if timer is not None:
+                timer.cancel()
+        self.use(None)
+        super().connection_lost(exc)
+
+    def use(self, session: Session | None) -> None:
+        """Notes the session that uses the connection."""
+        if self.session is not None:
+            self.session.connections.discard(self)
+        self.session = session
+        if session is not None:
+            session.connections.add(self)
+
+    def end(self) -> None:
+        """Ends the connection: now if it is idle or not read, else after the answer in flight."""
+        if self.cycle is not None and not self.cycle.response_complete and self._stall is None:
+            self.cycle.keep_alive = False
+            self.loop.call_later(1.0, self.transport.abort)
+        else:
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """Begins to wait for a client that does not read."""
+        super().pause_writing()
+        if self._stall is None:
+            self._stall = self.loop.call_later(STALL_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Ends that wait."""
+        super().resume_writing()
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Ends an idle connection, also one whose last answer was not read."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _watch(self) -> None:
+        waits = self.cycle is None or self.cycle.response_complete
+        if waits and self._head is None:
+            self._head = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+        elif not waits and self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+
+def forget(connections: Any) -> None:
+    """Closes the copies of sockets that a forked child has, and leaves the parent's as they are."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for connection in list(connections):
+        number = connection.transport.get_extra_info("socket").fileno()
+        if number >= 0:
+            os.dup2(nothing, number, inheritable=False)  # the parent's event loop shares our epoll
+    os.close(nothing)

@@ -1,0 +1,210 @@
+"""Anthropic's messages: `POST /v1/messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gspo_env.serving.chat import DISTRIBUTION, FORMAT, read_choice
+from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.serving.wire import (
+    Ask,
+    Fields,
+    Json,
+    agent_name,
+    arguments,
+    call_name,
+    check_conversation,
+    content,
+    format_arguments,
+    make_tool,
+    stops,
+)
+from gspo_env.types import Message, ToolCall
+
+_HARMLESS = ("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id")
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "thinking": ({"type": "disabled"},),
+}
+_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
+_TEXT = ("text",)
+
+
+class Messages:
+    """The wire format."""
+
+    prefix = "msg_"
+
+    def read(self, body: Json, name: str, agent: str | None = None) -> Ask:
+        """See `Wire.read`."""
+        fields = Fields(body)
+        tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
+        may_call = read_choice(fields, ("auto", "none")) != "none"
+        metadata = fields.values.get("metadata")
+        named = metadata.get("agent") if isinstance(metadata, dict) else None
+        system = content(fields.values.pop("system", None), "system", _TEXT)
+        messages = [Message(role="system", content=system)] if system else []
+        for n, message in enumerate(fields.items("messages")):
+            messages += _messages(message, f"messages[{n}]")
+        most = fields.count("max_tokens")
+        if most is None:
+            raise RefusedError("max_tokens is missing; expected an integer", param="max_tokens")
+        request = Request(
+            messages=check_conversation(messages),
+            tools=tuple(tools) if may_call else (),
+            max_tokens=most,
+            stop=stops(fields, "stop_sequences"),
+            agent=agent_name(agent, named),
+            id=name,
+            temperature=fields.number("temperature", 0, 1),
+        )
+        model = fields.text("model")
+        stream = bool(fields.take("stream", bool, "true or false"))
+        fields.ignore(_HARMLESS)
+        fields.only({"output_config": ({},), "output_format": ()}, FORMAT)
+        fields.only(_NEUTRAL, DISTRIBUTION)
+        fields.done()
+        return Ask(request=request, model=model, stream=stream)
+
+    def write(self, ask: Ask, reply: Reply) -> Json:
+        """See `Wire.write`."""
+        head = _head(ask, reply)
+        end = _end(reply)
+        return {**head, "content": _blocks(reply.message), **end, "usage": _usage(reply)}
+
+    def events(self, ask: Ask, reply: Reply) -> Iterator[tuple[str, Json | str]]:
+        """See `Wire.events`."""
+        start = {**_head(ask, reply), "content": [], "stop_reason": None, "stop_sequence": None}
+        start["usage"] = {**_usage(reply), "output_tokens": 0}
+        yield _event("message_start", message=start)
+        for index, block in enumerate(_blocks(reply.message)):
+            empty, deltas = _pieces(block)
+            yield _event("content_block_start", index=index, content_block=empty)
+            for delta in deltas:
+                yield _event("content_block_delta", index=index, delta=delta)
+            yield _event("content_block_stop", index=index)
+        usage = {"output_tokens": reply.completion_tokens}
+        yield _event("message_delta", delta=_end(reply), usage=usage)
+        yield _event("message_stop")
+
+    def fault(self, error: RefusedError) -> Json:
+        """See `Wire.fault`."""
+        kind = _KINDS.get(error.status, "invalid_request_error")
+        kind = "api_error" if error.status >= 500 else kind
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def _event(name: str, **data: Any) -> tuple[str, Json]:
+    return name, {"type": name, **data}
+
+
+def _head(ask: Ask, reply: Reply) -> Json:
+    return {"id": reply.id, "type": "message", "role": "assistant", "model": ask.model}
+
+
+def _end(reply: Reply) -> Json:
+    return {"stop_reason": _REASONS[reply.finish_reason], "stop_sequence": None}
+
+
+def _usage(reply: Reply) -> Json:
+    return {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
+
+
+def _blocks(message: Message) -> list[Json]:
+    blocks: list[Json] = []
+    if message.reasoning is not None:
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+    if message.content:
+        blocks.append({"type": "text", "text": message.content})
+    for call in message.tool_calls:
+        told = {"id": call.id, "name": call.name, "input": call.arguments}
+        blocks.append({"type": "tool_use", **told})
+    return blocks
+
+
+def _pieces(block: Json) -> tuple[Json, list[Json]]:
+    """Returns a block as a stream begins it, and the deltas that fill it."""
+    if block["type"] == "text":
+        return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+    if block["type"] == "thinking":
+        delta = {"type": "thinking_delta", "thinking": block["thinking"]}
+        return {**block, "thinking": ""}, [delta, {"type": "signature_delta", "signature": ""}]
+    call = ToolCall(name=block["name"], arguments=block["input"])
+    delta = {"type": "input_json_delta", "partial_json": format_arguments(call)}
+    return {**block, "input": {}}, [delta]
+
+
+def _tool(value: Any, where: str) -> Any:
+    fields = Fields(value, where)
+    if (kind := fields.text("type") or "custom") != "custom":
+        fields.refuse("type", kind, '"custom": other tools run on a server of their maker')
+    fields.ignore(("cache_control", "strict", "input_examples", "eager_input_streaming"))
+    tool = make_tool(fields, "input_schema")
+    fields.done()
+    return tool
+
+
+def _messages(value: Any, where: str) -> list[Message]:
+    """Returns a message as one, or as several where it holds results of tools."""
+    fields = Fields(value, where)
+    role, said = fields.text("role"), fields.values.pop("content", None)
+    fields.done()
+    if role == "assistant":
+        return [_assistant(said, f"{where}.content")]
+    if role != "user":
+        fields.refuse("role", role, '"user" or "assistant"')
+    if not isinstance(said, list):
+        return [Message(role="user", content=content(said, f"{where}.content", _TEXT))]
+    found: list[Message] = []
+    texts: list[Any] = []
+    for n, block in enumerate(said):
+        if not isinstance(block, dict) or block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        found += _user(texts, where)
+        texts = []
+        place = Fields(block, f"{where}.content[{n}]")
+        call = place.need("tool_use_id", str, "the id of a call")
+        text = content(block.get("content"), f"{where}.content[{n}].content", _TEXT)
+        found.append(Message(role="tool", content=text, tool_call_id=call))
+    return found + _user(texts, where)
+
+
+def _user(blocks: list[Any], where: str) -> list[Message]:
+    if not blocks:
+        return []
+    return [Message(role="user", content=content(blocks, f"{where}.content", _TEXT))]
+
+
+def _assistant(said: Any, where: str) -> Message:
+    if not isinstance(said, list):
+        return Message(role="assistant", content=content(said, where, _TEXT))
+    texts, calls, thoughts = [], [], []
+    for n, block in enumerate(said):
+        fields = Fields(block, f"{where}[{n}]")
+        kind = fields.text("type")
+        if kind == "thinking":
+            thoughts.append(fields.text("thinking"))
+        elif kind == "tool_use":
+            name = call_name(fields.values.get("name"), f"{where}[{n}].name")
+            given = arguments(fields.values.get("input"), f"{where}[{n}].input")
+            calls.append(ToolCall(name=name, arguments=given, id=fields.text("id")))
+        else:
+            texts.append(block)
+    return Message(
+        role="assistant",
+        content=content(texts, where, _TEXT),
+        reasoning="\n".join(thoughts) if thoughts else None,
+        tool_calls=tuple(calls),
+    )

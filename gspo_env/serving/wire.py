@@ -1,0 +1,324 @@
+"""What the wire formats share: JSON bodies, fields that are refused or ignored, texts, tools."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NoReturn, Protocol
+
+from pydantic import TypeAdapter
+
+from gspo_env.env.base import clean
+from gspo_env.env.tools import Tool
+from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.types import Message, ToolCall
+
+Json = dict[str, Any]
+DEEPEST = 100
+"""Most levels of a body: templates and validators walk through schemas and arguments."""
+LONGEST_NAME = 128
+_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ask:
+    """A request as its wire format had it."""
+
+    request: Request
+    model: str
+    stream: bool = False
+    usage: bool = False
+    """Whether a stream ends with the numbers of tokens."""
+
+
+class Wire(Protocol):
+    """A wire format."""
+
+    prefix: str
+    """How the ids of its answers begin."""
+
+    def read(self, body: Json, name: str, agent: str | None = None) -> Ask:
+        """Reads a body.
+
+        Args:
+            body: The body.
+            name: The id of the answer.
+            agent: The name of the agent, if a header gives it.
+
+        Raises:
+            RefusedError: The body is malformed, or asks for what cannot be done.
+        """
+
+    def write(self, ask: Ask, reply: Reply) -> Json:
+        """Returns a whole answer."""
+
+    def events(self, ask: Ask, reply: Reply) -> Iterator[tuple[str, Json | str]]:
+        """Yields the events of a streamed answer: names, which may be empty, and data."""
+
+    def fault(self, error: RefusedError) -> Json:
+        """Returns the body of an error."""
+
+
+def parse_json(data: bytes) -> Json:
+    """Parses a body.
+
+    Raises:
+        RefusedError: It is no JSON object, is nested too deeply, or has a number that is none.
+    """
+    try:
+        tree = json.loads(data, parse_constant=_reject, parse_float=_finite)
+        if _SURROGATE.search(data):  # no tokenizer can encode lone surrogates
+            tree = json.loads(clean(json.dumps(tree, ensure_ascii=False)))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RefusedError(f"the body is not JSON: {reason[:200]}") from None
+    if not isinstance(tree, dict):
+        raise RefusedError(f"the body is a JSON {type(tree).__name__}; expected an object")
+    _check_depth(tree)
+    return tree
+
+
+def _reject(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text[:20]} is too large for a number")
+    return value
+
+
+def _check_depth(tree: Any) -> None:
+    level = [tree]
+    for _ in range(DEEPEST):
+        level = [
+            child
+            for node in level
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return
+    raise RefusedError(f"the body is nested more than {DEEPEST} levels deep")
+
+
+class Fields:
+    """The fields of an object, each of which has to be taken; an absent one and null are equal."""
+
+    def __init__(self, values: Any, where: str = "") -> None:
+        """Checks that it is an object.
+
+        Raises:
+            RefusedError: It is none.
+        """
+        if not isinstance(values, dict):
+            raise RefusedError(f"{where or 'the body'} is {short(values)}; expected an object")
+        self.values = {name: value for name, value in values.items() if value is not None}
+        self.where = where
+
+    def name(self, field: str) -> str:
+        """Returns the name of a field for errors."""
+        return f"{self.where}.{field}" if self.where else field
+
+    def refuse(self, field: str, value: Any, expected: str) -> NoReturn:
+        """Raises the error of a field with a wrong value."""
+        name = self.name(field)
+        raise RefusedError(f"{name} is {short(value)}; expected {expected}", param=name)
+
+    def take(self, field: str, kind: type | tuple[type, ...], expected: str) -> Any:
+        """Returns a field and notes that it was read; None if it is absent."""
+        value = self.values.pop(field, None)
+        if value is None:
+            return None
+        wrong = isinstance(value, bool) and kind is not bool
+        if wrong or not isinstance(value, kind):
+            self.refuse(field, value, expected)
+        return value
+
+    def text(self, field: str) -> str:
+        """Returns a string; empty if it is absent."""
+        return self.take(field, str, "a string") or ""
+
+    def need(self, field: str, kind: type | tuple[type, ...], expected: str) -> Any:
+        """Returns a field that has to be there."""
+        if (value := self.take(field, kind, expected)) is None:
+            name = self.name(field)
+            raise RefusedError(f"{name} is missing; expected {expected}", param=name)
+        return value
+
+    def count(self, field: str) -> int | None:
+        """Returns a positive integer, or None."""
+        value = self.take(field, int, "a positive integer")
+        if value is not None and value < 1:
+            self.refuse(field, value, "a positive integer")
+        return value if value is None else int(value)
+
+    def number(self, field: str, low: float, high: float) -> float | None:
+        """Returns a number within limits, or None."""
+        expected = f"a number from {low:g} to {high:g}"
+        value = self.take(field, (int, float), expected)
+        if value is not None and not low <= value <= high:
+            self.refuse(field, value, expected)
+        return None if value is None else float(value)
+
+    def items(self, field: str) -> list[Any]:
+        """Returns a list; empty if it is absent."""
+        return self.take(field, list, "a list") or []
+
+    def ignore(self, fields: Sequence[str]) -> None:
+        """Drops fields that change no answer."""
+        for name in fields:
+            self.values.pop(name, None)
+
+    def only(self, allowed: Mapping[str, Sequence[Any]], why: str) -> None:
+        """Refuses fields with other values than those that change nothing.
+
+        Args:
+            allowed: The values by field.
+            why: Why others are refused.
+
+        Raises:
+            RefusedError: A field has another value.
+        """
+        for name, neutral in allowed.items():
+            value = self.values.pop(name, None)
+            flag = isinstance(value, bool)  # True equals 1
+            if value is None or any(value == n and isinstance(n, bool) == flag for n in neutral):
+                continue
+            shown = " or ".join(short(n) for n in neutral) or "none"
+            full = self.name(name)
+            raise RefusedError(
+                f"{full} is {short(value)}, but {why}; expected {shown}",
+                code="unsupported_parameter",
+                param=full,
+            )
+
+    def done(self) -> None:
+        """Refuses the fields that nobody has read."""
+        if left := sorted(self.values):
+            name = self.name(left[0])
+            raise RefusedError(
+                f"{short(name)} is no known field of a request; leave it out",
+                code="unknown_parameter",
+                param=name[:LONGEST_NAME],
+            )
+
+
+def short(value: Any, most: int = 80) -> str:
+    """Returns a value for an error."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def stops(fields: Fields, field: str) -> tuple[str, ...]:
+    """Returns the texts that end an answer."""
+    value = fields.take(field, (str, list), "a string or a list of strings")
+    texts = [value] if isinstance(value, str) else value or []
+    if len(texts) > 16 or not all(isinstance(t, str) and 0 < len(t) <= 256 for t in texts):
+        fields.refuse(field, value, "up to 16 strings of 1 to 256 characters")
+    return tuple(texts)
+
+
+def content(value: Any, where: str, kinds: Sequence[str]) -> str:
+    """Returns the text of a message: a string, or a list of parts with text.
+
+    Args:
+        value: The content; None is empty.
+        where: Its name for errors.
+        kinds: The types of parts that hold text.
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, list):
+        raise RefusedError(f"{where} is {short(value)}; expected a string or a list", param=where)
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        key = "refusal" if kind == "refusal" else "text"
+        text = part.get(key) if isinstance(part, dict) and kind in kinds else None
+        if not isinstance(text, str):
+            expected = " or ".join(map(short, kinds))
+            raise RefusedError(
+                f"{where} has a part {short(part)}; expected parts of type {expected}: the policy "
+                "reads text only",
+                param=where,
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def arguments(value: Any, where: str) -> Json:
+    """Returns the arguments of a call, which are an object, or the JSON of one."""
+    try:
+        tree = json.loads(value) if isinstance(value, str) and value else value or {}
+    except (ValueError, RecursionError):
+        tree = None
+    if not isinstance(tree, dict):
+        raise RefusedError(f"{where} is {short(value)}; expected a JSON object", param=where)
+    _check_depth(tree)
+    return tree
+
+
+def call_name(value: Any, where: str) -> str:
+    """Returns the name of a tool."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        expected = f"up to {LONGEST_NAME} letters, digits, '_', '-' or '.'"
+        raise RefusedError(f"{where} is {short(value)}; expected {expected}", param=where)
+    return value
+
+
+def make_tool(fields: Fields, schema: str) -> Tool:
+    """Returns a tool from its name, its description and the field with its JSON schema."""
+    name = call_name(fields.take("name", object, ""), fields.name("name"))
+    description = fields.text("description")
+    parameters = fields.take(schema, dict, "a JSON schema") or {}
+    parameters = {"type": "object", "properties": {}, **parameters}
+    return Tool(
+        name=name,
+        description=description,
+        parameters=parameters,
+        function=_belongs_to_the_program,
+        validator=_arguments_of_any_kind(),
+    )
+
+
+@cache
+def _arguments_of_any_kind() -> TypeAdapter[dict[str, Any]]:
+    return TypeAdapter(dict[str, Any])
+
+
+def _belongs_to_the_program(**arguments: Any) -> NoReturn:
+    raise RefusedError("the tools of a request are run by the program that made it")
+
+
+def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Checks that a conversation can be answered.
+
+    Raises:
+        RefusedError: It is empty, or its last message is the assistant's.
+    """
+    if not messages:
+        raise RefusedError("there are no messages; expected at least one", param="messages")
+    if messages[-1].role == "assistant":
+        raise RefusedError(
+            "the last message is the assistant's: the policy writes whole messages and continues "
+            "none; expected a user's or a tool's message at the end",
+            param="messages",
+        )
+    return tuple(messages)
+
+
+def agent_name(*names: Any) -> str | None:
+    """Returns the first name of an agent that was given."""
+    found = next((n for n in names if isinstance(n, str) and n.strip()), None)
+    return None if found is None else found.strip()[:LONGEST_NAME]
+
+
+def format_arguments(call: ToolCall) -> str:
+    """Returns the arguments of a call as JSON."""
+    return json.dumps(call.arguments, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""The look-up agents of the examples, trained through the real SDKs."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.config import Config
+from gspo_env.env.registration import make_env
+from gspo_env.env.tools import format_tool_call
+from gspo_env.importing import load_module
+from gspo_env.recipes.base import Recipe
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
+TASKS = load_module(str(EXAMPLES / "lookup_tasks.py"))
+FORMS = {
+    "openai": {"program": f"{EXAMPLES / 'lookup_openai.py'}:run"},
+    "openai-agents": {"program": f"{EXAMPLES / 'lookup_openai_agents.py'}:run"},
+    "langgraph": {"program": f"{EXAMPLES / 'lookup_langgraph.py'}:run"},
+    "node": {"command": ["node", str(EXAMPLES / "lookup.js")]},
+}
+pytestmark = pytest.mark.agents
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+@pytest.fixture
+def kwargs(form, tmp_path):
+    """The arguments of the environment of one of the forms."""
+    if form == "node" and shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    tasks = tmp_path / "lookup.jsonl"
+    tasks.write_text("".join(f"{json.dumps(TASKS.make_task(n))}\n" for n in range(40)))
+    rewards = [f"{EXAMPLES / 'lookup_tasks.py'}:{name}" for name in ("right", "hops")]
+    return {"data": str(tasks), "rewards": rewards, "success": 1.0, "max_turns": 8, **FORMS[form]}
+
+
+@forms
+def test_an_agent_asks_as_the_native_environment_does(form, kwargs):
+    env = make_env("gspo/Program-v0", **kwargs)
+    task = TASKS.make_task(3)
+    text, info = env.reset(options={"row": 3})
+    assert text == task["question"]
+    assert [m.role for m in info["messages"]] == ["system", "user"]
+    assert [tool.name for tool in info["tools"]] == ["lookup"]
+    words = [text.split('"')[1], *task["path"]]
+    for before, word in itertools.pairwise(words):
+        assert env.step(format_tool_call("lookup", {"key": before}))[0] == word
+    _, reward, terminated, _, info = env.step(f"<answer>{words[-1]}</answer>")
+    assert (terminated, info["success"]) == (True, True)
+    assert reward == pytest.approx(1.0 + 0.2 * len(task["path"]))
+    env.close()
+
+
+@forms
+def test_two_steps_of_training(form, kwargs, player, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = Config.from_recipe(
+        Recipe(),
+        env="gspo/Program-v0",
+        env_kwargs=kwargs,
+        steps=2,
+        tasks_per_step=2,
+        eval_every=0,
+        eval_tasks=2,
+        rollout={"group_size": 2, "max_turn_tokens": 32, "max_context": 512},
+        tracker="none",
+    )
+    agent = GSPOAgent(copy.deepcopy(player.model), config=config, tokenizer=player.tokenizer)
+    metrics = [m for _, m in agent.train() if "train/loss" in m]
+    assert len(metrics) == 2
+    assert all(m["rollout/env_errors"] == m["rollout/env_timeouts"] == 0 for m in metrics)
+    assert all(m["train/logprob_diff_max"] < 1e-4 for m in metrics)
+    agent.close()

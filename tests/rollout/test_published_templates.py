@@ -1,0 +1,206 @@
+"""Chat templates as published, read from TRL: each prompt is what the template itself renders."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from gspo_env.env.tools import as_tool, tool
+from gspo_env.rollout.conversation import Transcript
+from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.types import Message, Prompt, StepInfo, ToolCall
+
+pytestmark = pytest.mark.adapters
+
+_SPEC = importlib.util.find_spec("trl")
+_FOLDER = Path(next(iter(_SPEC.submodule_search_locations)), "chat_templates") if _SPEC else None
+_FILES = sorted(_FOLDER.glob("*.jinja")) if _FOLDER else []
+_OTHER = ("_training", "idefics3", "llava_next", "smolvlm")
+"""Templates that TRL changed for training, and those of messages with images."""
+TEMPLATES = {f.stem: f for f in _FILES if not f.stem.endswith(_OTHER)}
+ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|return|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "<end_of_turn>",
+    "<turn|>",
+)
+CONTROLS = (
+    r"<\|[\w\-/]+\|>|</?(?:think|tool_call|tool_response|arg_key|arg_value)>|\[/?INST\]|"
+    r"<(?:start|end)_of_turn>|<\uff5c[^\uff5c]+\uff5c>|<\|?(?:turn|channel|tool_call|tool_response)\|?>|</?s>"
+)
+KEYS = ("reasoning_content", "thinking", "reasoning")
+TAGLESS = re.compile("gemma4|diffusion_gemma|gptoss|muse")
+"""Templates whose reasoning is not between `<think>` and `</think>`."""
+
+
+def tokenizer_of(name):
+    """A byte-level tokenizer with the control tokens that a template names."""
+    source = TEMPLATES[name].read_text(encoding="utf-8")
+    found = sorted(set(re.findall(CONTROLS, source)))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    end = next((e for e in ENDS if e in found), "<|eos|>")
+    names = [*found, end, "<|bos|>"]
+    backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, bos_token="<|bos|>")
+    made.chat_template = source
+    return made
+
+
+def with_response_template(tokenizer):
+    """Adds the response template that TRL has for the chat template, if it has one."""
+    with contextlib.suppress(ValueError):
+        importlib.import_module("trl.chat_template_utils").add_response_schema(tokenizer)
+    return tokenizer
+
+
+def as_dict(message):
+    """The message as the documentation of `apply_chat_template` has it."""
+    made = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        made |= dict.fromkeys(KEYS, message.reasoning)
+    if message.tool_calls:
+        calls = [{"name": c.name, "arguments": c.arguments} for c in message.tool_calls]
+        made["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    if message.name:
+        made["name"] = message.name
+    return made
+
+
+def render(tokenizer, talk, generation=True, tools=None):
+    shown = tokenizer.apply_chat_template(
+        [as_dict(m) for m in talk],
+        add_generation_prompt=generation,
+        tokenize=False,
+        tools=[t.schema for t in tools] if tools else None,
+    )
+    return str(shown)
+
+
+def ids_of(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.fixture(params=TEMPLATES or [None])
+def chat(request):
+    if request.param is None:
+        pytest.skip("TRL is not installed")
+    return ChatTokenizer(tokenizer_of(request.param))
+
+
+def test_trl_ships_the_thinking_templates_that_are_meant():
+    pytest.importorskip("trl", reason="TRL is not installed")
+    assert {"qwen3", "qwen3_5_think", "deepseekv3", "gptoss", "glm4moe"} <= set(TEMPLATES)
+
+
+def test_each_prompt_of_a_plain_environment_is_what_the_template_renders(chat, request):
+    name = request.node.callspec.params["chat"]
+    transcript = Transcript(chat, Prompt())
+    thinks = chat.parser._splits and not TAGLESS.search(name)
+    talk, role = [Message(role="user", content="observation 0")], "user"
+    for k in range(4):
+        opening = transcript.read(talk[-1].content, role)
+        text = render(chat.tokenizer, talk)
+        assert opening.ids == ids_of(chat.tokenizer, text)
+        before = "" if text.rstrip().endswith("<think>") else "<think>\n"
+        reasoning = f"because {k}" if thinks else None
+        action = f"{before}{reasoning}\n</think>\n\nanswer {k}" if thinks else f"answer {k}"
+        end = [chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn]
+        transcript.write([*ids_of(chat.tokenizer, action), *end])
+        talk += [
+            Message(role="assistant", content=f"answer {k}", reasoning=reasoning),
+            Message(role="user", content=f"observation {k + 1}"),
+        ]
+
+
+CALL = ToolCall(name="look", arguments={"key": "amber", "n": 2})
+
+
+@tool
+def look(key: str, n: int = 1) -> str:
+    """Looks a key up.
+
+    Args:
+        key: The key.
+        n: How often.
+    """
+    return key * n
+
+
+LOOK = as_tool(look)
+
+
+@pytest.mark.parametrize("parsed", [False, True])
+@pytest.mark.parametrize("returned", ["with", "without"])
+def test_each_prompt_of_a_conversation_with_calls_is_what_the_template_renders(
+    chat, request, returned, parsed
+):
+    """The actions are what the template itself writes for the messages; reasoning may be lost."""
+    tokenizer = chat.tokenizer
+    if parsed:
+        chat = ChatTokenizer(with_response_template(tokenizer))
+        if getattr(tokenizer, "response_template", None) is None:
+            pytest.skip("there is no response template")
+    elif returned == "without" and TAGLESS.search(request.node.callspec.params["chat"]):
+        pytest.skip("without a response template, nothing says what is reasoning")
+    if not chat.template.shows_calls or not chat.template.takes_tool_role:
+        pytest.skip("the template shows no calls")
+    talk = [Message(role="user", content="find it")]
+    told = list(talk)
+    transcript = Transcript(chat, Prompt(tools=(LOOK,)))
+    answers = [
+        Message(role="assistant", content="", reasoning="I look", tool_calls=(CALL,)),
+        Message(role="assistant", content="found", reasoning="I see"),
+        Message(role="assistant", content="", reasoning="once more", tool_calls=(CALL,)),
+        Message(role="assistant", content="done", reasoning="over"),
+    ]
+    compared = 0
+    for answer in answers:
+        opening = transcript.read("", "user", StepInfo(messages=tuple(told)))
+        prompt = render(tokenizer, talk, tools=[LOOK])
+        assert opening.ids == ids_of(tokenizer, prompt)
+        compared += 1
+        whole = render(tokenizer, [*talk, answer], generation=False, tools=[LOOK])
+        if not whole.startswith(prompt):
+            prompt = prompt.removesuffix("<think>\n").removesuffix("<think>")
+        if not whole.startswith(prompt):
+            break  # such a template writes no action that a model could sample
+        action = ids_of(tokenizer, whole[len(prompt) :].rstrip("\n"))
+        transcript.write(action)
+        after = Message(role="tool", content="cedar", name="look")
+        after = after if answer.tool_calls else Message(role="user", content="and now?")
+        talk += [answer, after]
+        lost = Message(role="assistant", content=answer.content, tool_calls=answer.tool_calls)
+        told += [lost if returned == "without" else answer, after]
+    assert compared
+
+
+def test_an_action_is_parsed_with_the_response_template_of_its_tokenizer():
+    pytest.importorskip("trl", reason="TRL is not installed")
+    tokenizer = with_response_template(tokenizer_of("qwen3"))
+    if getattr(tokenizer, "response_template", None) is None:
+        pytest.skip("this transformers has no response templates")
+    chat = ChatTokenizer(tokenizer)
+    transcript = Transcript(chat, Prompt(tools=(LOOK,)))
+    transcript.read("find it")
+    text = (
+        '<think>\nI look\n</think>\n\n<tool_call>\n{"name": "look", '
+        '"arguments": {"key": "a<|im_end|>"}}\n</tool_call>'
+    )
+    hidden = text.replace("a<|im_end|>", chat.literal.hide("a<|im_end|>"))
+    said = transcript.write([*chat.literal.encode(hidden), chat.end_of_turn])
+    assert said.message.reasoning == "I look"
+    assert said.message.tool_calls == (ToolCall(name="look", arguments={"key": "a<|im_end|>"}),)
+    transcript.read("", "user", StepInfo(messages=(Message(role="user", content="other"),)))
+    assert transcript.write(chat.literal.encode("<tool_call>\n{oops")).message is None

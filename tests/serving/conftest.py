@@ -1,0 +1,30 @@
+import httpx2 as httpx
+import pytest
+
+from gspo_env.serving import Address
+
+
+@pytest.fixture(scope="module")
+def address():
+    made = Address()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def opened(address):
+    """Opens a session and returns a client that posts to it."""
+    made = []
+
+    def make(policy, **terms):
+        session = address.open(policy, **terms)
+        headers = {"authorization": f"Bearer {session.key}"}
+        client = httpx.Client(base_url=session.url, headers=headers, timeout=10)
+        made.append((session, client))
+        client.session = session
+        return client
+
+    yield make
+    for session, client in made:
+        client.close()
+        session.close()

@@ -1,0 +1,346 @@
+"""Sessions, rewards, and what clients may do to the server."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx2 as httpx
+import pytest
+from serving_policy import Policy
+
+from gspo_env.errors import ConfigError
+from gspo_env.serving import Address, LateRewardError, Reply, address, app, connection
+from gspo_env.types import Message
+
+HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+DONE = Reply(message=Message(role="assistant", content="done"))
+
+
+def until(condition, seconds=10.0):
+    """Waits until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def post(client, path="/chat/completions", body=HI, **more):
+    return client.post(path, json=body, **more)
+
+
+def test_a_reward_reaches_its_turn_while_the_step_runs(opened):
+    given, late = {}, []
+
+    def reward(name, value):
+        if name in late:
+            raise LateRewardError("too late")
+        given[name] = value
+
+    client = opened(Policy(), reward=reward)
+    name = post(client).json()["id"]
+    ask = {"completion_id": name, "reward": 0.25}
+    assert post(client, "/reward", ask).json() == ask
+    assert given == {name: 0.25}
+    assert post(client, "/reward", {**ask, "completion_id": "other"}).status_code == 404
+    late.append(name)
+    assert post(client, "/reward", ask).status_code == 409
+
+
+@pytest.mark.parametrize("value", [None, "1", True, 10**400, [1], {}])
+def test_a_reward_that_is_no_finite_number_is_refused(opened, value):
+    client = opened(Policy(), reward=lambda name, value: None)
+    name = post(client).json()["id"]
+    assert post(client, "/reward", {"completion_id": name, "reward": value}).status_code == 422
+
+
+@pytest.mark.parametrize("word", [b"NaN", b"Infinity", b"1e999"])
+def test_a_number_that_is_not_json_is_refused(opened, word):
+    client = opened(Policy(), reward=lambda name, value: None)
+    body = b'{"completion_id": "x", "reward": ' + word + b"}"
+    assert client.post("/reward", content=body).status_code == 400
+
+
+def test_a_wrong_key_is_refused_and_the_key_of_a_closed_session_is_gone(opened):
+    client = opened(Policy())
+    for headers in ({}, {"authorization": "Bearer no"}, {"authorization": client.session.key}):
+        assert httpx.get(f"{client.session.url}/models", headers=headers).status_code == 401
+    headers = {"x-api-key": client.session.key}
+    assert httpx.get(f"{client.session.url}/models", headers=headers).status_code == 200
+    client.session.close()
+    client.session.close()
+    assert post(client).status_code == 410
+
+
+def test_one_session_does_not_see_the_answers_of_another(opened):
+    mine, other = opened(Policy(), reward=print), opened(Policy(), reward=print)
+    name = post(mine).json()["id"]
+    ask = {"completion_id": name, "reward": 1}
+    assert post(other, "/reward", ask).status_code == 404
+
+
+def test_the_end_of_a_session_ends_its_open_requests(opened):
+    futures = []
+
+    def answer(request):
+        futures.append(Future())
+        return futures[-1]
+
+    client = opened(answer)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, client)
+        until(lambda: futures)
+        client.session.close()
+        assert waiting.result().status_code == 410
+    assert futures[0].cancelled()
+
+
+def test_a_program_that_hangs_up_cancels_its_request(opened):
+    futures = []
+
+    def answer(request):
+        futures.append(Future())
+        return futures[-1]
+
+    client = opened(answer)
+    with pytest.raises(httpx.TimeoutException):
+        post(client, timeout=0.2)
+    until(lambda: futures[0].cancelled())
+
+
+def test_many_programs_at_once_and_nothing_is_left(address):
+    async def answer(request):
+        await asyncio.sleep(0.01)
+        return DONE
+
+    def play(n):
+        session = address.open(answer)
+        with httpx.Client(headers={"x-api-key": session.key}, timeout=30) as client:
+            url = f"{session.url}/chat/completions"
+            codes = [client.post(url, json=HI).status_code for _ in range(3)]
+        session.close()
+        return codes
+
+    before = threading.active_count()
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(play, range(64))) == [[200] * 3] * 64
+    state = address._server.server_state
+    until(lambda: not state.connections and not state.tasks)
+    assert not address._sessions
+    assert threading.active_count() <= before + 1
+
+
+def test_a_session_that_ends_leaves_no_idle_connection(opened, address):
+    client = opened(Policy())
+    post(client)
+    until(lambda: client.session.connections)
+    client.session.close()
+    until(lambda: not client.session.connections)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 100_000, b"[" * 100_000),
+        b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}",
+        b'{"model": ' + b"9" * 10_000 + b"}",
+        json.dumps({**HI, "tools": [{"type": "function"}]}).encode(),
+        json.dumps({**HI, "tools": [{"function": {"name": "a b"}}]}).encode(),
+        json.dumps({**HI, "messages": [None]}).encode(),
+    ],
+)
+def test_a_body_that_is_no_request_is_one_error(opened, body):
+    got = opened(Policy()).post("/chat/completions", content=body)
+    assert got.status_code == 400
+    assert len(got.json()["error"]["message"]) < 500
+
+
+def test_lone_surrogates_do_not_reach_the_policy(opened):
+    policy = Policy()
+    body = b'{"messages": [{"role": "user", "content": "a\\ud800b"}]}'
+    assert opened(policy).post("/chat/completions", content=body).status_code == 200
+    assert policy.seen[0].messages[0].content == "a?b"
+
+
+def test_a_huge_body_is_refused_before_it_is_read(opened, monkeypatch):
+    monkeypatch.setattr(app, "LARGEST_BODY", 1000)
+    client = opened(Policy())
+    assert client.post("/chat/completions", content=b"x" * 2000).status_code == 413
+    assert client.post("/chat/completions", content=iter([b"x" * 600] * 2)).status_code == 413
+
+
+def raw(session, data):
+    """Sends bytes and returns the open socket."""
+    host, port = session.url.removeprefix("http://").removesuffix("/v1").split(":")
+    made = socket.create_connection((host, int(port)), timeout=10)
+    made.sendall(data)
+    return made
+
+
+def head(session, *lines):
+    start = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"x-api-key: {session.key}"]
+    return "\r\n".join([*start, *lines, "", ""]).encode()
+
+
+def closed(made):
+    """Returns whether the server ends a connection."""
+    try:
+        while made.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"POST /v1/chat HTTP/1.1\r\nA: b\r\n"])
+def test_a_client_that_sends_no_head_is_cut_off(opened, monkeypatch, sent):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    with raw(opened(Policy()).session, sent) as made:
+        assert closed(made)
+
+
+def test_a_client_whose_body_is_slow_is_cut_off(opened, monkeypatch):
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    session = opened(Policy()).session
+    with raw(session, head(session, "Content-Length: 100") + b"{") as made:
+        assert made.recv(100).startswith(b"HTTP/1.1 408")
+        assert closed(made)
+
+
+def test_a_stream_that_is_never_read_ends_with_a_limit(opened, address, monkeypatch):
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.2)
+    session = opened(Policy("x" * 20_000_000)).session
+    body = json.dumps({**HI, "stream": True}).encode()
+    with raw(session, head(session, f"Content-Length: {len(body)}") + body):
+        until(lambda: session.connections)
+        until(lambda: not session.connections)
+
+
+def test_a_stream_that_is_never_read_ends_with_its_session(opened):
+    session = opened(Policy("x" * 20_000_000)).session
+    body = json.dumps({**HI, "stream": True}).encode()
+    with raw(session, head(session, f"Content-Length: {len(body)}") + body):
+        until(lambda: session.connections)
+        session.close()
+        until(lambda: not session.connections)
+
+
+def test_connections_are_limited(opened, address, monkeypatch):
+    monkeypatch.setattr(connection, "MOST", 3)
+    client = opened(Policy())
+    made = [raw(client.session, b"P") for _ in range(6)]
+    state = address._server.server_state
+    until(lambda: len(state.connections) <= 3)
+    for one in made:
+        one.close()
+    until(lambda: not state.connections)
+    assert post(client).status_code == 200
+
+
+def test_names_with_line_breaks_reach_no_header(opened):
+    client = opened(Policy(), model="m\r\nx-evil: 1")
+    for name in ("a\r\nx-evil: 1", "ä" * 1000):
+        got = post(client, body={**HI, "model": name, "user": name})
+        assert got.status_code == 200
+        assert "x-evil" not in got.headers
+    assert "x-evil" not in client.get("/models").headers
+    session = client.session
+    with raw(session, head(session, "X-Agent: a\x00b")) as made:
+        assert made.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_what_is_not_served_is_an_error_in_json(opened):
+    client = opened(Policy())
+    assert client.post("/embeddings", json={}).json()["error"]["type"] == "not_found_error"
+    assert client.get("/chat/completions").status_code == 405
+
+
+def test_the_address_starts_at_its_first_use_and_ends_with_the_process():
+    program = (
+        "from gspo_env.serving import address\n"
+        "import threading\n"
+        "assert threading.active_count() == 1\n"
+        "assert address() is address()\n"
+        "async def never(request):\n"
+        "    import asyncio; await asyncio.Event().wait()\n"
+        "address().open(never)\n"
+        "print(address().host)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, b"127.0.0.1", b"")
+
+
+def sockets():
+    """Returns the open sockets of this process, by inode."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in found if link.startswith("socket:")}
+
+
+def fork_and_look(pipe, url, shared):
+    inherited = sockets() & shared
+    code = httpx.get(url).status_code  # the parent's server still answers
+    session = address().open(Policy())
+    headers = {"x-api-key": session.key}
+    got = httpx.post(f"{session.url}/chat/completions", json=HI, headers=headers)
+    pipe.send((code, inherited, session.url, got.status_code))
+    pipe.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux")
+def test_a_forked_child_shares_no_socket_and_gets_an_address_of_its_own(opened):
+    shared = address()
+    session = shared.open(Policy())
+    with httpx.Client(headers={"x-api-key": session.key}) as client:
+        url = f"{session.url}/models"
+        assert client.get(url).status_code == 200
+        until(lambda: session.connections)
+        (used,) = session.connections
+        numbers = (shared._socket.fileno(), used.transport.get_extra_info("socket").fileno())
+        links = {os.readlink(f"/proc/self/fd/{n}") for n in numbers}
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = context.Process(target=fork_and_look, args=(theirs, url, links))
+            child.start()
+        theirs.close()
+        assert ours.poll(60)
+        code, inherited, place, answered = ours.recv()
+        child.join(30)
+        assert (code, inherited, answered) == (401, set(), 200)
+        assert place != session.url
+        assert client.get(url).status_code == 200
+    session.close()
+    gc.collect()
+
+
+def test_an_address_that_cannot_be_had_is_one_error(address):
+    with pytest.raises(ConfigError, match="cannot listen"):
+        Address("127.0.0.1", address.port)
+    session = address.open(Policy(), key="mine")
+    with pytest.raises(ConfigError, match="same key"):
+        address.open(Policy(), key="mine")
+    session.close()
+
+
+def test_the_end_of_an_address_ends_its_thread():
+    made = Address()
+    session = made.open(Policy())
+    made.close()
+    made.close()
+    assert not made._thread.is_alive()
+    session.close()
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{session.url}/models")
