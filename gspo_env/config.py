@@ -67,6 +67,27 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodesConfig:
+    """Which episodes a run keeps in its folder; see `gspo_env.report.read_episodes`."""
+
+    keep_episodes: Literal["sample", "all", "eval", "none"] = "sample"
+    """Those of every evaluation and, of each training step, the first groups (`sample`) or all
+    groups; those of evaluations only; or none."""
+    keep_groups: int = 2
+    """Training groups of each step that `sample` keeps."""
+    keep_mb: int = 256
+    """Megabytes that the files may have. If they have more, steps in between are deleted, those of
+    training first."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        check_literals(self)
+        for name in ("keep_groups", "keep_mb"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """All settings of a run. `Config()` has the same values for every model.
 
@@ -101,6 +122,7 @@ class Config:
     output: str = ""
     """Folder for the results; by default a new one under `runs`, or `comparisons/comparison`."""
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     advantage: Any = field(default_factory=ReturnsToGo)
     credit: CreditConfig = field(default_factory=CreditConfig)

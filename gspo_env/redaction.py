@@ -47,6 +47,12 @@ _LOOKS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
+_HINTS = (
+    *("sk-", "pk-", "rk-", "sk_", "ghp_", "gho_", "ghs_", "ghu_", "ghr_", "github_pat_", "glpat-"),
+    *("hf_", "AKIA", "ASIA", "AIza", "xox", "eyJ", "://", "earer ", "asic ", "-----BEGIN "),
+    *("key=", "sig=", "token=", "password=", "secret="),
+)
+"""Every match of `_LOOKS` holds one of these or follows it; a search for them is much faster."""
 _SHORTEST = 8
 _known: set[str] = set()
 """The values of variables that settings name and that may be secrets."""
@@ -101,7 +107,7 @@ def redact_text(text: str) -> str:
     """Returns a text without what looks like a secret or is the value of a named variable."""
     for value in sorted(_known, key=len, reverse=True):
         text = text.replace(value, MARK)
-    return _LOOKS.sub(MARK, text)
+    return _LOOKS.sub(MARK, text) if any(hint in text for hint in _HINTS) else text
 
 
 def write_text(path: Path, text: str) -> None:

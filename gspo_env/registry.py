@@ -18,6 +18,7 @@ from gspo_env.importing import load_function
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
+        "evidence_calibrated": "gspo_env.credit.evidence:EvidenceCalibrated",
         "gigpo": "gspo_env.credit.estimators:GiGPO",
         "group_gae": "gspo_env.credit.estimators:GroupGAE",
         "normalize_then_accumulate": "gspo_env.credit.estimators:NormalizeThenAccumulate",
@@ -35,11 +36,13 @@ BUILTIN: dict[str, dict[str, str]] = {
         "vllm-server": "gspo_env.engines.vllm.settings:VLLMServer",
     },
     "loss": {
+        "adaptive_clip": "gspo_env.learner.loss:AdaptiveClip",
         "gspo": "gspo_env.learner.loss:GSPO",
         "grpo": "gspo_env.learner.loss:GRPO",
         "dr_grpo": "gspo_env.learner.loss:DrGRPO",
     },
     "recipe": {
+        "imitate": "gspo_env.recipes.imitate:Imitate",
         "none": "gspo_env.recipes.base:Recipe",
         "tiny": "gspo_env.recipes.tiny:Tiny",
     },

@@ -340,6 +340,7 @@ def bare_episode(
     lengths: Sequence[int],
     rewards: Sequence[float],
     state_keys: Sequence[str | None] = (),
+    texts: Sequence[str] = (),
 ) -> Episode:
     """Returns an episode with only the fields of its K turns that advantage estimators read.
 
@@ -348,18 +349,20 @@ def bare_episode(
         lengths: (K,) sampled tokens of each turn.
         rewards: (K,) reward of each turn; their sum is the outcome.
         state_keys: (K,) equal for equal states; none by default.
+        texts: (K,) the actions; all equal by default.
     """
     keys = state_keys or [None] * len(lengths)
+    actions = texts or [""] * len(lengths)
     turns = tuple(
         Turn(
             action_ids=(0,) * length,
             logprobs=(0.0,) * length,
-            text="",
+            text=text,
             observation="",
             reward=reward,
             state_key=key,
         )
-        for length, reward, key in zip(lengths, rewards, keys, strict=True)
+        for length, reward, key, text in zip(lengths, rewards, keys, actions, strict=True)
     )
     return Episode(
         task=task,

@@ -21,6 +21,7 @@ from gspo_agents.start import (
     check_learning,
     make_learner,
     make_start,
+    read_talks,
     take_score,
     with_adapter,
 )
@@ -30,6 +31,7 @@ from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import try_out
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env, resolve_env
+from gspo_env.env.threads import in_thread
 from gspo_env.errors import ConfigError
 from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
@@ -76,19 +78,23 @@ class GSPOAgent:
         check_score(self.config)
         getattr(self.config.engine, "require", lambda: None)()
         self.env_id = resolve_env(self.config.env)
-        self._env = self._make_env()
-        try_out(self.env_id, self._env, self.config.rollout.max_retries)
+        limits = self.config.rollout
+        own = limits.isolation == "process"  # then the child has limits of its own
+        self._guard = in_thread(self, self.env_id, None if own else limits.episode_timeout)
+        self._env = self._guard(self._make_env)
+        self._guard(try_out, self.env_id, self._env, limits.max_retries)
         self.config = take_score(self.config, self._env, self.env_id)
         self._demonstrations: list[Episode] = []
-        self._untrained = False
+        self._untrained = self._imitates = False
         dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
         elif model or self.config.model:
             self.model, self.tokenizer = load_model(model or self.config.model, dtype)
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
+            self._imitates = bool(getattr(self.config.recipe, "conversations", ""))
         else:
-            made = make_start(self.config, self._env, self.env_id)
+            made = self._guard(make_start, self.config, self._env, self.env_id)
             self.model, self.tokenizer = made.model, made.tokenizer
             self._demonstrations, self._untrained = made.episodes, not made.demonstrated
         rank = self.config.learner.lora_rank
@@ -107,7 +113,7 @@ class GSPOAgent:
         self._resumed: Resumed | None = None
         self._engine: Engine | None = None
         self._talk, self._calls, self._starting = local(), EngineLoop(), Lock()
-        close_quietly(self._env)  # from here on, only what it declares is read
+        self._guard(close_quietly, self._env)  # from here on, only what it declares is read
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
@@ -123,9 +129,11 @@ class GSPOAgent:
         config, resumed = self.config, self._resumed
         check_learning(self.model, config)
         problems: list[Problem] = []
+        if self._imitates:  # the run begins with the model that has imitated
+            self._demonstrations, self._source = read_talks(config, self.chat, self.env_id), ""
         if resumed is None:
-            untrained = self._untrained
-            problems = at_start(config, self._env, self.env_id, self.chat, untrained=untrained)
+            begin = partial(at_start, untrained=self._untrained)
+            problems = self._guard(begin, config, self._env, self.env_id, self.chat)
         way = self._check().way
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
@@ -145,7 +153,7 @@ class GSPOAgent:
             checkpoints.said_if_stopped(),
             start(config.tracker, info) as tracker,
         ):
-            report = Reporter(config, progress, tracker, checkpoints)
+            report = Reporter(config, progress, tracker, checkpoints, self.tokenizer)
             report.begin(self.model, self.env_id, problems)
             self.warm_up(progress)
             if resumed is None and not self._source:
@@ -204,16 +212,16 @@ class GSPOAgent:
         """Whether this is the agent of a resumed run that has nothing left to do."""
         return self._resumed is not None and self._resumed.finished
 
-    def evaluate(self, tasks: int = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
+    def evaluate(self, tasks: Any = 0, samples: int = 1, seed: int | None = None) -> list[Group]:
         """Plays the tasks of `split`, `samples` episodes each, at the training temperature.
 
         Args:
-            tasks: 0 takes the config's number.
+            tasks: 0 takes the config's number; or the tasks themselves.
             samples: Episodes of each task.
             seed: Seed of the sampling; the config's by default.
         """
         draw = self.config.seed if seed is None else seed
-        played = self.split(tasks).tasks
+        played = self.split(tasks).tasks if isinstance(tasks, int) else tasks
         with self._collector() as collector:
             return self._calls.run(collector.collect(played, seed=draw, group_size=samples))
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gspo_env.config import Config, to_dict, to_toml, with_score
 from gspo_env.errors import OutputError
+from gspo_env.learner.tokens import TokenValues
 from gspo_env.model.check import Way
 from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
+from gspo_env.report.episodes_log import EpisodeLog
+from gspo_env.report.episodes_page import PAGE, write_page
 from gspo_env.report.run import closing, opening
-from gspo_env.report.text import render_episode
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, RunInfo, begin_run
@@ -23,22 +25,32 @@ from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.collapse import CollapseWatch, Level
-from gspo_env.training.loop import History
+from gspo_env.training.loop import History, Place
 from gspo_env.training.split import Split
 from gspo_env.training.watch import Problem, of_success
-from gspo_env.types import Score
+from gspo_env.types import Group, Score
 
 logger = logging.getLogger(__name__)
+
+_PAGE_MB = 16
+"""Megabytes that the episodes may take in the page that a run writes at its end."""
 
 
 class Reporter:
     """Shows each step in the terminal and logs it; see `gspo_env.training.loop.Reporter`."""
 
     def __init__(
-        self, config: Config, progress: Progress, tracker: Several, checkpoints: Checkpoints
+        self,
+        config: Config,
+        progress: Progress,
+        tracker: Several,
+        checkpoints: Checkpoints,
+        tokenizer: Any,
     ) -> None:
         self.config, self._progress, self._tracker = config, progress, tracker
         self._checkpoints = checkpoints
+        attempt = checkpoints.attempt
+        self.episodes = EpisodeLog(checkpoints.run, config.episodes, tokenizer, attempt)
         known = checkpoints.run / "warnings.txt"  # of a run that goes on
         self._warnings = known.read_text().splitlines() if known.is_file() else []
         said = any(line.startswith("collapse:") for line in self._warnings)
@@ -71,16 +83,24 @@ class Reporter:
         self._show("train", step, stats.played, lost=stats.faults.lost, **more)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """Reports an evaluation and writes its first episodes."""
+        """Reports an evaluation and keeps its episodes."""
         self._tracker.log(evaluation.metrics(), step)
         self._best = max(self._best or 0.0, evaluation.sampled.success)
         if step == 0 and (problem := of_success(evaluation.groups)):
             self.warned(problem)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost)
         self._collapse.see(Level.of(step, evaluation))
-        shown = "\n\n".join(render_episode(g.episodes[0]) for g in evaluation.groups[:8])
-        self.write(f"episodes-{step:04d}.txt", shown)
-        self._tracker.text(f"episodes/step-{step:04d}.txt", shown)
+        self.episodes.evaluated(step, evaluation)
+
+    def kept(self, groups: int) -> Collection[int]:
+        """Returns the indices of the training groups to keep the episodes of."""
+        return self.episodes.chosen(groups)
+
+    def played(
+        self, step: int, groups: Mapping[int, Group], tokens: Mapping[Place, TokenValues]
+    ) -> None:
+        """Keeps groups of a training step, with what the update did to their tokens."""
+        self.episodes.trained(step, groups, tokens)
 
     def scored(self, score: Score, reason: str) -> None:
         """Reports which rewards the run learns from and writes the config that has them."""
@@ -95,6 +115,7 @@ class Reporter:
         for step, metrics in evaluations:
             self._collapse.see(Level.recorded(step, metrics, self.config.eval_tasks))
         self.take_score(score)
+        self.episodes.go_on(history[-1][0] if history else 0)
 
     def take_score(self, score: Score | None) -> None:
         """Writes the config with the rewards that the run learns from, None before it decides."""
@@ -123,7 +144,9 @@ class Reporter:
         curve = learning_curve(history, f"{env_id}, seed {self.config.seed}")
         path = folder / "learning_curve.png"
         self._checkpoints.attempt(path.name, lambda: curve.savefig(path))
-        for name in ("config.toml", path.name):
+        page = folder / PAGE
+        self._checkpoints.attempt(page.name, lambda: write_page(folder, page, most_mb=_PAGE_MB))
+        for name in ("config.toml", path.name, page.name):
             self._tracker.artifact(folder / name)
         self._tracker.artifact(folder / MODEL, MODEL)
 

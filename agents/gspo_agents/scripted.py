@@ -6,10 +6,12 @@ from typing import Any
 
 from gspo_env.env.base import attribute
 from gspo_env.env.registration import make_env, resolve_env
+from gspo_env.env.threads import in_thread
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.faults import FaultLog, refuse_failures
 from gspo_env.rollout.play import Policy, demonstrator, look
 from gspo_env.rollout.retry import play_alone
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.training.split import Split, hold_out, reset_of
 from gspo_env.types import Episode, Group, Task
 
@@ -25,7 +27,9 @@ class ScriptedAgent:
     def __init__(self, env: str, noise: float = 0.0, **env_kwargs: Any) -> None:
         self.env_id = resolve_env(env)
         self.noise = noise
-        self._env = make_env(self.env_id, **env_kwargs)
+        # each call of the environment has the time that an episode of a training has by default
+        self._guard = in_thread(self, self.env_id, RolloutConfig().episode_timeout)
+        self._env = self._guard(make_env, self.env_id, **env_kwargs)
         self._faults = FaultLog()
 
     def split(self, tasks: int = 256) -> Split:
@@ -42,6 +46,7 @@ class ScriptedAgent:
 
         Raises:
             ConfigError: The environment has no `expert_action`.
+            EnvironmentHangError: A call of the environment did not return in time.
             RolloutError: More than half of the episodes failed in their environment.
         """
         expert = demonstrator(self.noise)
@@ -59,4 +64,5 @@ class ScriptedAgent:
         return groups
 
     def _play(self, task: Task, policy: Policy) -> Episode:
-        return play_alone(self._env, task, policy, self._faults)
+        played: Episode = self._guard(play_alone, self._env, task, policy, self._faults)
+        return played

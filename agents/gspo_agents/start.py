@@ -13,6 +13,8 @@ from gspo_env.importing import load_function
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.model.load import add_adapter, check_targets
+from gspo_env.recipes.conversations import read_demonstrations
+from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import check_trackers
 from gspo_env.types import Episode
@@ -50,6 +52,16 @@ def make_start(config: Config, env: TextEnvironment, env_id: str) -> Start:
         if not demonstrated:
             episodes = recipe.babble(env, env_id, seed, show)
     return Start(model=model, tokenizer=tokenizer, episodes=episodes, demonstrated=demonstrated)
+
+
+def read_talks(config: Config, chat: ChatTokenizer, env_id: str) -> list[Episode]:
+    """Returns the conversations that a given model imitates before it is trained.
+
+    Raises:
+        ConfigError: They cannot be read.
+    """
+    recipe = config.recipe
+    return read_demonstrations(recipe.conversations, recipe.min_reward, chat, env_id)
 
 
 def take_score(config: Config, env: TextEnvironment, env_id: str) -> Config:

@@ -15,12 +15,12 @@ from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
 from gspo_envs.answer import TaskEnv
 
-_SALTS = 2**31
-_CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
+SALTS = 2**31
+CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")
 
 
-class _OneWord(TaskEnv):
-    """An episode of turns with one word each; subclasses define what a word does."""
+class OneWordEnv(TaskEnv):
+    """Base of episodes of turns with one word each; subclasses define what a word does."""
 
     words: ClassVar[tuple[str, ...]] = ("red", "green", "blue", "gold")
 
@@ -82,19 +82,19 @@ class _OneWord(TaskEnv):
         return str(self._turn)
 
 
-class _Cued(_OneWord):
+class _Cued(OneWordEnv):
     """A cue in each turn, which has one right word."""
 
     def _draw(self) -> None:
-        self._cues: list[int] = self.np_random.integers(len(_CUES), size=self.turns).tolist()
+        self._cues: list[int] = self.np_random.integers(len(CUES), size=self.turns).tolist()
         self._hits = 0
 
     @property
     def _task_key(self) -> str:
-        return " ".join(_CUES[cue] for cue in self._cues)
+        return " ".join(CUES[cue] for cue in self._cues)
 
     def _show(self) -> str:
-        return _CUES[self._cues[self._turn]]
+        return CUES[self._cues[self._turn]]
 
     def _right(self) -> str:
         return self.words[self._cues[self._turn] % len(self.words)]
@@ -113,7 +113,7 @@ class AdditiveEnv(_Cued):
 
     def __init__(self, turns: int = 8) -> None:
         """Sets the number of turns."""
-        super().__init__(turns, num_tasks=len(_CUES) ** turns)
+        super().__init__(turns, num_tasks=len(CUES) ** turns)
 
     def _play(self, word: str) -> tuple[float, bool, float]:
         right = word == self._right()
@@ -121,7 +121,7 @@ class AdditiveEnv(_Cued):
         return right / self.turns, self._last, self._hits / self.turns
 
 
-class KeyDoorEnv(_OneWord):
+class KeyDoorEnv(OneWordEnv):
     """A delayed effect: taking the key earns 0, leaving it 0.1, and only the key opens the door.
 
     Opening the door on the last turn earns 1. Credit for immediate rewards alone must fail.
@@ -160,7 +160,7 @@ class KeyDoorEnv(_OneWord):
         return f"{self._turn}:{self._key}"
 
 
-class RecurringEnv(_OneWord):
+class RecurringEnv(OneWordEnv):
     """Recurring states: walk a ring of rooms to a goal; episodes revisit the same rooms.
 
     Arriving earns 1. Actions in the same room can be compared across turns (`gigpo`, `group_gae`).
@@ -202,7 +202,7 @@ class RecurringEnv(_OneWord):
         return str(self._room)
 
 
-class VariableLengthEnv(_OneWord):
+class VariableLengthEnv(OneWordEnv):
     """Variable length: the policy must stop at a given turn.
 
     Stopping earns 1 minus the distance to that turn as a share of all turns; continuing earns
@@ -250,12 +250,12 @@ class DistractorEnv(_Cued):
 
     def __init__(self, turns: int = 8, noise: float = 0.5) -> None:
         """Sets the number of turns and the noise."""
-        super().__init__(turns, fewest=2, num_tasks=len(_CUES) ** turns * _SALTS)
+        super().__init__(turns, fewest=2, num_tasks=len(CUES) ** turns * SALTS)
         self.noise = noise
 
     def _draw(self) -> None:
         super()._draw()
-        self._salt = int(self.np_random.integers(_SALTS))
+        self._salt = int(self.np_random.integers(SALTS))
 
     @property
     def _task_key(self) -> str:
@@ -278,7 +278,7 @@ class DistractorEnv(_Cued):
         return reward, self._last, self._hits / signals
 
 
-class MisleadingEnv(_OneWord):
+class MisleadingEnv(OneWordEnv):
     """A misleading dense reward: a bait earns 0.1 per turn, right words only if all are right.
 
     Right words in every turn earn 1 on the last.

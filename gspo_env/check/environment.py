@@ -22,10 +22,13 @@ import numpy as np
 from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
+from gspo_env.check.calls import valid_call
 from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import MAX_TEXT_LENGTH, TextEnv, attribute, clean
+from gspo_env.env.curriculum import unread_options
 from gspo_env.env.info import declared_score
 from gspo_env.env.registration import make_env
+from gspo_env.env.threads import EnvThread, attempt, watched
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.rollout.play import Move, Situation, play
 from gspo_env.seeding import global_generators_kept
@@ -75,14 +78,17 @@ def check_env(
     seed: int = 0,
     actions: Policy | None = None,
     max_turns: int = 32,
+    timeout: float = 60.0,
+    env_kwargs: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> ScoreChoice:
     """Checks that an environment keeps the contract of `TextEnv`, and closes it.
 
     Runs Gymnasium's own checker, then plays episodes. The checks are: types and spaces; finite
-    rewards; no exception on hostile actions; no control token from environment text; the same
-    episode for the same seed and actions, also beside another copy of the environment and in any
-    state of the global random generators; `reset` in the middle of an episode and after `close`;
-    task keys that fit `num_tasks`.
+    rewards; no exception on hostile actions; a call of each tool with arguments that fit its
+    schema; no control token from environment text; the same episode for the same seed and actions,
+    also beside another copy of the environment and in any state of the global random generators;
+    `reset` in the middle of an episode and after `close`; task keys that fit `num_tasks`.
 
     Args:
         env: The environment, or a specification for `make_env`.
@@ -90,6 +96,10 @@ def check_env(
         seed: The first seed.
         actions: Policy that plays the episodes; by default a random and hostile one.
         max_turns: Turns after which an episode is abandoned.
+        timeout: Seconds that one call of the environment may take. For an environment that was made
+            before, a call that takes long is only mentioned, since it may belong to this thread.
+        env_kwargs: Arguments of an environment that is given by its specification.
+        options: Options of a curriculum; `reset` has to read each of them.
 
     Returns:
         The rewards that training uses (`score`) and why (`reason`): those that the environment
@@ -97,18 +107,37 @@ def check_env(
 
     Raises:
         EnvironmentCheckError: A check failed; the message says which and how.
+        EnvironmentHangError: A call did not return in time; the message has its line.
         ConfigError: `episodes` or `max_turns` is below 1.
     """
     if episodes < 1 or max_turns < 1:
         raise ConfigError(
             f"check_env: episodes is {episodes} and max_turns {max_turns}, expected at least 1."
         )
-    made = make_env(env) if isinstance(env, str) else env
-    name = made.spec.id if made.spec else type(made.unwrapped).__name__
-    check = _Check(made, name, actions or random_policy, max_turns)
+    settings = (actions or random_policy, max_turns, dict(options or {}))
+    if isinstance(env, str):
+        thread = EnvThread()
+        try:
+            made = thread.guard(env, timeout, make_env, env, **(env_kwargs or {}))
+            return thread.guard(env, timeout, _checked, made, seed, episodes, *settings)
+        finally:
+            thread.stop()
+    with watched(_name(env)):
+        return _checked(env, seed, episodes, *settings)
+
+
+def _name(env: gymnasium.Env[str, str]) -> str:
+    return env.spec.id if env.spec else type(env.unwrapped).__name__
+
+
+def _checked(
+    env: Any, seed: int, episodes: int, policy: Policy, max_turns: int, options: dict[str, Any]
+) -> ScoreChoice:
+    """Makes all checks and closes the environment."""
+    check = _Check(env, _name(env), policy, max_turns)
     with global_generators_kept():
         try:
-            check.everything(seed, episodes)
+            check.everything(seed, episodes, options)
             return check.score()
         except EnvironmentCheckError:
             raise
@@ -116,7 +145,7 @@ def check_env(
             raise EnvironmentCheckError(str(error)) from error
         finally:
             with contextlib.suppress(Exception):  # the check of `close` reports it
-                made.close()
+                attempt(env.close)
 
 
 class _Check:
@@ -131,11 +160,16 @@ class _Check:
         """The task keys that were drawn."""
 
     def fail(self, what: str, cause: BaseException | None = None) -> NoReturn:
-        raise EnvironmentCheckError(f"{self.name}: {what}") from cause
+        named = what.startswith(f"{self.name}: ")
+        raise EnvironmentCheckError(what if named else f"{self.name}: {what}") from cause
 
-    def everything(self, seed: int, episodes: int) -> None:
+    def everything(self, seed: int, episodes: int, options: Mapping[str, Any]) -> None:
         self.spaces()
         self.hostile_actions(seed)
+        self.tool_calls(seed)
+        if unread := unread_options(self.env, options, seed) if options else []:
+            names = ", ".join(map(repr, unread))
+            self.fail(f"reset() does not read {names} of its options; expected it to use each.")
         for n in range(seed, seed + episodes):
             self.repeats(n)
         self.reset_at_any_time(seed)
@@ -169,6 +203,15 @@ class _Check:
         """Plays each hostile action as the first of an episode."""
         for n, action in enumerate(HOSTILE):
             self.finish(self.running(self.env, seed + n, action))
+
+    def tool_calls(self, seed: int) -> None:
+        """Calls each tool with arguments that fit its schema, as the first action of an episode."""
+        seen = self.played[0]
+        words = re.findall(r"\w+", seen.turns[0].observation if seen.turns else "") or ["yes"]
+        for n, tool in enumerate(seen.prompt.tools):
+            call = valid_call(tool, random.Random(seed + n), words)
+            if call is not None:
+                self.finish(self.running(self.env, seed, call))
 
     def repeats(self, seed: int) -> None:
         """Plays three times: twice alone, then beside a copy that plays another seed."""
@@ -204,7 +247,7 @@ class _Check:
 
     def close(self, env: Any) -> None:
         try:
-            env.close()
+            attempt(env.close)
         except Exception as error:
             self.fail(f"close() raised {type(error).__name__}: {error}", error)
 

@@ -18,10 +18,10 @@ class Envs:
     def run(self) -> None:
         """Prints one line for each environment, or the result of the check."""
         from gspo_env.check.environment import check_env
-        from gspo_env.env.registration import describe_envs, make_env
+        from gspo_env.env.registration import describe_envs
 
         if self.check:
-            choice = check_env(make_env(self.check, **self.env_kwargs))
+            choice = check_env(self.check, env_kwargs=self.env_kwargs)
             print(f"{self.check} has no fault.")
             print(f"Score: {choice.score or 'not decided'}, because {choice.reason}.")
             return

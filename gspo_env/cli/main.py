@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, compare, sync, envs, doctor."""
+"""The command line: train, evaluate, compare, view, serve, capture, sync, envs, doctor."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ COMMANDS = {
     "train": "gspo_env.cli.train:Train",
     "evaluate": "gspo_env.cli.evaluate:Evaluate",
     "compare": "gspo_env.cli.compare:Compare",
+    "view": "gspo_env.cli.view:View",
+    "serve": "gspo_env.cli.serve:Serve",
+    "capture": "gspo_env.cli.capture:Capture",
     "sync": "gspo_env.cli.sync:Sync",
     "envs": "gspo_env.cli.envs:Envs",
     "doctor": "gspo_env.cli.doctor:Doctor",

@@ -8,3 +8,7 @@ from .play import Run as Run
 from .play import compare as compare
 from .play import planned as planned
 from .play import read as read
+from .rounds import Planned as Planned
+from .rounds import Rounds as Rounds
+from .sequential import Difference as Difference
+from .sequential import Sequential as Sequential

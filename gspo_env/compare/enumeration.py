@@ -3,8 +3,8 @@
 An estimator sees the rewards and the states of an episode, not its actions. Episodes with equal
 rewards and states are one kind, and a group is a multiset of kinds, so that all groups can be
 listed. Given the kinds, the actions are independent, with a known mean and variance of the gradient
-of their log-probability. The gradient is that of the loss of GSPO on policy: the mean over episodes
-of the mean over tokens.
+of their log-probability. The gradient is that of the loss on policy, with the mean over episodes of
+the mean over tokens (GSPO) or of the sum over tokens (Dr. GRPO).
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo_env.compare.exact import TASK, Problem, best_return, probabilities, true_gradient
+from gspo_env.compare.exact import (
+    TASK,
+    Problem,
+    action_name,
+    best_return,
+    probabilities,
+    true_gradient,
+)
 from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.statistics import MIN_SCALE
 from gspo_env.errors import ConfigError
+from gspo_env.learner.loss import Aggregation
 from gspo_env.types import Episode, FloatArray, Group, IntArray, bare_episode
 
 MOST_GROUPS = 200_000
@@ -51,13 +59,23 @@ class Enumeration:
         problem: The problem.
         estimator: The estimator; the scale `batch` divides by the deviation of a batch of groups.
         group_size: Episodes of a group, G.
+        aggregation: How the loss reduces the tokens of an episode; not `token_mean`, whose
+            denominator is the number of tokens of a whole minibatch.
 
     Raises:
-        ConfigError: There are more than `MOST_GROUPS` groups.
+        ConfigError: The aggregation is `token_mean`, or there are more than `MOST_GROUPS` groups.
     """
 
-    def __init__(self, problem: Problem, estimator: Estimator, group_size: int) -> None:
-        self.problem, self.estimator = problem, estimator
+    def __init__(
+        self,
+        problem: Problem,
+        estimator: Estimator,
+        group_size: int,
+        aggregation: Aggregation = "sequence_mean",
+    ) -> None:
+        if aggregation == "token_mean":
+            raise ConfigError("aggregation is 'token_mean'; expected sequence_mean or token_sum")
+        self.problem, self.estimator, self.aggregation = problem, estimator, aggregation
         self.edges = _edges(problem)
         kinds = list(_kinds(problem, self.edges, 0))
         count = math.comb(len(kinds) + group_size - 1, group_size)
@@ -82,16 +100,16 @@ class Enumeration:
             group = Group(task=TASK, episodes=tuple(episodes[i] for i in members))
             for i, row in zip(members, estimator.advantages(group), strict=True):
                 # the advantage of a turn weighs each of its tokens, and 1/|y| is 1 / (K tokens)
-                share = row / (size * len(row) * self.problem.tokens)
+                turns = len(row) if self.aggregation == "sequence_mean" else 1
+                share = row / (size * turns * self.problem.tokens)
                 np.add.at(self.weight_ME[m], self.kinds[i], share)
                 np.add.at(self.square_ME[m], self.kinds[i], share**2)
                 self.sums_M3[m] += len(row), row.sum(), (row**2).sum()
 
     def _episode(self, kind: list[int]) -> Episode:
-        states, rewards, _ = zip(*(self.edges[e] for e in kind), strict=True)
-        return bare_episode(
-            TASK, [self.problem.tokens] * len(kind), rewards, list(map(str, states))
-        )
+        states, rewards, after = zip(*(self.edges[e] for e in kind), strict=True)
+        lengths, acts = [self.problem.tokens] * len(kind), map(action_name, rewards, after)
+        return bare_episode(TASK, lengths, rewards, list(map(str, states)), list(acts))
 
     def under(self, logits: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Computes what a policy makes of the groups.

@@ -16,7 +16,7 @@ import torch
 from scipy.special import log_softmax
 
 from gspo_env.credit.estimators import Estimator
-from gspo_env.learner.loss import RatioLevel
+from gspo_env.learner.loss import Aggregation, RatioLevel
 from gspo_env.learner.objectives import packed_policy_loss
 from gspo_env.types import FloatArray, Group, IntArray, Task, bare_episode
 
@@ -174,6 +174,7 @@ def analyse(
     estimator: Estimator,
     *,
     ratio_level: RatioLevel = "sequence",
+    aggregation: Aggregation = "sequence_mean",
     drift: float = 0.0,
     groups: int = 2000,
     group_size: int = 8,
@@ -185,6 +186,7 @@ def analyse(
         problem: The problem; the policy has random logits that the seed decides.
         estimator: The advantage estimator.
         ratio_level: Level of the importance ratio; matters only if `drift` is not 0.
+        aggregation: How the loss reduces the tokens of an episode.
         drift: Standard deviation of the difference in logits from the policy that sampled.
         groups: Groups to sample.
         group_size: Episodes of a group, G.
@@ -195,7 +197,7 @@ def analyse(
     sampler = logits + drift * rng.standard_normal(logits.shape)
     true = true_gradient(problem, logits)[0].ravel()
     batch = [_sample_group(problem, sampler, group_size, rng) for _ in range(groups)]
-    estimates = _gradients(problem, logits, sampler, batch, estimator, ratio_level)
+    estimates = _gradients(problem, logits, sampler, batch, estimator, ratio_level, aggregation)
     mean = estimates.mean(0)
     spread = np.sqrt(estimates.var(0, ddof=1).sum())
     length = max(float(np.linalg.norm(mean)), 1e-300)
@@ -250,6 +252,11 @@ def episodes_to_target(
     return float("inf")
 
 
+def action_name(reward: float, after: int) -> str:
+    """Names an action by its effect: actions that a problem cannot tell apart are one action."""
+    return f"{reward} {after}"
+
+
 def _sample_group(
     problem: Problem, logits: FloatArray, size: int, rng: np.random.Generator
 ) -> tuple[Group, list[list[tuple[int, int]]]]:
@@ -266,7 +273,8 @@ def _sample_group(
             state = int(problem.after[state, action])
         rewards = [float(problem.reward[pair]) for pair in walk]
         states = [str(state) for state, _ in walk]
-        episodes.append(bare_episode(TASK, [problem.tokens] * len(walk), rewards, states))
+        acts = [action_name(problem.reward[pair], problem.after[pair]) for pair in walk]
+        episodes.append(bare_episode(TASK, [problem.tokens] * len(walk), rewards, states, acts))
         walks.append(walk)
     return Group(task=TASK, episodes=tuple(episodes)), walks
 
@@ -278,6 +286,7 @@ def _gradients(
     batch: Sequence[tuple[Group, list[list[tuple[int, int]]]]],
     estimator: Estimator,
     ratio_level: RatioLevel,
+    aggregation: Aggregation = "sequence_mean",
 ) -> FloatArray:
     """Computes each group's gradient of minus the loss for the logits, (M, S * nodes * V)."""
     log_new, _ = probabilities(problem, logits)
@@ -300,10 +309,11 @@ def _gradients(
         torch.tensor(b_N),
         num_sequences=sequences,
         ratio_level=ratio_level,
+        aggregation=aggregation,
         turn_ids_N=torch.tensor(k_N),
         clip_low=0.999,
         clip_high=1e9,
-        normaliser=sequences / len(batch),
+        normaliser=(len(tokens) if aggregation == "token_mean" else sequences) / len(batch),
     )
     (slope,) = torch.autograd.grad(-output.loss, logprobs_N)
     weight_N = slope.numpy()

@@ -112,7 +112,10 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     )
 
 
-_OPTIONS: dict[str, Any] = {"seeds": int, "workers": int, "target": float, "metric": str}
+_OPTIONS: dict[str, Any] = {
+    **{"seeds": int, "workers": int, "target": float, "metric": str, "difference": float},
+    **{"like": str, "until": float, "budget": str, "most_seeds": int},
+}
 _TABLES = {"grid": (list, "lists"), "arms": (dict, "tables"), "problems": (dict, "tables")}
 
 

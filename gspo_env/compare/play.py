@@ -85,12 +85,19 @@ class Result:
         return float(step * config.tasks_per_step * config.rollout.group_size)
 
 
+Play = Callable[[Sequence[Run]], list[Result]]
+"""Plays the runs that have no result, and returns the results of all of them."""
+Strategy = Callable[[Play, Comparison, Path, Callable[[str], None]], list[Result]]
+"""Decides which runs of a comparison are played; returns the results to report."""
+
+
 def compare(
     comparison: Comparison,
     output: Path,
     tracker: TrackerChoice,
     say: Callable[[str], None] = print,
     report: Callable[[list[Result]], Sequence[Path]] = lambda results: (),
+    strategy: Strategy | None = None,
 ) -> list[Result]:
     """Plays the runs without a result; returns all results, including failed runs.
 
@@ -100,6 +107,7 @@ def compare(
         tracker: Records a parent run and a child for each run.
         say: Called with a line for each run.
         report: Called at the end; the files that it returns are kept with the parent run.
+        strategy: Decides which runs are played, in which order; by default all planned seeds.
 
     Raises:
         OutputError: The folder cannot be written, or holds another comparison.
@@ -114,30 +122,55 @@ def compare(
     for name in comparison.problems:
         refuse_hopeless([comparison.config(name, arm, 0) for arm in comparison.arms])
     check_trackers(tracker)
+    strategy = strategy or all_seeds
     _claim(comparison, output)
-    runs = list(planned(comparison, output))
-    played = [run for run in runs if (run.folder / "result.json").exists()]
-    waiting = [run for run in runs if not (run.folder / "result.json").exists()]
-    if played:
-        say(f"{len(played)} of {len(runs)} runs have a result already")
     with Recorder(tracker, output, _describe(comparison), say) as record:
-        for run in played:
-            result = read(run)
-            _score(result, comparison.metric)
-            _keep(record, result)
-        workers = comparison.workers or os.cpu_count() or 1
-        # closed at once, because a traceback would keep the workers alive
-        with stop_on_signals(), closing(_played(waiting, workers, say)) as finished:
-            for run in finished:
-                result = read(run)
-                _keep(record, result)
-                say(f"{run.name}: {_score(result, comparison.metric)}")
-        results = [read(run) for run in runs]
+        kept: set[str] = set()
+
+        def play(runs: Sequence[Run]) -> list[Result]:
+            return _complete(runs, comparison, record, kept, say)
+
+        results = strategy(play, comparison, output, say)
         for line in mixed_scores(results):
             say(line)
         for path in report(results):
             record.artifact(path)
     return results
+
+
+def _complete(
+    runs: Sequence[Run],
+    comparison: Comparison,
+    record: Recorder,
+    kept: set[str],
+    say: Callable[[str], None],
+) -> list[Result]:
+    """Plays the runs that have no result; records each run once and returns all results."""
+    played = [run for run in runs if has_result(run)]
+    waiting = [run for run in runs if not has_result(run)]
+    known = [run for run in played if run.name not in kept]
+    if known:
+        say(f"{len(played)} of {len(runs)} runs have a result already")
+    for run in known:
+        result = read(run)
+        _score(result, comparison.metric)
+        _keep(record, result)
+    workers = comparison.workers or os.cpu_count() or 1
+    # closed at once, because a traceback would keep the workers alive
+    with stop_on_signals(), closing(_played(waiting, workers, say)) as finished:
+        for run in finished:
+            result = read(run)
+            _keep(record, result)
+            say(f"{run.name}: {_score(result, comparison.metric)}")
+    kept.update(run.name for run in runs)
+    return [read(run) for run in runs]
+
+
+def all_seeds(
+    play: Play, comparison: Comparison, output: Path, say: Callable[[str], None]
+) -> list[Result]:
+    """Plays every run of the planned seeds."""
+    return play(list(planned(comparison, output)))
 
 
 def _played(
@@ -175,6 +208,11 @@ def _score(result: Result, metric: str) -> str:
         near = ", ".join(difflib.get_close_matches(metric, known) or known)
         raise ConfigError(f"metric is {metric!r}; expected one of: {near}")
     return f"{values[-1]:.3f}"
+
+
+def has_result(run: Run) -> bool:
+    """Returns whether a run ended."""
+    return (run.folder / "result.json").exists()
 
 
 def read(run: Run) -> Result:
@@ -241,7 +279,7 @@ def planned(comparison: Comparison, output: Path) -> Iterator[Run]:
                     seed=seed,
                     config=config,
                     start=None if config.model else output / "starts" / start,
-                    folder=output / "runs" / _slug(problem) / _slug(arm.name) / f"seed{seed}",
+                    folder=output / "runs" / slug(problem) / slug(arm.name) / f"seed{seed}",
                 )
 
 
@@ -249,7 +287,8 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
+    """Makes the name of a folder from the name of an arm or a problem."""
     plain = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
     return f"{plain[:60]}-{hashlib.blake2b(name.encode(), digest_size=3).hexdigest()}"
 

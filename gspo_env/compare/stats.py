@@ -161,7 +161,9 @@ def probability_of_improvement(
     return float(mannwhitneyu(ours, theirs).statistic / (len(ours) * len(theirs)))
 
 
-def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def paired_permutation_test(
+    ours: Sequence[float] | FloatArray, theirs: Sequence[float] | FloatArray
+) -> float:
     """Computes the two-sided p-value of the mean paired difference by exchanges within pairs.
 
     The test is exact up to 16 pairs. The smallest p-value of n pairs is 2 / 2**n.
@@ -182,6 +184,28 @@ def paired_permutation_test(ours: Sequence[float], theirs: Sequence[float]) -> f
         (difference,), np.mean, permutation_type="samples", n_resamples=2**16, rng=0
     )
     return float(result.pvalue)
+
+
+def paired_interval(
+    differences: Sequence[float] | FloatArray, confidence: float = 0.95
+) -> tuple[float, float]:
+    """Computes Student's interval of a mean paired difference; infinite for fewer than two pairs.
+
+    Source:
+        Student 1908.
+
+    Example:
+        >>> low, high = paired_interval([0.1, 0.2, 0.3])
+        >>> round(low, 3), round(high, 3)
+        (-0.048, 0.448)
+    """
+    from scipy.stats import t
+
+    values = np.asarray(differences, dtype=np.float64)
+    if len(values) < 2:
+        return -np.inf, np.inf
+    half = t.ppf((1 + confidence) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
 
 
 def holm(pvalues: Sequence[float]) -> list[float]:

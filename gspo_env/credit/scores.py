@@ -71,9 +71,9 @@ class ScoreChoice:
     """The score; None until it is decided."""
     reason: str = ""
     """Why it is this one, or why it is not decided."""
-    _given: bool = field(init=False)
-    _turns: bool = False
-    _outcomes: bool = False
+    _given: bool = field(init=False, repr=False)
+    _turns: bool = field(default=False, repr=False)
+    _outcomes: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         """Notes whether the episodes have to decide."""

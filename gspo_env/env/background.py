@@ -1,12 +1,15 @@
-"""Event loops in background threads, for synchronous code that calls asynchronous code.
+"""Event loops for synchronous code that calls asynchronous code.
 
-`step` may be called on the rollout's event loop or in one of its threads. A connection that
-outlives one call therefore needs a loop of its own.
+The `async def` methods and tools of an environment run on a loop of the thread that calls them,
+which is the thread of the environment, so that a handle of one thread serves all of its methods. A
+connection of ours that outlives one call, and is used from several threads, has a loop in a
+background thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import inspect
 import logging
@@ -25,7 +28,18 @@ T = TypeVar("T")
 _loops: dict[tuple[int, str], asyncio.AbstractEventLoop] = {}
 _lock = threading.Lock()
 _ENVIRONMENTS = "environments"
-"""The loop of the `async def` methods and tools of environments."""
+"""The background loop of environments that are called on an event loop."""
+_MARK = "__gspo_async__"
+
+
+class _Own(threading.local):
+    """The runner of a thread's loop, and the process that made it."""
+
+    runner: asyncio.Runner | None = None
+    process = 0
+
+
+_own = _Own()
 
 
 def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = None) -> T:
@@ -48,22 +62,73 @@ def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = No
 
 
 def make_synchronous(cls: type, names: Iterable[str]) -> None:
-    """Replaces the `async def` methods of a class by synchronous ones, which run on one loop.
+    """Replaces the `async def` methods of a class by synchronous ones; see `finish`.
 
     Wrappers of Gymnasium unpack what `step` returns, so it cannot be a coroutine. Where the method
-    is called on that loop itself, such as by `await super().step(action)`, it stays a coroutine.
+    is called by one that runs, such as by `await super().step(action)`, it stays a coroutine.
     """
     for name in names:
         function = getattr(cls, name, None)
         if inspect.iscoroutinefunction(function):
             setattr(cls, name, _synchronous(function))
+            setattr(cls, _MARK, True)
+
+
+def has_async(cls: type, tools: Iterable[Any] = ()) -> bool:
+    """Returns whether a class had `async def` methods, or a tool is one."""
+    functions = (getattr(tool, "function", None) for tool in tools)
+    return bool(getattr(cls, _MARK, False)) or any(map(inspect.iscoroutinefunction, functions))
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine of an environment on the loop of the caller's thread.
+
+    If the caller is on an event loop, which cannot wait for itself, it runs on the background loop
+    of environments.
+    """
+    if _running() is not None:
+        return run(coroutine, _ENVIRONMENTS)
+    if _own.runner is None or _own.process != os.getpid():
+        # with a factory it does not become the current loop of the caller's own code
+        _own.runner, _own.process = asyncio.Runner(loop_factory=asyncio.new_event_loop), os.getpid()
+    return _own.runner.run(coroutine)
+
+
+def own_loop() -> asyncio.AbstractEventLoop | None:
+    """Returns the loop of the caller's thread, or None if `finish` has not used one there."""
+    ours = _own.runner is not None and _own.process == os.getpid()
+    return _own.runner.get_loop() if _own.runner is not None and ours else None
+
+
+def idle(wait: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    """Runs the loop of the caller's thread, with the tasks that environments started there.
+
+    Args:
+        wait: Ends when there is something else to do.
+    """
+    try:
+        if own_loop() is not None:
+            finish(wait())
+    except BaseException as error:  # of a task, which has ended by it; the next call goes on
+        logger.warning("a task of an environment raised %s: %s", type(error).__name__, error)
+
+
+def close_own_loop() -> None:
+    """Cancels the tasks on the loop of the caller's thread and closes it."""
+    runner, _own.runner = _own.runner, None
+    if runner is not None and _own.process == os.getpid():
+        runner.close()
+
+
+atexit.register(close_own_loop)
 
 
 def settle(result: Any, what: str) -> Any:
-    """Returns a result, or what a coroutine gives once it has run on the loop of environments.
+    """Returns a result, or what an awaitable gives once it has run; see `finish`.
 
     Raises:
-        EnvironmentContractError: It is called on that loop, which cannot wait for itself.
+        EnvironmentContractError: It is called on a loop of environments, which cannot wait for
+            itself.
     """
     if not inspect.isawaitable(result):
         return result
@@ -78,24 +143,29 @@ def settle(result: Any, what: str) -> Any:
     async def wait() -> Any:
         return await result
 
-    return run(wait(), _ENVIRONMENTS)
+    return finish(wait())
 
 
 def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         coroutine = function(*args, **kwargs)
-        return coroutine if _on_loop() else run(coroutine, _ENVIRONMENTS)
+        return coroutine if _on_loop() else finish(coroutine)
 
     return call
 
 
-def _on_loop() -> bool:
-    """Returns whether the caller runs on the loop of environments."""
+def _running() -> asyncio.AbstractEventLoop | None:
     try:
-        return asyncio.get_running_loop() is _loops.get((os.getpid(), _ENVIRONMENTS))
+        return asyncio.get_running_loop()
     except RuntimeError:
-        return False
+        return None
+
+
+def _on_loop() -> bool:
+    """Returns whether the caller runs on a loop of environments."""
+    loop = _running()
+    return loop is not None and loop in (own_loop(), _loops.get((os.getpid(), _ENVIRONMENTS)))
 
 
 def post(coroutine: Coroutine[Any, Any, Any], loop: str) -> None:

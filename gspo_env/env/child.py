@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from functools import partial
 from typing import Any
 
 from gspo_env.children import die_with_parent
+from gspo_env.env import background
 from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
 from gspo_env.env.info import parse_reset, parse_step, read_prompt
 from gspo_env.env.pipe import receive, send
@@ -30,6 +33,7 @@ def serve(requests: int, replies: int, parent: int) -> None:
     die_with_parent(parent)
     host = _Host()
     while True:
+        background.idle(partial(_arrival, requests))
         try:
             request = receive(requests)
         except EOFError:
@@ -40,6 +44,16 @@ def serve(requests: int, replies: int, parent: int) -> None:
             told = foreign(error)
             reply = {"error": [told.name, told.text, told.where, told.trace]}
         send(replies, reply)
+
+
+async def _arrival(requests: int) -> None:
+    """Waits until there is something to read; tasks of an asynchronous environment go on."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(requests, arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(requests)
 
 
 class _Host:

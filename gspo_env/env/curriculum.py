@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from gspo_env.env.threads import attempt
 from gspo_env.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gspo_env.env.base import TextEnvironment
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +168,59 @@ def next_options(curriculum: Curriculum, results: Sequence[StepResult]) -> dict[
             "mapping of names to JSON values"
         ) from error
     return options
+
+
+def unread_options(env: TextEnvironment, options: Mapping[str, Any], seed: int = 0) -> list[str]:
+    """Returns the names of the options that `reset` does not read, so that they have no effect.
+
+    Args:
+        env: The environment, which is reset.
+        options: The options.
+        seed: The seed of `reset`.
+    """
+    noted = _Noted(options)
+    attempt(env.reset, seed=seed, options=noted)
+    return [name for name in options if name not in noted.read]
+
+
+class _Noted(dict[str, Any]):
+    """Options that note which of them are read; reading all at once counts for each."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.read.add(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.read.add(name)
+        return super().pop(name, *default)
+
+    def __iter__(self) -> Iterator[str]:
+        self.read.update(super().keys())
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self.read.update(super().keys())
+        return super().keys()
+
+    def values(self) -> Any:
+        self.read.update(super().keys())
+        return super().values()
+
+    def items(self) -> Any:
+        self.read.update(super().keys())
+        return super().items()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self.items())

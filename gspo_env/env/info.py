@@ -14,7 +14,12 @@ import numpy as np
 from gspo_env.env.base import MAX_OBSERVATION, Action, TextEnvironment, attribute
 from gspo_env.env.threads import attempt, foreign
 from gspo_env.env.tools import Tool
-from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.errors import (
+    ConfigError,
+    EnvironmentContractError,
+    EnvironmentCrashError,
+    EnvironmentHangError,
+)
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
@@ -128,6 +133,7 @@ def try_out(env_id: str, env: TextEnvironment, retries: int = 0) -> None:
 
     Raises:
         EnvironmentContractError: `reset` or `step` raised, or broke the contract.
+        EnvironmentHangError: The process of the environment did not answer in time.
     """
     for _ in range(retries):
         with contextlib.suppress(EnvironmentContractError):  # the last attempt says what is wrong
@@ -147,6 +153,10 @@ def _try_once(env_id: str, env: TextEnvironment) -> None:
         raise
     except ConfigError as error:  # a whole sentence, of one of our own environments
         raise EnvironmentContractError(f"{env_id}: {error}") from error
+    except EnvironmentHangError as error:
+        raise EnvironmentHangError(f"{env_id}: {error}") from None
+    except EnvironmentCrashError as error:
+        raise EnvironmentContractError(f"{env_id}: {error}") from None
     except Exception as error:
         told = foreign(error)
         raise EnvironmentContractError(

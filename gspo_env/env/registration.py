@@ -18,6 +18,7 @@ from gymnasium.spaces import Text
 from gspo_env.env.background import make_synchronous
 from gspo_env.env.base import MAX_OBSERVATION, METHODS
 from gspo_env.env.spaces import UnicodeText
+from gspo_env.env.threads import constructing
 from gspo_env.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -34,6 +35,7 @@ _BUILTIN = {
     "gspo/Additive-v0": "gspo_envs.diagnostics:AdditiveEnv",
     "gspo/Calculator-v0": "gspo_envs.calculator:CalculatorEnv",
     "gspo/Dataset-v0": "gspo_envs.dataset:DatasetEnv",
+    "gspo/Density-v0": "gspo_envs.density:DensityEnv",
     "gspo/Distractor-v0": "gspo_envs.diagnostics:DistractorEnv",
     "gspo/GEM-v0": "gspo_envs.gem:GEMEnv",
     "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
@@ -144,7 +146,10 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             f"max_observation is {longest!r}; expected an integer from 1 to {MAX_OBSERVATION}"
         )
     try:
-        env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+        with constructing():
+            env: gymnasium.Env[Any, Any] = gymnasium.make(
+                env_id, disable_env_checker=True, **kwargs
+            )
     except GspoEnvError:
         raise
     except (Exception, SystemExit) as error:

@@ -8,22 +8,38 @@ the caller nor the process.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import queue
+import reprlib
+import sys
 import sysconfig
 import threading
+import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from gspo_env.errors import ForeignError
+from gspo_env.env import background
+from gspo_env.errors import EnvironmentHangError, ForeignError
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 _MOST_TEXT = 2000
 """Maximum characters of an exception's message that are kept."""
 _MOST_TRACE = 20_000
 """Maximum characters of a traceback that are kept, from its end."""
+_LOOK = 0.2
+"""Seconds between two looks at a call that has not returned."""
+_LONG = 10.0
+"""Seconds after which a call that has not returned is mentioned once."""
 _LIBRARIES = tuple(
     path + os.sep
     for path in (
@@ -33,6 +49,55 @@ _LIBRARIES = tuple(
 )
 
 
+_calls: dict[int, _Call] = {}
+"""The innermost call of environment code in each thread, by its ident."""
+_left: set[int] = set()
+"""The threads that nothing waits for any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of environment code that has not returned."""
+
+    function: Callable[..., Any] | str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    since: float
+
+    def __str__(self) -> str:
+        given = [reprlib.repr(value) for value in self.args]
+        given += [f"{name}={reprlib.repr(value)}" for name, value in self.kwargs.items()]
+        name = getattr(self.function, "__name__", self.function)
+        return f"{name if isinstance(name, str) else 'a call'}({', '.join(given)})"
+
+
+class _Left(BaseException):
+    """Ends code whose caller has gone on without it."""
+
+
+def _enter(call: _Call | None) -> _Call | None:
+    """Notes the call that the thread is in, or that it is in none; returns the one before."""
+    own = threading.get_ident()
+    before = _calls.get(own)
+    if call is None:
+        del _calls[own]
+    elif own in _left and before is None:
+        raise _Left
+    else:
+        _calls[own] = call
+    return before
+
+
+@contextlib.contextmanager
+def constructing() -> Iterator[None]:
+    """Notes that the thread is in the constructor of an environment."""
+    before = _enter(_Call("__init__", (), {}, time.monotonic()))
+    try:
+        yield
+    finally:
+        _enter(before)
+
+
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls environment code.
 
@@ -40,6 +105,7 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         Exception: What it raised. An exception that would end the caller, such as `SystemExit`, is
             a `ForeignError`, but for the person's own `KeyboardInterrupt`.
     """
+    before = _enter(_Call(function, args, kwargs, time.monotonic()))
     try:
         return function(*args, **kwargs)
     except StopIteration as error:  # a future does not accept it
@@ -47,9 +113,11 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except Exception:
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and _is_main():
+        if isinstance(error, _Left) or (isinstance(error, KeyboardInterrupt) and _is_main()):
             raise
         raise foreign(error) from error
+    finally:
+        _enter(before)
 
 
 def foreign(error: BaseException) -> ForeignError:
@@ -66,57 +134,198 @@ def foreign(error: BaseException) -> ForeignError:
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)] or frames
-    if not own:
-        return "unknown place"
-    path = Path(own[-1].filename)
+    return (_own_line(frames) or _line(frames[-1])) if frames else "unknown place"
+
+
+def _own_line(frames: traceback.StackSummary) -> str:
+    """Returns the innermost line that is not of a library, or nothing."""
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return _line(own[-1]) if own else ""
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    path = Path(frame.filename)
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
-    return f"{path}:{own[-1].lineno} in {own[-1].name}"
+    return f"{path}:{frame.lineno} in {frame.name}"
 
 
 def _is_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+class _Watch:
+    """Looks at the calls of environment code in a thread; mentions the first that takes long."""
+
+    def __init__(self, name: str, thread: int, seconds: float | None = None) -> None:
+        self._name, self._thread, self._seconds = name, thread, seconds
+        self._told = False
+
+    def look(self) -> None:
+        """Looks once.
+
+        Raises:
+            EnvironmentHangError: A call has taken longer than the limit.
+        """
+        if (call := _calls.get(self._thread)) is None:
+            return
+        lasted = time.monotonic() - call.since
+        if self._seconds is not None and lasted > self._seconds:
+            raise EnvironmentHangError(
+                f"{self._name}: {call} has not returned within {self._seconds:g} s{self._where()}"
+            )
+        if lasted > _LONG and not self._told:
+            self._told = True
+            text = "%s: %s has not returned for %.0f s%s"
+            logger.warning(text, self._name, call, lasted, self._where())
+
+    def _where(self) -> str:
+        """Returns the environment's own line that runs in the thread, in brackets."""
+        frame = sys._current_frames().get(self._thread)
+        stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
+        inside = traceback.StackSummary()
+        for entry in stack:
+            inside.append(entry)
+            if entry.filename == __file__:
+                inside.clear()  # what calls environments is no code of theirs
+        line = _own_line(inside)
+        return f" ({line})" if line else ""
+
+
+@contextlib.contextmanager
+def watched(name: str) -> Iterator[None]:
+    """Mentions a call of an environment in the caller's thread that takes long.
+
+    Args:
+        name: Names the environment.
+    """
+    done, watch = threading.Event(), _Watch(name, threading.get_ident())
+
+    def work() -> None:
+        while not done.wait(_LOOK):
+            watch.look()
+
+    threading.Thread(target=work, name="watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
 class EnvThread:
-    """A daemon thread that runs calls one after another."""
+    """A daemon thread that runs calls one after another.
+
+    Between two calls it runs the event loop of its asynchronous environment, so that a task of the
+    environment, such as one that keeps a connection open, goes on while the policy thinks.
+    """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop that runs between two calls, once there is one."""
+        self._arrived = asyncio.Event()
         self._thread = threading.Thread(target=self._work, name="env", daemon=True)
         self._thread.start()
 
     def submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
         """Queues a call; see `attempt`."""
         future: Future[Any] = Future()
-        self._jobs.put((future, lambda: attempt(function, *args, **kwargs)))
+        self._put((future, lambda: attempt(function, *args, **kwargs)))
         return future
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a call and waits for it on the event loop."""
         return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
+    def guard(
+        self,
+        name: str,
+        seconds: float | None,
+        function: Callable[..., T],
+        *args: Any,
+        **kwargs: Any,
+    ) -> T:
+        """Runs a function that calls an environment, and waits; bounds each call of `attempt`.
+
+        A call that takes long is mentioned once, with the line where it is.
+
+        Args:
+            name: Names the environment in messages.
+            seconds: Time that one call of the environment may take.
+            function: The function.
+            args: Its arguments.
+            kwargs: Its named arguments.
+
+        Raises:
+            EnvironmentHangError: A call took longer. The thread is left behind: once the call
+                returns, the next one ends the function.
+        """
+        future: Future[T] = Future()
+        self._put((future, lambda: function(*args, **kwargs)))
+        watch = _Watch(name, self._thread.ident or 0, seconds)
+        try:
+            while not wait([future], timeout=_LOOK).done:
+                watch.look()
+        except BaseException:
+            _left.add(self._thread.ident or 0)
+            raise
+        return future.result()
+
     def stop(self) -> None:
         """Ends the thread after the calls that are queued."""
-        self._jobs.put(None)
+        self._put(None)
 
     @property
     def alive(self) -> bool:
         """Whether the thread still runs."""
         return self._thread.is_alive()
 
+    def _put(self, job: tuple[Future[Any], Callable[[], Any]] | None) -> None:
+        self._jobs.put(job)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the thread has ended
+                self._loop.call_soon_threadsafe(self._arrived.set)
+
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, call = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            del job, future, call  # an idle thread keeps no result
+        try:
+            while (job := self._next()) is not None:
+                future, call = job
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    result = call()
+                except BaseException as error:  # this thread outlives what it runs
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+                del job, future, call  # an idle thread keeps no result
+        finally:
+            background.close_own_loop()
+            _left.discard(threading.get_ident())
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        self._loop = background.own_loop()
+        while self._loop is not None and self._jobs.empty():
+            background.idle(self._arrival)
+        return self._jobs.get()
+
+    async def _arrival(self) -> None:
+        while self._jobs.empty():  # a job that was put before `_loop` was set has set no event
+            await self._arrived.wait()
+            self._arrived.clear()
+
+
+def in_thread(owner: object, name: str, seconds: float | None) -> Callable[..., Any]:
+    """Returns a function that runs others in one thread, which ends with its owner.
+
+    Args:
+        owner: The thread ends when this is collected.
+        name: See `EnvThread.guard`.
+        seconds: See `EnvThread.guard`.
+    """
+    thread = EnvThread()
+    weakref.finalize(owner, thread.stop)
+    return partial(thread.guard, name, seconds)

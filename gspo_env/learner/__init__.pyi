@@ -3,6 +3,7 @@ from .log import PassStats as PassStats
 from .log import UpdateStats as UpdateStats
 from .loss import GRPO as GRPO
 from .loss import GSPO as GSPO
+from .loss import AdaptiveClip as AdaptiveClip
 from .loss import ClippedLoss as ClippedLoss
 from .loss import ClipSettings as ClipSettings
 from .loss import DrGRPO as DrGRPO
@@ -16,3 +17,4 @@ from .objectives import importance_weights as importance_weights
 from .objectives import packed_policy_loss as packed_policy_loss
 from .objectives import policy_loss as policy_loss
 from .settings import LearnerConfig as LearnerConfig
+from .tokens import TokenValues as TokenValues

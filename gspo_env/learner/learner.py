@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from gspo_env.learner.minibatch import Microbatch, Minibatch
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.spread import Scored, check_output, complete, own_part, spread_rows
+from gspo_env.learner.tokens import TokenValues, token_values
 from gspo_env.model.check import Way, check_model
 from gspo_env.model.scorer import Scorer
 
@@ -90,6 +91,8 @@ class Learner:
         self.scorer = Scorer(self.model, self.policy, temperature, **how)
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = self._oom_splits = 0
+        self.tokens: dict[tuple[int, int], TokenValues] = {}
+        """The values of the tokens of the last update, for the episodes to keep."""
         self._policy_is_reference = _adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
@@ -101,12 +104,15 @@ class Learner:
         """The model without Accelerate's wrapping."""
         return self.accelerator.unwrap_model(self.model)
 
-    def update(self, samples: Sequence[Sample], seed: int = 0) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[Sample], seed: int = 0, keep: Collection[int] = ()
+    ) -> dict[str, float]:
         """Takes one optimiser step for each minibatch; returns the metrics.
 
         Args:
             samples: At least one with a model token.
             seed: Seed of the split into minibatches.
+            keep: Numbers of the episodes of which `tokens` has the values; see `Sample.episode`.
 
         The metrics describe the steps that were not skipped.
 
@@ -126,6 +132,7 @@ class Learner:
             if math.isfinite(norm):
                 passes += results
                 grad_norms.append(norm)
+        self.tokens = token_values(passes, keep)
         stats = UpdateStats(
             passes=tuple(passes),
             grad_norms=tuple(grad_norms),

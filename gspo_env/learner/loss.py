@@ -31,6 +31,7 @@ class ClipOptions(TypedDict, total=False):
     ratio_mean: float
     clip_low: float
     clip_high: float
+    clip_adapt: float
     dual_clip: float
     aggregation: Aggregation
     max_tokens: int
@@ -110,12 +111,15 @@ class ClipSettings:
     """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""
     ratio_mean: float = 0.0
     """Power p of the mean over token ratios: 0 is the geometric mean of GSPO, 1 the arithmetic
-    mean; arXiv 2605.12058."""
+    mean, and below 0 the smallest ratios weigh most; arXiv 2605.12058, eq. 1."""
     clip_low: float = 3e-4
     """The ratio's lower bound is 1 - clip_low. The defaults are for the paper's large model; the
     ratios of a tiny model move further."""
     clip_high: float = 4e-4
     """The ratio's upper bound is 1 + clip_high."""
+    clip_adapt: float = 0.0
+    """Widens the clip range of a token with a high advantage A and narrows that of a low one: both
+    distances are multiplied by 1 + clip_adapt * tanh(A / 2). 0 gives all tokens the same range."""
     dual_clip: float = 0.0
     """The ratio's upper bound for negative advantages, above 1 + clip_high; 0 sets none."""
     aggregation: Aggregation = "sequence_mean"
@@ -141,7 +145,12 @@ class ClipSettings:
                 not self.dual_clip or high < self.dual_clip < math.inf,
                 f"0 or above {high}",
             ),
-            ("ratio_mean", 0 <= self.ratio_mean <= 1, "a number in [0, 1]"),
+            ("ratio_mean", -3 <= self.ratio_mean <= 3, "a number in [-3, 3]"),
+            (
+                "clip_adapt",
+                0 <= self.clip_adapt < 1 and self.clip_low * (1 + self.clip_adapt) < 1,
+                "a number in [0, 1) with clip_low * (1 + clip_adapt) below 1",
+            ),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("kl_coef", 0 <= self.kl_coef < math.inf, "a number of at least 0"),
         ):
@@ -224,6 +233,26 @@ class ClippedLoss(ClipSettings, Loss):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GSPO(ClippedLoss):
     """Group sequence policy optimisation: one ratio an episode; arXiv 2507.18071."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptiveClip(GSPO):
+    """One ratio a turn, whose clip range follows the turn's credit.
+
+    The distances of both bounds from 1 are multiplied by c = 1 + clip_adapt * (2 sigmoid(z) - 1),
+    which is 1 + clip_adapt * tanh(z / 2). In the paper, z is the turn's information gain,
+    normalised over the episodes of the group that have this turn; here it is the turn's advantage.
+    The two agree for `normalize_then_accumulate` with `per="turn"`, `scale="std"` and `gamma` 0 if
+    the information gain is the turn's reward. With other estimators, `credit.rms` 1 gives
+    advantages of the size of z.
+
+    Source:
+        A2TGPO, arXiv 2605.06200. We read its abstract and, in an article about its released code,
+        the formula and the width 0.3, not the paper's own equation.
+    """
+
+    ratio_level: RatioLevel = "turn"
+    clip_adapt: float = 0.3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,7 +51,7 @@ def policy_loss(
 
     The options, their defaults and what they mean are the fields of
     `gspo_env.learner.loss.ClipSettings`: `ratio_level`, `ratio_mean`, `clip_low`, `clip_high`,
-    `dual_clip`, `aggregation`, `max_tokens` and `kl_coef`.
+    `clip_adapt`, `dual_clip`, `aggregation`, `max_tokens` and `kl_coef`.
 
     The content of a masked-out slot, NaN included, changes neither the loss nor its gradient.
     Sequences without a model token count in neither the sum nor the number of sequences. Rows with
@@ -68,7 +68,8 @@ def policy_loss(
 
     Source:
         arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729; `token_mean`:
-        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058.
+        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3;
+        `clip_adapt`: arXiv 2605.06200, see `gspo_env.learner.loss.AdaptiveClip`.
     """
     _check_padded(logprobs, advantages, mask)
     if advantages.ndim == 1:
@@ -262,8 +263,9 @@ def _log_ratios(
     log_w_N = log_ratio_N.clamp(-limit, limit)
     geometric_N = _segment_mean(log_w_N, segments_N, count)
     # Around the geometric mean, log1p and expm1 keep their precision for small p: the mean of
-    # expm1 is small there, and never negative.
-    above_N = _segment_mean(torch.expm1(power * (log_w_N - geometric_N)), segments_N, count)
+    # expm1 is small there, and never negative. Ratios of exp(26) would overflow for |p| = 3.
+    powers_N = (power * (log_w_N - geometric_N)).clamp(max=4 * limit)
+    above_N = _segment_mean(torch.expm1(powers_N), segments_N, count)
     log_s_N = geometric_N + torch.log1p(above_N.clamp(min=0)) / power
     return log_s_N, (1 - power) * log_s_N + power * log_w_N
 
@@ -284,7 +286,12 @@ def _clipped_objective(
     ratio_N: Tensor, carrier_N: Tensor, adv_N: Tensor, settings: ClipSettings
 ) -> tuple[Tensor, Tensor]:
     """Computes min(s A, clip(s) A) with the carrier's gradient, and whether the clip blocks it."""
-    low, high, dual_clip = 1 - settings.clip_low, 1 + settings.clip_high, settings.dual_clip
+    low: Any = 1 - settings.clip_low
+    high: Any = 1 + settings.clip_high
+    if settings.clip_adapt:
+        width_N = 1 + settings.clip_adapt * torch.tanh(adv_N / 2)
+        low, high = 1 - settings.clip_low * width_N, 1 + settings.clip_high * width_N
+    dual_clip = settings.dual_clip
     clipped_N = ((adv_N > 0) & (ratio_N > high)) | ((adv_N < 0) & (ratio_N < low))
     objective_N = torch.where(clipped_N, ratio_N.clamp(low, high), carrier_N) * adv_N
     if dual_clip:

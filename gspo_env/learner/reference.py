@@ -114,7 +114,8 @@ def _bound(s: float, a: float, settings: ClipSettings) -> float | None:
     """Returns the bound that replaces s in min(s a, clip(s) a), or None if s itself stays."""
     if settings.dual_clip and a < 0 and s > settings.dual_clip:
         return settings.dual_clip
-    bounded = min(max(s, 1 - settings.clip_low), 1 + settings.clip_high)
+    width = 1 + settings.clip_adapt * (2 / (1 + np.exp(-a)) - 1)
+    bounded = min(max(s, 1 - settings.clip_low * width), 1 + settings.clip_high * width)
     return bounded if bounded * a < s * a else None
 
 

@@ -1,2 +1,5 @@
 from .base import Recipe as Recipe
+from .conversations import Conversation as Conversation
+from .conversations import read_conversations as read_conversations
+from .imitate import Imitate as Imitate
 from .tiny import Tiny as Tiny

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from gspo_env.learner.learner import Learner
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Show
+from gspo_env.recipes.conversations import encode_action, read_conversations, to_episode
+from gspo_env.recipes.imitate import Imitate
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.conversation import tokenize
 from gspo_env.rollout.faults import FaultLog, refuse_failures
@@ -47,6 +50,10 @@ _BABBLES = 4
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{% if m.content or not loop.first %}\n{% endif %}"
+    '<tool_call>{"name": {{ c.function.name | tojson }}, '
+    '"arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}"
     "{% if m.role == 'system' and tools %}"
     "{% for t in tools %}\n{{ t.function.name }}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}"
@@ -124,7 +131,12 @@ def build(
         seed: Seed of the weights and of the tasks.
         limits: Limits of a demonstration, those of the rollout.
         show: Shows how many demonstrations were played.
+
+    Raises:
+        ConfigError: The conversations of the config cannot be read.
     """
+    if config.conversations:
+        return _build_for_conversations(env_id, config, seed)
     tasks = [
         Task(env_id=env_id, seed=derive_seed("demonstration", seed, n) % 10**9)
         for n in range(config.demonstrations)
@@ -146,6 +158,25 @@ def build(
     tokenizer = build_tokenizer(texts, [frame for frames in calls for frame in frames])
     model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
     return model, tokenizer, demonstrations
+
+
+def _build_for_conversations(
+    env_id: str, config: Tiny, seed: int
+) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Episode]]:
+    """Builds the tiny model and tokenizer for conversations, as its template renders them."""
+    bare = ChatTokenizer(build_tokenizer([]))
+    found = read_conversations(config.conversations, config.min_reward)
+    episodes = [to_episode(one, bare, env_id, number) for number, one in enumerate(found)]
+    texts = {turn.text for episode in episodes for turn in episode.turns}
+    texts |= {
+        text for one in found for m in one.messages for text in (m.content, m.reasoning or "")
+    }
+    tools = [tool for one in found for tool in one.tools]
+    texts |= {text for tool in tools for text in (tool.name, tool.description)}
+    frames = {frame for tool in tools for frame in tool_call_frames(tool)}
+    tokenizer = build_tokenizer(texts, sorted(frames))
+    model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
+    return model, tokenizer, episodes
 
 
 def demonstrate(
@@ -295,9 +326,10 @@ def imitation_samples(
         max_context: Tokens after which a demonstration is cut; by default it is not.
         show: Shows how many demonstrations were tokenised.
     """
+    encode = partial(encode_action, chat=chat)
     episodes = []
     for n, demonstration in enumerate(demonstrations):
-        episode = tokenize(demonstration, chat, max_context)
+        episode = tokenize(demonstration, chat, max_context, encode)
         episodes += [episode] if episode.turns else []
         show("tokens", n + 1, len(demonstrations))
     return to_samples(episodes, [np.zeros(len(episode.turns)) for episode in episodes])
@@ -306,7 +338,7 @@ def imitation_samples(
 def warm_up(
     model: Any,
     samples: Sequence[Sample],
-    config: Tiny,
+    config: Tiny | Imitate,
     seed: int,
     on_step: Callable[[int, float], None],
 ) -> None:

@@ -37,6 +37,11 @@ class Tiny(Recipe):
     """Scripted episodes to imitate."""
     slips: float = 0.1
     """Probability that a demonstrated action is wrong."""
+    conversations: str = ""
+    """File of conversations to imitate in place of scripted episodes: JSON lines in chat form, such
+    as `gspo-env capture` writes. The vocabulary has their words."""
+    min_reward: float | None = None
+    """Imitate only conversations with at least this reward; by default all."""
     imitation_steps: int = 450
     """Steps of maximum likelihood; 0 skips the warm-up."""
     imitation_batch: int = 64

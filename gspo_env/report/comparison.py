@@ -5,28 +5,23 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import gspo_env
 from gspo_env.compare import Arm, Comparison, Result, stats
+from gspo_env.compare.areas import areas as areas_of
+from gspo_env.compare.areas import by_arm, curves
+from gspo_env.compare.sequential import Difference
 from gspo_env.config import to_toml
 from gspo_env.redaction import redact, redact_text, write_text
-from gspo_env.report.curves import INK, frame, plain
+from gspo_env.report.comparison_figure import curves_figure
 from gspo_env.types import BoolArray, FloatArray
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_COLOURS = ("#1f5fa8", "#d9722e", "#2e8b57", "#8e44ad", "#b03060", "#5f6b76", "#c9a227", "#17a2b8")
-_DASHES = ("-", (0, (5, 3)), (0, (5, 3, 1, 3)), (0, (3, 5)))
-"""Lines that coincide are told apart by these."""
 _TAIL = 0.1
 """The final score is the mean of the last points of a curve, this fraction of them."""
 
@@ -53,6 +48,10 @@ class Row:
     """The mean of the curve's end, over seeds."""
     area: Score
     """The mean of the curve, over seeds."""
+    difference: Difference
+    """The paired difference in area from the first arm, with its 95 % interval."""
+    sequential: bool
+    """Whether the interval holds for all looks of a comparison that added seeds."""
     finals: FloatArray
     """(S,) final score of each seed."""
     areas: FloatArray
@@ -70,23 +69,49 @@ class Row:
     p_value: float
     """P-value of the paired difference in area to the first arm, after Holm's correction."""
 
+    @property
+    def shown(self) -> int:
+        """1 if the arm is shown to be better than the first, -1 if worse, else 0."""
+        if not self.sequential and self.p_value >= 0.05:
+            return 0
+        return int(self.difference.low > 0) - int(self.difference.high < 0)
 
-def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, list[Row]]:
-    """Returns the rows of each problem, one per arm."""
-    return {name: _rows(comparison, name, results) for name in comparison.problems}
+
+def summarise(
+    comparison: Comparison,
+    results: Sequence[Result],
+    looks: Mapping[str, Sequence[Difference]] | None = None,
+) -> dict[str, list[Row]]:
+    """Returns the rows of each problem, one per arm.
+
+    Args:
+        comparison: What was compared.
+        results: Its runs.
+        looks: The differences from the first arm, by problem, if seeds were added by looks.
+    """
+    return {
+        name: _rows(comparison, name, results, None if looks is None else looks.get(name, ()))
+        for name in comparison.problems
+    }
 
 
-def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> list[Row]:
-    runs = [r for r in results if r.run.problem == problem]
-    by_arm = [[r for r in runs if r.run.arm.name == arm.name] for arm in comparison.arms]
-    failed = [np.array([bool(r.error) for r in arm]) for arm in by_arm]
-    episodes, curves = _curves(by_arm, comparison.metric)
-    size = max(float(np.abs(rows).max()) for rows in curves) or 1.0
-    # rounding errors must not decide between equal runs
-    areas = [np.round(rows.mean(axis=1) / size, 12) * size for rows in curves]
-    p_values = stats.holm([stats.paired_permutation_test(a, areas[0]) for a in areas[1:]])
+def _rows(
+    comparison: Comparison,
+    problem: str,
+    results: Sequence[Result],
+    looks: Sequence[Difference] | None,
+) -> list[Row]:
+    runs = by_arm(comparison, problem, results)
+    failed = [np.array([bool(r.error) for r in arm]) for arm in runs]
+    episodes, curves_A = curves(runs, comparison.metric)
+    areas = areas_of(curves_A)
+    # a pruned arm has fewer seeds
+    pairs = [(a, areas[0][: len(a)]) for a in areas]
+    p_values = stats.holm([stats.paired_permutation_test(*pair) for pair in pairs[1:]])
     tail = max(1, round(_TAIL * len(episodes)))
-    finals = [rows[:, -tail:].mean(axis=1) for rows in curves]
+    finals = [rows[:, -tail:].mean(axis=1) for rows in curves_A]
+    first = comparison.arms[0].name
+    known = {d.arm: d for d in looks or ()}
     ranks: list[FloatArray] = [
         np.where(lost, -np.inf, area) for lost, area in zip(failed, areas, strict=True)
     ]
@@ -95,50 +120,19 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
             arm=arm,
             final=_score(finals[n]),
             area=_score(areas[n]),
+            difference=known.get(arm.name) or _difference(arm.name, first, *pairs[n]),
+            sequential=looks is not None,
             finals=finals[n],
             areas=areas[n],
-            curves=curves[n],
+            curves=curves_A[n],
             episodes=episodes,
             failed=int(failed[n].sum()),
-            to_target=_to_target(curves[n], failed[n], episodes, comparison.target),
+            to_target=_to_target(curves_A[n], failed[n], episodes, comparison.target),
             improvement=stats.probability_of_improvement(ranks[n], ranks[0]),
             p_value=[1.0, *p_values][n],
         )
         for n, arm in enumerate(comparison.arms)
     ]
-
-
-def _curves(
-    by_arm: Sequence[Sequence[Result]], metric: str
-) -> tuple[tuple[float, ...], list[FloatArray]]:
-    """Returns the points that all arms are compared at, and the curves of each arm's runs.
-
-    A failed run is constant, and lower than all values of the others by a hair.
-    """
-    known = [[None if r.error else r.curve(metric) for r in arm] for arm in by_arm]
-    points = [sorted({x for curve in arm if curve for x in curve[0]}) for arm in known]
-    episodes = _common([xs for xs in points if xs])
-    found = [np.interp(episodes, *curve) for arm in known for curve in arm if curve]
-    low, high = (float(np.min(found)), float(np.max(found))) if found else (0.0, 0.0)
-    hair = max(1e-6 * (high - low), 1e-9 * max(abs(low), abs(high))) or 1e-6
-    lost = np.full(len(episodes), low - hair)
-    return episodes, [
-        np.array([np.interp(episodes, *curve) if curve else lost for curve in arm]) for arm in known
-    ]
-
-
-def _common(points: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Returns the points of the arm that has the fewest, within the range that all arms cover.
-
-    A curve with more points says more between the points of the others, which would be taken for
-    better or worse learning.
-    """
-    if not points:
-        return (0.0,)
-    last = min(xs[-1] for xs in points)
-    first = min(last, max(xs[0] for xs in points))
-    inside = [[x for x in xs if first <= x <= last] for xs in points]
-    return tuple(sorted({first, last, *min(inside, key=len)}))
 
 
 def _to_target(
@@ -150,6 +144,12 @@ def _to_target(
     return tuple(episodes[hit[0]] if len(hit) else float("inf") for hit in hits)
 
 
+def _difference(arm: str, other: str, ours: FloatArray, theirs: FloatArray) -> Difference:
+    low, high = stats.paired_interval(ours - theirs)
+    mean = float((ours - theirs).mean())
+    return Difference(arm=arm, other=other, seeds=len(ours), mean=mean, low=low, high=high)
+
+
 def _score(values: FloatArray) -> Score:
     low, high = stats.interquartile_interval([values])
     middle = float(stats.interquartile_mean(values))
@@ -158,15 +158,18 @@ def _score(values: FloatArray) -> Score:
 
 def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     """Returns the header and a line for each arm."""
-    head = ["arm", "final", "area under the curve", "P(better than first)", "p (Holm)", "failed"]
+    looks = any(row.sequential for row in rows)
+    head = ["arm", "difference from the first (95 % interval)", "area under the curve", "final"]
+    head += ["P(better than first)", "seeds" if looks else "p (Holm)", "failed"]
     if comparison.target:
         head.append(f"median episodes to {comparison.target:g}")
     lines = [head]
     for n, row in enumerate(rows):
         lost = row.failed == len(row.finals)
-        scores = ["all runs failed"] * 2 if lost else [str(row.final), str(row.area)]
-        line = [row.arm.name, *scores]
-        line += ["", ""] if n == 0 else [f"{row.improvement:.2f}", f"{row.p_value:.3f}"]
+        scores = ["all runs failed"] * 2 if lost else [str(row.area), str(row.final)]
+        test = str(len(row.finals)) if looks else f"{row.p_value:.3f}"
+        line = [row.arm.name, _effect(row.difference) if n and not lost else "", *scores]
+        line += [f"{row.improvement:.2f}" if n else "", test if n or looks else ""]
         line.append(f"{row.failed}/{len(row.finals)}")
         if comparison.target:
             middle = float(np.median(row.to_target))
@@ -175,12 +178,33 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
+def _effect(difference: Difference) -> str:
+    d = difference
+    if not np.isfinite(d.high):
+        return f"{d.mean:+.3f}"
+    return f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Says which arms are shown to be better or worse than the first; the others are not."""
+    names = {sign: [row.arm.name for row in rows[1:] if row.shown == sign] for sign in (1, -1, 0)}
+    first = rows[0].arm.name
+    found = [
+        f"{word} than {first}: {', '.join(names[sign])}"
+        for sign, word in ((1, "better"), (-1, "worse"))
+        if names[sign]
+    ]
+    shown = f"Shown to be {'; '.join(found)}." if found else ""
+    rest = f"No difference from {first} is shown for {', '.join(names[0])}." if names[0] else ""
+    return " ".join(filter(None, (shown, rest)))
+
+
 def markdown(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
     """Formats the tables of all problems in Markdown."""
-    parts = [_method(comparison), ""]
+    parts = [_method(comparison, summary), ""]
     for name, rows in summary.items():
         head, *lines = table(comparison, rows)
-        about = _about(comparison, name, rows)
+        about = f"{_about(comparison, name, rows)} {verdict(rows)}"
         parts += [f"### {name}", "", about, "", _line(head), _line(["---"] * len(head))]
         parts += [*map(_line, lines), ""]
     return "\n".join(parts)
@@ -207,18 +231,32 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     return f"{text}."
 
 
-def _method(comparison: Comparison) -> str:
-    seeds, pairs = (_many(comparison.seeds, what) for what in ("seed", "pair"))
-    smallest = 2 / 2**comparison.seeds
+_LOOKS = (
+    "Seeds were added until the intervals were tight enough. The intervals of differences hold for "
+    "all looks, all pairs of arms and all problems together (alpha spending, repeated confidence "
+    "intervals); a p-value would not. "
+)
+
+
+def _method(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
+    looks = any(row.sequential for rows in summary.values() for row in rows)
+    most = max(len(row.finals) for rows in summary.values() for row in rows)
+    seeds, pairs = (_many(most, what) for what in ("seed", "pair"))
+    smallest = 2 / 2**most
+    tests = (
+        "p is from a two-sided "
+        "paired permutation test of the area against the first arm, after Holm's correction; the "
+        f"smallest p of {pairs} is {smallest:.3f} before the correction. "
+    )
     matched = all(config.credit.rms for config in comparison.problems.values())
     rms = ", advantages at the same root mean square" if matched else ""
     return (
         f"`{comparison.metric}`, interquartile mean over {seeds} with its 95 % "
         f"bootstrap interval; the final score is the mean of the last {_TAIL:.0%} of the curve. "
         "Curves are over training episodes. "
-        f"Arms are paired by seed: the same initial weights and tasks{rms}. p is from a two-sided "
-        "paired permutation test of the area against the first arm, after Holm's correction; the "
-        f"smallest p of {pairs} is {smallest:.3f} before the correction. A failed "
+        f"Arms are paired by seed: the same initial weights and tasks{rms}. The difference is in "
+        "area, with Student's interval. "
+        f"{_LOOKS if looks else tests}A failed "
         "run ranks below all others: its curve is just below their lowest value, "
         "and dotted if all runs of the arm failed."
     )
@@ -230,54 +268,6 @@ def _many(count: int, what: str) -> str:
 
 def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
-
-
-def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Figure:
-    """Draws learning curves: a panel per value of the last axis, a colour per other setting."""
-    from matplotlib.figure import Figure
-
-    panels: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        *setting, value = row.arm.cell if len(row.arm.cell) > 1 else (row.arm.name, "")
-        panels.setdefault(value, {})[" · ".join(setting)] = row
-    labels = dict.fromkeys(label for panel in panels.values() for label in panel)
-    colours = {label: _COLOURS[n % len(_COLOURS)] for n, label in enumerate(labels)}
-    figure = Figure(
-        figsize=(4.6 * len(panels) + 1.4, 4.6), dpi=100, facecolor="white", layout="constrained"
-    )
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    handles: dict[str, Any] = {}
-    for axis, (value, panel) in zip(axes, panels.items(), strict=True):
-        drawn: list[FloatArray] = []
-        for label, row in panel.items():
-            handles[label] = _draw(axis, row, colours[label], drawn)
-        others = "other arms" if len(panels) > 1 else ""
-        title = f"{comparison.axes[-1]}: {value}" if value else others
-        axis.set_title(plain(title), loc="left", fontsize=12, color=INK)
-        frame(axis, size=11, label="training episodes")
-    axes[0].set_ylabel(plain(comparison.metric), color=INK, fontsize=11)
-    figure.suptitle(plain(name), x=0.01, ha="left", fontsize=15, fontweight="bold", color=INK)
-    figure.legend(
-        handles.values(),
-        [plain(label) for label in handles],
-        loc="outside lower center",
-        ncols=min(len(handles), 5),
-        frameon=False,
-        fontsize=11,
-        labelcolor=INK,
-    )
-    return figure
-
-
-def _draw(axes: Axes, row: Row, colour: str, drawn: list[FloatArray]) -> Any:
-    """Draws the curve of an arm; dots if all its runs failed, dashes if it covers another curve."""
-    low, high = stats.interquartile_interval([row.curves.T], resamples=1000)
-    axes.fill_between(row.episodes, low, high, color=colour, alpha=0.15, linewidth=0)
-    middle = stats.interquartile_mean(row.curves.T)
-    same = sum(np.allclose(middle, other, rtol=0, atol=1e-9) for other in drawn)
-    drawn.append(middle)
-    style = ":" if row.failed == len(row.finals) else _DASHES[min(same, len(_DASHES) - 1)]
-    return axes.plot(row.episodes, middle, linestyle=style, color=colour, linewidth=2)[0]
 
 
 _STYLE = """
@@ -293,7 +283,11 @@ tr:nth-child(2) td { font-weight: 600; }
 
 
 def write_report(
-    comparison: Comparison, results: Sequence[Result], folder: Path, command: str = ""
+    comparison: Comparison,
+    results: Sequence[Result],
+    folder: Path,
+    command: str = "",
+    looks: Mapping[str, Sequence[Difference]] | None = None,
 ) -> list[Path]:
     """Writes `report.html`, `tables.md` and a picture of each problem; returns their paths.
 
@@ -302,11 +296,12 @@ def write_report(
         results: Its runs.
         folder: Where the files go.
         command: The command that made the report, which the page shows.
+        looks: The differences from the first arm, by problem, if seeds were added by looks.
     """
-    summary = summarise(comparison, results)
+    summary = summarise(comparison, results, looks)
     paths = [folder / "tables.md"]
     write_text(paths[0], markdown(comparison, summary))
-    method = html.escape(_method(comparison).replace("`", ""))
+    method = html.escape(_method(comparison, summary).replace("`", ""))
     body = [f"<h1>Comparison</h1><p>{method}</p>"]
     for name, rows in summary.items():
         picture = folder / f"curves-{name.replace('/', '-')}.png"
@@ -316,6 +311,7 @@ def write_report(
         alt = html.escape(f"Learning curves of {name}")
         body.append(f"<h2>{html.escape(name)}</h2>")
         body.append(f"<p>{html.escape(_about(comparison, name, rows).replace('`', ''))}</p>")
+        body.append(f"<p><strong>{html.escape(verdict(rows))}</strong></p>")
         body.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
         body.append(_html_table(table(comparison, rows)))
     failed = [r for r in results if r.error]

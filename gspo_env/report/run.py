@@ -68,7 +68,7 @@ def closing(
     return [
         f"{name} {curve} from {first} to {final}, best {top} after step {best_step}",
         *_better(history, folder, tasks),
-        f"Look:      less {at}/episodes-{last:04d}.txt",
+        f"Look:      gspo-env view {at}",
         f"Evaluate:  gspo-env evaluate --model {at}",
         f"Go on:     gspo-env train --resume {at} --steps {2 * last or 1}",
     ]

@@ -6,17 +6,18 @@ Jinja's sandbox keeps a template from files and attributes, but not from time an
 from __future__ import annotations
 
 import re
-import sys
-from types import FrameType
+import threading
 from typing import Any
 
-from jinja2 import Environment, TemplateSyntaxError, nodes
-from jinja2.utils import Namespace
+from jinja2 import Environment, Template, TemplateSyntaxError, nodes, pass_context
+from jinja2.runtime import Context
+from jinja2.visitor import NodeTransformer
 
 from gspo_env.errors import ChatTemplateError
 
 _MOST_LINES = 1_000_000
-"""Lines that a template may run for one rendering, its loops included."""
+"""Statements that the loops and macros of a template may run for one rendering."""
+_COUNT, _MEASURE = "gspo_count", "gspo_measure"
 _LONGEST_TEMPLATE = 1 << 20
 """Characters of a template."""
 _LONGEST = 1 << 24
@@ -95,33 +96,82 @@ def _is_number(node: nodes.Node) -> bool:
     return False
 
 
-class Bounds:
-    """Raises an error when templates run too many lines in this thread, or make a huge value."""
+class BoundedTemplate:
+    """A template that raises an error when it runs too many lines, or makes a huge value.
 
-    def __enter__(self) -> None:
-        """Begins to count."""
-        self._count, self._before = 0, sys.gettrace()
-        sys.settrace(self._call)
+    Every loop, macro and block counts the statements that it runs, and every assignment measures
+    its value.
 
-    def __exit__(self, *exception: object) -> None:
-        """Ends the count."""
-        sys.settrace(self._before)
+    Args:
+        source: The text of the template.
+    """
 
-    def _call(self, frame: FrameType, event: str, value: Any) -> Any:
-        return self._line if frame.f_code.co_filename == "<template>" else None
+    def __init__(self, source: str) -> None:
+        environment = parser().overlay()
+        filters = {_COUNT: self._count, _MEASURE: self._measure}
+        environment.filters = {**environment.filters, **filters}
+        tree = _Instrument().visit(environment.parse(source))
+        names = environment.make_globals(None)
+        self._template = Template.from_code(environment, environment.compile(tree), names)
+        self._counts = threading.local()
 
-    def _line(self, frame: FrameType, event: str, value: Any) -> Any:
-        self._count += 1
-        if self._count > _MOST_LINES:
+    def render(self, **names: Any) -> str:
+        """Returns the text for the values of the template's names."""
+        self._counts.lines = 0
+        return self._template.render(**names)
+
+    @pass_context
+    def _count(self, context: Context, lines: int) -> str:
+        self._counts.lines += lines
+        if self._counts.lines > _MOST_LINES:
             raise ChatTemplateError(
                 f"it runs more than {_MOST_LINES:,} lines for one rendering; expected fewer"
             )
-        for held in frame.f_locals.values():
-            parts = held._Namespace__attrs.values() if isinstance(held, Namespace) else (held,)
-            for part in parts:
-                if isinstance(part, (str, list, tuple, dict)) and len(part) > _LONGEST:
-                    raise ChatTemplateError(
-                        f"it makes a value of {len(part):,} characters or items; expected at most "
-                        f"{_LONGEST:,}"
-                    )
-        return self._line
+        return ""
+
+    @pass_context
+    def _measure(self, context: Context, value: Any) -> Any:
+        if isinstance(value, (str, list, tuple, dict)):
+            if len(value) > _LONGEST:
+                raise ChatTemplateError(
+                    f"it makes a value of {len(value):,} characters or items; expected at most "
+                    f"{_LONGEST:,}"
+                )
+            if isinstance(value, tuple):  # several names are assigned at once
+                for one in value:
+                    self._measure(context, one)
+        return value
+
+
+class _Instrument(NodeTransformer):
+    """Adds the filters of `BoundedTemplate` to a template."""
+
+    def _counted(self, node: Any) -> Any:
+        lines = 1 + sum(1 for _ in node.find_all(nodes.Stmt))
+        self.generic_visit(node)
+        arguments = [nodes.Name(one.name, "load") for one in getattr(node, "args", ())]
+        unused = nodes.Name("gspo_unused", "store")
+        checks = [nodes.Assign(unused, _filter(one, _MEASURE)) for one in arguments]
+        node.body = [nodes.Output([_filter(nodes.Const(lines), _COUNT)]), *checks, *node.body]
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = visit_Block = _counted
+
+    def visit_Assign(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.node = _filter(node.node, _MEASURE)
+        return node
+
+    def visit_AssignBlock(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.filter = _filter(node.filter, _MEASURE)
+        return node
+
+    def visit_With(self, node: Any) -> Any:
+        self.generic_visit(node)
+        node.values = [_filter(value, _MEASURE) for value in node.values]
+        return node
+
+
+def _filter(node: Any, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None)

@@ -12,13 +12,13 @@ model need not sample the ids that the tokenizer gives.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_env.rollout.speech import Saying, message_for_template
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.types import Episode, Fork, Message, Prompt, ResetInfo, Role, StepInfo
+from gspo_env.types import Episode, Fork, Message, Prompt, ResetInfo, Role, StepInfo, Turn
 
 _MOST_SESSIONS = 4
 """Caches of an engine that one episode uses at the same time."""
@@ -294,13 +294,25 @@ class Transcript:
         return [tool.schema for tool in tools]
 
 
-def tokenize(episode: Episode, chat: ChatTokenizer, max_context: int | None = None) -> Episode:
+def tokenize(
+    episode: Episode,
+    chat: ChatTokenizer,
+    max_context: int | None = None,
+    encode: Callable[[Turn], Sequence[int]] | None = None,
+) -> Episode:
     """Adds to a text-only episode the ids that a rollout of the same actions would have.
 
     A turn that ends beyond `max_context` tokens, and all turns after it, are left out.
 
     The turns lose their `info`, because its per-token values refer to sampled tokens.
+
+    Args:
+        episode: The episode.
+        chat: The tokenizer.
+        max_context: Maximum tokens of a sequence; None is any number.
+        encode: Returns the ids of an action without its end; by default those of its text.
     """
+    encode = encode or (lambda turn: chat.encode(turn.text))
     end = chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn
     transcript = Transcript(chat, episode.prompt)
     request: ResetInfo | StepInfo = episode.reset
@@ -308,7 +320,7 @@ def tokenize(episode: Episode, chat: ChatTokenizer, max_context: int | None = No
     for turn in episode.turns:
         role = request.observation_role if isinstance(request, StepInfo) else "user"
         opening = transcript.read(turn.observation, role, request)
-        action = (*chat.encode(turn.text), end)
+        action = (*encode(turn), end)
         transcript.write(action)
         if max_context is not None and len(transcript.ids) > max_context:
             break

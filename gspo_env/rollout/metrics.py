@@ -158,6 +158,8 @@ class Evaluation:
     seconds: float
     groups: tuple[Group, ...]
     """The sampled episodes."""
+    greedy_groups: tuple[Group, ...] = ()
+    """The greedy episodes of the same tasks."""
 
     @classmethod
     def of(cls, sampled: Sequence[Group], greedy: Sequence[Group], seconds: float) -> Evaluation:
@@ -168,6 +170,7 @@ class Evaluation:
             faults=FaultStats.of([*sampled, *greedy]),
             seconds=seconds,
             groups=tuple(sampled),
+            greedy_groups=tuple(greedy),
         )
 
     def metrics(self) -> dict[str, float]:

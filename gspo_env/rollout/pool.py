@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from gspo_env.env.background import has_async
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.threads import EnvThread, attempt
@@ -34,8 +35,9 @@ class _Seat:
 class EnvPool:
     """Environments that are made once and reset for every episode.
 
-    Environments that declare `blocking = False` run on the event loop, without overhead. Each other
-    one is made, used and closed in a thread of its own. A thread that never returns is left behind;
+    Environments that declare `blocking = False` run on the event loop, without overhead, unless
+    they have `async def` methods or tools. Each other one is made, used and closed in a thread of
+    its own. A thread that never returns is left behind;
     it ends with the process.
     """
 
@@ -174,7 +176,9 @@ class EnvPool:
 
     def _read(self, env: TextEnvironment) -> None:
         self._known = True
-        if self.blocking is None:
+        if self.blocking is None and not has_async(
+            type(env.unwrapped), attribute(env, "tools", ())
+        ):
             self.blocking = attribute(env, "blocking", None)
         if self.gives_outcome is None:
             self.gives_outcome = attribute(env, "gives_outcome", None)

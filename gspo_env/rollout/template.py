@@ -20,12 +20,12 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
-from gspo_env.rollout.bounds import Bounds, check_template
+from gspo_env.rollout.bounds import BoundedTemplate, check_template
 from gspo_env.rollout.cache import BoundedCache
 from gspo_env.rollout.plain_text import PlainText
 from gspo_env.rollout.schemas import Chat, Schemas, hide_controls, list_tools
@@ -228,12 +228,14 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: The template raises, or runs too many lines.
         """
-        render = self.tokenizer.apply_chat_template
-        settings = {"tokenize": False, "add_generation_prompt": generation}
+        names = {**self.tokenizer.special_tokens_map, "documents": None}
         chat = [dict(message) for message in messages]
+        tools = list(schemas) or None
         try:
-            with Bounds():
-                return str(render(chat, tools=list(schemas) or None, **settings))
+            template = _compiled(self.tokenizer.get_chat_template(tools=tools))
+            return template.render(
+                messages=chat, tools=tools, add_generation_prompt=generation, **names
+            )
         except Exception as error:
             roles = "messages of " + ", ".join(message["role"] for message in messages)
             raise ChatTemplateError(f"the chat template refuses {roles}: {error}") from error
@@ -375,6 +377,9 @@ class ChatTemplate:
         if what not in self._said:
             self._said.add(what)
             logger.warning("The chat template %s.", what)
+
+
+_compiled = lru_cache(16)(BoundedTemplate)
 
 
 def _read_slots(

@@ -45,7 +45,7 @@ def parse_message(text: str, tools: Sequence[Tool] = ()) -> tuple[Message, int]:
         >>> message.tool_calls, malformed
         ((ToolCall(name='now', arguments={}, id=''),), 0)
     """
-    reasoning, content = _split_reasoning(text)
+    reasoning, content = split_reasoning(text)
     calls, rest, malformed = _find_calls(content, tools)
     message = Message(
         role="assistant",
@@ -56,7 +56,7 @@ def parse_message(text: str, tools: Sequence[Tool] = ()) -> tuple[Message, int]:
     return message, malformed
 
 
-def _split_reasoning(text: str) -> tuple[str | None, str]:
+def split_reasoning(text: str) -> tuple[str | None, str]:
     """Returns the thought at the start of a text and what follows it.
 
     A template may have written `<think>` at the end of the prompt, so that the text lacks it.

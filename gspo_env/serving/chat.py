@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from gspo_env.env.tools import Tool
 from gspo_env.serving.records import RefusedError, Reply, Request
 from gspo_env.serving.wire import (
     Ask,
@@ -52,13 +53,13 @@ class Chat:
     def read(self, body: Json, name: str, agent: str | None = None) -> Ask:
         """See `Wire.read`."""
         fields = Fields(body)
-        tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
+        tools = read_tools(fields.items("tools"))
         may_call = read_choice(fields, ("auto", "none")) != "none"
         metadata = fields.values.get("metadata")
         named = metadata.get("agent") if isinstance(metadata, dict) else None
         newer, older = fields.count("max_completion_tokens"), fields.count("max_tokens")
         request = Request(
-            messages=check_conversation(_messages(fields.items("messages"))),
+            messages=check_conversation(read_messages(fields.items("messages"))),
             tools=tuple(tools) if may_call else (),
             max_tokens=newer if newer is not None else older,
             stop=stops(fields, "stop"),
@@ -79,14 +80,7 @@ class Chat:
 
     def write(self, ask: Ask, reply: Reply) -> Json:
         """See `Wire.write`."""
-        message: Json = {"role": "assistant", "content": reply.message.content or None}
-        if not reply.message.tool_calls:
-            message["content"] = reply.message.content
-        if reply.message.reasoning is not None:
-            message["reasoning_content"] = reply.message.reasoning
-        if reply.message.tool_calls:
-            message["tool_calls"] = [_write_call(call) for call in reply.message.tool_calls]
-        message["refusal"] = None
+        message = {**write_message(reply.message), "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason}
         choice["logprobs"] = None
         head = _head(ask, reply, "chat.completion")
@@ -132,6 +126,36 @@ def openai_fault(error: RefusedError) -> Json:
     return {"error": told}
 
 
+def read_messages(values: Sequence[Any]) -> list[Message]:
+    """Reads the messages of a conversation.
+
+    Raises:
+        RefusedError: A message is malformed, or holds something else than text.
+    """
+    return [_message(value, f"messages[{n}]") for n, value in enumerate(values)]
+
+
+def read_tools(values: Sequence[Any]) -> list[Tool]:
+    """Reads tools in OpenAI's format.
+
+    Raises:
+        RefusedError: A tool is malformed, or no function.
+    """
+    return [_tool(value, f"tools[{n}]") for n, value in enumerate(values)]
+
+
+def write_message(message: Message) -> Json:
+    """Returns a message in OpenAI's format."""
+    calls = [_write_call(call) for call in message.tool_calls]
+    told: Json = {"role": message.role, "content": message.content or (None if calls else "")}
+    if message.reasoning is not None:
+        told["reasoning_content"] = message.reasoning
+    if calls:
+        told["tool_calls"] = calls
+    names = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return told | {key: value for key, value in names.items() if value is not None}
+
+
 def read_choice(fields: Fields, allowed: Sequence[str]) -> str:
     """Returns `tool_choice`, which may not force a call."""
     value = fields.values.pop("tool_choice", "auto")
@@ -163,7 +187,7 @@ def _write_call(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _tool(value: Any, where: str) -> Any:
+def _tool(value: Any, where: str) -> Tool:
     fields = Fields(value, where)
     if (kind := fields.text("type") or "function") != "function":
         fields.refuse("type", kind, '"function": other tools run on a server of their maker')
@@ -173,10 +197,6 @@ def _tool(value: Any, where: str) -> Any:
     tool = make_tool(function, "parameters")
     function.done()
     return tool
-
-
-def _messages(values: Sequence[Any]) -> list[Message]:
-    return [_message(value, f"messages[{n}]") for n, value in enumerate(values)]
 
 
 def _message(value: Any, where: str) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from gspo_env.engines.base import CopiesWeights, CountsFaults
 from gspo_env.env.curriculum import StepResult, next_options
 from gspo_env.learner import state as learner_state
 from gspo_env.learner.learner import Learner
+from gspo_env.learner.tokens import TokenValues
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
@@ -34,6 +35,8 @@ from gspo_env.types import FloatArray, Group, Score, Task
 logger = logging.getLogger(__name__)
 
 History = list[tuple[int, dict[str, float]]]
+Place = tuple[int, int, int]
+"""Index of a group of a step, of an episode in the group and of a turn."""
 
 
 class Reporter(Protocol):
@@ -45,6 +48,16 @@ class Reporter(Protocol):
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Reports an evaluation."""
+        ...
+
+    def kept(self, groups: int) -> Collection[int]:
+        """Returns the indices of the training groups to keep the episodes of."""
+        ...
+
+    def played(
+        self, step: int, groups: Mapping[int, Group], tokens: Mapping[Place, TokenValues]
+    ) -> None:
+        """Reports the groups to keep, by index, and what the update did to their tokens."""
         ...
 
     def scored(self, score: Score, reason: str) -> None:
@@ -127,16 +140,22 @@ class Loop:
         metrics["rollout/episodes_before"] = float(self.played)
         self.played += sum(len(group.episodes) for group in groups)
         credit = self._credit(groups, [*before, *groups])
-        samples = self._samples(groups, credit.advantages)
+        samples, places = self._samples(groups, credit.advantages)
+        kept = self.report.kept(len(groups))
+        numbers = {n: place for n, place in enumerate(places) if place[0] in kept}
         await self.collector.engine.sleep()
+        tokens: dict[Place, TokenValues] = {}
         if samples:
-            metrics |= self.learner.update(samples, derive_seed("batch", config.seed, step))
+            seed = derive_seed("batch", config.seed, step)
+            metrics |= self.learner.update(samples, seed, numbers)
+            tokens = {(*numbers[n], turn): v for (n, turn), v in self.learner.tokens.items()}
         metrics |= credit.metrics() | await self._sync(step)
         if self.keeper:
             metrics["train/failed_saves"] = float(self.keeper.checkpoints.failed)
         self.step = step
         self.history.append((step, metrics))
         self.report.trained(step, stats, metrics)
+        self.report.played(step, {p: groups[p] for p in sorted(kept)}, tokens)
         self.watch.see(step, groups, samples, metrics)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()
@@ -237,17 +256,20 @@ class Loop:
 
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
-    ) -> list[Sample]:
-        """Returns the samples of every episode that has a token to train on."""
+    ) -> tuple[list[Sample], list[tuple[int, int]]]:
+        """Returns the samples of every episode that has a token to train on.
+
+        Also returns the group and the index in the group of the episode of each number.
+        """
         keep_cut = self.config.credit.train_on_truncated
         trained = [
-            (episode, values)
-            for group, rows in zip(groups, advantages, strict=True)
-            for episode, values in zip(group.episodes, rows, strict=True)
+            ((p, g), episode, values)
+            for p, (group, rows) in enumerate(zip(groups, advantages, strict=True))
+            for g, (episode, values) in enumerate(zip(group.episodes, rows, strict=True))
             if episode.turns and not episode.failed and (keep_cut or not episode.truncated)
         ]
-        samples = to_samples([episode for episode, _ in trained], [values for _, values in trained])
-        return [sample for sample in samples if sample.mask.any()]
+        samples = to_samples([e for _, e, _ in trained], [values for _, _, values in trained])
+        return [sample for sample in samples if sample.mask.any()], [place for place, *_ in trained]
 
     async def _evaluate(self) -> Sequence[Group]:
         """Evaluates; returns the sampled groups."""

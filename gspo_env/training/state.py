@@ -31,7 +31,7 @@ from gspo_env.training.signals import Stop
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CHANGEABLE = ("steps", "checkpoints.")
+_CHANGEABLE = ("steps", "checkpoints.", "episodes.")
 """Beginnings of the settings that a resumed run may change."""
 
 

@@ -52,6 +52,11 @@ class Duel(TextEnv):
 class Declared(Duel):
     """The same on the event loop."""
     blocking = False
+
+class Asynchronous(Declared):
+    """The same with an asynchronous step, which needs a thread whatever it declares."""
+    async def step(self, action):
+        return super().step(action)
 '''
 
 
@@ -79,8 +84,9 @@ def game(agent):
     return type(agent._env.unwrapped)
 
 
-def test_act_inside_step_samples_from_the_policy_that_is_being_trained():
-    agent = GSPOAgent(env="duel.py:Duel", config=config())
+@pytest.mark.parametrize("name", ["Duel", "Asynchronous"])
+def test_act_inside_step_samples_from_the_policy_that_is_being_trained(name):
+    agent = GSPOAgent(env=f"duel.py:{name}", config=config())
     game(agent).partner = agent
     history = agent.train()
     assert [step for step, _ in history][-1] == 2

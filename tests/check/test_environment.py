@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import enum
 import json
 import random
-from typing import Any
+import time
+import uuid
+from typing import Annotated, Any, ClassVar, Literal
 
 import gymnasium
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import Field
 
 from gspo_env import TextEnv, ToolEnv, tool
+from gspo_env.check.calls import valid_call
 from gspo_env.check.environment import check_env, random_policy
-from gspo_env.errors import ConfigError, EnvironmentCheckError
+from gspo_env.env import threads
+from gspo_env.env.tools import ToolCall, as_tool, parse_tool_calls
+from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentHangError
 from gspo_env.rollout import template
 
 
@@ -285,3 +295,177 @@ def test_task_keys_come_always_or_never_and_are_at_most_the_declared_number() ->
         check_env(Many())
     with pytest.raises(EnvironmentCheckError, match="task_key"):
         check_env(Moving())
+
+
+class Market(ToolEnv):
+    """Notes the calls of its tools."""
+
+    calls: list[tuple[str, Any]]
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return "What does tea cost?", {}
+
+    @tool
+    def price(self, what: str, days: list[Literal["mon", "tue"]], limit: int | None = None) -> str:
+        """Look a price up."""
+        self.calls.append(("price", (what, days, limit)))
+        return "3"
+
+    @tool
+    async def time(self) -> str:
+        """Tell the time."""
+        self.calls.append(("time", ()))
+        return "noon"
+
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+def test_each_tool_is_called_with_arguments_that_fit_its_schema() -> None:
+    env = Market()
+    check_env(env)
+    assert {name for name, _ in env.calls} == {"price", "time"}
+    what, days, limit = next(given for name, given in env.calls if name == "price")
+    assert what in ("What", "does", "tea", "cost")
+    assert set(days) <= {"mon", "tue"}
+    assert limit is None or isinstance(limit, int)
+
+
+def test_a_tool_whose_result_is_no_text_is_a_fault_that_no_random_player_finds() -> None:
+    class Pictures(Market):
+        @tool
+        def look(self, at: str) -> Any:
+            """Look."""
+            return b"\x89PNG"
+
+    with pytest.raises(EnvironmentCheckError, match="tool look: its result is of type bytes"):
+        check_env(Pictures())
+
+
+def test_a_tool_that_raises_on_a_valid_call_is_shown_with_its_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken(Market):
+        @tool
+        def look(self, at: str) -> str:
+            """Look."""
+            raise ConnectionError("no way")
+
+    check_env(Broken())
+    assert "tool look raised ConnectionError: no way (" in caplog.text
+
+
+class Size(enum.Enum):
+    SMALL = "s"
+    LARGE = "l"
+
+
+@dataclasses.dataclass
+class Place:
+    """A place with another one in it."""
+
+    name: str
+    inner: Place | None
+    sizes: list[Size]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(str, int, float, bool, None, Size, Place, dict[str, int], list[int], tuple[int, str]),
+        *(Literal["a", 3], int | None, list[str | list[bool]], datetime.date, datetime.datetime),
+        *(uuid.UUID, dict[str, Any], set[Size]),
+        Annotated[int, Field(ge=3, lt=5)],
+        Annotated[float, Field(gt=0.2, le=0.4)],
+        Annotated[int, Field(multiple_of=7, ge=8)],
+        Annotated[str, Field(min_length=12, max_length=14)],
+        Annotated[list[int], Field(min_length=3)],
+    ],
+)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**32))
+def test_drawn_arguments_fit_the_tool(kind: Any, seed: int) -> None:
+    def look(at: Any, also: Any = None) -> str:
+        """Look."""
+        return ""
+
+    look.__annotations__ = {"at": kind, "also": kind, "return": str}
+    made = as_tool(tool(look))
+    (call,) = parse_tool_calls(valid_call(made, random.Random(seed), ["tea", "cup"]) or "")
+    assert isinstance(call, ToolCall)
+    assert "at" in made.validate(call.arguments)
+
+
+def test_a_schema_that_refers_to_itself_or_cannot_be_met_gives_no_call() -> None:
+    class Endless:
+        name = "look"
+        parameters: ClassVar[dict[str, Any]] = {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"$ref": "#/$defs/a"}},
+        }
+
+        @staticmethod
+        def validate(arguments: dict[str, Any]) -> dict[str, Any]:
+            return arguments
+
+    assert valid_call(Endless, random.Random(0), ["tea"]) is None  # type: ignore[arg-type]
+
+
+def test_a_fault_names_the_environment_once() -> None:
+    gymnasium.register(id="broken/Nan-v0", entry_point=Infinite)
+    with pytest.raises(EnvironmentCheckError) as error:
+        check_env("broken/Nan-v0")
+    assert str(error.value).count("broken/Nan-v0") == 1
+
+
+def test_a_hang_ends_the_check_of_a_specification_and_is_mentioned_for_an_object(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hangs(Echo):
+        seconds = 1000.0
+
+        def step(self, action: str) -> Any:
+            if self.seconds:
+                time.sleep(self.seconds)
+                Hangs.seconds = 0.0
+            return super().step(action)
+
+    gymnasium.register(id="broken/Hangs-v0", entry_point=Hangs)
+    with pytest.raises(
+        EnvironmentHangError, match=r"broken/Hangs-v0: step\(.* within 0.3 s \(.* in step\)"
+    ):
+        check_env("broken/Hangs-v0", timeout=0.3)
+    Hangs.seconds = 0.5
+    monkeypatch.setattr(threads, "_LONG", 0.1)
+    check_env(Hangs())
+    assert "Hangs: step('') has not returned for 0 s (" in caplog.text
+
+
+def test_options_that_reset_does_not_read_are_a_fault() -> None:
+    class Levels(Echo):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            self.level = (options or {}).get("level", 1)
+            return super().reset(seed=seed)
+
+    class Copies(Echo):
+        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+            self.settings = {"level": 1, **(options or {})}
+            return super().reset(seed=seed)
+
+    check_env(Levels(), options={"level": 2})
+    check_env(Copies(), options={"level": 2})
+    check_env("gspo/Lookup-v0", options={"hops": 3})
+    with pytest.raises(EnvironmentCheckError, match="does not read 'speed' of its options"):
+        check_env(Levels(), options={"level": 2, "speed": 3})
+    with pytest.raises(EnvironmentCheckError, match="does not read 'level'"):
+        check_env(Echo(), options={"level": 2})
+
+
+def test_the_result_of_a_check_prints_what_it_is() -> None:
+    shown = repr(check_env("gspo/Lookup-v0"))
+    assert shown.startswith("ScoreChoice(env_id='gspo/Lookup-v0', score=")
+    assert "_turns" not in shown

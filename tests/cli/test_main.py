@@ -64,7 +64,7 @@ def test_train_runs_to_its_end_and_says_both_figures(capsys, tmp_path, flags):
     assert "after" in said
     assert "mlflow ui" in said
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files >= {"config.toml", "learning_curve.png", "model", "episodes-0000.txt"}
+    assert files >= {"config.toml", "learning_curve.png", "model", "episodes", "view.html"}
 
 
 def test_a_custom_environment_in_one_file_of_at_most_30_lines_trains(capsys, root):
@@ -159,7 +159,10 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
         (["--env", "gspo/Additive-v0", "--score", "sum"], "gspo/Additive-v0 gives no outcome"),
         (["--env-kwargs", "hops=four"], "hops is 'four', expected a whole number"),
         (["--env-kwargs", "hops=[3,"], "is no JSON value"),
-        (["--help", "los"], "there is no section 'los'; expected one of: checkpoints, rollout"),
+        (
+            ["--help", "los"],
+            "there is no section 'los'; expected one of: checkpoints, episodes, rollout",
+        ),
         (["--advantage", "group_gea"], "did you mean group_gae?"),
         (["--num-generations", "4"], "here it is --rollout.group-size"),
         (["--beta=0.1"], "here it is --loss.kl-coef"),
@@ -293,7 +296,9 @@ def test_the_version_and_the_module(capsys):
 
 
 def test_an_unknown_command_lists_the_known_ones(capsys):
-    assert "train, evaluate, compare, sync, envs, doctor" in refused(capsys, "trein")
+    assert "train, evaluate, compare, serve, capture, sync, envs, doctor" in refused(
+        capsys, "trein"
+    )
 
 
 def test_the_installed_command_starts_without_torch(tmp_path):

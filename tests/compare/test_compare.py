@@ -417,7 +417,7 @@ def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
         assert rows[1].improvement < 0.5
     if len(lost) == 8:
         assert rows[1].improvement == 0.5
-        assert table(comparison, rows)[1][1] == "all runs failed"
+        assert table(comparison, rows)[1][2] == "all runs failed"
 
 
 def test_rollouts_are_compared_by_the_episodes_that_came_before_them(tmp_path):

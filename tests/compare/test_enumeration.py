@@ -52,6 +52,32 @@ def test_the_default_divisor_turns_no_update_away_from_a_rare_success(name):
     assert ours.progress > theirs.progress + 0.1
 
 
+@pytest.mark.parametrize("turns", [2, 3])
+def test_the_sum_over_tokens_has_no_bias_where_the_policy_decides_the_length(turns):
+    problem = may_stop(turns)
+    estimator = find("advantage", "outcome")(baseline="leave_one_out")
+    policy = policy_at(problem, 0.5)
+    mean, total = (
+        direction([(Enumeration(problem, estimator, 4, aggregation), policy)])
+        for aggregation in ("sequence_mean", "token_sum")
+    )
+    assert mean.bias > 0.05
+    assert total.bias < 1e-9
+
+
+@pytest.mark.parametrize("name", ["outcome", "evidence_calibrated"])
+def test_the_sum_over_tokens_agrees_with_sampled_groups(name):
+    problem, estimator = may_stop(2), find("advantage", name)()
+    sampled = analyse(
+        problem, estimator, aggregation="token_sum", groups=1500, group_size=3, seed=5
+    )
+    logits = 0.5 * np.random.default_rng(5).standard_normal(problem.shape)
+    exact = direction([(Enumeration(problem, estimator, 3, "token_sum"), logits)], groups=1)
+    assert exact.bias == pytest.approx(sampled.bias, abs=4 * sampled.error)
+    with pytest.raises(ConfigError, match="expected sequence_mean or token_sum"):
+        Enumeration(problem, estimator, 3, "token_mean")
+
+
 def test_one_batch_and_one_group_have_the_same_divisor_where_all_turns_count_once():
     problem = all_right(1)
     policy = policy_at(problem, 0.5)

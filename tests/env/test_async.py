@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import sys
 import textwrap
+import threading
 
 import gymnasium
 import pytest
@@ -18,6 +20,7 @@ from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.importing import load_module
 from gspo_env.rollout.play import demonstrator, play, play_now
+from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import StopReason, Task
 
 TASK = Task(env_id="test", seed=0)
@@ -158,3 +161,130 @@ def test_an_async_tool_in_an_async_step_is_refused_and_does_not_hang():
 def test_a_plain_environment_is_not_touched():
     assert gymnasium.Env.step is TextEnv.step or TextEnv.step is not None
     assert not asyncio.iscoroutinefunction(ToolEnv.step)
+
+
+class Orders(ToolEnv):
+    """Has a connection that a plain `reset` opens and an asynchronous tool uses."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.db = sqlite3.connect(":memory:")
+        self.db.execute("create table t as select 7 as n")
+        return "How many?", {}
+
+    @tool
+    async def count(self) -> int:
+        """Count the orders."""
+        await asyncio.sleep(0)
+        return self.db.execute("select n from t").fetchone()[0]
+
+    def on_final(self, text):
+        return "", float(text == "7"), True
+
+    def close(self):
+        self.db.close()
+
+
+def asks(now):
+    return "7" if now.turn else format_tool_call("count", {})
+
+
+async def pooled(make, policy):
+    pool = EnvPool(make)
+    try:
+        env = await pool.acquire()
+        return await play(env, TASK, policy, timeout=60, call=pool.call)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("declared", [None, False])
+def test_an_async_tool_uses_the_connection_that_a_plain_reset_opened(declared):
+    make = type("Declared", (Orders,), {"blocking": declared})
+    alone = play_now(make(), TASK, asks)
+    together = asyncio.run(pooled(make, asks))
+    for episode in (alone, together):
+        assert [turn.observation for turn in episode.turns] == ["How many?", "7"]
+        assert episode.success
+
+
+def test_async_methods_run_in_the_thread_of_their_environment():
+    threads = []
+
+    class Where(Waits):
+        async def reset(self, *, seed=None, options=None):
+            threads.append(threading.current_thread())
+            return await super().reset(seed=seed)
+
+        def step(self, action):
+            threads.append(threading.current_thread())
+            return "end", 1.0, True, False, {}
+
+    play_now(Where(), TASK, lambda now: "yes")
+    assert set(threads) == {threading.current_thread()}
+    threads.clear()
+    asyncio.run(pooled(Where, lambda now: "yes"))
+    (own,) = set(threads)
+    assert own.name == "env"
+
+
+def test_what_an_environment_started_goes_on_while_the_policy_thinks():
+    heard = threading.Event()
+
+    class Listens(Waits):
+        async def reset(self, *, seed=None, options=None):
+            self.listening = asyncio.create_task(self.listen())
+            return await super().reset(seed=seed)
+
+        async def listen(self):
+            await asyncio.sleep(0.01)
+            heard.set()
+
+    async def thinks(now):
+        return "yes" if await asyncio.to_thread(heard.wait, 30) else "no"
+
+    assert asyncio.run(pooled(Listens, thinks)).success
+
+
+@pytest.mark.parametrize("fault", [SystemExit(3), asyncio.CancelledError(), StopIteration(1)])
+def test_an_async_step_that_would_end_its_loop_costs_its_episode_alone(fault):
+    class Ends(Waits):
+        async def step(self, action):
+            if action == "end":
+                raise fault
+            return await super().step(action)
+
+    async def main():
+        pool = EnvPool(Ends)
+        env = await pool.acquire()
+        both = [
+            await play(env, TASK, lambda now, word=word: word, timeout=60, call=pool.call)
+            for word in ("end", "yes")
+        ]
+        pool.close()
+        return both
+
+    for bad, good in (
+        asyncio.run(main()),
+        [play_now(Ends(), TASK, lambda now, w=w: w) for w in ("end", "yes")],
+    ):
+        assert bad.stop_reason is StopReason.ERROR
+        assert (good.stop_reason, good.success) == (StopReason.TERMINATED, True)
+
+
+def test_a_task_that_would_end_the_loop_between_two_calls_is_logged(caplog):
+    class Exits(Waits):
+        async def reset(self, *, seed=None, options=None):
+            self.task = asyncio.create_task(self.exit())
+            return await super().reset(seed=seed)
+
+        async def exit(self):
+            await asyncio.sleep(0.01)
+            sys.exit(4)
+
+    async def thinks(now):
+        await asyncio.sleep(0.1)
+        return "yes"
+
+    assert asyncio.run(pooled(Exits, thinks)).success
+    assert "SystemExit: 4" in caplog.text

@@ -8,7 +8,10 @@ from gymnasium.utils.env_checker import check_env
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError
 
-NAMES = ("Additive", "KeyDoor", "Recurring", "VariableLength", "Distractor", "Misleading")
+NAMES = (
+    *("Additive", "KeyDoor", "Recurring", "VariableLength", "Distractor", "Misleading"),
+    "Density",
+)
 
 
 def play(env, words, seed=0):
@@ -95,8 +98,80 @@ def test_the_bait_pays_more_at_once_and_less_in_the_end():
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
-    [("Additive", {"turns": 0}), ("KeyDoor", {"turns": 1}), ("Recurring", {"rooms": 2})],
+    [
+        ("Additive", {"turns": 0}),
+        ("KeyDoor", {"turns": 1}),
+        ("Recurring", {"rooms": 2}),
+        ("Density", {"turns": 0}),
+        ("Density", {"density": 0.0}),
+        ("Density", {"density": 1.5}),
+        ("Density", {"noise": -1.0}),
+        ("Density", {"delay": 16}),
+    ],
 )
 def test_impossible_sizes_are_refused(name, arguments):
     with pytest.raises(ConfigError, match="expected"):
         make_env(f"gspo/{name}-v0", **arguments)
+
+
+@pytest.mark.parametrize("density", [1 / 16, 1 / 4, 1 / 2, 1.0])
+def test_the_density_is_the_share_of_turns_whose_word_changes_the_expected_reward(density):
+    env = make_env("gspo/Density-v0", turns=16, density=density, noise=0.0)
+    for seed in range(3):
+        env.reset(seed=seed)
+        decisions = env.unwrapped.decisions
+        assert len(decisions) == 16 * density
+        right = [env.unwrapped.expert_action()]
+        for _ in range(15):
+            env.step(right[-1])
+            right.append(env.unwrapped.expert_action())
+        steps = play(env, right, seed)
+        assert [k for k, step in enumerate(steps) if step[1]] == list(decisions)
+        assert sum(step[1] for step in steps) == pytest.approx(1.0)
+        wrong = [{"red": "green"}.get(word, "red") for word in right]
+        assert not any(step[1] for step in play(env, wrong, seed))
+
+
+def test_routine_turns_pay_noise_of_mean_zero_that_no_word_escapes():
+    env = make_env("gspo/Density-v0", turns=8, density=0.25, noise=0.5)
+    routine = [k for k in range(8) if k not in env.unwrapped.decisions]
+    for words in (["red"] * 8, ["blue"] * 8, ["none of them"] * 8):
+        noise = [play(env, words, seed)[k][1] for seed in range(100) for k in routine]
+        assert set(noise) == {0.25, -0.25}
+        assert abs(sum(noise)) / len(noise) < 0.04
+
+
+def test_the_noise_of_two_episodes_of_a_task_differs_where_their_words_do():
+    env = make_env("gspo/Density-v0", turns=16, density=1 / 16)
+    first, second = (
+        [step[1] for step in play(env, [word, *["red"] * 15], seed=7)] for word in ("red", "gold")
+    )
+    agree = sum(a == b for a, b in zip(first, second, strict=True))
+    assert 2 <= agree <= 14
+
+
+def test_a_delay_moves_rewards_and_keeps_their_sum():
+    for delay in (0, 1, 5, 15):
+        env = make_env("gspo/Density-v0", turns=16, density=0.25, noise=0.0, delay=delay)
+        env.reset(seed=3)
+        rewards, ended = [], False
+        while not ended:
+            step = env.step(env.unwrapped.expert_action())
+            rewards.append(step[1])
+            ended = step[2]
+        assert step[4]["success"]
+        paid = [min(k + delay, 15) for k in env.unwrapped.decisions]
+        wanted = [0.25 * paid.count(k) for k in range(16)]
+        assert rewards == pytest.approx(wanted)
+
+
+def test_demonstrations_with_slips_teach_no_decision():
+    env = make_env("gspo/Density-v0", turns=4, density=1.0)
+    right = 0
+    for seed in range(200):
+        env.reset(seed=seed)
+        for _ in range(4):
+            wanted = env.unwrapped.expert_action()
+            right += env.unwrapped.expert_action(0.1) == wanted
+            env.step("red")
+    assert abs(right / 800 - 0.25) < 0.05

@@ -18,6 +18,7 @@ from gspo_env import make_env
 from gspo_env.check.environment import check_env
 from gspo_env.cli.main import main
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.report import read_episodes
 from gspo_envs.gym_text import read_action, write_value
 
 TOY_TEXT = ["FrozenLake-v1", "Taxi-v4", "Blackjack-v1", "CliffWalking-v1"]
@@ -242,5 +243,5 @@ def test_the_example_trains_on_frozen_lake(
     tiny += ["--tasks-per-step", "2", "--group-size", "4", "--eval-tasks", "4"]
     example = request.config.rootpath / "examples" / "frozen_lake.toml"
     main(["train", "--config", str(example), *tiny, "--output", "out"])
-    episodes = (tmp_path / "out" / "episodes-0001.txt").read_text()
+    episodes = str(read_episodes(tmp_path / "out")[0])
     assert "You are at row 0, column 0." in episodes

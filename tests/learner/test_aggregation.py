@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,43 @@ def test_the_mean_of_power_one_half_by_hand() -> None:
     np.testing.assert_allclose(gradient, [[-0.75, 1.5]])
 
 
+@given(seed=st.integers(0, 2**32 - 1))
+def test_the_mean_grows_with_its_power_and_token_weights_are_most_even_at_zero(seed: int) -> None:
+    # arXiv 2605.12058: the power mean, and theorem 1 for the weights w^p / sum w^p of eq. 3
+    inputs = batch(seed)
+    ratios, entropies = [], []
+    for power in (-2.0, -1.0, 0.0, 1.0, 2.0):
+        output, _ = evaluate(inputs, ratio_mean=power, clip_low=0.99, clip_high=1e9)
+        ratios.append(output.ratio)
+        log_w = inputs["logprobs"] - inputs["old_logprobs"]
+        weights = torch.where(inputs["mask"], power * log_w, -torch.inf).softmax(-1)
+        entropies.append(torch.special.entr(weights).sum(-1))
+    for low, high in itertools.pairwise(ratios):
+        assert (low <= high * (1 + 1e-9)).all()
+    order = torch.stack([entropies[2], entropies[1], entropies[0]])
+    assert (order.diff(dim=0).nan_to_num() <= 1e-9).all()
+
+
+def test_the_adaptive_clip_by_hand() -> None:
+    # z = ln 3 gives 2 sigmoid(z) - 1 = 1/2: 0.3 makes 0.2 to 0.23, or to 0.17 for -z
+    z = float(np.log(3.0))
+    for advantage, ratio, bound in ((z, 1.22, None), (z, 1.24, 1.23), (-z, 0.82, 0.83)):
+        inputs = {
+            "logprobs": torch.full((1, 2), np.log(ratio), dtype=torch.float64),
+            "old_logprobs": torch.zeros(1, 2, dtype=torch.float64),
+            "advantages": torch.full((1,), advantage, dtype=torch.float64),
+            "mask": torch.ones(1, 2, dtype=torch.bool),
+        }
+        output, gradient = evaluate(inputs, clip_adapt=0.3, clip_low=0.2, clip_high=0.2)
+        assert output.loss.item() == pytest.approx(-(bound or ratio) * advantage)
+        assert bool(gradient.any()) == (bound is None)
+
+
+def test_no_advantage_keeps_the_clip_range_and_no_size_leaves_its_bounds() -> None:
+    width = [1 + 0.3 * np.tanh(a / 2) for a in (-1e6, 0.0, 1.0, 1e6)]
+    assert width == pytest.approx([0.7, 1.0, 1.138635, 1.3], abs=1e-6)
+
+
 def test_the_clip_acts_on_the_mean_and_not_on_the_carrier() -> None:
     options = {"ratio_mean": 1.0, "clip_low": 0.2, "clip_high": 0.2}
     output, gradient = evaluate(case((1.0, 1.0)), **options)
@@ -121,7 +159,7 @@ def test_a_small_power_is_the_geometric_mean(dtype: torch.dtype) -> None:
     torch.testing.assert_close(near_gradient, gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("power", [0.3, 1.0])
+@pytest.mark.parametrize("power", [-3.0, -1.0, 0.3, 1.0, 3.0])
 def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> None:
     far = {k: v.float() if v.is_floating_point() else v for k, v in batch(8, spread=500.0).items()}
     output, gradient = evaluate(far, ratio_mean=power)
@@ -143,11 +181,12 @@ def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> Non
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    power=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
+    power=st.sampled_from([-2.0, 0.0, 0.01, 0.5, 1.0, 3.0]),
     dual=st.sampled_from([0.0, 1.5]),
+    adapt=st.sampled_from([0.0, 0.3]),
 )
 def test_loss_and_gradient_are_those_of_the_reference(
-    aggregation: str, level: str, seed: int, power: float, dual: float
+    aggregation: str, level: str, seed: int, power: float, dual: float, adapt: float
 ) -> None:
     inputs = batch(seed)
     inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
@@ -158,6 +197,7 @@ def test_loss_and_gradient_are_those_of_the_reference(
         "max_tokens": 7,
         "ratio_mean": power,
         "dual_clip": dual,
+        "clip_adapt": adapt,
         "clip_low": 0.1,
         "clip_high": 0.2,
         "kl_coef": 0.3,
@@ -259,7 +299,7 @@ def test_empty_sequences_change_nothing(aggregation: str) -> None:
         ({"aggregation": "mean"}, "aggregation is 'mean'"),
         ({"aggregation": "token_sum", "max_tokens": 0}, "max_tokens is 0; expected at least 1"),
         ({"ratio_mean": 1.0, "ratio_level": "token"}, "with ratio_level 'token'; expected 0"),
-        ({"ratio_mean": 1.5}, r"ratio_mean is 1.5; expected a number in \[0, 1\]"),
+        ({"ratio_mean": 3.5}, r"ratio_mean is 3.5; expected a number in \[-3, 3\]"),
     ],
 )
 def test_impossible_settings_are_named(options: dict[str, Any], message: str) -> None:

@@ -35,7 +35,7 @@ def test_the_start_names_environment_model_device_length_folder_and_tracker() ->
 def test_the_end_has_the_curve_and_the_commands_to_look_evaluate_and_go_on() -> None:
     assert closing(HISTORY, Path("runs/my run")) == [
         "eval/success \u2581\u2588\u2586 from 4.0% to 70.0%, best 90.0% after step 10",
-        "Look:      less 'runs/my run'/episodes-0020.txt",
+        "Look:      gspo-env view 'runs/my run'",
         "Evaluate:  gspo-env evaluate --model 'runs/my run'",
         "Go on:     gspo-env train --resume 'runs/my run' --steps 40",
     ]

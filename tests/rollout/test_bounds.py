@@ -31,6 +31,18 @@ BOMBS = {
         "{% set n.x = n.x ~ n.x %}\n{% endfor %}\n"
     ),
     "loops": "{% for a in range(99999) %}\n{% for b in range(99999) %}\n{% endfor %}\n{% endfor %}",
+    "doubling in a block": "{% set x %}aaaaaaaaaaaaaaaa{% endset %}"
+    + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
+    "doubling in with": "{% set x = 'aaaaaaaaaaaaaaaa' %}"
+    + "{% with x = x ~ x %}" * 40
+    + "{% endwith %}" * 40,
+    "doubling of two names": "{% set x, y = 'aaaaaaaaaaaaaaaa', 1 %}"
+    + "{% set x, y = x ~ x, y %}" * 40,
+    "doubling in a macro": "{% macro f(x, n) %}{% if n %}{{ f(x ~ x, n - 1) }}{% endif %}"
+    "{% endmacro %}{{ f('aaaaaaaaaaaaaaaa', 60) }}",
+    "macro that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
     "length": "{# " + "a" * 2**20 + " #}",
 }
 

@@ -97,7 +97,7 @@ def test_vllm_and_the_trainer_agree_on_every_token_however_a_conversation_is_cut
     from gspo_env.engines.vllm import VLLM
 
     chat = forks.make_chat(template)
-    model = forks.make_model(chat)
+    model = forks.make_model(chat, shape=forks.VLLM_SHAPE)
     engine = VLLM(dtype="float32").start(model, max_slots=16, max_context=300)
     try:
         episodes = forks.play(engine, chat, 15, seed=3)

@@ -1,0 +1,113 @@
+"""A problem with a tunable share of decisions, to find out when credit by turn pays."""
+
+from __future__ import annotations
+
+import hashlib
+
+from gspo_env.env.base import StepResult
+from gspo_env.errors import ConfigError
+from gspo_envs.diagnostics import CUES, SALTS, OneWordEnv
+
+
+class DensityEnv(OneWordEnv):
+    """Decision density: a share of the turns decides the return, the others pay noise or nothing.
+
+    A decision shows a cue, which has one right word; each right word earns 1 / decisions, paid
+    `delay` turns later (on the last turn at the latest). Decisions are spread evenly. Every other
+    turn is routine: whatever the word, it pays plus or minus `noise` / decisions, each with
+    probability 1/2. The sign follows from the task and all words so far, so that the same seed and
+    actions give the same episode, while no word is better than another over tasks. The outcome is
+    the sum of the rewards.
+
+    Args:
+        turns: Turns of every episode, K.
+        density: Share of the turns that are decisions, in (0, 1]: at least one turn is a decision.
+        noise: Reward of a routine turn, in units of the reward of a decision.
+        delay: Turns between a decision and its reward.
+
+    Source:
+        Decision density: arXiv 2606.22164.
+    """
+
+    gives_outcome = False
+
+    def __init__(
+        self, turns: int = 16, density: float = 0.25, noise: float = 0.5, delay: int = 0
+    ) -> None:
+        """Sets the turns, the share of decisions, the noise and the delay."""
+        if not 0 < density <= 1:
+            raise ConfigError(f"Density: density is {density!r}, expected a number in (0, 1].")
+        if not 0 <= noise < float("inf"):
+            raise ConfigError(f"Density: noise is {noise!r}, expected at least 0.")
+        if not 0 <= delay < max(turns, 1):
+            raise ConfigError(f"Density: delay is {delay!r}, expected 0 to {turns - 1}.")
+        self.decisions = decision_turns(turns, density)
+        super().__init__(turns, num_tasks=len(CUES) ** max(len(self.decisions), 1) * SALTS)
+        self.noise, self.delay = noise, delay
+
+    def step(self, action: str) -> StepResult:
+        """Plays one word; `reward_parts` has the share of right words, without the noise."""
+        observation, reward, terminated, truncated, info = super().step(action)
+        info["reward_parts"] = {"right": self._newest / len(self.decisions)}
+        return observation, reward, terminated, truncated, info
+
+    def expert_action(self, noise: float = 0.0) -> str:
+        """Returns the right word, or any word if there is noise at all.
+
+        Demonstrations with errors thus teach the format and nothing about the decisions.
+        """
+        return super().expert_action(1.0 if noise > 0.0 else 0.0)
+
+    def _draw(self) -> None:
+        self._cues: list[int] = self.np_random.integers(
+            len(CUES), size=len(self.decisions)
+        ).tolist()
+        self._salt = int(self.np_random.integers(SALTS))
+        self._hits, self._newest = 0, 0
+        self._due: dict[int, int] = {}  # right words by the turn that pays them
+        self._said = hashlib.blake2b(str(self._salt).encode(), digest_size=8)
+
+    @property
+    def _task_key(self) -> str:
+        return " ".join([*(CUES[cue] for cue in self._cues), str(self._salt)])
+
+    def _show(self) -> str:
+        if self._turn not in self.decisions:
+            return "routine"
+        return CUES[self._cues[self.decisions.index(self._turn)]]
+
+    def _right(self) -> str:
+        if self._turn not in self.decisions:
+            return self.words[0]
+        return self.words[self._cues[self.decisions.index(self._turn)] % len(self.words)]
+
+    def _play(self, word: str) -> tuple[float, bool, float]:
+        share = 1 / len(self.decisions)
+        self._said.update(f"\0{word}".encode(errors="surrogatepass"))
+        reward, self._newest = 0.0, 0
+        if self._turn in self.decisions:
+            self._newest = int(word == self._right())
+            self._hits += self._newest
+            paid = min(self._turn + self.delay, self.turns - 1)
+            self._due[paid] = self._due.get(paid, 0) + self._newest
+        else:
+            heads = self._said.copy().digest()[0] % 2
+            reward = self.noise * share * (1 if heads else -1)
+        reward += self._due.pop(self._turn, 0) * share
+        return reward, self._last, self._hits * share
+
+    @property
+    def _state_key(self) -> str:
+        owed = " ".join(f"{turn}+{count}" for turn, count in sorted(self._due.items()) if count)
+        return f"{self._turn}:{owed}" if owed else str(self._turn)
+
+
+def decision_turns(turns: int, density: float) -> tuple[int, ...]:
+    """Returns the turns that are decisions, from 0: the middles of equal parts of the episode.
+
+    Example:
+        >>> decision_turns(16, 0.25)
+        (2, 6, 10, 14)
+    """
+    count = max(1, round(turns * density))
+    return tuple((2 * n + 1) * turns // (2 * count) for n in range(count))

@@ -1,0 +1,159 @@
+"""`gspo-env serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from gspo_env.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gspo_env.config import Config
+    from gspo_env.serving import ChatPolicy
+
+KEY = "GSPO_ENV_SERVE_KEY"
+"""The variable with the key."""
+_TAKEN = ("rollout", "engine", "model_dtype", "rewritten_history")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serve:
+    """Answer programs with the model of a run: OpenAI's and Anthropic's chat APIs on a port."""
+
+    model: Annotated[str, tyro.conf.Positional] = ""
+    """A run's folder, a model's folder or a hub id."""
+    host: str = "127.0.0.1"
+    """The address to listen on; others than this machine's own need a key."""
+    port: int = 8000
+    """The port; 0 takes a free one."""
+    key: str = ""
+    """The key of requests; by default the variable GSPO_ENV_SERVE_KEY, else a new one is printed.
+    Other users of the machine can read the arguments of a command, but not its variables."""
+    model_name: str = ""
+    """The model's name in `/v1/models`; the folder's name by default."""
+    model_dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
+    """The dtype of the weights; a run's own setting by default."""
+    engine: str = ""
+    """Engine that samples the answers; a run's own by default."""
+    temperature: float | None = None
+    """Temperature of requests that name none; that of the training by default."""
+    max_tokens: int = 0
+    """Most tokens of an answer; those of a turn in the training by default."""
+    max_context: int = 0
+    """Most tokens of a prompt and its answer; those of the training by default."""
+    seed: int = 0
+    """Seed of requests that have none."""
+
+    def run(self) -> None:
+        """Serves until it is interrupted."""
+        from gspo_env.serving import Address
+
+        given = self.key or os.environ.get(KEY, "")
+        if not given and not is_loopback(self.host):
+            raise ConfigError(
+                f"host is {self.host!r}, which others can reach, and there is no key; expected "
+                f"--key or the variable {KEY}"
+            )
+        if not self.model:
+            raise ConfigError("the model is ''; expected the folder of a run or a hub id")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; expected 0 to 65535")
+        config = settings(self)
+        with policy_of(self.model, config, self.seed) as policy:
+            address = Address(self.host, self.port)
+            try:
+                name = self.model_name or Path(self.model).resolve().name
+                session = address.open(policy, training=False, model=name, key=given or None)
+                print(f"export OPENAI_BASE_URL={session.url}", flush=True)
+                print(f"export ANTHROPIC_BASE_URL={address.url}", flush=True)
+                if not given:
+                    for variable in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
+                        print(f"export {variable}={session.key}", flush=True)
+                threading.Event().wait()
+            finally:
+                address.close()
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def settings(options: Serve) -> Config:
+    """Returns the settings of a run, read as data, with those of the options.
+
+    Only those that sampling needs are taken.
+
+    Raises:
+        ConfigError: The settings are damaged, or name an engine that has to be given.
+    """
+    from gspo_env.config import Config, from_dict, override
+    from gspo_env.saved import read_saved
+
+    changes = {
+        name: value for name in ("engine", "model_dtype") if (value := getattr(options, name))
+    }
+    config = Config(model=options.model)
+    if (saved := read_saved(options.model)) is not None:
+        tree = {name: value for name, value in saved.tree.items() if name in _TAKEN}
+        refused = {k: v for k, v in saved.refused.items() if k.partition(".")[0] in _TAKEN}
+        saved = replace(saved, tree=tree, refused=refused)
+        config = from_dict({"model": options.model, **saved.settings(changes)})
+    config = override(config, changes)
+    limits = {
+        "temperature": options.temperature,
+        "max_turn_tokens": options.max_tokens or None,
+        "max_context": options.max_context or None,
+    }
+    given = {name: value for name, value in limits.items() if value is not None}
+    return override(config, {"rollout": given})
+
+
+@contextmanager
+def policy_of(model: str, config: Config, seed: int = 0) -> Iterator[ChatPolicy]:
+    """Loads a model and yields what answers requests with it.
+
+    Args:
+        model: A run's folder, a model's folder or a hub id.
+        config: Its settings.
+        seed: Seed of requests that have none.
+
+    Raises:
+        ModelError: The folder has no model that can be loaded.
+    """
+    import torch
+
+    from gspo_env.model.load import load_model
+    from gspo_env.model.threads import use_threads
+    from gspo_env.rollout import ChatTokenizer
+    from gspo_env.serving import ChatPolicy
+
+    getattr(config.engine, "require", lambda: None)()
+    folder = Path(model, "model") if Path(model, "model").is_dir() else Path(model)
+    loaded, tokenizer = load_model(str(folder), config.model_dtype)
+    if torch.cuda.is_available():
+        loaded.to("cuda")
+    use_threads(loaded)
+    chat = ChatTokenizer(tokenizer, history=config.rewritten_history)
+    limits = config.rollout
+    engine = config.engine.start(
+        loaded, max_slots=limits.concurrency, max_context=limits.max_context
+    )
+    size = loaded.get_input_embeddings().num_embeddings
+    policy = ChatPolicy(engine, chat, limits, size, seed)
+    try:
+        yield policy
+    finally:
+        policy.close()
+        engine.close()

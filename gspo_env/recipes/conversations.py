@@ -1,0 +1,186 @@
+"""Conversations to imitate, which were recorded or written by hand: JSON lines in chat form.
+
+A line is an object with `messages` and, if the assistant may call tools, `tools`, both in OpenAI's
+format; `reward` and `task_key` are optional, and further keys are left alone. `gspo-env capture`
+writes such lines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_env.env.tools import Tool, format_tool_call
+from gspo_env.errors import ConfigError
+from gspo_env.rollout import ChatTokenizer
+from gspo_env.rollout.speech import message_for_template
+from gspo_env.serving import RefusedError
+from gspo_env.serving.chat import read_messages, read_tools, write_message
+from gspo_env.serving.wire import parse_json
+from gspo_env.types import Episode, Message, Prompt, ResetInfo, StepInfo, StopReason, Task, Turn
+
+_LITERAL = "literal"
+"""Key of a turn's `info.extra` with an action that has control tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """A conversation whose messages of the assistant are imitated."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    reward: float | None = None
+    task_key: str | None = None
+    """Name of the task; conversations about held-out tasks are not imitated."""
+
+    def line(self, **more: Any) -> str:
+        """Returns the conversation as a line of a file.
+
+        Args:
+            more: Further keys.
+        """
+        row: dict[str, Any] = {"messages": [write_message(message) for message in self.messages]}
+        if self.tools:
+            row["tools"] = [tool.schema for tool in self.tools]
+        given = {"reward": self.reward, "task_key": self.task_key, **more}
+        row |= {key: value for key, value in given.items() if value is not None}
+        return json.dumps(row, ensure_ascii=False)
+
+
+def read_conversations(path: str, least: float | None = None) -> list[Conversation]:
+    """Reads a file.
+
+    Args:
+        path: The file.
+        least: Least reward; conversations with less, or without one, are left out. None takes all.
+
+    Raises:
+        ConfigError: It cannot be read, a line is malformed, or nothing is left.
+    """
+    try:
+        lines = Path(path).expanduser().read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read the conversations {path!r}: {error.strerror}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_read(parse_json(line)))
+        except RefusedError as error:
+            raise ConfigError(f"{path!r}, line {number}: {error}") from None
+    kept = [one for one in found if least is None or (one.reward or 0.0) >= least]
+    if least is not None:
+        kept = [one for one in kept if one.reward is not None]
+    if not kept:
+        left = f"{len(found)}, none with a reward of at least {least}" if found else "0"
+        raise ConfigError(f"the number of conversations in {path!r} is {left}; expected some")
+    return kept
+
+
+def _read(row: dict[str, Any]) -> Conversation:
+    values = [row.get(key) or [] for key in ("messages", "tools")]
+    if not all(isinstance(value, list) for value in values):
+        raise RefusedError("messages or tools is no list; expected lists of objects")
+    messages = tuple(read_messages(values[0]))
+    if not any(m.role == "assistant" for m in messages):
+        raise RefusedError("no message is the assistant's; expected one to imitate")
+    if messages[0].role == "assistant":
+        raise RefusedError("the first message is the assistant's; expected one that it answers")
+    reward, key = row.get("reward"), row.get("task_key")
+    if isinstance(reward, bool) or not (reward is None or isinstance(reward, int | float)):
+        raise RefusedError(f"reward is {reward!r}; expected a number")
+    return Conversation(
+        messages=messages,
+        tools=tuple(read_tools(values[1])),
+        reward=None if reward is None else float(reward),
+        task_key=key if isinstance(key, str) else None,
+    )
+
+
+def to_episode(
+    conversation: Conversation, chat: ChatTokenizer, env_id: str, number: int
+) -> Episode:
+    """Returns an episode without ids, whose actions are the messages of the assistant.
+
+    Args:
+        conversation: The conversation.
+        chat: The tokenizer whose template writes calls and reasoning.
+        env_id: The environment that is trained on.
+        number: Its number, which becomes the seed of the task.
+    """
+    messages, tools = conversation.messages, conversation.tools
+    places = [n for n, message in enumerate(messages) if message.role == "assistant"]
+    turns = []
+    for place, following in zip(places, [*places[1:], None], strict=True):
+        then = None if following is None else messages[:following]
+        literal = action_literal(messages, place, tools, chat)
+        controls = set(chat.literal.encode(literal)) & chat.template.text.controls.keys()
+        turns.append(
+            Turn(
+                text=chat.literal.show(literal),
+                observation=messages[place - 1].content,
+                reward=0.0,
+                info=StepInfo(
+                    messages=then, tools=tools, extra={_LITERAL: literal} if controls else {}
+                ),
+            )
+        )
+    first = messages[: places[0]]
+    return Episode(
+        task=Task(env_id=env_id, seed=number),
+        prompt=Prompt(messages=first, tools=tools),
+        turns=tuple(turns),
+        outcome=conversation.reward or 0.0,
+        stop_reason=StopReason.TERMINATED,
+        terminated=True,
+        truncated=False,
+        reset=ResetInfo(messages=first, tools=tools, task_key=conversation.task_key),
+    )
+
+
+def encode_action(turn: Turn, chat: ChatTokenizer) -> Sequence[int]:
+    """Returns the ids of an imitated action, without its end.
+
+    Control tokens that the template writes within an action, such as Mistral's `[TOOL_CALLS]`, are
+    ids of their own; the same text in a message is not.
+    """
+    literal = turn.info.extra.get(_LITERAL)
+    return chat.encode(turn.text) if literal is None else chat.literal.encode(literal)
+
+
+def action_literal(
+    messages: Sequence[Message], place: int, tools: Sequence[Tool], chat: ChatTokenizer
+) -> str:
+    """Returns what the policy has to write so that its action is this message, as literal text.
+
+    That is what the template writes for it. Where the template changes the start of a message or
+    leaves something out, it is the message with its calls as JSON in `<tool_call>`.
+    """
+    literal, template, message = chat.literal, chat.template, messages[place]
+    spoken = [message_for_template(m, literal) for m in messages[: place + 1]]
+    schemas = literal.hide_tree([tool.schema for tool in tools])
+    before = template.literal(spoken[:-1], schemas)
+    whole = template.literal(spoken, schemas, generation=False)
+    thought = (message.reasoning or "").strip()
+    if whole.startswith(before):
+        text = whole[len(before) :]
+        ends = [literal.decode((i,)) for i in chat.stop_ids]
+        text = text[: min((p for p in map(text.find, ends) if p >= 0), default=len(text))]
+        needed = [thought, *(call.name for call in message.tool_calls)]
+        if all(piece in literal.show(text) for piece in needed):
+            return text
+    thought = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+    calls = [format_tool_call(call.name, call.arguments) for call in message.tool_calls]
+    return literal.hide(thought + "\n".join(filter(None, [message.content, *calls])))
+
+
+def read_demonstrations(
+    path: str, least: float | None, chat: ChatTokenizer, env_id: str
+) -> list[Episode]:
+    """Returns the conversations of a file as episodes to imitate; see `read_conversations`."""
+    found = read_conversations(path, least)
+    return [to_episode(one, chat, env_id, number) for number, one in enumerate(found)]

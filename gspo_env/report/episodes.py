@@ -1,0 +1,317 @@
+"""Episodes that a run keeps: their schema, and a reader.
+
+    RUN/episodes/000010-eval.parquet    the episodes of one phase of one step, one row a turn
+    RUN/episodes/tokens.json            the text of each token id in them
+
+A row has the fields of `EpisodeRecord`, but for `turns`, then those of `TurnRecord`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gspo_env.errors import OutputError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "episodes"
+"""Name of the folder in the run's folder."""
+TOKENS = "tokens.json"
+
+Phase = Literal["train", "eval", "greedy"]
+PHASES: tuple[Phase, ...] = typing.get_args(Phase)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnRecord:
+    """One turn. Texts that JSON is written in are None where there is nothing to write."""
+
+    turn: int | None
+    """Index of the turn; None in the only row of an episode without turns."""
+    parent: int | None
+    """The turn whose tokens this turn's prompt continues; None where a sequence begins."""
+    fork: str | None
+    """Why the turn adds a sequence: a value of `gspo_env.types.Fork`; None if it does not."""
+    sequence: int | None
+    """Index of the token sequence in which the turn is trained."""
+    role: str
+    """Source of the observation: `user` or `tool`."""
+    observation: str
+    """The observation before the action."""
+    action: str
+    """The action as the environment received it."""
+    tool_calls: str | None
+    """JSON list of the action's tool calls: `name` and `arguments`, or `error` if malformed."""
+    reward: float
+    """The reward of the turn."""
+    reward_parts: str | None
+    """JSON object of the named parts of the reward."""
+    messages: str | None
+    """JSON list of the messages before the first observation; at a later turn the whole
+    conversation, where the environment gave it anew."""
+    tools: str | None
+    """JSON list of the tools' schemas, at the first turn and where they change."""
+    agent: str | None
+    """Name of the agent that acted, where an environment has several."""
+    state_key: str | None
+    """Name of the state in which the policy acted."""
+    weights_version: int
+    """The training steps that the policy had behind it."""
+    generate_seconds: float
+    """Wall-clock time of the sampling."""
+    step_seconds: float
+    """Wall-clock time of the environment's step."""
+    prompt_ids: tuple[int, ...]
+    """Token ids of the prompt behind those of the parent."""
+    action_ids: tuple[int, ...]
+    """Token ids that were sampled. The next columns have a value for each of them."""
+    engine_logprobs: tuple[float, ...]
+    """Log-probability by the engine that sampled the token (natural log)."""
+    trainer_logprobs: tuple[float | None, ...] | None
+    """Log-probability by the trainer before the update; this and the next columns are None in
+    episodes that were not trained on, and hold None for tokens that were not."""
+    advantages: tuple[float | None, ...] | None
+    """Advantage."""
+    ratios: tuple[float | None, ...] | None
+    """Importance ratio in the loss, when the token's minibatch was computed."""
+    clipped: tuple[bool | None, ...] | None
+    """Whether the clip blocked the token's policy gradient."""
+    entropies: tuple[float | None, ...] | None
+    """Entropy of the trainer's distribution in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeRecord:
+    """One episode."""
+
+    episode: str
+    """Id: the group's id and the index of the episode in its group."""
+    group: str
+    """Id of the group: phase, step and index. Its episodes play the same task."""
+    phase: str
+    """`train`, `eval` (sampled at the training temperature) or `greedy` (the same tasks)."""
+    step: int
+    """The training step that the episode is part of, or after which it was played."""
+    env: str
+    """Id of the environment."""
+    seed: int
+    """Seed of the task."""
+    options: str | None
+    """JSON object of the options of `reset`."""
+    task_key: str | None
+    """Name of the task, if the environment gives one."""
+    num_turns: int
+    """Number of turns."""
+    num_sequences: int
+    """Number of token sequences that the turns form."""
+    total_reward: float
+    """The return: the sum of the turns' rewards."""
+    outcome: float
+    """The episodic reward."""
+    success: bool | None
+    """Whether it succeeded."""
+    stop_reason: str
+    """How it ended: a value of `gspo_env.types.StopReason`."""
+    terminated: bool
+    """Whether the environment reached a terminal state."""
+    truncated: bool
+    """Whether the episode was cut."""
+    trained: bool
+    """Whether the episode was trained on."""
+    redacted: bool
+    """Whether a text looked like a secret: it is replaced, and the token ids are left out."""
+    error: str | None
+    """How the environment failed."""
+    final_observation: str
+    """The observation after the last action."""
+    turns: tuple[TurnRecord, ...] = ()
+    """The turns in order of time."""
+
+
+EPISODE_FIELDS = tuple(f.name for f in dataclasses.fields(EpisodeRecord) if f.name != "turns")
+TURN_FIELDS = tuple(f.name for f in dataclasses.fields(TurnRecord))
+
+
+@cache
+def schema() -> pa.Schema:
+    """Returns the columns of the files with their types; numbers of tokens have 32 bits."""
+    import pyarrow as pa
+
+    types = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    token = {int: pa.int32(), float: pa.float32(), bool: pa.bool_()}
+    fields = []
+    for cls, names in ((EpisodeRecord, EPISODE_FIELDS), (TurnRecord, TURN_FIELDS)):
+        hints = typing.get_type_hints(cls)
+        for name in names:
+            options = typing.get_args(hints[name]) if _is_union(hints[name]) else (hints[name],)
+            kind = next(option for option in options if option is not type(None))
+            if typing.get_origin(kind) is tuple:
+                inner = typing.get_args(kind)[0]
+                inner = typing.get_args(inner)[0] if _is_union(inner) else inner
+                made = pa.list_(token[inner])
+            else:
+                made = types[kind]
+            fields.append(pa.field(name, made, nullable=type(None) in options))
+    return pa.schema(fields)
+
+
+def _is_union(hint: Any) -> bool:
+    return type(None) in typing.get_args(hint)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpisodeFile:
+    """One file of episodes."""
+
+    path: Path
+    step: int
+    phase: Phase
+    size: int
+    """Bytes."""
+
+
+def episode_files(run: str | Path) -> list[EpisodeFile]:
+    """Lists the files of a run by step; a step's training comes before its evaluation."""
+    found = []
+    for path in Path(run, FOLDER).glob("*-*.parquet"):
+        step, _, phase = path.stem.partition("-")
+        if step.isdigit() and phase in PHASES:
+            try:
+                size = path.stat().st_size
+            except FileNotFoundError:  # a run that goes on has thinned its files out
+                continue
+            found.append(EpisodeFile(path=path, step=int(step), phase=phase, size=size))
+    return sorted(found, key=lambda file: (file.step, PHASES.index(file.phase)))
+
+
+class Episodes(Sequence[EpisodeRecord]):
+    """Episodes that were read; a sequence of records, and a table with one row a turn."""
+
+    def __init__(self, table: pa.Table, tokens: Mapping[int, str]) -> None:
+        self.table, self.tokens = table, tokens
+        """The columns of the page `docs/view.md`, and the text of each token id."""
+        self._starts = _starts(table)
+
+    def __len__(self) -> int:
+        """Returns the number of episodes."""
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns an episode, or a list of them."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = range(len(self))[index]
+        first = self._starts[place]
+        return _record(self.table.slice(first, self._starts[place + 1] - first).to_pylist())
+
+    def __iter__(self) -> Iterator[EpisodeRecord]:
+        """Yields the episodes; reads some hundreds of them at once."""
+        for start in range(0, len(self), _AT_ONCE):
+            yield from self._some(start, min(len(self), start + _AT_ONCE))
+
+    def _some(self, start: int, stop: int) -> list[EpisodeRecord]:
+        first = self._starts[start]
+        rows = self.table.slice(first, self._starts[stop] - first).to_pylist()
+        places = self._starts[start : stop + 1]
+        return [_record(rows[a - first : b - first]) for a, b in pairwise(places)]
+
+    def to_pandas(self) -> Any:
+        """Returns the table as a `pandas.DataFrame`, one row a turn."""
+        return self.table.to_pandas()
+
+
+_AT_ONCE = 256
+
+
+def _starts(table: pa.Table) -> list[int]:
+    """Returns the first row of each episode, and the number of rows."""
+    import numpy as np
+
+    if not table.num_rows:
+        return [0]
+    names = np.asarray(table["episode"].combine_chunks().dictionary_encode().indices)
+    return [0, *(np.flatnonzero(np.diff(names)) + 1).tolist(), table.num_rows]
+
+
+def _record(rows: Sequence[Mapping[str, Any]]) -> EpisodeRecord:
+    turns = [row for row in rows if row["turn"] is not None]
+    return EpisodeRecord(
+        **{name: rows[0][name] for name in EPISODE_FIELDS},
+        turns=tuple(
+            TurnRecord(**{name: _tuple(row[name]) for name in TURN_FIELDS}) for row in turns
+        ),
+    )
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def read_episodes(
+    run: str | Path, *, phases: Collection[str] = PHASES, steps: Collection[int] | None = None
+) -> Episodes:
+    """Reads the episodes that a run has kept, also while it goes on.
+
+    Args:
+        run: Folder of the run.
+        phases: Any of `train`, `eval` and `greedy`.
+        steps: The steps to read; all by default.
+
+    Raises:
+        OutputError: The run has kept no episodes, or a phase is unknown.
+    """
+    import pyarrow as pa
+
+    if unknown := set(phases) - set(PHASES):
+        raise OutputError(f"phases has {sorted(unknown)}; expected some of {', '.join(PHASES)}")
+    files = episode_files(run)
+    if not files:
+        raise OutputError(
+            f"{str(run)!r} has kept no episodes; expected the folder of a run that trained "
+            "without `--keep-episodes none`"
+        )
+    chosen = [f for f in files if f.phase in phases and (steps is None or f.step in steps)]
+    tables = [table for file in chosen if (table := read_file(file.path)) is not None]
+    return Episodes(pa.concat_tables([schema().empty_table(), *tables]), read_tokens(run))
+
+
+def read_file(path: Path) -> pa.Table | None:
+    """Reads one file; None and a warning if it is damaged, None if it has just been deleted."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, partitioning=None)
+        for column in schema():
+            if column.nullable and column.name not in table.column_names:  # of an older version
+                table = table.append_column(column, pa.nulls(table.num_rows, column.type))
+        return table.select(schema().names).cast(schema())
+    except FileNotFoundError:
+        return None
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        logger.warning("%s is damaged and left out: %s", path, str(error).partition("\n")[0])
+        return None
+
+
+def read_tokens(run: str | Path) -> dict[int, str]:
+    """Reads the text of each token id in the episodes of a run; empty if it is not known."""
+    path = Path(run, FOLDER, TOKENS)
+    try:
+        return {int(number): str(text) for number, text in json.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        logger.warning("%s is damaged and left out: %s", path, error)
+        return {}

@@ -1,0 +1,364 @@
+"""Writes the episodes that a run keeps; see `gspo_env.report.episodes`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_env.config import EpisodesConfig
+from gspo_env.env.tools import Tool, ToolCallError, parse_tool_calls
+from gspo_env.learner.tokens import TokenValues
+from gspo_env.redaction import redact_text
+from gspo_env.report.episodes import (
+    EPISODE_FIELDS,
+    FOLDER,
+    TOKENS,
+    TURN_FIELDS,
+    EpisodeFile,
+    Phase,
+    episode_files,
+    read_tokens,
+    schema,
+)
+from gspo_env.rollout.metrics import Evaluation
+from gspo_env.serving.calls import parse_message
+from gspo_env.types import Episode, Group, Message, Turn
+
+logger = logging.getLogger(__name__)
+
+Tokens = Mapping[tuple[int, int, int], TokenValues]
+"""By index of the group, of the episode in the group and of the turn."""
+
+_VALUES = {
+    "trainer_logprobs": "trainer_logprobs",
+    "advantages": "advantage",
+    "ratios": "ratio",
+    "clipped": "clipped",
+    "entropies": "entropy",
+}
+"""The field of `TokenValues` of each column."""
+
+
+class EpisodeLog:
+    """The episodes of one run on the disk: a file for each phase of a step, whole or absent.
+
+    A run that goes on writes the same files again, so no episode is there twice.
+
+    Args:
+        run: Folder of the run.
+        settings: What to keep.
+        tokenizer: Gives the text of token ids.
+        attempt: Calls a function that may fail to write, such as `Checkpoints.attempt`.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        settings: EpisodesConfig,
+        tokenizer: Any,
+        attempt: Callable[[str, Callable[[], object]], bool],
+    ) -> None:
+        self.run, self.settings, self._tokenizer, self._attempt = run, settings, tokenizer, attempt
+        self._tokens = read_tokens(run)
+
+    def chosen(self, groups: int) -> range:
+        """Returns the indices of the training groups to keep; tasks are drawn in random order."""
+        most = {"all": groups, "sample": min(groups, self.settings.keep_groups)}
+        return range(most.get(self.settings.keep_episodes, 0))
+
+    def trained(self, step: int, groups: Mapping[int, Group], tokens: Tokens) -> None:
+        """Writes groups of a training step.
+
+        Args:
+            step: The step.
+            groups: The groups by index.
+            tokens: What the update did to the tokens of trained turns.
+        """
+        self._write(step, "train", groups, tokens)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """Writes the sampled and the greedy episodes of an evaluation."""
+        if self.settings.keep_episodes != "none":
+            self._write(step, "eval", dict(enumerate(evaluation.groups)), {})
+            self._write(step, "greedy", dict(enumerate(evaluation.greedy_groups)), {})
+
+    def go_on(self, step: int) -> None:
+        """Deletes what a run wrote after the step from which it goes on."""
+        for file in episode_files(self.run):
+            if file.step > step:
+                self._attempt(f"{FOLDER}/{file.path.name}", file.path.unlink)
+
+    def _write(self, step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens) -> None:
+        if groups:
+            name = f"{FOLDER}/{step:06d}-{phase}.parquet"
+            self._attempt(name, lambda: self._save(self.run / name, step, phase, groups, tokens))
+
+    def _save(
+        self, path: Path, step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens
+    ) -> None:
+        import pyarrow.parquet as pq
+
+        table = to_table(step, phase, groups, tokens)
+        path.parent.mkdir(exist_ok=True)
+        self._note_tokens(table)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            pq.write_table(table, part, compression="zstd", row_group_size=4096)
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        for file in surplus(episode_files(self.run), self.settings.keep_mb * 10**6):
+            file.path.unlink()
+
+    def _note_tokens(self, table: Any) -> None:
+        """Writes the text of token ids that are new."""
+        columns = [table[name].combine_chunks().flatten() for name in ("prompt_ids", "action_ids")]
+        ids = np.unique(np.concatenate([np.asarray(column) for column in columns]))
+        new = [number for number in ids.tolist() if number not in self._tokens]
+        if not new:
+            return
+        self._tokens |= {number: _token_text(self._tokenizer, number) for number in new}
+        path = self.run / FOLDER / TOKENS
+        part = path.with_name(f".{TOKENS}.part")
+        part.write_text(json.dumps(self._tokens))
+        os.replace(part, path)
+
+
+def surplus(files: Sequence[EpisodeFile], most: int) -> list[EpisodeFile]:
+    """Returns the files to delete, so that the others have at most this many bytes.
+
+    Those of training go first. Within a phase, the one goes whose neighbours are the closest, so
+    that the others stay spread over the run; the first and the last of each phase are left.
+    """
+    left, gone = list(files), []
+    total = sum(file.size for file in left)
+    for phase in ("train", "greedy", "eval"):
+        own = [file for file in left if file.phase == phase]
+        while total > most and len(own) > 2:
+            gaps = [after.step - before.step for before, after in zip(own, own[2:], strict=False)]
+            found = own.pop(1 + min(range(len(gaps)), key=gaps.__getitem__))
+            gone.append(found)
+            total -= found.size
+    return gone
+
+
+def _token_text(tokenizer: Any, number: int) -> str:
+    """Returns the text of a token; the tokenizer's own name of one that is a part of a letter."""
+    text = str(tokenizer.decode([number]))
+    name = str(tokenizer.convert_ids_to_tokens(number) or text)
+    if not text or "\ufffd" in text:
+        return name
+    # SentencePiece drops the space before the first word of a text
+    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
+
+
+def to_table(step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens) -> Any:
+    """Returns the rows of episodes.
+
+    Args:
+        step: The training step.
+        phase: How they were played.
+        groups: The groups by index.
+        tokens: What the update did to the tokens of trained turns.
+    """
+    import pyarrow as pa
+
+    columns: dict[str, list[Any]] = {name: [] for name in (*EPISODE_FIELDS, *TURN_FIELDS)}
+    for p, group in groups.items():
+        for g, episode in enumerate(group.episodes):
+            values = {k: tokens.get((p, g, k)) for k in range(len(episode.turns))}
+            rows, hidden = _turns(episode, values)
+            head = {
+                "episode": f"{phase}-{step}-{p}-{g}",
+                "group": f"{phase}-{step}-{p}",
+                "phase": phase,
+                "step": step,
+                **_episode(episode, hidden),
+                "trained": any(value is not None for value in values.values()),
+            }
+            for row in rows:
+                for name, value in head.items():
+                    columns[name].append(value)
+                for name, value in row.items():
+                    columns[name].append(value)
+    arrays = [_array(columns[field.name], field.type) for field in schema()]
+    return pa.Table.from_arrays(arrays, schema=schema())
+
+
+def _array(values: list[Any], kind: Any) -> Any:
+    import pyarrow as pa
+
+    try:
+        return pa.array(values, kind)
+    except UnicodeEncodeError:  # lone surrogates, which no file takes
+        texts = (v if v is None else v.encode(errors="backslashreplace").decode() for v in values)
+        return pa.array(list(texts), kind)
+
+
+class _Clean:
+    """Replaces what looks like a secret and notes whether there was any."""
+
+    def __init__(self) -> None:
+        self.hidden = False
+
+    def __call__(self, text: str) -> str:
+        clean = redact_text(text)
+        self.hidden |= clean != text
+        return clean
+
+    def json(self, value: Any) -> str | None:
+        """Writes JSON; None if the value is empty."""
+        return self(json.dumps(value, ensure_ascii=False, default=repr)) if value else None
+
+
+def _episode(episode: Episode, hidden: bool) -> dict[str, Any]:
+    clean, task = _Clean(), episode.task
+    return {
+        "env": task.env_id,
+        "seed": task.seed,
+        "options": clean.json(dict(task.options)),
+        "task_key": None if (key := episode.reset.task_key) is None else clean(key),
+        "num_turns": len(episode.turns),
+        "num_sequences": len(set(range(len(episode.turns))) - set(episode.parents)),
+        "total_reward": float(sum(turn.reward for turn in episode.turns)),
+        "outcome": float(episode.outcome),
+        "success": None if episode.success is None else bool(episode.success),
+        "stop_reason": episode.stop_reason.value,
+        "terminated": bool(episode.terminated),
+        "truncated": bool(episode.truncated),
+        "error": None if episode.error is None else clean(episode.error),
+        "final_observation": clean(episode.final_observation),
+        "redacted": hidden or clean.hidden,
+    }
+
+
+def _turns(
+    episode: Episode, values: Mapping[int, TokenValues | None]
+) -> tuple[list[dict[str, Any]], bool]:
+    """Returns the fields of `TurnRecord` of each turn, and whether something was redacted."""
+    clean, turns = _Clean(), episode.turns
+    told = [Message(role="system", content=episode.prompt.system)] if episode.prompt.system else []
+    messages: Iterable[Message] | None = [*told, *episode.prompt.messages]
+    tools: Iterable[Any] | None = episode.prompt.tools
+    sequences = _sequences(episode.parents)
+    callable_now: Sequence[Any] = tuple(episode.prompt.tools)
+    rows = []
+    for k, (turn, parent) in enumerate(zip(turns, episode.parents, strict=True)):
+        info = turns[k - 1].info if k else None
+        if info is not None:
+            messages, tools = info.messages, info.tools
+            callable_now = callable_now if tools is None else tuple(tools)
+        rows.append(
+            {
+                "turn": k,
+                "parent": parent,
+                "fork": turn.fork,
+                "sequence": sequences[k],
+                "role": "user" if info is None else info.observation_role,
+                "observation": clean(turn.observation),
+                "action": clean(turn.text),
+                "tool_calls": clean.json(_calls(turn.text, callable_now)),
+                "reward": float(turn.reward),
+                "reward_parts": clean.json(dict(turn.info.reward_parts)),
+                "messages": clean.json([_message(message) for message in messages or ()]),
+                "tools": clean.json([getattr(tool, "schema", tool) for tool in tools or ()]),
+                "agent": (episode.reset if info is None else info).agent,
+                "state_key": turn.state_key,
+                "weights_version": turn.weights_version,
+                "generate_seconds": turn.timing.generate,
+                "step_seconds": turn.timing.step,
+                **_ids(turn, values[k]),
+            }
+        )
+    if not rows:
+        opening = {
+            "messages": clean.json([_message(message) for message in messages or ()]),
+            "tools": clean.json([getattr(tool, "schema", tool) for tool in tools or ()]),
+        }
+        rows = [_EMPTY | opening]
+    if clean.hidden:
+        rows = [row | _NO_TOKENS for row in rows]
+    return rows, clean.hidden
+
+
+_NO_TOKENS: dict[str, Any] = {
+    "prompt_ids": (),
+    "action_ids": (),
+    "engine_logprobs": (),
+    **dict.fromkeys(_VALUES),
+}
+_EMPTY: dict[str, Any] = {
+    **dict.fromkeys(TURN_FIELDS),
+    **_NO_TOKENS,
+    "role": "user",
+    "observation": "",
+    "action": "",
+    "reward": 0.0,
+    "weights_version": 0,
+    "generate_seconds": 0.0,
+    "step_seconds": 0.0,
+}
+"""The row of an episode without turns."""
+
+
+def _ids(turn: Turn, values: TokenValues | None) -> dict[str, Any]:
+    """Returns the token columns of a turn; None for tokens that its mask leaves out."""
+    found: dict[str, Any] = {
+        "prompt_ids": turn.prompt_ids,
+        "action_ids": turn.action_ids,
+        "engine_logprobs": turn.logprobs,
+        **dict.fromkeys(_VALUES),
+    }
+    for column, name in _VALUES.items():
+        array = None if values is None else getattr(values, name)
+        if array is None:
+            continue
+        trained: list[Any] = (array > 0.5).tolist() if column == "clipped" else array.tolist()
+        if turn.info.token_mask is not None:
+            left = iter(trained)
+            trained = [next(left) if kept else None for kept in turn.info.token_mask]
+        found[column] = trained
+    return found
+
+
+def _sequences(parents: Sequence[int | None]) -> list[int]:
+    """Returns the index of the sequence in which each turn is trained.
+
+    As in `Episode.sequences`: there is a sequence for each turn that no other continues, and a
+    turn is trained in the first that contains it.
+    """
+    found = [-1] * len(parents)
+    leaves = sorted(set(range(len(parents))) - set(parents))
+    for number, leaf in enumerate(leaves):
+        at: int | None = leaf
+        while at is not None and found[at] < 0:
+            found[at] = number
+            at = parents[at]
+    return found
+
+
+def _calls(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the tool calls of an action, of any family of models, and what is malformed."""
+    if not tools and "<tool_call>" not in text:
+        return []
+    message, malformed = parse_message(text, [tool for tool in tools if isinstance(tool, Tool)])
+    if malformed and "<tool_call>" in text:  # says what is wrong, in order
+        return [
+            {"error": call.message}
+            if isinstance(call, ToolCallError)
+            else {"name": call.name, "arguments": call.arguments}
+            for call in parse_tool_calls(text)
+        ]
+    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    return [*calls, *({"error": "the tool call is malformed."} for _ in range(malformed))]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    return {name: value for name, value in asdict(message).items() if value}

@@ -1,0 +1,61 @@
+"""A real Chromium: the system's if there is one, else the one that Playwright has installed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.config import Config
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("view") / "run"
+    config = Config.from_recipe(
+        recipe={"hidden_size": 32, "demonstrations": 64, "imitation_steps": 60},
+        steps=2,
+        tasks_per_step=3,
+        eval_tasks=4,
+        eval_every=1,
+        rollout={"group_size": 3},
+        tracker="none",
+        output=str(folder),
+    )
+    GSPOAgent(config=config).train()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chromium(run: Path) -> Iterator[Any]:  # Playwright's loop runs in this thread: train before
+    from playwright.sync_api import sync_playwright
+
+    system = next(filter(None, map(shutil.which, NAMES)), None)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=system,
+            args=["--no-sandbox"],  # a container has no user namespaces
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(chromium: Any) -> Iterator[Any]:
+    """A page that must say nothing in the console."""
+    context = chromium.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(20_000)
+    opened = context.new_page()
+    said: list[str] = []
+    opened.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
+    opened.on("pageerror", lambda error: said.append(str(error)))
+    opened.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
+    yield opened
+    context.close()
+    assert said == []

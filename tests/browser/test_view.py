@@ -1,0 +1,239 @@
+"""The page of `gspo-env view` in a real Chromium."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_env.report import read_episodes
+from gspo_env.report.episodes_live import LiveServer
+from gspo_env.report.episodes_log import to_table
+from gspo_env.report.episodes_page import write_page
+from gspo_env.types import Episode, Group, Message, Prompt, StepInfo, StopReason, Task, Turn
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
+
+
+def keep(folder: Path, step: int, *episodes: Episode) -> None:
+    import pyarrow.parquet as pq
+
+    (folder / "episodes").mkdir(parents=True, exist_ok=True)
+    group = Group(task=episodes[0].task, episodes=episodes)
+    path = folder / "episodes" / f"{step:06d}-train.parquet"
+    pq.write_table(to_table(step, "train", {0: group}, {}), path)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": {step}, "time": 0, "metrics": {{"rollout/return": {step}}}}}\n')
+
+
+def turn(**changes: Any) -> Turn:
+    fields = {"prompt_ids": (1, 2), "action_ids": (3, 4), "logprobs": (-1.0, -2.0)}
+    return Turn(**{**fields, "text": "act", "observation": "see", "reward": 0.0, **changes})
+
+
+def episode(*turns: Turn, **changes: Any) -> Episode:
+    fields = {"task": Task(env_id="test", seed=7), "turns": turns, "outcome": 1.0}
+    ended = {"stop_reason": StopReason.TERMINATED, "terminated": True, "truncated": False}
+    return Episode(**{**fields, **ended, "success": True, **changes})
+
+
+def start(page: Any, address: str) -> None:
+    page.goto(address)
+    page.wait_for_selector("html[data-ready]")
+
+
+def count(page: Any) -> str:
+    return str(page.locator("output").inner_text())
+
+
+def test_the_page_of_a_run_opens_from_disk_filters_and_shows_an_episode(
+    page: Any, run: Path
+) -> None:
+    kept = read_episodes(run)
+    start(page, (run / "view.html").as_uri())
+    assert page.locator("h1").inner_text() == "run"
+    assert page.locator("canvas").count() >= 5
+    page.click("nav >> text=Episodes")
+    assert count(page) == f"{len(kept)} of {len(kept)} episodes"
+    page.select_option("label:has-text('Played in') select", "train")
+    page.wait_for_selector(f"output:has-text('18 of {len(kept)}'), output:has-text('12 of')")
+    page.locator("[role=option]").first.click()
+    name = page.locator("h2").inner_text().split()[-1]
+    (record,) = [e for e in kept if e.episode == name]
+    page.wait_for_selector("article")
+    assert page.locator("article").count() == record.num_turns
+    assert record.turns[0].observation in page.locator("article").first.inner_text()
+    assert f"ended by {record.stop_reason}" in page.locator(".end").inner_text()
+    page.fill("#search", "no task is called so")
+    page.wait_for_selector("text=No episode is like this.")
+
+
+def test_a_token_shows_its_exact_id_and_values(page: Any, run: Path) -> None:
+    record = next(e for e in read_episodes(run, phases=["train"]) if e.trained)
+    start(page, f"{(run / 'view.html').as_uri()}#tokens={record.episode}")
+    page.wait_for_selector(".t")
+    ids = [i for t in record.turns for i in (*t.prompt_ids, *t.action_ids)]
+    assert page.locator(".t").count() == len(ids)
+    sampled = page.locator(".t:not(.read)")
+    assert sampled.count() == sum(len(t.action_ids) for t in record.turns)
+    sampled.nth(0).hover()
+    tip = page.locator(".tip").inner_text()
+    assert f"id\n{record.turns[0].action_ids[0]}" in tip
+    for name in ("advantage", "engine log-probability", "trainer log-probability", "ratio"):
+        assert name in tip
+    page.locator(".flow").focus()
+    page.keyboard.press("ArrowRight")
+    at = len(record.turns[0].prompt_ids) + 1
+    assert f"id\n{ids[min(at, len(ids) - 1)]}" in page.locator(".tip").inner_text()
+    before = sampled.nth(0).get_attribute("style")
+    page.click("text=entropy")
+    assert sampled.nth(0).get_attribute("style") != before
+
+
+def test_the_attempts_of_a_group_are_side_by_side(page: Any, run: Path) -> None:
+    record = next(iter(read_episodes(run, phases=["train"])))
+    start(page, f"{(run / 'view.html').as_uri()}#attempts={record.episode}")
+    page.wait_for_selector("tbody td.chosen")
+    heads = page.locator("thead th .link").all_inner_texts()
+    assert [text.split()[-1] for text in heads] == [f"{record.group}-{g}" for g in range(3)]
+    page.locator("thead th .link").nth(2).click()
+    page.wait_for_selector(f"h2:has-text('{record.group}-2')")
+
+
+def test_the_theme_changes_and_follows_the_system(chromium: Any, page: Any, run: Path) -> None:
+    start(page, (run / "view.html").as_uri())
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.click("#theme")
+    page.wait_for_selector("html[data-theme=dark]")
+    assert page.evaluate(background) != light
+    page.keyboard.press("t")
+    page.wait_for_selector("html[data-theme=light]")
+    assert page.evaluate(background) == light
+    context = chromium.new_context(color_scheme="dark")
+    dark = context.new_page()
+    start(dark, (run / "view.html").as_uri())
+    assert dark.get_attribute("html", "data-theme") == "dark"
+    context.close()
+
+
+def test_everything_is_reached_with_the_keyboard(page: Any, run: Path) -> None:
+    start(page, (run / "view.html").as_uri())
+    for key in ("e", "j", "j", "k"):
+        page.keyboard.press(key)
+    page.wait_for_selector("article")
+    first = page.locator("h2").inner_text().split()[-1]
+    page.keyboard.press("2")
+    page.wait_for_selector(".flow")
+    page.keyboard.press("3")
+    page.wait_for_selector("table")
+    page.locator(".list").focus()
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector(f"h2:not(:has-text('{first}'))")
+    page.keyboard.press("/")
+    page.wait_for_selector("#search:focus")
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("text=Choose an episode")
+
+
+def test_every_control_has_a_name(page: Any, run: Path) -> None:
+    record = next(iter(read_episodes(run, phases=["train"])))
+    for view in ("summary", *(f"{v}={record.episode}" for v in ("conversation", "tokens"))):
+        start(page, f"{(run / 'view.html').as_uri()}#{view}")
+        page.reload()
+        page.wait_for_selector("html[data-ready]")
+        nameless = page.evaluate(
+            """[...document.querySelectorAll("button, input, select, a, [role=img], [tabindex]")]
+            .filter((e) => e.tabIndex >= 0 || e.role === "img")
+            .filter((e) => !(e.ariaLabel || e.innerText?.trim() || e.labels?.length))
+            .map((e) => e.outerHTML)"""
+        )
+        assert nameless == []
+
+
+def test_hostile_text_is_shown_as_text(page: Any, tmp_path: Path) -> None:
+    hostile = turn(
+        text=f"<think>{HOSTILE}</think>{HOSTILE}", observation=HOSTILE, info=StepInfo(agent=HOSTILE)
+    )
+    bad = episode(
+        hostile,
+        turn(text=f'<tool_call>{{"name": "{HOSTILE}"'),
+        task=Task(env_id=HOSTILE, seed=1, options={"x": HOSTILE}),
+        prompt=Prompt(
+            system=HOSTILE, messages=(Message(role="assistant", content=HOSTILE, name=HOSTILE),)
+        ),
+        error=HOSTILE,
+        final_observation=HOSTILE,
+    )
+    keep(tmp_path, 1, bad)
+    (tmp_path / "config.toml").write_text(HOSTILE)
+    (tmp_path / "warnings.txt").write_text(HOSTILE)
+    (tmp_path / "episodes" / "tokens.json").write_text(f'{{"3": "{"<b>bold</b>"}"}}')
+    start(page, write_page(tmp_path, tmp_path / "view.html").as_uri())
+    page.goto(f"{(tmp_path / 'view.html').as_uri()}#conversation=train-1-0-0")
+    page.wait_for_selector("article")
+    page.click("text=Unfold all")
+    assert page.locator("article").first.inner_text().count('<script>alert("x")') >= 4
+    page.keyboard.press("2")
+    assert "<b>bold</b>" in page.locator(".flow").inner_text()
+    page.keyboard.press("3")
+    page.wait_for_selector("tbody")
+    assert page.locator("#app script, #app img, #app b >> text=bold").count() == 0
+
+
+def test_shared_and_forked_sequences_are_shown_as_such(page: Any, tmp_path: Path) -> None:
+    parents = (None, 0, 0, None)
+    keep(tmp_path, 1, episode(*(turn(parent=parent) for parent in parents)))
+    start(page, f"{write_page(tmp_path, tmp_path / 'v.html').as_uri()}#conversation=train-1-0-0")
+    page.wait_for_selector("article")
+    forks = page.locator(".fork").all_inner_texts()
+    assert forks == ["Continues turn 1: the sequence forks.", "A new token sequence begins here."]
+    page.keyboard.press("2")
+    heads = page.locator(".flow h3").all_inner_texts()
+    assert heads == [
+        f"Sequence {n} of 3: turns {turns}" for n, turns in enumerate(("1, 2", "1, 3", "4"), 1)
+    ]
+    (shared,) = page.locator(".shared summary").all_inner_texts()
+    assert shared.startswith("4 tokens of turn 1 are shared")
+
+
+def test_a_live_run_is_followed_without_losing_what_is_open(page: Any, tmp_path: Path) -> None:
+    keep(tmp_path, 1, episode(turn(text="first")))
+    with LiveServer(tmp_path) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            start(page, f"{server.url}#conversation=train-1-0-0")
+            page.wait_for_selector("article:has-text('first')")
+            assert count(page) == "1 of 1 episodes"
+            keep(tmp_path, 2, episode(turn(text="second")), episode(turn(text="third")))
+            page.wait_for_selector("output:has-text('3 of 3 episodes')")
+            assert page.locator("article:has-text('first')").count() == 1
+            page.keyboard.press("k")
+            page.wait_for_selector("article:has-text('third'), article:has-text('second')")
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def test_ten_thousand_episodes_are_listed_filtered_and_opened(page: Any, tmp_path: Path) -> None:
+    for step in range(10):
+        tasks = [Task(env_id="test", seed=1000 * step + g) for g in range(1000)]
+        keep(tmp_path, step, *(episode(turn(), task=t, success=t.seed % 2 == 0) for t in tasks))
+    start(page, write_page(tmp_path, tmp_path / "view.html").as_uri())
+    page.click("nav >> text=Episodes")
+    assert count(page) == "10,000 of 10,000 episodes"
+    assert page.locator("[role=option]").count() < 60  # only those in sight
+    page.select_option("label:has-text('Success') select", "true")
+    page.wait_for_selector("output:has-text('5,000 of 10,000')")
+    page.locator(".list").focus()
+    page.keyboard.press("End")
+    page.wait_for_selector("article")
+    assert (
+        page.locator("[aria-selected=true][role=option]").get_attribute("aria-posinset") == "5000"
+    )

@@ -1,0 +1,113 @@
+"""`gspo-env capture` with a real program, a real model and the address between them."""
+
+import json
+
+import pytest
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.cli.main import main
+from gspo_env.config import Config
+from gspo_env.recipes.conversations import read_conversations
+from gspo_env.recipes.embedded import build
+from gspo_env.recipes.tiny import Tiny
+
+PROGRAM = """
+import httpx2 as httpx
+
+
+def run(task, base_url=None, api_key=None):
+    messages = [{"role": "user", "content": task["question"]}]
+    headers = {"authorization": f"Bearer {api_key}", "x-agent": "asker"}
+    with httpx.Client(base_url=base_url, headers=headers) as client:
+        for follow in ("sure?", None):
+            got = client.post("/chat/completions", json={"messages": messages})
+            got.raise_for_status()
+            messages.append(got.json()["choices"][0]["message"])
+            if follow:
+                messages.append({"role": "user", "content": follow})
+    return 1.0 if messages[-1]["content"] else 0.5
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder with a model, a program and tasks."""
+    path = tmp_path_factory.mktemp("capture")
+    (path / "agent.py").write_text(PROGRAM)
+    tasks = [{"question": f"river {word}?"} for word in ("amber", "birch", "cedar", "stone")]
+    (path / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    talk = [
+        {"role": "user", "content": "river amber?"},
+        {"role": "assistant", "content": "amber"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    (path / "talks.jsonl").write_text(json.dumps({"messages": talk}))
+    config = Config.from_recipe(
+        "tiny",
+        recipe={
+            **{"conversations": str(path / "talks.jsonl"), "imitation_steps": 40},
+            "hidden_size": 32,
+        },
+        rollout={"max_turn_tokens": 8, "max_context": 128, "group_size": 2},
+        tracker="none",
+    )
+    agent = GSPOAgent(config=config)
+    agent.warm_up()
+    agent.save(path / "model")
+    return path
+
+
+def capture(files, out, *flags):
+    arguments = ["--model", str(files / "model"), "--data", str(files / "tasks.jsonl")]
+    arguments += ["--program", f"{files / 'agent.py'}:run", "--out", str(out), "--episodes", "3"]
+    main(["capture", *arguments, *flags])
+
+
+def test_what_a_program_said_and_got_is_recorded_and_can_be_imitated(files, tmp_path, capsys):
+    out = tmp_path / "episodes.jsonl"
+    capture(files, out)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 3
+    assert "conversations  3" in capsys.readouterr().out
+    for row in rows:
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant", "user", "assistant"]
+        assert row["messages"][2]["content"] == "sure?"
+        assert row["agent"] == "asker"
+        assert row["reward"] in (0.5, 1.0)
+        assert row["task_key"]
+    model, tokenizer, episodes = build(
+        None, "gspo/Program-v0", Tiny(conversations=str(out), hidden_size=32), 0
+    )
+    assert [t.text for t in episodes[0].turns] == [
+        m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"
+    ]
+    assert model.config.vocab_size == len(tokenizer)
+    assert len(read_conversations(str(out), 0.4)) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--command", "node x.js"], "one of --program and --command"),
+        (["--program", ""], "one of --program and --command"),
+        (["--program", "", "--command", "'"], "command is"),
+        (["--episodes", "0"], "episodes is 0"),
+        (["--data", ""], "--data"),
+        (["--out", "no/such/folder/x.jsonl"], "does not exist"),
+    ],
+)
+def test_capture_refuses_in_one_sentence(files, tmp_path, capsys, flags, told):
+    with pytest.raises(SystemExit) as ended:
+        capture(files, tmp_path / "x.jsonl", *flags)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_that_exists_is_not_overwritten(files, tmp_path, capsys):
+    out = tmp_path / "x.jsonl"
+    out.write_text("mine")
+    with pytest.raises(SystemExit):
+        capture(files, out)
+    assert "exists" in capsys.readouterr().err
+    assert out.read_text() == "mine"

@@ -1,0 +1,156 @@
+"""`gspo-env serve` and `train --conversations` with real parts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.cli.main import main
+from gspo_env.cli.serve import KEY, Serve, is_loopback, settings
+from gspo_env.config import Config, override
+from gspo_env.errors import ConfigError
+from gspo_env.model.load import save_model
+from gspo_env.types import Task
+
+HI = {"model": "m", "messages": [{"role": "user", "content": "amber"}]}
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": '{"key": "amber"}'}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Looks a key up.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+    },
+}
+TALK = [
+    {"role": "system", "content": "Use the tool."},
+    {"role": "user", "content": "What is amber?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "river", "tool_call_id": "1"},
+    {"role": "assistant", "content": "river"},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run's folder with a tiny model that imitated a conversation."""
+    path = tmp_path_factory.mktemp("run")
+    lines = path / "talks.jsonl"
+    lines.write_text(json.dumps({"messages": TALK, "tools": [TOOL]}) + "\n")
+    config = Config.from_recipe(
+        "tiny",
+        recipe={"conversations": str(lines), "imitation_steps": 60, "hidden_size": 32},
+        rollout={"max_turn_tokens": 16, "max_context": 128, "group_size": 2},
+        tracker="none",
+    )
+    agent = GSPOAgent(config=config)
+    agent.warm_up()
+    agent.save(path / "saved")
+    return path / "saved"
+
+
+def serve(folder, *flags, **variables):
+    command = [sys.executable, "-m", "gspo_env", "serve", str(folder), "--port", "0", *flags]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
+    )
+    given = dict(child.stdout.readline().strip().removeprefix("export ").split("=") for _ in "12")
+    return child, given
+
+
+def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
+    child, given = serve(folder, **{KEY: "open sesame"})
+    try:
+        url = f"{given['OPENAI_BASE_URL']}/chat/completions"
+        ask = {"model": "m", "temperature": 0, "messages": TALK[:2], "tools": [TOOL]}
+        assert httpx.post(url, json=ask).status_code == 401
+        headers = {"authorization": "Bearer open sesame"}
+        got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
+        (call,) = got["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"key": "amber"}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "river"}
+        ask["messages"] = [*TALK[:2], got["choices"][0]["message"], result]
+        got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
+        assert got["choices"][0]["message"]["content"] == "river"
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130
+        child.stdout.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--host", "0.0.0.0"], "there is no key"),
+        (["--host", "example.org"], "there is no key"),
+        (["--port", "70000"], "port is 70000"),
+        (["--temperature", "-1"], "temperature is -1"),
+        (["--engine", "nothing"], "nothing"),
+    ],
+)
+def test_serve_refuses_in_one_sentence(folder, capsys, monkeypatch, flags, told):
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", str(folder), *flags])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_only_addresses_of_this_machine_need_no_key():
+    own = ["127.0.0.1", "127.3.2.1", "localhost", "::1"]
+    others = ["0.0.0.0", "::", "10.0.0.1", "example.org", ""]
+    assert all(map(is_loopback, own))
+    assert not any(map(is_loopback, others))
+
+
+def test_a_folder_is_data_and_its_environment_is_not_needed(folder, tmp_path):
+    settled = settings(Serve(model=str(folder), max_tokens=5))
+    assert settled.rollout.max_turn_tokens == 5
+    assert settled.rollout.max_context == 128
+    text = json.loads((folder / "gspo_env.json").read_text())["config"]
+    evil = text.replace('env = "gspo/Lookup-v0"', 'env = "evil.py:Env"')
+    evil = evil.replace("[engine]", '[engine]\nextra = "run me"')
+    (tmp_path / "gspo_env.json").write_text(json.dumps({"config": text}))
+    assert settings(Serve(model=str(tmp_path))).rollout.max_context == 128
+    engine = 'name = "transformers"'
+    assert engine in text
+    evil = text.replace(engine, 'name = "evil.py:Engine"')
+    (tmp_path / "gspo_env.json").write_text(json.dumps({"config": evil}))
+    with pytest.raises(ConfigError, match="--engine"):
+        settings(Serve(model=str(tmp_path)))
+    assert settings(Serve(model=str(tmp_path), engine="transformers")).engine is not None
+
+
+def test_a_given_model_imitates_conversations_and_its_run_begins_with_them(
+    folder, tmp_path, model, tokenizer
+):
+    save_model(model, tokenizer, tmp_path / "model")
+    lines = Path(folder).parent / "talks.jsonl"
+    config = override(
+        Config(model=str(tmp_path / "model"), steps=1, tasks_per_step=1, eval_tasks=2),
+        {
+            "recipe": {
+                **{"name": "imitate", "conversations": str(lines), "imitation_steps": 30},
+                "imitation_learning_rate": 3e-3,
+            },
+            "rollout": {"group_size": 2, "max_turn_tokens": 8, "max_context": 512},
+            "tracker": "none",
+            "output": str(tmp_path / "run"),
+            "checkpoints": {"keep": 1, "save_every": 1},
+        },
+    )
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    agent = GSPOAgent(config=config)
+    agent.train()
+    changed = [n for n, v in agent.model.state_dict().items() if not v.equal(before[n])]
+    assert changed
+    assert (agent.folder / "start").is_dir() or any(agent.folder.rglob("*.safetensors"))
+    resumed = GSPOAgent.resume(agent.folder)
+    assert resumed.finished
+    assert agent.evaluate([Task(env_id=agent.env_id, seed=1)])

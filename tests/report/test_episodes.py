@@ -1,0 +1,415 @@
+"""Kept episodes: what is in the files, that it is exact, and that nothing damages them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.batch.sample import to_samples
+from gspo_env.cli.main import main
+from gspo_env.config import Config, EpisodesConfig, override
+from gspo_env.errors import OutputError
+from gspo_env.learner import GSPO, Learner, LearnerConfig, TokenValues
+from gspo_env.learner.tokens import token_values
+from gspo_env.report import episodes as module
+from gspo_env.report import read_episodes
+from gspo_env.report.episodes import (
+    EPISODE_FIELDS,
+    TURN_FIELDS,
+    EpisodeFile,
+    EpisodeRecord,
+    Episodes,
+    TurnRecord,
+    episode_files,
+    schema,
+)
+from gspo_env.report.episodes_log import EpisodeLog, surplus, to_table
+from gspo_env.rollout.metrics import Evaluation
+from gspo_env.types import Episode, Group, Prompt, StepInfo, StopReason, Task, Turn
+
+ROOT = Path(__file__).parents[2]
+
+
+def small(output: Path, **changes: object) -> Config:
+    settings: dict[str, object] = {
+        "env": "gspo/Lookup-v0",
+        "recipe": {"hidden_size": 32, "demonstrations": 64, "imitation_steps": 4},
+        "steps": 2,
+        "tasks_per_step": 3,
+        "eval_tasks": 4,
+        "eval_every": 1,
+        "rollout": {"group_size": 3},
+        "learner": {"minibatches": 2},
+        "checkpoints": {"save_every": 1},
+        "tracker": "none",
+        "output": str(output),
+    }
+    return override(Config.from_recipe(), {**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("kept") / "run"
+    GSPOAgent(config=small(folder)).train()
+    return folder
+
+
+def turn(**changes: object) -> Turn:
+    fields: dict[str, object] = {
+        "prompt_ids": (1, 2, 3),
+        "action_ids": (4, 5),
+        "logprobs": (-0.5, -1.5),
+        "text": "act",
+        "observation": "see",
+        "reward": 0.5,
+    }
+    return Turn(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def episode(*turns: Turn, **changes: object) -> Episode:
+    fields: dict[str, object] = {
+        "task": Task(env_id="test", seed=7),
+        "turns": turns,
+        "outcome": 1.0,
+        "stop_reason": StopReason.TERMINATED,
+        "terminated": True,
+        "truncated": False,
+    }
+    return Episode(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def kept(
+    *played: Episode, tokens: dict[tuple[int, int, int], TokenValues] | None = None
+) -> Episodes:
+    group = Group(task=played[0].task, episodes=played)
+    return Episodes(to_table(3, "train", {5: group}, tokens or {}), {})
+
+
+def test_a_run_keeps_every_evaluation_and_a_sample_of_training_groups(run: Path) -> None:
+    found = read_episodes(run)
+    counts: dict[tuple[str, int], int] = {}
+    for record in found:
+        counts[record.phase, record.step] = counts.get((record.phase, record.step), 0) + 1
+    evaluations = {(phase, step): 4 for phase in ("eval", "greedy") for step in (0, 1, 2)}
+    assert counts == {**evaluations, ("train", 1): 6, ("train", 2): 6}
+    assert len({record.episode for record in found}) == len(found)
+    for record in found:
+        assert [t.turn for t in record.turns] == list(range(record.num_turns))
+        assert record.total_reward == sum(t.reward for t in record.turns)
+    assert len(read_episodes(run, phases=["train"], steps=[2])) == 6
+
+
+def test_kept_tokens_have_the_log_probabilities_of_engine_and_trainer(run: Path) -> None:
+    trained = [e for e in read_episodes(run, phases=["train"]) if e.trained]
+    assert trained
+    for record in trained:
+        for t in record.turns:
+            assert t.trainer_logprobs is not None
+            assert t.advantages is not None
+            assert t.ratios is not None
+            assert len(t.action_ids) == len(t.engine_logprobs) == len(t.trainer_logprobs)
+            assert t.trainer_logprobs == pytest.approx(t.engine_logprobs, abs=2e-3)
+            assert len(set(t.advantages)) == 1  # an advantage of the turn
+            assert len(set(t.ratios)) == 1  # GSPO
+            assert t.weights_version == record.step - 1
+
+
+def test_the_text_of_kept_tokens_is_that_of_the_conversation(run: Path) -> None:
+    found = read_episodes(run)
+    ids = {i for e in found for t in e.turns for i in (*t.prompt_ids, *t.action_ids)}
+    assert ids == set(found.tokens)
+    for record in found:
+        for t in record.turns:
+            if any(found.tokens[i].startswith("<0x") for i in t.action_ids):
+                continue  # a byte, which is no text alone
+            said = "".join(found.tokens[i] for i in t.action_ids)
+            assert said.removesuffix("<|im_end|>") == t.action
+
+
+def test_a_data_frame_has_a_row_for_each_turn(run: Path) -> None:
+    found = read_episodes(run)
+    frame = found.to_pandas()
+    assert list(frame.columns) == [*EPISODE_FIELDS, *TURN_FIELDS]
+    assert len(frame) == sum(max(1, e.num_turns) for e in found)
+
+
+def test_a_run_that_goes_on_has_no_episode_twice_and_the_same_ones(
+    run: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    GSPOAgent(config=small(half)).train()
+    # as if the process had been killed in the second step
+    shutil.rmtree(half / "checkpoints" / "step-000002")
+    (half / "episodes" / "000002-eval.parquet").unlink()
+    (half / "episodes" / ".000002-eval.parquet.part").write_bytes(b"PAR1")
+    (half / "episodes" / "000009-train.parquet").write_bytes(
+        (half / "episodes" / "000001-train.parquet").read_bytes()
+    )
+    GSPOAgent.resume(half).train()
+    whole, again = read_episodes(run), read_episodes(half)
+    assert [e.episode for e in again] == [e.episode for e in whole]
+    for one, other in zip(again, whole, strict=True):
+        assert [t.action_ids for t in one.turns] == [t.action_ids for t in other.turns]
+        assert [t.ratios for t in one.turns] == [t.ratios for t in other.turns]
+
+
+def test_a_damaged_file_is_named_and_the_others_are_read(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "episodes"
+    folder.mkdir()
+    for file in episode_files(run):
+        data = file.path.read_bytes()
+        cut = file.step == 1 and file.phase == "train"
+        (folder / file.path.name).write_bytes(data[: len(data) // 2] if cut else data)
+    assert {(e.phase, e.step) for e in read_episodes(tmp_path)} >= {("train", 2), ("eval", 0)}
+    assert "000001-train.parquet is damaged" in caplog.text
+
+
+def test_a_column_that_an_older_version_did_not_write_is_empty(run: Path, tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    (tmp_path / "episodes").mkdir()
+    old = pq.read_table(run / "episodes" / "000001-train.parquet").drop_columns(["fork"])
+    pq.write_table(old, tmp_path / "episodes" / "000001-train.parquet")
+    assert {t.fork for e in read_episodes(tmp_path) for t in e.turns} == {None}
+
+
+@pytest.mark.parametrize(("keep", "phases"), [("none", set()), ("eval", {"eval", "greedy"})])
+def test_the_setting_chooses_what_is_kept(tmp_path: Path, keep: str, phases: set[str]) -> None:
+    config = small(tmp_path / "run", steps=1, episodes={"keep_episodes": keep})
+    GSPOAgent(config=config).train()
+    assert {file.phase for file in episode_files(tmp_path / "run")} == phases
+    if not phases:
+        with pytest.raises(OutputError, match="--keep-episodes none"):
+            read_episodes(tmp_path / "run")
+
+
+def test_forked_and_shared_sequences_are_those_of_the_episode() -> None:
+    forked = episode(*(turn(parent=parent) for parent in (None, 0, 0, None, 2, 3)))
+    (record,) = kept(forked)
+    assert [t.parent for t in record.turns] == [None, 0, 0, None, 2, 3]
+    assert record.num_sequences == len(forked.sequences) == 3
+    for number, sequence in enumerate(forked.sequences):
+        trained = {k for k in sequence.turn_ids.tolist() if k >= 0}
+        assert {t.turn for t in record.turns if t.sequence == number} == trained
+
+
+@given(st.data())
+def test_the_sequence_of_each_turn_is_the_one_that_trains_it(data: st.DataObject) -> None:
+    parents = [
+        data.draw(st.none() | st.integers(0, k - 1)) if k else None
+        for k in range(data.draw(st.integers(1, 8)))
+    ]
+    played = episode(*(turn(parent=parent) for parent in parents))
+    (record,) = kept(played)
+    for number, sequence in enumerate(played.sequences):
+        trained = {k for k in sequence.turn_ids.tolist() if k >= 0}
+        assert {t.turn for t in record.turns if t.sequence == number} == trained
+
+
+def test_tokens_that_are_not_trained_on_have_no_value_of_the_trainer() -> None:
+    masked = turn(info=StepInfo(token_mask=(False, True)))
+    values = TokenValues(advantage=np.array([2.0]), ratio=np.array([1.5]), clipped=np.array([1.0]))
+    (record,) = kept(episode(masked), tokens={(5, 0, 0): values})
+    (t,) = record.turns
+    assert (t.advantages, t.ratios, t.clipped) == ((None, 2.0), (None, 1.5), (None, True))
+    assert t.trainer_logprobs is None
+    assert t.engine_logprobs == (-0.5, -1.5)
+
+
+def test_the_learner_returns_the_values_of_the_chosen_episodes_by_turn(model) -> None:  # type: ignore[no-untyped-def]
+    rng = np.random.default_rng(0)
+    played = [
+        episode(
+            *(
+                turn(
+                    parent=parent,
+                    prompt_ids=tuple(rng.integers(3, 60, 5).tolist()),
+                    action_ids=tuple(rng.integers(3, 60, 3).tolist()),
+                    logprobs=(-4.0,) * 3,
+                    info=StepInfo(token_mask=(True, False, True) if parent == 0 else None),
+                )
+                for parent in parents
+            )
+        )
+        for parents in ([None, 0, 1], [None, 0, 0], [None, None])
+    ]
+    advantages = [rng.standard_normal(len(e.turns)) for e in played]
+    samples = to_samples(played, advantages)
+    settings = LearnerConfig(minibatches=2, warmup_steps=0, microbatch_tokens=16)
+    learner = Learner(model.double(), GSPO(), settings, total_steps=2)
+    alone = [learner.logprobs(learner.pack([sample])).tolist() for sample in samples]
+    expected: dict[tuple[int, int], list[float]] = {}
+    for sample, logprobs in zip(samples, alone, strict=True):
+        for k, value in zip(sample.turn_ids[sample.turn_ids >= 0], logprobs, strict=True):
+            expected.setdefault((sample.episode or 0, int(k)), []).append(value)
+    learner.update(samples, keep=[0, 1, 2])
+    assert learner.tokens.keys() == expected.keys()
+    for (n, k), values in learner.tokens.items():
+        assert values.trainer_logprobs is not None
+        assert values.advantage is not None
+        assert values.trainer_logprobs == pytest.approx(expected[n, k], abs=1e-6)
+        assert values.advantage == pytest.approx([advantages[n][k]] * len(expected[n, k]))
+        assert len(values.ratio) == len(values.clipped) == len(expected[n, k])  # type: ignore[arg-type]
+    learner.update(samples, keep=[1])
+    assert {n for n, _ in learner.tokens} == {1}
+    learner.update(samples)
+    assert learner.tokens == {} == token_values([], [])
+
+
+def test_a_text_that_looks_like_a_secret_is_replaced_and_its_tokens_are_left_out() -> None:
+    secret = "sk-" + "a1" * 20
+    leaked = episode(turn(), turn(text=f"the key is {secret}"), final_observation="ok")
+    (record,) = kept(leaked)
+    assert record.redacted
+    assert secret not in str(record)
+    assert [t.action_ids for t in record.turns] == [(), ()]
+    assert not kept(episode(turn()))[0].redacted
+
+
+def test_lone_surrogates_and_control_characters_are_written_and_read() -> None:
+    text = "half \ud83d of a pair \x00 \u202e </script><script>"
+    (record,) = kept(episode(turn(text=text, observation=text), final_observation=text))
+    assert record.turns[0].action == text.encode(errors="backslashreplace").decode()
+    assert "</script>" in record.final_observation
+
+
+def test_an_episode_without_turns_is_kept_with_its_prompt() -> None:
+    lost = episode(
+        prompt=Prompt(system="Be brief."), stop_reason=StopReason.ERROR, error="it broke"
+    )
+    first, second = kept(lost, episode(turn()))
+    assert (first.turns, first.num_turns, first.error) == ((), 0, "it broke")
+    assert second.num_turns == 1
+
+
+def test_tool_calls_and_malformed_ones_are_columns() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{</tool_call>'
+    (record,) = kept(episode(turn(text=text)))
+    good, bad = json.loads(record.turns[0].tool_calls or "")
+    assert good == {"name": "f", "arguments": {"x": 1}}
+    assert "not valid JSON" in bad["error"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 99), st.sampled_from(["train", "eval", "greedy"])), unique=True
+    ),
+    st.integers(1, 9000),
+)
+def test_too_many_bytes_thin_out_training_first_and_leave_first_and_last(
+    places: list[tuple[int, str]], most: int
+) -> None:
+    files = [
+        EpisodeFile(path=Path(f"{step}-{phase}"), step=step, phase=phase, size=100)  # type: ignore[arg-type]
+        for step, phase in sorted(places)
+    ]
+    gone = surplus(files, most)
+    left = [file for file in files if file not in gone]
+    for phase in ("train", "greedy", "eval"):
+        before = [f.step for f in files if f.phase == phase]
+        after = [f.step for f in left if f.phase == phase]
+        assert after[:1] + after[-1:] == before[:1] + before[-1:]
+        if sum(f.size for f in left) > most:
+            assert len(after) <= 2
+    if any(f.phase == "eval" for f in gone):
+        assert sum(f.phase == "train" for f in left) <= 2
+
+
+def test_a_run_never_has_more_megabytes_than_its_setting(tmp_path: Path) -> None:
+    def attempt(what: str, write: object) -> bool:
+        write()  # type: ignore[operator]
+        return True
+
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return hex(ids[0])
+
+        def convert_ids_to_tokens(self, number: int) -> str:
+            return hex(number)
+
+    log = EpisodeLog(tmp_path, EpisodesConfig(keep_episodes="all", keep_mb=1), Letters(), attempt)
+    rng = np.random.default_rng(0)
+    for step in range(12):
+        noise = tuple(rng.integers(0, 50_000, 40_000).tolist())
+        long = episode(turn(prompt_ids=noise))
+        log.trained(step, {0: Group(task=long.task, episodes=(long,))}, {})
+    files = episode_files(tmp_path)
+    assert sum(file.size for file in files) <= 10**6
+    assert (files[0].step, files[-1].step) == (0, 11)
+    assert len(files) > 4
+
+
+def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
+    failed = []
+
+    def attempt(what: str, write: object) -> bool:
+        try:
+            write()  # type: ignore[operator]
+        except OSError:
+            failed.append(what)
+        return not failed
+
+    (tmp_path / "episodes").write_text("a file is in the way")
+    log = EpisodeLog(tmp_path, EpisodesConfig(), None, attempt)
+    one = episode(turn())
+    group = Group(task=one.task, episodes=(one,))
+    log.evaluated(0, Evaluation.of([group], [group], 1.0))
+    assert failed == ["episodes/000000-eval.parquet", "episodes/000000-greedy.parquet"]
+
+
+def test_the_documented_columns_are_those_of_the_files() -> None:
+    tree = ast.parse(inspect.getsource(module))
+    texts: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in ("EpisodeRecord", "TurnRecord"):
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    texts[field.target.id] = " ".join(text.value.value.split())  # type: ignore[union-attr, attr-defined]
+    rows = [f"| `{f.name}` | {f.type} | {texts[f.name]} |" for f in schema()]
+    page = (ROOT / "docs" / "view.md").read_text()
+    table = [line for line in page.splitlines() if line.startswith("| `") and "`--" not in line]
+    assert table == rows
+    names = [f.name for cls in (EpisodeRecord, TurnRecord) for f in dataclasses.fields(cls)]
+    assert [f.name for f in schema()] == [name for name in names if name != "turns"]
+
+
+def test_view_writes_one_file_and_says_where(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["view", str(run), "--out", str(tmp_path / "page.html"), "--no-browser"])
+    assert "page.html" in capsys.readouterr().out
+    assert (run / "view.html").exists()  # written at the end of the training
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nowhere"],
+        [".", "--live", "--out", "x.html"],
+        [".", "--port", "-1"],
+        [".", "--mb", "0"],
+    ],
+)
+def test_view_refuses_what_is_no_run_in_one_sentence(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["view", *arguments, "--no-browser"])
+    assert capsys.readouterr().err.startswith("gspo-env: ")

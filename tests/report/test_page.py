@@ -1,0 +1,202 @@
+"""The page of a run: what it holds, what it never holds, and who may read it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import http.client
+import json
+import re
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo_env.redaction import _LOOKS, MARK, redact_text
+from gspo_env.report.episodes_live import LiveServer
+from gspo_env.report.episodes_log import to_table
+from gspo_env.report.episodes_page import read_points, write_page
+from gspo_env.types import Episode, Group, StopReason, Task, Turn
+
+HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
+
+
+def write_run(folder: Path, steps: int = 3, text: str = "hello", group: int = 4) -> Path:
+    (folder / "episodes").mkdir(parents=True, exist_ok=True)
+    for step in range(steps):
+        write_step(folder, step, text, group)
+    (folder / "config.toml").write_text(f'env = "test"\n# {text}')
+    return folder
+
+
+def write_step(folder: Path, step: int, text: str, group: int = 4) -> None:
+    turn = Turn(
+        prompt_ids=(1, 2),
+        action_ids=(3, 4),
+        logprobs=(-1.0, -2.0),
+        text=text,
+        observation=text,
+        reward=0.5,
+    )
+    episodes = tuple(
+        Episode(
+            task=Task(env_id=text, seed=step, options={"name": text}),
+            turns=(turn,) * (1 + g % 3),
+            outcome=float(g),
+            stop_reason=StopReason.TERMINATED,
+            terminated=True,
+            truncated=False,
+            success=bool(g % 2),
+            error=text,
+            final_observation=text,
+        )
+        for g in range(group)
+    )
+    table = to_table(step, "train", {0: Group(task=episodes[0].task, episodes=episodes)}, {})
+    pq.write_table(table, folder / "episodes" / f"{step:06d}-train.parquet")
+    (folder / "episodes" / "tokens.json").write_text(json.dumps(dict.fromkeys(range(5), text)))
+    with (folder / "metrics.jsonl").open("a") as file:
+        line = {"step": step, "time": 0, "metrics": {f"rollout/{text}": 1.0, "rollout/return": 0.5}}
+        file.write(json.dumps(line) + "\n")
+
+
+def data_of(page: str) -> dict[str, object]:
+    found = re.findall(r'<script type="text/plain" id="([\w.-]+)">([\w+/=]*)</script>', page)
+    return {name: json.loads(zlib.decompress(base64.b64decode(data))) for name, data in found}
+
+
+def test_no_text_of_a_policy_or_an_environment_is_part_of_the_html(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", text=HOSTILE)
+    page = write_page(run, tmp_path / "page.html").read_text()
+    data = data_of(page)
+    assert HOSTILE in json.dumps(data["000000-train.0"]).replace('\\"', '"')
+    for part in ("alert(", "onerror", 'img src="x'):
+        assert part not in page
+    # elements: the data, and one script
+    assert page.count("<script") == page.count("</script>") == len(data) + 1
+
+
+def test_the_page_runs_only_its_own_script_and_loads_nothing(tmp_path: Path) -> None:
+    page = write_page(write_run(tmp_path / "run"), tmp_path / "page.html").read_text()
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    for kind, source in (("script-src", script), ("style-src", style)):
+        digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
+        assert f"{kind} 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    assert "connect-src 'none'" in policy
+    outside = set(re.findall(r"https?://[\w./-]+", page))
+    assert all("w3.org" in address or "github.com" in address for address in outside), outside
+
+
+def test_the_index_has_a_value_of_each_column_for_each_episode(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2, group=70)
+    data = data_of(write_page(run, tmp_path / "page.html").read_text())
+    index = data["index"]
+    assert isinstance(index, dict)
+    assert {len(values) for values in index["episodes"].values()} == {140}
+    assert index["blocks"] == [f"00000{step}-train.{n}" for step in (0, 1) for n in (0, 1, 2)]
+    assert data.keys() == {"index", *index["blocks"]}
+    block = data[index["blocks"][index["episodes"]["block"][100]]]
+    assert isinstance(block, dict)
+    assert "train-1-0-30" in block["episode"]
+
+
+def test_a_page_that_would_be_too_large_leaves_out_steps_in_between(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=9, text="x")
+    one = len(write_page(run, tmp_path / "whole.html").read_text())
+    import gspo_env.report.episodes_page as module
+
+    source = module.Source(run, 1)
+    parts = source.parts()
+    index = json.loads(source.index(parts))
+    assert sorted({*index["episodes"]["step"]}) == [0, 8]
+    assert index["left_out"] == 7
+    assert one > 0
+
+
+def test_a_metric_of_a_step_that_was_run_twice_has_its_last_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [
+        {"step": 1, "time": 0, "metrics": {"a": 1.0}},
+        {"step": 2, "time": 0, "metrics": {"a": 2.0}},
+        {"step": 1, "time": 0, "metrics": {"a": 3.0, "b": 4.0}},
+    ]
+    text = "\n".join(["{broken", *map(json.dumps, lines), '{"step": 9, "metr'])
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert read_points(tmp_path) == {"a": [[1, 2], [3.0, 2.0]], "b": [[1], [4.0]]}
+    assert "a line of metrics.jsonl is damaged" in caplog.text
+
+
+@contextmanager
+def live(run: Path) -> Iterator[LiveServer]:
+    with LiveServer(run) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def ask(server: LiveServer, path: str, host: str = "") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)  # type: ignore[arg-type]
+    try:
+        connection.request("GET", path, headers={"Host": host or server.host})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+def test_a_live_page_follows_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    with live(run) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        at = f"/{server.key}/"
+        status, page = ask(server, at)
+        assert status == 200
+        assert b"connect-src 'self'" in page
+        first = json.loads(ask(server, f"{at}index?known=")[1])
+        assert ask(server, f"{at}index?known={first['state']}") == (204, b"")
+        write_step(run, 1, "news")
+        second = json.loads(ask(server, f"{at}index?known={first['state']}")[1])
+        assert len(second["episodes"]["step"]) == 8
+        block = json.loads(ask(server, at + second["blocks"][1])[1])
+        assert block["action"][0] == "news"
+
+
+def test_a_live_page_answers_nobody_who_does_not_know_its_address(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    with live(run) as server, live(run) as other:
+        assert server.key != other.key
+        for path in ("/", "/index", f"/{other.key}/", f"/{server.key[:-1]}/index", "/%C3%A9"):
+            assert ask(server, path)[0] == 404
+        # a site whose name a stranger points at 127.0.0.1
+        assert ask(server, f"/{server.key}/index", host="evil.example")[0] == 404
+        for name in ("..%2f..%2fetc/passwd", "../config.toml", "000009-train.0"):
+            assert ask(server, f"/{server.key}/{name}")[0] == 404
+
+
+@given(
+    st.lists(
+        st.text(max_size=8)
+        | st.sampled_from(
+            [
+                *("sk-" + "a1" * 9, "AKIA" + "A1" * 8, "Bearer abcdefg1", "https://me:pw@host"),
+                *("ghp_" + "a" * 20, "?key=abc", "-----BEGIN PRIVATE KEY-----x", "basic ", "eyJ"),
+            ]
+        )
+    ).map(" ".join)
+)
+def test_the_fast_search_for_secrets_finds_what_the_whole_one_finds(text: str) -> None:
+    assert redact_text(text) == _LOOKS.sub(MARK, text)

@@ -1,0 +1,148 @@
+"""A real tiny model behind the address."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import pytest
+
+from gspo_env.engines import Sampling, TransformersEngine
+from gspo_env.rollout import RolloutConfig, Transcript
+from gspo_env.serving import ChatPolicy
+from gspo_env.types import Message, Prompt, StepInfo
+
+LIMITS = RolloutConfig(max_turn_tokens=8, max_context=128, concurrency=8)
+HI = {"model": "m", "temperature": 0, "messages": [{"role": "user", "content": "amber"}]}
+TOOL = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+
+
+class Watched:
+    """An engine that notes what it is asked."""
+
+    def __init__(self, engine):
+        self.engine, self.asked, self.now, self.most = engine, [], 0, 0
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        self.now += 1
+        self.most = max(self.most, self.now)
+        done = await self.engine.generate(prompt_ids, sampling, session)
+        self.now -= 1
+        self.asked.append((list(prompt_ids), sampling, done))
+        return done
+
+    def release(self, session):
+        self.engine.release(session)
+
+
+@pytest.fixture
+def served(model, chat, opened):
+    engine = TransformersEngine(model, max_slots=8, max_context=128)
+    watched = Watched(engine)
+    policy = ChatPolicy(watched, chat, LIMITS, len(chat.tokenizer))
+    client = opened(policy, training=False)
+    client.engine = watched
+    yield client
+    policy.close()
+    engine.close()
+
+
+def post(client, **more):
+    return client.post("/chat/completions", json={**HI, **more})
+
+
+def test_a_prompt_has_the_ids_of_the_chat_template(served, chat):
+    got = post(served).json()
+    rendered = chat.tokenizer.apply_chat_template(
+        HI["messages"], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    prompt, sampling, done = served.engine.asked[0]
+    assert prompt == rendered
+    assert sampling.temperature == 0
+    assert got["usage"]["prompt_tokens"] == len(prompt)
+    assert got["usage"]["completion_tokens"] == len(done.token_ids)
+    assert got["choices"][0]["message"]["content"] == chat.decode(done.token_ids)
+
+
+def test_the_next_request_continues_the_sampled_ids(served, chat):
+    """As in training: what was sampled is not tokenised again."""
+    message = post(served, temperature=2.0, seed=3).json()["choices"][0]["message"]
+    follow = {"role": "user", "content": "birch"}
+    post(served, messages=[*HI["messages"], message, follow])
+    (first, _, done), (second, _, _) = served.engine.asked
+    assert second[: len(first) + len(done.token_ids)] == [*first, *done.token_ids]
+    transcript = Transcript(chat, Prompt())
+    said = Message(role="assistant", content=message["content"])
+    start = Message(role="user", content="amber")
+    transcript.read("", request=StepInfo(messages=(start,), tools=()))
+    transcript.write(done.token_ids)
+    asked = StepInfo(messages=(start, said, Message(role="user", content="birch")), tools=())
+    assert transcript.read("", request=asked).ids == second
+
+
+def test_requests_of_many_programs_are_batched_and_each_seed_gives_its_answer(served):
+    def ask(seed):
+        return post(served, temperature=1.0, seed=seed).json()["choices"][0]["message"]["content"]
+
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(8)))
+    assert served.engine.most > 1
+    assert together == [ask(seed) for seed in range(8)]
+    assert len(set(together)) > 1
+
+
+def test_limits_are_those_of_training(served):
+    assert post(served, max_tokens=2).json()["choices"][0]["finish_reason"] == "length"
+    assert served.engine.asked[-1][1].max_tokens == 2
+    post(served, max_tokens=10_000)
+    assert served.engine.asked[-1][1].max_tokens == 8
+    long = [{"role": "user", "content": "amber " * 200}]
+    error = post(served, messages=long).json()["error"]
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_a_conversation_that_the_template_refuses_is_the_requests_fault(served, monkeypatch, chat):
+    template = "{{ raise_exception('no such talk') }}"
+    monkeypatch.setattr(chat.tokenizer, "chat_template", template)
+    assert post(served).status_code == 400
+
+
+def test_a_stop_text_ends_an_answer_and_is_not_part_of_it(served):
+    whole = post(served, temperature=1.5, seed=1).json()["choices"][0]["message"]["content"]
+    middle = whole[len(whole) // 2 : len(whole) // 2 + 3]
+    cut = post(served, temperature=1.5, seed=1, stop=[middle]).json()["choices"][0]
+    assert cut["message"]["content"] == whole[: whole.find(middle)]
+    assert cut["finish_reason"] == "stop"
+
+
+def test_top_p_is_refused_because_the_engine_cannot(served):
+    assert post(served, top_p=0.5).status_code == 400
+
+
+def test_hanging_up_leaves_the_engine_free(served):
+    url = f"{served.session.url}/chat/completions"
+    headers = {"x-api-key": served.session.key}
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(url, json={**HI, "temperature": 1.0}, headers=headers, timeout=0.0001)
+    assert post(served).status_code == 200
+
+
+def test_calls_reach_a_program_only_if_it_gave_tools(chat, opened):
+    text = '<tool_call>{"name": "lookup", "arguments": {"key": "amber"}}</tool_call>'
+
+    class Calls:
+        async def generate(self, prompt_ids, sampling: Sampling, session=None):
+            from gspo_env.engines import Completion
+
+            ids = (*chat.encode(text), chat.stop_ids[0])
+            return Completion(
+                token_ids=ids, logprobs=(0.0,) * len(ids), finish_reason="stop", weights_version=0
+            )
+
+        def release(self, session):
+            pass
+
+    policy = ChatPolicy(Calls(), chat, LIMITS)
+    client = opened(policy, training=False)
+    message = post(client, tools=[TOOL]).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "lookup"
+    assert post(client).json()["choices"][0]["message"]["content"] == text
+    policy.close()

@@ -1,0 +1,161 @@
+"""The shell blocks of the documentation run as written, in order, but with fewer steps.
+
+A page runs in a folder with `examples/` and with the files that the page shows. A training gets the
+flags of `SHORT`, which win over those of the page, and a hub's model is the run before it. Commands
+that cannot run in a test are listed in `ELSEWHERE` with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gspo_env.cli.main import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^```\w+\n# ([\w-]+\.(?:py|toml))\b(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+SHORT = {
+    "--steps": "1",
+    "--tasks-per-step": "2",
+    "--group-size": "2",
+    "--eval-every": "0",
+    "--eval-tasks": "4",
+    "--tracker": "none",
+}
+TINY = {"--hidden-size": "16", "--demonstrations": "16", "--imitation-steps": "2"}
+"""Flags of a training of the tiny model, besides `SHORT`."""
+SHORTER = {
+    "evaluate": {"--tasks": "4"},
+    "compare": {**SHORT, **TINY, "--seeds": "1", "--workers": "1"},
+    "soak.py": {
+        **{"--steps": "4", "--tasks": "2", "--group": "2", "--eval-tasks": "4", "--lengths": "2"},
+        **{"--hidden": "16", "--demonstrations": "16", "--imitation-steps": "2"},
+    },
+}
+"""Flags of the other commands that take long."""
+HUB = "Qwen/Qwen3-0.6B"
+
+AGENTS = "needs the extra agents and a model of the hub that calls tools"
+ELSEWHERE = {
+    "pip": "needs a package index; .ci/run installs the extras in new environments",
+    "python -m venv": "needs a package index; .ci/run makes the environments",
+    "source": "changes the shell that it is typed in",
+    "pre-commit install": "writes hooks into the repository",
+    "pytest": "runs these tests",
+    ".ci/run": "runs these tests",
+    "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
+    "gspo-env train --env gspo/Program-v0": AGENTS,
+    "cd examples/agents": AGENTS,
+    "python lookup_tasks.py": AGENTS,
+    "gspo-env train --config run.toml --output runs/lookup": AGENTS,
+}
+"""The beginnings of commands that are not run here, each with the reason."""
+SLOW = ("gspo-env compare", "gspo-env doctor", "python benchmarks/")
+"""The beginnings of commands that take seconds; they run with the marker `commands`."""
+EXTRA = "TextArena", "self_play"
+"""Words of commands that need the extra `adapters`."""
+
+
+def commands(path):
+    """The commands of a page's shell blocks, without comments."""
+    for block in BLOCK.findall(path.read_text()):
+        for line in block.splitlines():
+            for part in line.split(" && "):
+                if command := shlex.join(shlex.split(part, comments=True)):
+                    yield command if " > " not in part else part
+
+
+def kind(command):
+    """Where a command runs: elsewhere, or the marker of its test; empty for the main tests."""
+    if command.startswith(tuple(ELSEWHERE)):
+        return "elsewhere"
+    if any(word in command for word in EXTRA):
+        return "adapters"
+    return "commands" if command.startswith(SLOW) else ""
+
+
+def cases():
+    """A case for each page and marker, with its commands in order."""
+    for path in PAGES:
+        found = list(commands(path))
+        for name in ("", "commands", "adapters"):
+            if some := [command for command in found if kind(command) == name]:
+                marks = getattr(pytest.mark, name) if name else ()
+                yield pytest.param(path, some, id=f"{path.stem}-{name or 'main'}", marks=marks)
+
+
+def test_every_reason_and_every_marker_is_about_a_command_that_is_there():
+    found = [command for path in PAGES for command in commands(path)]
+    for start in (*ELSEWHERE, *SLOW):
+        assert any(command.startswith(start) for command in found), start
+    for word in EXTRA:
+        assert any(word in command for command in found), word
+
+
+def shortened(arguments, flags):
+    """Sets flags to other values, or adds them."""
+    arguments = list(arguments)
+    for flag, value in flags.items():
+        if flag in arguments:
+            arguments[arguments.index(flag) + 1] = value
+        else:
+            arguments += [flag, value]
+    return arguments
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The folder of `gspo-env train`, which is the first command of two pages."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(shortened(["train"], {**SHORT, **TINY, "--steps": "2"}))
+    return folder / "runs"
+
+
+def type_in(command, trained):
+    """Runs a command in the working folder."""
+    name, *arguments = shlex.split(command)
+    if " > " in command:
+        subprocess.run(["bash", "-c", command], check=True)
+    elif name == "python":
+        script = Path(arguments[0])
+        arguments = shortened(arguments, SHORTER[script.name])
+        subprocess.run([sys.executable, ROOT / script, *arguments[1:]], check=True, timeout=300)
+    elif arguments == ["train"]:
+        shutil.copytree(trained, "runs", symlinks=True)
+    else:
+        if "--resume" in arguments:
+            flags = {"--steps": "3"} if "--steps" in arguments else {}
+        elif arguments[0] == "train":
+            flags = SHORT if "--model" in arguments else {**SHORT, **TINY}
+        else:
+            flags = SHORTER.get(arguments[0], {})
+        arguments = shortened(arguments, flags)
+        main(["runs/Lookup-v0-seed0-1" if a == HUB else a for a in arguments])
+
+
+@pytest.mark.parametrize(("path", "some"), list(cases()))
+def test_the_shell_blocks_of_a_page_run_in_order(path, some, trained, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    Path("examples").symlink_to(ROOT / "examples")
+    for name, code in SHOWN.findall(path.read_text()):
+        Path(name).write_text(code)
+    for command in some:
+        try:
+            type_in(command, trained)
+        except SystemExit as end:
+            if end.code:
+                pytest.fail(f"{command}: exit code {end.code}: {capfd.readouterr().err}")
+    assert "Traceback" not in capfd.readouterr().err

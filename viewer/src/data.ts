@@ -1,0 +1,245 @@
+// Reads the data of the page, from its own elements or, of a live run, from the server.
+
+export interface Call {
+  name?: string;
+  arguments?: unknown;
+  error?: string;
+}
+
+export interface Message {
+  role: string;
+  content?: string;
+  reasoning?: string;
+  name?: string;
+  tool_calls?: Call[];
+}
+
+export interface Turn {
+  turn: number;
+  parent: number | null;
+  fork: string | null;
+  sequence: number;
+  role: string;
+  observation: string;
+  action: string;
+  calls: Call[];
+  reward: number;
+  parts: Record<string, number> | null;
+  messages: Message[] | null;
+  tools: unknown[] | null;
+  agent: string | null;
+  state_key: string | null;
+  weights_version: number;
+  generate_seconds: number;
+  step_seconds: number;
+  prompt_ids: number[];
+  action_ids: number[];
+  values: Record<Measure, (number | null)[]>;
+}
+
+export type Measure =
+  | "advantages"
+  | "engine_logprobs"
+  | "trainer_logprobs"
+  | "difference"
+  | "ratios"
+  | "clipped"
+  | "entropies";
+
+export interface Episode {
+  row: number;
+  error: string | null;
+  final: string;
+  turns: Turn[];
+}
+
+type Column = "phase" | "step" | "env" | "seed" | "options" | "task_key" | "num_turns" | "num_sequences" | "total_reward" | "outcome" | "success" | "stop_reason" | "trained" | "redacted" | "group" | "member" | "tokens" | "block";
+
+export interface Index {
+  state?: string;
+  run: { name: string; config: string; warnings: string; failure: string };
+  points: Record<string, [number[], number[]]>;
+  texts: Record<"phase" | "env" | "options" | "task_key" | "stop_reason", (string | null)[]>;
+  blocks: string[];
+  episodes: Record<Column, any[]>;
+  tokens: Record<string, string>;
+  left_out: number;
+}
+
+export const live = document.getElementById("live") !== null;
+
+async function inflate(id: string): Promise<any> {
+  const element = document.getElementById(id);
+  if (!element) throw new Error(`the page has no part ${id}`);
+  const text = atob(element.textContent ?? "");
+  const bytes = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).json();
+}
+
+export async function readIndex(known = ""): Promise<Index | null> {
+  if (!live) return inflate("index");
+  const answer = await fetch(`index?known=${known}`);
+  if (answer.status === 204) return null;
+  if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+  return answer.json();
+}
+
+const blocks = new Map<string, Promise<any>>();
+
+export async function readEpisode(index: Index, row: number): Promise<Episode> {
+  const name = index.blocks[index.episodes.block[row]];
+  const key = `${name} ${live ? index.state : ""}`;
+  if (!blocks.has(key)) {
+    if (blocks.size > 64) blocks.clear();
+    blocks.set(key, live ? fetch(name).then((answer) => answer.json()) : inflate(name));
+  }
+  const block = await blocks.get(key)!;
+  return unpack(block, row, block.episode.indexOf(idOf(index, row)));
+}
+
+export function idOf(index: Index, row: number): string {
+  const { phase, step, group, member } = index.episodes;
+  return `${index.texts.phase[phase[row]]}-${step[row]}-${group[row]}-${member[row]}`;
+}
+
+const parse = (text: string | null) => (text === null ? null : JSON.parse(text));
+
+function unpack(block: any, row: number, place: number): Episode {
+  const first = block.starts[place];
+  const last = block.starts[place + 1];
+  const slice = (name: string, k: number): any[] => {
+    const { counts, values } = block[name];
+    let start = 0;
+    for (let i = 0; i < k; i++) start += counts[i];
+    return values.slice(start, start + counts[k]);
+  };
+  const turns: Turn[] = [];
+  for (let k = first; k < last; k++) {
+    if (block.turn[k] === null) continue;
+    const engine: number[] = slice("engine_logprobs", k);
+    const trainer: (number | null)[] = slice("trainer_logprobs", k);
+    turns.push({
+      turn: block.turn[k],
+      parent: block.parent[k],
+      fork: block.fork[k],
+      sequence: block.sequence[k],
+      role: block.role[k],
+      observation: block.observation[k],
+      action: block.action[k],
+      calls: parse(block.tool_calls[k]) ?? [],
+      reward: block.reward[k],
+      parts: parse(block.reward_parts[k]),
+      messages: parse(block.messages[k]),
+      tools: parse(block.tools[k]),
+      agent: block.agent[k],
+      state_key: block.state_key[k],
+      weights_version: block.weights_version[k],
+      generate_seconds: block.generate_seconds[k],
+      step_seconds: block.step_seconds[k],
+      prompt_ids: slice("prompt_ids", k),
+      action_ids: slice("action_ids", k),
+      values: {
+        engine_logprobs: engine,
+        trainer_logprobs: trainer,
+        difference: trainer.map((value, i) => (value === null ? null : engine[i] - value)),
+        advantages: slice("advantages", k),
+        ratios: slice("ratios", k),
+        clipped: slice("clipped", k),
+        entropies: slice("entropies", k),
+      },
+    });
+  }
+  return { row, error: block.error[place], final: block.final_observation[place], turns };
+}
+
+// The token sequences of an episode: the turns from the first to a turn that none continues.
+export function sequences(turns: Turn[]): number[][] {
+  const parents = new Set(turns.map((turn) => turn.parent));
+  const leaves = turns.filter((turn) => !parents.has(turn.turn));
+  return leaves.map((leaf) => {
+    const path: number[] = [];
+    for (let at: number | null = leaf.turn; at !== null; at = turns[at].parent) path.unshift(at);
+    return path;
+  });
+}
+
+export interface Filter {
+  phase: string;
+  success: string;
+  stop: string;
+  task: string;
+  step: [number | null, number | null];
+  turns: [number | null, number | null];
+  reward: [number | null, number | null];
+  sort: string;
+  down: boolean;
+}
+
+export const everything: Filter = {
+  phase: "",
+  success: "",
+  stop: "",
+  task: "",
+  step: [null, null],
+  turns: [null, null],
+  reward: [null, null],
+  sort: "step",
+  down: true,
+};
+
+const within = (value: number, [low, high]: [number | null, number | null]) =>
+  (low === null || value >= low) && (high === null || value <= high);
+
+export function taskOf(index: Index, row: number): string {
+  const { seed, options } = index.episodes;
+  const more = index.texts.options[options[row]];
+  return more ? `${seed[row]} ${more}` : `${seed[row]}`;
+}
+
+export function select(index: Index, filter: Filter): number[] {
+  const e = index.episodes;
+  const texts = index.texts;
+  const phase = filter.phase ? texts.phase.indexOf(filter.phase) : -1;
+  const stop = filter.stop ? texts.stop_reason.indexOf(filter.stop) : -1;
+  const wanted = filter.task.trim().toLowerCase();
+  const keys = texts.task_key.map((key) => wanted !== "" && (key ?? "").toLowerCase().includes(wanted));
+  const rows: number[] = [];
+  for (let row = 0; row < e.step.length; row++) {
+    if (phase >= 0 && e.phase[row] !== phase) continue;
+    if (stop >= 0 && e.stop_reason[row] !== stop) continue;
+    if (filter.success && String(e.success[row]) !== filter.success) continue;
+    if (!within(e.step[row], filter.step) || !within(e.num_turns[row], filter.turns)) continue;
+    if (!within(e.total_reward[row], filter.reward)) continue;
+    if (wanted && !keys[e.task_key[row]] && !taskOf(index, row).toLowerCase().includes(wanted)) continue;
+    rows.push(row);
+  }
+  const way = filter.down ? -1 : 1;
+  const column = filter.sort === "task" ? e.seed : (e as any)[filter.sort];
+  return rows.sort((a, b) => way * (column[a] - column[b]) || a - b);
+}
+
+// The other attempts at the task of an episode, its own group first.
+export function attempts(index: Index, row: number): number[] {
+  const e = index.episodes;
+  const same: number[] = [];
+  const group: number[] = [];
+  for (let other = 0; other < e.step.length; other++) {
+    if (e.seed[other] !== e.seed[row] || e.options[other] !== e.options[row] || e.env[other] !== e.env[row]) continue;
+    const own = e.phase[other] === e.phase[row] && e.step[other] === e.step[row] && e.group[other] === e.group[row];
+    (own ? group : same).push(other);
+  }
+  return [...group, ...same];
+}
+
+export function short(value: number): string {
+  if (!Number.isFinite(value)) return String(value);
+  if (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3)) return value.toExponential(2);
+  return String(+value.toPrecision(4));
+}
+
+export function seconds(value: number): string {
+  return value < 1 ? `${short(+(1000 * value).toPrecision(3))} ms` : `${short(+value.toPrecision(3))} s`;
+}
+
+export const signed = (value: number) => (value > 0 ? "+" : "") + short(value);

@@ -1,0 +1,253 @@
+import { Component, render, type ComponentChildren } from "preact";
+import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { Attempts } from "./attempts";
+import { Conversation } from "./conversation";
+import { everything, idOf, live, readEpisode, readIndex, select, signed, taskOf, type Episode, type Filter, type Index } from "./data";
+import { Filters, List, Mark } from "./list";
+import { Summary } from "./summary";
+import { Tokens } from "./tokens";
+import "./style.css";
+
+const views = ["conversation", "tokens", "attempts"] as const;
+type View = (typeof views)[number];
+
+// The place in the page is part of its address: #summary, #episodes, #tokens=train-1-0-0.
+function place(): [string, string] {
+  const [tab, id] = decodeURIComponent(location.hash.slice(1)).split("=");
+  return [tab || "summary", id ?? ""];
+}
+
+function startTheme(): string {
+  try {
+    const kept = localStorage.getItem("gspo-theme");
+    if (kept === "dark" || kept === "light") return kept;
+  } catch {
+    // a page from disk may have no storage
+  }
+  return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+
+function App({ first }: { first: Index }) {
+  const [index, setIndex] = useState(first);
+  const [[tab, id], setPlace] = useState(place());
+  const [filter, setFilter] = useState<Filter>(everything);
+  const [theme, setTheme] = useState(startTheme());
+  const [lost, setLost] = useState("");
+  const [help, setHelp] = useState(false);
+  const began = useRef(0);
+
+  const rows = useMemo(() => select(index, filter), [index, filter]);
+  const byId = useMemo(() => new Map(index.episodes.step.map((_, row) => [idOf(index, row), row])), [index]);
+  const chosen = byId.get(id) ?? null;
+  const view: View = (views as readonly string[]).includes(tab) ? (tab as View) : "conversation";
+  const listed = tab !== "summary";
+
+  useEffect(() => {
+    const read = () => setPlace(place());
+    addEventListener("hashchange", read);
+    return () => removeEventListener("hashchange", read);
+  }, []);
+  useEffect(() => {
+    document.documentElement.dataset.theme = theme;
+    try {
+      localStorage.setItem("gspo-theme", theme);
+    } catch {
+      // see above
+    }
+  }, [theme]);
+  useEffect(() => {
+    if (!live) return;
+    let state = index.state ?? "";
+    let timer = 0;
+    const poll = async () => {
+      try {
+        const next = await readIndex(state);
+        if (next) {
+          state = next.state ?? "";
+          setIndex(next);
+        }
+        setLost("");
+      } catch {
+        setLost("The server does not answer. The page shows what it had read.");
+      }
+      timer = window.setTimeout(poll, 2000);
+    };
+    timer = window.setTimeout(poll, 2000);
+    return () => clearTimeout(timer);
+  }, []);
+  useEffect(() => {
+    if (began.current) document.documentElement.dataset.filterMs = (performance.now() - began.current).toFixed(1);
+    began.current = 0;
+  }, [rows]);
+
+  const go = (hash: string) => {
+    if (location.hash === `#${hash}`) return;
+    history.replaceState(null, "", `#${hash}`);
+    setPlace(place());
+  };
+  const open = useCallback((row: number) => go(`${(views as readonly string[]).includes(place()[0]) ? place()[0] : "conversation"}=${idOf(index, row)}`), [index]);
+  const change = (next: Filter) => {
+    began.current = performance.now();
+    setFilter(next);
+  };
+  const move = (by: number) => {
+    const at = chosen === null ? -1 : rows.indexOf(chosen);
+    if (rows.length) open(rows[Math.max(0, Math.min(rows.length - 1, at + by))]);
+  };
+
+  useEffect(() => {
+    const key = (event: KeyboardEvent) => {
+      const target = event.target as HTMLElement;
+      if (event.ctrlKey || event.metaKey || event.altKey) return;
+      if (target.matches("input, select, textarea")) {
+        if (event.key === "Escape") target.blur();
+        return;
+      }
+      const actions: Record<string, () => void> = {
+        j: () => move(1),
+        k: () => move(-1),
+        s: () => go("summary"),
+        e: () => go(id ? `conversation=${id}` : "episodes"),
+        1: () => chosen !== null && go(`conversation=${id}`),
+        2: () => chosen !== null && go(`tokens=${id}`),
+        3: () => chosen !== null && go(`attempts=${id}`),
+        t: () => setTheme(theme === "dark" ? "light" : "dark"),
+        "/": () => {
+          go(id ? `conversation=${id}` : "episodes");
+          requestAnimationFrame(() => document.getElementById("search")?.focus());
+        },
+        "?": () => setHelp(!help),
+        Escape: () => (help ? setHelp(false) : go("episodes")),
+      };
+      if (!(event.key in actions)) return;
+      event.preventDefault();
+      actions[event.key]();
+    };
+    addEventListener("keydown", key);
+    return () => removeEventListener("keydown", key);
+  });
+
+  return (
+    <>
+      <header>
+        <h1>{index.run.name}</h1>
+        {live && <span class={lost ? "live lost" : "live"} role="status">{lost || "live"}</span>}
+        <nav aria-label="Views">
+          <a href="#summary" aria-current={!listed ? "page" : undefined}>Summary</a>
+          <a href="#episodes" aria-current={listed ? "page" : undefined}>Episodes</a>
+        </nav>
+        <button type="button" class="icon" aria-label="Keys" aria-expanded={help} onClick={() => setHelp(!help)}>?</button>
+        <button type="button" class="icon" id="theme" aria-label={`Change to ${theme === "dark" ? "light" : "dark"} colours`} onClick={() => setTheme(theme === "dark" ? "light" : "dark")}>
+          {theme === "dark" ? "☀" : "☾"}
+        </button>
+      </header>
+      {help && <Keys />}
+      {!listed ? (
+        <Summary index={index} theme={theme} />
+      ) : (
+        <div class={chosen === null ? "split" : "split opened"}>
+          <aside>
+            <Filters index={index} filter={filter} change={change} count={rows.length} />
+            <List index={index} rows={rows} chosen={chosen} open={open} />
+          </aside>
+          <main tabIndex={-1}>
+            {chosen === null ? (
+              <p class="empty">{id ? `The page has no episode ${id}.` : "Choose an episode, with the pointer or with j and k."}</p>
+            ) : (
+              <Detail index={index} row={chosen} view={view} go={go} open={open} filter={(task) => change({ ...everything, task })} />
+            )}
+          </main>
+        </div>
+      )}
+    </>
+  );
+}
+
+function Keys() {
+  const keys: [string, string][] = [["j k", "next, previous episode"], ["1 2 3", "conversation, tokens, attempts"], ["/", "search a task"], ["s e", "summary, episodes"], ["t", "dark or light"], ["← →", "from token to token, in the tokens"], ["Esc", "back to the list"]];
+  return (
+    <dl class="keys">
+      {keys.map(([name, what]) => (
+        <div key={name}>
+          <dt>{name.split(" ").map((key) => <kbd key={key}>{key}</kbd>)}</dt>
+          <dd>{what}</dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+function Detail({ index, row, view, go, open, filter }: { index: Index; row: number; view: View; go: (hash: string) => void; open: (row: number) => void; filter: (task: string) => void }) {
+  const [episode, setEpisode] = useState<Episode | null>(null);
+  const [problem, setProblem] = useState("");
+  const e = index.episodes;
+  const id = idOf(index, row);
+  useEffect(() => {
+    let wanted = true;
+    readEpisode(index, row).then(
+      (found) => wanted && (setEpisode(found), setProblem("")),
+      (error) => wanted && setProblem(String(error)),
+    );
+    return () => {
+      wanted = false;
+    };
+  }, [id, index.blocks[e.block[row]]]);
+  const ready = episode !== null && episode.row === row;
+  return (
+    <>
+      <div class="head">
+        <button type="button" class="back" onClick={() => go("episodes")}>← Episodes</button>
+        <h2>
+          <Mark won={e.success[row]} /> {id}
+        </h2>
+        <p class="soft">
+          {index.texts.env[e.env[row]]}, <button type="button" class="link" onClick={() => filter(String(e.seed[row]))}>task {taskOf(index, row)}</button>
+          {" "}· return {signed(e.total_reward[row])} · outcome {signed(e.outcome[row])} · {e.num_turns[row]} turns · {e.tokens[row]} sampled tokens · ended by {index.texts.stop_reason[e.stop_reason[row]]}
+          {e.num_sequences[row] > 1 ? ` · ${e.num_sequences[row]} token sequences` : ""} · {e.trained[row] ? "trained on" : "not trained on"}
+        </p>
+        <div role="tablist" aria-label="The episode">
+          {views.map((name) => (
+            <button key={name} type="button" role="tab" aria-selected={view === name} onClick={() => go(`${name}=${id}`)}>
+              {name === "attempts" ? "Side by side" : name[0].toUpperCase() + name.slice(1)}
+            </button>
+          ))}
+        </div>
+      </div>
+      {problem ? (
+        <p class="empty" role="alert">The episode cannot be read: {problem}</p>
+      ) : !ready ? (
+        <p class="empty">Reading…</p>
+      ) : (
+        <div role="tabpanel" aria-label={view}>
+          {view === "conversation" && <Conversation key={id} index={index} episode={episode} />}
+          {view === "tokens" && <Tokens key={id} index={index} episode={episode} />}
+          {view === "attempts" && <Attempts index={index} row={row} open={open} />}
+        </div>
+      )}
+    </>
+  );
+}
+
+class Guard extends Component<{ children: ComponentChildren }, { error: string }> {
+  state = { error: "" };
+  componentDidCatch(error: unknown) {
+    this.setState({ error: String(error) });
+  }
+  render() {
+    return this.state.error ? <p class="empty" role="alert">The page failed: {this.state.error}</p> : this.props.children;
+  }
+}
+
+const root = document.getElementById("app")!;
+document.documentElement.dataset.theme = startTheme();
+readIndex().then(
+  (index) => {
+    root.textContent = "";
+    document.title = `${index!.run.name} · gspo_env`;
+    render(<Guard><App first={index!} /></Guard>, root);
+    document.documentElement.dataset.ready = performance.now().toFixed(0);
+  },
+  (error) => {
+    root.textContent = `The data of this page cannot be read: ${error}. It needs a browser of 2023 or later.`;
+  },
+);
