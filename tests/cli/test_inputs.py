@@ -65,7 +65,7 @@ def refused(capsys, *arguments):
         (["train", "--resume="], "--resume is ''"),
         (
             ["train", "--advantage", "outcom"],
-            "mean outcome? expected one of: gigpo, group_gae, nor",
+            "mean outcome? expected one of: ",
         ),
     ],
 )
