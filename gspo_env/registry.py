@@ -92,10 +92,10 @@ def find(kind: str, name: str) -> type[Any]:
     elif name in _plugins(kind):
         found = load_function(_plugins(kind)[name], kind)
     else:
-        near = difflib.get_close_matches(name, names(kind)) or names(kind)
+        near = difflib.get_close_matches(name, names(kind), n=1)
         raise ConfigError(
-            f"{kind} is {name!r}; expected one of: {', '.join(near)}; or module:Class, or "
-            "file.py:Class"
+            f"{kind} is {name!r}; {f'did you mean {near[0]}? ' if near else ''}expected one of: "
+            f"{', '.join(names(kind))}; or module:Class, or file.py:Class"
         )
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ConfigError(f"{kind} is {name!r}; expected the name of a dataclass")

@@ -8,13 +8,11 @@ settings the user has trained with in that folder; these need no flag.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import inspect
 import json
 import logging
 import math
-import os
 import shlex
 import stat
 import tomllib
@@ -31,6 +29,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, find
 from gspo_env.tracking.base import flatten
+from gspo_env.trained import Doubt, doubt, note_path, write_note
 from gspo_env.visible import visible
 
 logger = logging.getLogger(__name__)
@@ -40,8 +39,6 @@ _LARGEST = 2**20
 """Bytes of a file with settings."""
 _LONGEST = 160
 """Characters of a value that an error shows."""
-_ABOVE = 3
-"""How far a run's folder is above the folders of its models and checkpoints, at most."""
 _OWN = ("model", "output", "tracker")
 """Settings that say where a run reads and writes; those of somebody else are not taken."""
 _LEARNING = ("advantage", "loss", "recipe")
@@ -57,6 +54,8 @@ class Saved:
     """Settings that run nothing, nested as in a TOML file, without `model` and `output`."""
     refused: dict[str, Any]
     """By dotted name, the settings that need a flag of the user."""
+    why: Doubt | None = None
+    """Why they need one."""
 
     @property
     def env(self) -> str:
@@ -95,11 +94,11 @@ class Saved:
                     refused = {k: v for k, v in refused.items() if k not in left_out}
         if refused:
             named = ", ".join(f"{k} = {_short(v)}" for k, v in refused.items())
-            flags = " ".join(_flag(name, value) for name, value in refused.items())
+            why = self.why or Doubt(reason="no record says that you trained there with it")
+            flags = " ".join(_flag(k, _found(k, v, why.place)) for k, v in refused.items())
             raise ConfigError(
                 f"the settings in {str(self.folder)!r} name {named}, which may run code or reach "
-                "files and addresses, and no record says that you trained there with it; if you "
-                f"trust it, add {flags}"
+                f"files and addresses, and {why.reason}; if you trust it, add {flags}"
             )
         if kwargs := given.get("env_kwargs"):
             tree["env_kwargs"] = tree.get("env_kwargs", {}) | kwargs
@@ -156,7 +155,7 @@ def read_saved(folder: str | Path) -> Saved | None:
     refused = {name: value for name, value in saved.refused.items() if name not in foreign}
     if foreign:
         tree.pop("tracker", None)
-    return Saved(folder=Path(folder), tree=tree, refused=refused)
+    return Saved(folder=Path(folder), tree=tree, refused=refused, why=saved.why)
 
 
 def parse(path: Path, text: str) -> Saved:
@@ -172,7 +171,8 @@ def parse(path: Path, text: str) -> Saved:
     """
     tree = tomllib.loads(text)
     refused = dict(_refused(tree))
-    if refused and _is_recorded(path.parent, refused):
+    why = doubt(path.parent, refused) if refused else None
+    if why is None:
         refused = {}
     for name in refused:
         _drop(tree, name)
@@ -180,7 +180,12 @@ def parse(path: Path, text: str) -> Saved:
         from_dict(tree)
     except ConfigError as error:
         raise ConfigError(f"the settings in {str(path)!r} are not valid: {error}") from error
-    return Saved(folder=path.parent, tree=tree, refused=refused)
+    return Saved(folder=path.parent, tree=tree, refused=refused, why=why)
+
+
+def needs_flags(config: Config) -> dict[str, Any]:
+    """Returns the settings that may run code or reach files and addresses, by dotted name."""
+    return dict(_refused(tomllib.loads(to_toml(config))))
 
 
 def record(folder: Path, config: Config) -> None:
@@ -188,86 +193,16 @@ def record(folder: Path, config: Config) -> None:
 
     Settings that need no flag are not noted.
     """
-    refused = dict(_refused(tomllib.loads(to_toml(config))))
+    refused = needs_flags(config)
     if not refused:
         return
-    note = _describe(refused)
-    path = _note(folder)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps({"folder": str(folder.resolve()), **note}))
-        os.replace(part, path)
+        write_note(folder, refused)
     except OSError as error:
         logger.warning(
             "cannot note in %s what %s was trained with (%s): its use needs flags such as --env",
-            *(path.parent, folder, error.strerror),
+            *(note_path(folder).parent, folder, error.strerror),
         )
-
-
-def _is_recorded(folder: Path, refused: Mapping[str, Any]) -> bool:
-    """Returns whether the user trained there with these settings, and files, from this place."""
-    wanted = _describe(refused)
-    folder = folder.resolve()
-    for place in (folder, *folder.parents[:_ABOVE]):
-        try:
-            note = json.loads(_note(place).read_text())
-        except (OSError, ValueError):
-            continue
-        if isinstance(note, dict) and {name: note.get(name) for name in wanted} == wanted:
-            return True
-    return False
-
-
-def _describe(refused: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a record says of settings: a digest, the files, and the working folder.
-
-    The folder is left out if files are all that the settings name: their contents are compared.
-    """
-    files = _files(refused)
-    alone = all({text, text.rpartition(":")[0]} & files.keys() for text in _texts(dict(refused)))
-    return {
-        "settings": _digest(refused),
-        "files": files,
-        "cwd": None if files and alone else os.getcwd(),
-    }
-
-
-def _note(folder: Path) -> Path:
-    home = Path(os.environ.get("XDG_STATE_HOME", ""))
-    state = home if home.is_absolute() else Path.home() / ".local" / "state"
-    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-    return state / "gspo-env" / "trained" / f"{name}.json"
-
-
-def _digest(refused: Mapping[str, Any]) -> str:
-    text = json.dumps(refused, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
-
-
-def _files(value: Any) -> dict[str, str]:
-    """Returns the digest of each file that settings name, as `FILE` or `FILE:NAME`."""
-    found = {}
-    for text in _texts(value):
-        for name in {text, text.rpartition(":")[0]} - {""}:
-            try:
-                path = Path(name).expanduser()
-                if path.is_file():
-                    found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-            except (OSError, ValueError, RuntimeError):  # it cannot be the name of a file
-                continue
-    return found
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
 
 
 def _read(path: Path) -> str:
@@ -383,6 +318,15 @@ def _drop(tree: dict[str, Any], name: str) -> None:
 def _short(value: Any) -> str:
     text = visible(json.dumps(redact(value), ensure_ascii=False, default=str))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _found(name: str, value: Any, place: str) -> Any:
+    """Returns the environment with the full path of its file, if that is in another folder."""
+    if name != "env" or not place or not isinstance(value, str):
+        return value
+    file, _, last = value.rpartition(":")
+    path = Path(place, file)
+    return f"{path}:{last}" if file.endswith(".py") and path.is_file() else value
 
 
 def _flag(name: str, value: Any) -> str:

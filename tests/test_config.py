@@ -77,7 +77,7 @@ def test_a_users_class_is_a_choice_by_file(tmp_path):
         from_dict({"advantage": f"{file}:Idle"})
     with pytest.raises(ConfigError, match="expected the name of a dataclass"):
         from_dict({"advantage": f"{file}:Plain"})
-    with pytest.raises(ConfigError, match=r"expected one of: returns_to_go"):
+    with pytest.raises(ConfigError, match=r"did you mean returns_to_go"):
         from_dict({"advantage": "return_to_go"})
 
 

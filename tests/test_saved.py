@@ -236,6 +236,38 @@ def test_any_settings_are_read_or_refused_in_one_sentence(tmp_path_factory, tree
     assert "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "path", "value"),
+    [
+        (["--advantage", "group_gae", "--lam", "0.9"], "advantage.lam", 0.9),
+        (["--tracker", "mlflow", "--experiment", "mine"], "tracker.experiment", "mine"),
+        (["--tracker", "mlflow", "--tracking-uri", "sqlite:///a.db"], "tracker.tracking_uri", None),
+        (["--curriculum", "ladder", "--values", "1", "2"], "curriculum.values", (1, 2)),
+    ],
+)
+def test_a_flag_may_set_what_only_the_class_named_beside_it_has(foreign, flags, path, value):
+    foreign({"env": "gspo/Lookup-v0", "advantage": "outcome", "tracker": "none", "seed": 7})
+    config = parse(["train", "--model", "theirs", *flags]).resolved
+    section, _, name = path.partition(".")
+    assert getattr(getattr(config, section), name) == (value or "sqlite:///a.db")
+    assert config.seed == 7
+
+
+def test_a_run_says_which_settings_it_has_from_the_folder_of_its_model(capsys, foreign):
+    settings = {"env": "gspo/Lookup-v0", "learner": {"learning_rate": 0.01}, "steps": 8, "seed": 7}
+    foreign({**settings, "recipe": "tiny", "tracker": "none", "env_kwargs": {"entries": 12}})
+    flags = ["--seed", "9", "--tracker", "mlflow", "--tracking-uri", "nokind://x"]
+    refused(capsys, "train", "--model", "theirs", *flags)
+    with pytest.raises(SystemExit):
+        main(["train", "--model", "theirs", *flags])
+    said = capsys.readouterr().out
+    assert "settings of theirs, unless a flag says otherwise: recipe tiny, " in said
+    assert "learner.learning_rate 0.01, steps 8, " in said
+    assert " more in theirs/gspo_env.json" in said
+    assert "seed" not in said
+    assert "tracker" not in said
+
+
 MINE = """
 from gspo_env import TextEnv
 class Mine(TextEnv):
@@ -278,25 +310,60 @@ def test_a_folder_that_the_user_trained_is_evaluated_and_goes_on_without_flags(c
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "why"),
     [
-        lambda run: Path("mine.py").write_text(MINE + "# other\n"),
-        lambda run: run.rename("moved"),
-        lambda run: Path("state/gspo-env/trained").rename("gone"),
-        lambda run: os.chdir(Path("state")),
-        lambda run: [
-            path.write_text(path.read_text().replace("words = 3", 'words = \\"x\\"'))
-            for path in (run / "model").glob("gspo_env.json")
-        ],
+        (lambda run: Path("mine.py").write_text(MINE + "# other\n"), "'mine.py' has changed since"),
+        (lambda run: run.rename("moved"), "from where it was moved"),
+        (lambda run: Path("state/gspo-env/trained").rename("gone"), "no record says that you"),
+        (lambda run: os.chdir(Path("state")), "there is no file 'mine.py' in"),
+        (
+            lambda run: [
+                path.write_text(path.read_text().replace("words = 3", 'words = \\"x\\"'))
+                for path in (run / "model").glob("gspo_env.json")
+            ],
+            "you trained there with other settings",
+        ),
     ],
     ids=["file", "folder", "record", "place", "settings"],
 )
-def test_where_anything_differs_from_the_record_the_flag_is_needed(capsys, mine, change):
+def test_where_anything_differs_from_the_record_the_flag_is_needed_and_says_why(
+    capsys, mine, change, why
+):
+    file = Path("mine.py").resolve()
     change(mine)
     folder = str(mine) if mine.exists() else "moved"
-    assert "--env mine.py:Mine" in refused(capsys, "evaluate", "--model", folder)
-    if Path("mine.py").exists() and folder != "moved":
-        main(["evaluate", "--model", folder, "--env", "mine.py:Mine", "--env-kwargs", "words=3"])
+    said = refused(capsys, "evaluate", "--model", folder)
+    assert why in said
+    flag = "mine.py:Mine" if Path("mine.py").exists() else f"{file}:Mine"
+    assert said.split("trust it, add ")[1].startswith(f"--env {flag}")
+    if folder != "moved":
+        flags = ["--env", flag, "--env-kwargs", "words=3"]
+        main(["evaluate", "--model", folder, "--tasks", "2", *flags])
+
+
+def test_a_run_goes_on_from_another_working_folder_with_the_flag_that_its_error_names(
+    capsys, mine, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path / "state")
+    said = refused(capsys, "train", "--resume", str(mine), "--steps", "2")
+    flag = said.split("trust it, add ")[1].split()
+    assert flag == ["--env", f"{tmp_path}/mine.py:Mine"]
+    other = ["--env", "gspo/Lookup-v0"]
+    assert "mine.py:Mine" in refused(capsys, "train", "--resume", str(mine), *other)
+    main(["train", "--resume", str(mine), "--steps", "2", *flag])
+    main(["train", "--resume", str(mine), "--steps", "3"])
+    assert "changed" not in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_says_that_the_file_of_its_environment_has_changed(capsys, mine):
+    Path("mine.py").write_text(MINE + "# other\n")
+    assert "'mine.py' has changed" in refused(capsys, "train", "--resume", "run", "--steps", "2")
+    main(["train", "--resume", "run", "--steps", "2", "--env", "mine.py:Mine"])
+    said = "mine.py has changed since this run was last trained"
+    assert f"WARNING {said}" in capsys.readouterr().out
+    assert said in Path("run/warnings.txt").read_text()
+    main(["train", "--resume", "run", "--steps", "3"])
+    assert said not in capsys.readouterr().out
 
 
 def test_a_run_of_somebody_else_goes_on_only_with_the_flag(capsys, mine):

@@ -17,7 +17,14 @@ import torch
 
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
-from gspo_agents.start import make_learner, make_start, read_talks, take_score, with_adapter
+from gspo_agents.start import (
+    check_learning,
+    make_learner,
+    make_start,
+    read_talks,
+    take_score,
+    with_adapter,
+)
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
@@ -36,17 +43,17 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.faults import close_quietly
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.saved import read_saved, record
+from gspo_env.saved import needs_flags, read_saved, record
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, check_trackers, parts, start
+from gspo_env.tracking.several import Several, parts, start
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.launch import leave_run
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
 from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
-from gspo_env.training.watch import at_start
+from gspo_env.training.watch import Problem, at_start, of_changed_files
 from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
 
 logger = logging.getLogger(__name__)
@@ -129,8 +136,8 @@ class GSPOAgent:
             TrainingError: Nothing can be learned; see `gspo_env.training.watch`.
         """
         config, resumed = self.config, self._resumed
-        check_trackers(config.tracker)
-        problems = []
+        check_learning(self.model, config)
+        problems: list[Problem] = []
         if self._imitates:  # the run begins with the model that has imitated
             self._demonstrations, self._source = read_talks(config, self.chat, self.env_id), ""
         if resumed is None:
@@ -144,6 +151,8 @@ class GSPOAgent:
             checkpoints, ids = Checkpoints(made, config.checkpoints), {}
         self.folder = checkpoints.run
         leave_run(self.folder)
+        if resumed is not None:
+            problems += of_changed_files(self.folder, needs_flags(config))
         record(self.folder, config)
         self._trained, self._resumed = True, None
         info = run_info(config, self.env_id, way, self.folder, ids)
@@ -151,6 +160,7 @@ class GSPOAgent:
             checkpoints,
             stop_on_signals() as stop,
             Progress() as progress,
+            checkpoints.said_if_stopped(),
             start(config.tracker, info) as tracker,
         ):
             report = Reporter(config, progress, tracker, checkpoints, self.tokenizer)

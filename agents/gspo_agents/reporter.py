@@ -24,9 +24,10 @@ from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several
 from gspo_env.training.checkpoints import Checkpoints
+from gspo_env.training.collapse import CollapseWatch, Level
 from gspo_env.training.loop import History, Place
 from gspo_env.training.split import Split
-from gspo_env.training.watch import Problem
+from gspo_env.training.watch import Problem, of_success
 from gspo_env.types import Group, Score
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,10 @@ class Reporter:
         self._checkpoints = checkpoints
         attempt = checkpoints.attempt
         self.episodes = EpisodeLog(checkpoints.run, config.episodes, tokenizer, attempt)
-        self._warnings: list[str] = []
+        known = checkpoints.run / "warnings.txt"  # of a run that goes on
+        self._warnings = known.read_text().splitlines() if known.is_file() else []
+        said = any(line.startswith("collapse:") for line in self._warnings)
+        self._collapse = CollapseWatch(self.warned, said)
         self._best: float | None = None
         """The best success of an evaluation."""
         self.take_score(None)
@@ -75,13 +79,17 @@ class Reporter:
         """Reports an update, with every metric of the step."""
         self._tracker.log(metrics, step)
         speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
-        self._show("train", step, stats.played, tokens_per_second=speed, clipped=clipped)
+        more = {"tokens_per_second": speed, "clipped": clipped}
+        self._show("train", step, stats.played, lost=stats.faults.lost, **more)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Reports an evaluation and keeps its episodes."""
         self._tracker.log(evaluation.metrics(), step)
         self._best = max(self._best or 0.0, evaluation.sampled.success)
-        self._show("evaluate", step, evaluation.sampled)
+        if step == 0 and (problem := of_success(evaluation.groups)):
+            self.warned(problem)
+        self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost)
+        self._collapse.see(Level.of(step, evaluation))
         self.episodes.evaluated(step, evaluation)
 
     def kept(self, groups: int) -> Collection[int]:
@@ -102,8 +110,10 @@ class Reporter:
 
     def go_on(self, history: History, score: Score | None) -> None:
         """Takes over what a run that goes on has found."""
-        known = [m["eval/success"] for _, m in history if "eval/success" in m]
-        self._best = max(known, default=None)
+        evaluations = [(step, m) for step, m in history if "eval/success" in m]
+        self._best = max((m["eval/success"] for _, m in evaluations), default=None)
+        for step, metrics in evaluations:
+            self._collapse.see(Level.recorded(step, metrics, self.config.eval_tasks))
         self.take_score(score)
         self.episodes.go_on(history[-1][0] if history else 0)
 
@@ -155,7 +165,7 @@ class Reporter:
             lines = _results(history, split, left_out)
             folder = self._checkpoints.run
             lines.append(f"Model, config and learning curve: {folder}")
-            lines += closing(history, folder, self._progress.encoding)
+            lines += closing(history, folder, self._progress.encoding, tasks=len(split.tasks))
         lines += self._tracker.problems
         if self._tracker.how_to_look:
             lines.append(f"Tracked: {self._tracker.how_to_look}")
@@ -225,7 +235,7 @@ def _results(history: History, split: Split, left_out: int) -> list[str]:
     redrawn = total("rollout/redrawn_tasks")
     if redrawn or left_out:
         lines.append(
-            f"Not trained on, because their tasks are held out: {redrawn:.0f} draws, "
-            f"which were repeated, and {left_out} demonstrations."
+            f"Not trained on, because their tasks are held out: draws {redrawn:.0f} (each was "
+            f"repeated), demonstrations {left_out}."
         )
     return lines

@@ -1,4 +1,4 @@
-"""The model that a recipe makes."""
+"""What a run starts with: the model that a recipe makes, its score, its learner."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from gspo_env.config import Config, to_toml, with_score
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score
 from gspo_env.errors import ConfigError
+from gspo_env.importing import load_function
 from gspo_env.learner.base import Trainer
 from gspo_env.learner.controller import Controller
 from gspo_env.learner.learner import Learner
+from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.ranks import Ranks
-from gspo_env.model.load import add_adapter
+from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.progress import Progress
+from gspo_env.tracking.several import check_trackers
 from gspo_env.training.launch import plan_of
 from gspo_env.types import Episode
 
@@ -82,6 +85,24 @@ def with_adapter(model: Any, config: Config) -> Any:
     settings = config.learner
     alpha, targets = settings.lora_alpha, settings.lora_targets
     return add_adapter(model, settings.lora_rank, config.seed, alpha=alpha, targets=targets)
+
+
+def check_learning(model: Any, config: Config) -> None:
+    """Tries what only training needs before a folder is made: trackers, optimiser and adapter.
+
+    Raises:
+        ConfigError: A tracker's address does not answer, or the optimiser cannot be made.
+        MissingExtraError: The optimiser needs a package that is not installed.
+        ModelError: The model cannot have the adapter.
+    """
+    check_trackers(config.tracker)
+    settings = config.learner
+    if settings.lora_rank and not hasattr(model, "disable_adapter"):
+        check_targets(model, settings.lora_targets)
+    if ":" in settings.optimizer and settings.lora_rank:  # it trains weights that are made later
+        load_function(settings.optimizer, "optimizer")
+    elif settings.optimizer != "adamw":
+        make_optimizer(settings, list(model.parameters()))
 
 
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:

@@ -84,7 +84,7 @@ class Compare(Run):
         except KeyboardInterrupt:
             print(f"Stopped. The same command goes on with the results in {folder}.")
             raise
-        print((folder / "tables.md").read_text())
+        print_markdown((folder / "tables.md").read_text())
         print(f"Page: {folder / 'report.html'}")
 
     def _strategy(self, comparison: Any) -> Any:
@@ -112,3 +112,14 @@ class Compare(Run):
         budget = seconds(self.budget) if self.budget else inf
         plan = Sequential(until=self.until, budget=budget, most=self.most_seeds)
         return Rounds(plan=plan, difference=self.difference)
+
+
+def print_markdown(text: str) -> None:
+    """Prints a text with its tables drawn, or as it is if stdout is no terminal."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    if sys.stdout.isatty():
+        Console().print(Markdown(text))
+    else:
+        print(text)

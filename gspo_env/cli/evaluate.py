@@ -37,6 +37,7 @@ class Evaluate:
 
     def run(self) -> None:
         """Prints success with a 95 % interval."""
+        from gspo_env import __version__
         from gspo_env.env.registration import load_agent
 
         if self.tasks < 0 or self.samples < 1:
@@ -47,16 +48,23 @@ class Evaluate:
             raise ConfigError(f"seed is {self.seed}; expected at least 0 and below 2**63")
         if not self.model:
             raise ConfigError("model is ''; expected a folder, a hub id or 'scripted'")
+        from gspo_env.training.watch import of_success
+
         if self.model == "scripted":
             agent = load_agent("scripted")(self.env or "gspo/Lookup-v0", **self.env_kwargs)
             tasks = self.tasks or 256
             print_scores(agent.evaluate(tasks, self.samples), agent.split(tasks))
         else:
+            print(f"gspo-env {__version__}: loading {self.model}", flush=True)
             names = ("model_dtype", "env_kwargs", "engine")
             given = {name: value for name in names if (value := getattr(self, name))}
             agent = load_agent("gspo").load(self.model, self.env, **given)
+            split = agent.split(self.tasks)
+            print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
             groups = agent.evaluate(self.tasks, self.samples, self.seed)
             print_scores(groups, agent.split(len(groups)))
+            if problem := of_success(groups, "in this evaluation"):
+                print(f"note     {problem.text}")
 
 
 def print_scores(groups: Sequence[Group], split: Split) -> None:

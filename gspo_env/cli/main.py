@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,10 @@ COMMANDS = {
     "envs": "gspo_env.cli.envs:Envs",
     "doctor": "gspo_env.cli.doctor:Doctor",
 }
+
+
+_NOT_EMPTY = ("--env", "--model", "--resume", "--config")
+"""Flags for which an empty value, such as that of an unset variable, is a mistake."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,12 +61,15 @@ def parse(arguments: Sequence[str]) -> Any:
         ConfigError: A file, a choice or a flag is unknown or invalid.
         SystemExit: Help was printed, or a value has the wrong type.
     """
-    from gspo_env.cli.options import PRIMITIVES, Run, prepare
+    from gspo_env.cli.options import PRIMITIVES, Run, one_sentence, prepare
 
     commands: dict[str, Any] = {}
     name, *rest = arguments
     if name not in (*COMMANDS, "-h", "--help"):
         raise ConfigError(f"there is no command {name!r}; expected one of: {', '.join(COMMANDS)}")
+    for flag in _NOT_EMPTY:
+        if f"{flag}=" in rest or (flag, "") in itertools.pairwise(rest):
+            raise ConfigError(f"{flag} is ''; expected a name, or no {flag} for the default")
     for known, place in COMMANDS.items():
         module, _, attribute = place.partition(":")
         command = getattr(importlib.import_module(module), attribute)
@@ -73,4 +81,7 @@ def parse(arguments: Sequence[str]) -> Any:
     }
     kind = tyro.extras.subcommand_type_from_defaults(commands, summaries)
     config = (tyro.conf.OmitSubcommandPrefixes,)
-    return tyro.cli(kind, args=[name, *rest], prog="gspo-env", registry=PRIMITIVES, config=config)
+    with one_sentence():
+        return tyro.cli(
+            kind, args=[name, *rest], prog="gspo-env", registry=PRIMITIVES, config=config
+        )

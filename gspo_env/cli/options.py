@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import io
+import itertools
 import json
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
@@ -158,7 +161,8 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     Raises:
         ConfigError: The file, a choice or a flag is unknown or invalid.
     """
-    start, rest = tyro.cli(_Start, args=arguments, return_unknown_args=True, add_help=False)
+    with one_sentence():
+        start, rest = tyro.cli(_Start, args=arguments, return_unknown_args=True, add_help=False)
     if start.config and start.resume:
         raise ConfigError("--config and --resume are given; expected one of them")
     tree = read_toml(start.config) if start.config else {}
@@ -184,6 +188,34 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
             _print_page(config, group)
     made = command(choices=choices, settings=_sections(config, _unchecked), **own)
     return made, list(_switches([_spell_out(argument, config, known) for argument in rest], config))
+
+
+_FRAME = "\u2500\u2502\u256d\u256e\u2570\u256f| "
+"""Characters of the frame of a message, on both sides of its lines."""
+
+
+@contextlib.contextmanager
+def one_sentence() -> Iterator[None]:
+    """Turns the framed message with which tyro exits into one sentence.
+
+    Raises:
+        ConfigError: An argument is invalid.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        if not end.code:
+            raise
+        lines = [line.strip(_FRAME) for line in said.getvalue().splitlines()][1:]
+        ruled = itertools.groupby(lines, key=lambda line: bool(line.strip("-+")))  # or no Unicode
+        parts = [list(group) for text, group in ruled if text] or [[]]
+        text = " ".join(parts[0])
+        usage = next((line for line in itertools.chain(*parts[1:]) if line.startswith("--")), "")
+        raise ConfigError(f"{text}{f' (expected {usage})' if usage else ''}") from None
+    if said.getvalue():
+        print(said.getvalue(), end="", file=sys.stderr)
 
 
 def _switches(arguments: Sequence[str], config: Config) -> Iterator[str]:
@@ -216,7 +248,8 @@ def _base(
         return from_dict(tree if recipe is None else tree | {"recipe": recipe})
     pairs = (_pair(text) for texts in start.env_kwargs for text in texts)
     chosen = {kind: value for kind in BUILTIN if (value := getattr(start, kind))}
-    config = override(from_dict(saved.tree), tree)
+    # flags may be settings of a class that is named instead of the folder's
+    config = override(override(from_dict(saved.tree), tree), chosen)
     spelled = (_spell_out(flag, config, known) for flag in flags if flag.startswith("--"))
     paths = (flag[2:].partition("=")[0].replace("-", "_") for flag in spelled)
     given = tree | chosen | dict.fromkeys(paths, True)
@@ -272,6 +305,11 @@ def _print_page(config: Config, group: str) -> NoReturn:
     if group not in sections:
         raise ConfigError(f"there is no section {group!r}; expected one of: {', '.join(sections)}")
     section: Any = values[group]
+    if not dataclasses.fields(section):
+        chosen = f"{group} {name_of(group, section)!r}" if group in BUILTIN else group
+        others = f"; --{group} takes: {', '.join(names(group))}" if group in BUILTIN else ""
+        print(f"{chosen} has no settings{others}")
+        raise SystemExit(0)
     page: Any = dataclasses.make_dataclass("Page", [(group, type(section), field(default=section))])
     markers = (tyro.conf.FlagConversionOff,)
     tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=markers)

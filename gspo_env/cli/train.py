@@ -9,7 +9,18 @@ from typing import Any
 
 from gspo_env import __version__
 from gspo_env.cli.options import Run
+from gspo_env.config import Config, from_dict, to_dict
 from gspo_env.errors import ConfigError
+from gspo_env.redaction import redact
+from gspo_env.saved import find_saved, read_saved
+from gspo_env.tracking.base import flatten
+from gspo_env.visible import visible
+
+_SHOWN = (
+    *("env", "recipe.name", "advantage.name", "loss.name", "engine.name", "tracker.name"),
+    *("learner.learning_rate", "steps", "seed"),
+)
+"""Settings that are named first where a run takes them from a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,7 +29,8 @@ class Train(Run):
 
     resume: str = ""
     """Folder of a run to go on with, under its own settings; only `--steps`, `--save-every` and
-    `--keep` may be given with it."""
+    `--keep` may be given with it, and `--env FILE.py:CLASS` if the file of its environment was
+    changed or moved."""
     processes: int = 1
     """Processes on this machine that train together, each with a part of the weights."""
     max_restarts: int = 0
@@ -51,8 +63,12 @@ class Train(Run):
     def _train(self, ranks: Any = None) -> None:
         from gspo_env.env.registration import load_agent
         from gspo_env.training.launch import interrupted_run
+        from gspo_env.tracking.several import check_trackers
 
         config = self.resolved
+        if text := "" if self.resume else inherited(config):
+            print(text)
+        check_trackers(config.tracker)  # before demonstrations, which may take long
         # before the imports, which take seconds
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
@@ -67,3 +83,20 @@ class Train(Run):
             print(f"{run} is finished: all {steps} steps are done; --steps adds more")
         else:
             agent.train()
+
+
+def inherited(config: Config) -> str:
+    """Says which settings a run has from the folder of its model; empty if it has none."""
+    saved = read_saved(config.model) if config.model else None
+    if saved is None:
+        return ""
+    new, old, usual = (
+        flatten(redact(to_dict(each))) for each in (config, from_dict(saved.tree), Config())
+    )
+    own = ("model", "output")
+    same = {k: v for k, v in new.items() if old.get(k) == v != usual.get(k) and k not in own}
+    first = [f"{name.removesuffix('.name')} {same.pop(name)}" for name in _SHOWN if name in same]
+    if same:
+        first.append(f"{len(same)} more in {find_saved(config.model)}")
+    text = ", ".join(first) or "all as by default"
+    return visible(f"settings of {config.model}, unless a flag says otherwise: {text}")

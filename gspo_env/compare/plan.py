@@ -50,17 +50,17 @@ class Comparison:
         """Rejects arms that cannot be compared."""
         names = [arm.name for arm in self.arms]
         twice = next((n for n in names if names.count(n) > 1), None)
-        if len(names) < 2 or twice is not None:
-            raise ConfigError(
-                f"arms are {names}; expected at least two with different names, such as those of "
-                "`--arm loss=gspo,grpo`"
-            )
         if self.seeds < 1 or self.workers < 0:
             raise ConfigError("seeds has to be at least 1 and workers at least 0")
         for problem in self.problems.values():
             for arm in self.arms:
                 _refuse_other_tasks(problem, arm)
                 check_score(change(problem, arm.changes))
+        if len(names) < 2 or twice is not None:  # after the arms, one of which may be misspelled
+            raise ConfigError(
+                f"arms are {names}; expected at least two with different names, such as those of "
+                "`--arm loss=gspo,grpo`"
+            )
 
     def config(self, problem: str, arm: Arm, seed: int) -> Config:
         """Returns the config of one run."""

@@ -31,6 +31,65 @@ class StepResult:
         return {f"rollout/option/{name}": float(value) for name, value in numbers.items()}
 
 
+class ReadOptions(dict[str, Any]):
+    """Options of `reset` that remember which of them were read.
+
+    Example:
+        >>> options = ReadOptions({"hops": 2, "size": 3})
+        >>> options.get("hops"), options.read
+        (2, {'hops'})
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Takes the options; none is read yet."""
+        super().__init__(options)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns an option."""
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        """Returns whether there is an option of that name."""
+        self.read.add(str(name))
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """Reads all names."""
+        self.read.update(super().keys())
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns an option or the default."""
+        self.read.add(name)
+        return super().get(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Removes an option."""
+        self.read.add(name)
+        return super().pop(name, *default)
+
+    def keys(self) -> Any:
+        """Reads all options."""
+        self.read.update(super().keys())
+        return super().keys()
+
+    def values(self) -> Any:
+        """Reads all options."""
+        self.read.update(super().keys())
+        return super().values()
+
+    def items(self) -> Any:
+        """Reads all options."""
+        self.read.update(super().keys())
+        return super().items()
+
+    def copy(self) -> ReadOptions:
+        """Returns itself, so that a copy is watched too."""
+        return self
+
+
 class Curriculum(Protocol):
     """Chooses the options of the next step's tasks; a frozen dataclass with its own settings."""
 

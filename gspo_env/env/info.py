@@ -15,6 +15,7 @@ from gspo_env.env.base import MAX_OBSERVATION, Action, TextEnvironment, attribut
 from gspo_env.env.threads import attempt, foreign
 from gspo_env.env.tools import Tool
 from gspo_env.errors import (
+    ConfigError,
     EnvironmentContractError,
     EnvironmentCrashError,
     EnvironmentHangError,
@@ -150,6 +151,8 @@ def _try_once(env_id: str, env: TextEnvironment) -> None:
         check_length(env, env_id, "step()", parse_step(env_id, result, PLACEHOLDERS)[0])
     except EnvironmentContractError:
         raise
+    except ConfigError as error:  # a whole sentence, of one of our own environments
+        raise EnvironmentContractError(f"{env_id}: {error}") from error
     except EnvironmentHangError as error:
         raise EnvironmentHangError(f"{env_id}: {error}") from None
     except EnvironmentCrashError as error:

@@ -110,7 +110,7 @@ def resolve_env(spec: str) -> str:
         return name
     env_class = getattr(module, name, None)
     if not _is_env_class(env_class):
-        names = [key for key, value in vars(module).items() if _is_env_class(value)]
+        names = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
         has = f"it has {', '.join(names)}" if names else "it has no gymnasium.Env class"
         raise UnknownEnvironmentError(f"{source} has no environment {name!r}, {has}.")
     return _register_class(env_class)
@@ -183,14 +183,18 @@ def _reason(error: BaseException) -> str:
 
 def load_agent(name: str) -> Any:
     """Returns the class of a built-in agent: `gspo`, `scripted`, or `frozen`, which only plays."""
+    hide_progress_bars()
+    module, _, attribute = _AGENTS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def hide_progress_bars() -> None:
+    """Switches off the progress bars of libraries, which would break up our lines."""
     from transformers.utils.logging import disable_progress_bar
 
-    # progress bars of libraries would break up ours
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    module, _, attribute = _AGENTS[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def describe_envs() -> list[EnvDescription]:
@@ -200,6 +204,11 @@ def describe_envs() -> list[EnvDescription]:
 
 def _is_env_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, gymnasium.Env)
+
+
+def _is_own(value: object, module: str) -> bool:
+    """Returns whether a value is an environment's class that the module defines."""
+    return _is_env_class(value) and getattr(value, "__module__", "") == module
 
 
 def _describe(env_id: str) -> EnvDescription:

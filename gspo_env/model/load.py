@@ -23,6 +23,8 @@ from gspo_env.visible import visible
 
 _ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_HUB_TIMEOUT = 5.0
+"""Seconds that the hub has to answer; the cache is used if it does not."""
 _LARGEST_TEXT = 2**28
 """Bytes of a JSON file or a template in a model folder."""
 
@@ -101,12 +103,18 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
             f"{name!r} is a folder without config.json{adapter}; expected a saved model"
         )
     _check_place(name)
-    local = folder.is_dir()
+    offline = "" if folder.is_dir() else _hub_problem()
+    local = folder.is_dir() or bool(offline)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, trust_remote_code=False, local_files_only=local
         )
     except Exception as error:
+        if offline:
+            raise ModelError(
+                f"there is no folder {name!r}, no model of that name in the cache of Hugging Face, "
+                f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
+            ) from error
         raise ModelError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
     try:
         if dtype == "auto" and not torch.cuda.is_available():
@@ -126,6 +134,18 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     except Exception as error:
         raise ModelError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     return model, tokenizer
+
+
+def _hub_problem() -> str:
+    """Asks the hub once, since libraries try for a minute; empty if it answers."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT)
+    except Exception as error:  # each version has another HTTP library
+        return _first_line(error)
+    return ""
 
 
 def _check_place(name: str) -> None:
@@ -222,6 +242,15 @@ def add_adapter(
                 f"{kind} cannot have an adapter: PEFT knows none of its layers, or not all; "
                 "expected lora_rank 0"
             ) from error
+
+
+def check_targets(model: Any, targets: str) -> None:
+    """Checks that a model can have a LoRA adapter with these layers, and changes nothing.
+
+    Raises:
+        ModelError: No layer has one of the names, or layers share their weights.
+    """
+    _layers(model, targets)
 
 
 def _layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:

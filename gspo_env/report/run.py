@@ -12,6 +12,7 @@ from gspo_env.config import Config
 from gspo_env.redaction import redact
 from gspo_env.registry import name_of
 from gspo_env.tracking.several import parts
+from gspo_env.training.collapse import Level, may_be_chance
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*%#"
@@ -46,24 +47,49 @@ def opening(config: Config, env_id: str, model: Any, folder: Path, how_to_look: 
     return "\n".join(f"{name:<13}{value}" for name, value in rows.items())
 
 
-def closing(history: History, folder: Path, encoding: str = "utf-8") -> list[str]:
+def closing(
+    history: History, folder: Path, encoding: str = "utf-8", *, tasks: int = 0
+) -> list[str]:
     """Returns the curve of a run that is finished, and the commands to go on.
 
     Args:
         history: The metrics of every step.
         folder: Folder of the run.
         encoding: The terminal's encoding.
+        tasks: Episodes of an evaluation. The best checkpoint is named where it exists and is better
+            than the last by more than chance.
     """
     name, last, at = _curve_metric(history), history[-1][0], shlex.quote(str(folder))
     values = [(step, metrics[name]) for step, metrics in history if name in metrics]
     best_step, best = max(values, key=lambda pair: pair[1])
     curve = sparkline([value for _, value in values], encoding)
+    form = "{:.1%}" if name == "eval/success" else "{:.3g}"
+    first, final, top = (form.format(value) for value in (values[0][1], values[-1][1], best))
     return [
-        f"{name} {curve} from {values[0][1]:.3g} to {values[-1][1]:.3g}, "
-        f"best {best:.3g} after step {best_step}",
+        f"{name} {curve} from {first} to {final}, best {top} after step {best_step}",
+        *_better(history, folder, tasks),
         f"Look:      gspo-env view {at}",
         f"Evaluate:  gspo-env evaluate --model {at}",
         f"Go on:     gspo-env train --resume {at} --steps {2 * last or 1}",
+    ]
+
+
+def _better(history: History, folder: Path, tasks: int) -> list[str]:
+    """Names the best checkpoint, if it is better than the last by more than chance."""
+    levels = [
+        Level.recorded(step, metrics, tasks)
+        for step, metrics in history
+        if step > 0 and "eval/success" in metrics
+    ]
+    best = folder / "checkpoints" / "best"
+    if len(levels) < 2 or not (best / "model").is_dir():
+        return []
+    top, last = max(levels, key=lambda level: level.success), levels[-1]
+    if may_be_chance(top, last, len(levels)):
+        return []
+    return [
+        f"The model after step {top.step} is better ({top.success:.1%}; the last one has "
+        f"{last.success:.1%}): gspo-env evaluate --model {shlex.quote(str(best))}"
     ]
 
 

@@ -63,6 +63,7 @@ class Progress:
         best: float | None = None,
         spread: float | None = None,
         clipped: float | None = None,
+        lost: float | None = None,
     ) -> None:
         """Shows the progress of a phase ("warm-up", "train", "evaluate"): `step` of `total`.
 
@@ -77,6 +78,7 @@ class Progress:
             best: The best success of an evaluation so far.
             spread: Standard deviation of the returns.
             clipped: Share of the tokens whose ratio was clipped.
+            lost: Episodes whose environment failed; shown if there are any.
         """
         values = {
             "loss {:.4f}": loss,
@@ -86,6 +88,7 @@ class Progress:
             "spread {:.3f}": spread,
             "clipped {:.1%}": clipped,
             "{:,.0f} tokens/s": tokens_per_second,
+            "{:.0f} lost": lost or None,
         }
         parts = [form.format(value) for form, value in values.items() if value is not None]
         if phase not in self._tasks:

@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gspo_env.config import CheckpointConfig
-from gspo_env.errors import OutputError
+from gspo_env.config import CheckpointConfig, read_toml
+from gspo_env.errors import ConfigError, OutputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,6 +120,16 @@ class Checkpoints:
         if self.last is None:
             return ""
         return f"Go on with: gspo-env train --resume {shlex.quote(str(self.run))}"
+
+    @contextmanager
+    def said_if_stopped(self) -> Iterator[None]:
+        """Returns a context that logs how to begin again if it is stopped before a checkpoint."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.last is None:
+                logger.warning("stopped: %s", nothing_saved(self.run))
+            raise
 
     @contextmanager
     def named_on_failure(self) -> Iterator[None]:
@@ -256,6 +266,15 @@ class Checkpoints:
             new.unlink(missing_ok=True)
             new.symlink_to(target)
             new.replace(link)
+
+
+def nothing_saved(run: Path) -> str:
+    """Says that a run has no checkpoint, and which command begins it again."""
+    again = f"gspo-env train --config {shlex.quote(str(run / 'config.toml'))}"
+    with contextlib.suppress(ConfigError):
+        if read_toml(run / "config.toml").get("output"):
+            again += f" --output {shlex.quote(f'{run}-again')}"
+    return f"{str(run)!r} has no checkpoint to go on with; begin again with: {again}"
 
 
 def damage(folder: Path) -> str:

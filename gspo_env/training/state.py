@@ -18,7 +18,14 @@ from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.saved import Saved, parse
 from gspo_env.tracking.base import MODEL, flatten
-from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage, step_folders
+from gspo_env.training.checkpoints import (
+    START,
+    Checkpoint,
+    Checkpoints,
+    damage,
+    nothing_saved,
+    step_folders,
+)
 from gspo_env.training.signals import Stop
 
 if TYPE_CHECKING:
@@ -72,7 +79,8 @@ def read_config(run: Path, numbers: Mapping[str, Any], wanted: Config | None) ->
     saved = parse(run / "config.toml", numbers["config"])
     given = {} if wanted is None else flatten(tomllib.loads(to_toml(wanted)))
     same = {name: value for name, value in saved.refused.items() if given.get(name) == value}
-    saved.settings(same)
+    moved = wanted is not None and _same_class(saved.env, wanted.env)
+    saved.settings(same, env=wanted.env if wanted is not None and moved else "")
     return from_dict(tomllib.loads(numbers["config"]))
 
 
@@ -87,6 +95,8 @@ def newest_settings(run: str | Path) -> Saved:
         with contextlib.suppress(OSError, KeyError, json.JSONDecodeError, tomllib.TOMLDecodeError):
             numbers = json.loads((folder / "state.json").read_text())
             return parse(Path(run, "config.toml"), numbers["config"])
+    if Path(run, "config.toml").is_file() and not step_folders(Path(run) / "checkpoints"):
+        raise OutputError(nothing_saved(Path(run)))
     raise OutputError(
         f"{str(run)!r} has no checkpoint that can be read; expected the folder of a run, such as "
         "runs/Lookup-v0-seed0-1"
@@ -106,7 +116,8 @@ def changed_config(run: Path, saved: Checkpoint, wanted: Config | None) -> Confi
         wanted = replace(wanted, credit=replace(wanted.credit, score=config.credit.score))
     old, new = flatten(config), flatten(wanted)
     for name in sorted({*old, *new}):
-        if old.get(name) != new.get(name) and not name.startswith(_CHANGEABLE):
+        moved = name == "env" and _same_class(config.env, wanted.env)
+        if old.get(name) != new.get(name) and not (moved or name.startswith(_CHANGEABLE)):
             raise ConfigError(
                 f"{name} is {new.get(name)!r}, and {old.get(name)!r} in the run that goes on; only "
                 "steps, save_every and keep may change: start a new run for another value"
@@ -116,6 +127,12 @@ def changed_config(run: Path, saved: Checkpoint, wanted: Config | None) -> Confi
             f"steps is {wanted.steps}; expected at least {saved.step}, which are done"
         )
     return wanted
+
+
+def _same_class(old: str, new: str) -> bool:
+    """Returns whether two environments are classes of one name in files, which may be elsewhere."""
+    files = all(env.rpartition(":")[0].endswith(".py") for env in (old, new))
+    return files and old.rpartition(":")[2] == new.rpartition(":")[2]
 
 
 def run_facts(config: Config, model: Any, source: str, left_out: int) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +14,8 @@ from gspo_env.batch.sample import Sample
 from gspo_env.config import Config
 from gspo_env.credit.estimators import compares_episodes
 from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.curriculum import ReadOptions, next_options
+from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import TrainingError
 from gspo_env.registry import name_of
@@ -19,12 +24,17 @@ from gspo_env.rollout.play import Move, Situation, demonstrator, look, play_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.trained import changed_files
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
+
+logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 3
 """Steps after which a run says that it has learned nothing so far."""
 _PROMPTS = 32
 """First prompts that are read before a run."""
+_NEARLY_ALL = 0.95
+"""Share of successes before training from which their rule is worth a word."""
 _EPISODES = 4
 """Episodes that are played to see whether an environment gives advantages of its own."""
 
@@ -105,6 +115,63 @@ def of_prompts(
     )
 
 
+def of_changed_files(folder: Path, settings: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yields a problem if a file that settings name differs from when the run was last trained.
+
+    Args:
+        folder: Folder of the run.
+        settings: Settings that may name files.
+    """
+    if names := changed_files(folder, settings):
+        yield Problem(
+            name="changed_file",
+            text=f"{', '.join(names)} has changed since this run was last trained: results before "
+            "and after may not be comparable",
+        )
+
+
+def of_success(groups: Sequence[Group], when: str = "before training") -> Problem | None:
+    """Returns a problem if nearly all episodes succeed only because their outcome is above 0.
+
+    Args:
+        groups: Episodes of an evaluation.
+        when: When they were played, for the sentence.
+    """
+    episodes = [e for group in groups for e in group.episodes if not e.failed and e.turns]
+    outcomes = [episode.outcome for episode in episodes]
+    if not episodes or any(e.turns[-1].info.success is not None for e in episodes):
+        return None
+    wins = float(np.mean([bool(episode.success) for episode in episodes]))
+    if wins < _NEARLY_ALL or min(outcomes) == max(outcomes):
+        return None
+    return Problem(
+        name="success",
+        text=f"{wins:.0%} of the episodes count as a success {when}, since no step says "
+        f"`success` and an outcome above 0 is one; outcomes go from {min(outcomes):.3g} to "
+        f"{max(outcomes):.3g}: return info['success'] on the last step",
+    )
+
+
+def of_curriculum(config: Config, env: TextEnvironment, env_id: str) -> Problem | None:
+    """Resets the environment once; returns a problem if it does not read a curriculum's options."""
+    first = next_options(config.curriculum, [])
+    if not first or isinstance(env, IsolatedEnv):  # another process reads a copy
+        return None
+    options = ReadOptions(first)
+    try:
+        env.reset(seed=0, options=options)
+    except Exception:  # the rollout counts and reports it
+        logger.debug("reset with the options of the curriculum failed", exc_info=True)
+        return None
+    if unread := sorted(set(first) - options.read):
+        return Problem(
+            name="curriculum",
+            text=f"the curriculum {name_of('curriculum', config.curriculum)!r} sets the options "
+            f"{', '.join(unread)} of reset, which {env_id} does not read: it has no effect",
+        )
+    return None
+
+
 def refuse_hopeless(configs: Sequence[Config]) -> None:
     """Refuses settings of runs in the same environment with which nothing can be learned.
 
@@ -136,6 +203,8 @@ def at_start(
         TrainingError: Nothing can be learned, or the run is strict and there is a problem.
     """
     found = list(of_settings(config, env))
+    if problem := of_curriculum(config, env, env_id):
+        found.append(problem)
     if untrained:
         found.append(_untrained(env_id))
     room = of_prompts(env, env_id, chat, config.rollout)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 
 import pytest
 
+from gspo_env.cli.compare import print_markdown
 from gspo_env.cli.main import main, parse
 from gspo_env.compare.plan import check_metric
 from gspo_env.errors import ConfigError
+from gspo_env.model.load import save_model
 
 ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
 
@@ -49,6 +52,21 @@ def refused(capsys, *arguments):
         (["train", "--held-out-tasks", "9"], "it is called eval_tasks"),
         (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
         (["compare", "--metric", "eval/succ", *ARMS], "such as eval/success"),
+        (["compare", "--arm", "advantag=outcome"], "no setting 'advantag'; perhaps you mean adva"),
+        (["train", "--steps", "three"], "with base 10: 'three' (expected --steps INT)"),
+        (["train", "--score", "nope"], "Expected one of ('auto', 'turns', 'outcome', 'sum')"),
+        (["train", "--model"], "Missing value for argument '--model'"),
+        (["train", "--strict", "maybe"], "Unrecognized options: maybe"),
+        (["doctor", "--nope"], "Unrecognized options: --nope"),
+        (["evaluate", "--tasks", "x"], "Error parsing --tasks"),
+        (["train", "--env", ""], "--env is ''; expected a name, or no --env for the default"),
+        (["train", "--model="], "--model is ''; expected a name"),
+        (["evaluate", "--model", ""], "--model is ''; expected a name"),
+        (["train", "--resume="], "--resume is ''"),
+        (
+            ["train", "--advantage", "outcom"],
+            "mean outcome? expected one of: ",
+        ),
     ],
 )
 def test_an_input_that_cannot_be_meant_is_one_sentence_at_once(capsys, tmp_path, arguments, words):
@@ -129,3 +147,87 @@ def test_a_reader_that_closes_the_output_gets_no_traceback(arguments):
     os.close(writer)
     assert "Traceback" not in done.stderr
     assert "BrokenPipeError" not in done.stderr
+
+
+TINY = ["--hidden-size", "16", "--heads", "2", "--layers", "1", "--tracker", "none"]
+NO_OPTIMIZER = "def make(weights, lr, weight_decay):\n    return None\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--lora-rank", "4", "--lora-targets", "nope"], "lora_targets has nope"),
+        (["--optimizer", "own.py:make"], "which returned NoneType"),
+        (["--optimizer", "own.py:nope"], "expected a name in own.py, such as: make"),
+        (["--lora-rank", "4", "--optimizer", "own.py:nope"], "expected a name in own.py"),
+        (["--tracker", "mlflow", "--tracking-uri", "http://127.0.0.1:9"], "does not answer"),
+    ],
+)
+def test_what_only_training_needs_is_tried_before_the_folder_is_made(
+    capsys, tmp_path, arguments, words
+):
+    (tmp_path / "own.py").write_text(NO_OPTIMIZER)
+    flags = ["--demonstrations", "16", "--imitation-steps", "1", "--steps", "1"]
+    assert words in refused(capsys, "train", *TINY, *flags, *arguments)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--tracker", "mlflow", "--tracking-uri", "http://127.0.0.1:9"]]
+)
+def test_an_address_that_does_not_answer_is_tried_before_any_demonstration(
+    capsys, monkeypatch, arguments
+):
+    monkeypatch.setattr("gspo_env.env.registration.load_agent", lambda name: 1 / 0)
+    assert "does not answer" in refused(capsys, "train", *arguments)
+
+
+def test_a_name_without_a_folder_fails_at_once_where_the_hub_does_not_answer(capsys, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("time.sleep", lambda seconds: 1 / 0)
+    said = refused(capsys, "train", "--model", "nofolder", "--tracker", "none")
+    assert "there is no folder 'nofolder'" in said
+    assert "its hub does not answer" in said
+
+
+def test_a_class_that_a_file_lacks_is_answered_with_those_that_it_defines(capsys, tmp_path):
+    (tmp_path / "own.py").write_text("from gspo_env import TextEnv\nclass Own(TextEnv):\n  pass\n")
+    assert "'Nothere', it has Own." in refused(capsys, "train", "--env", "own.py:Nothere")
+
+
+def test_wrong_columns_are_named_without_a_place_in_our_own_code(capsys, tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    flags = ["--env", "gspo/Dataset-v0", "--env-kwargs", "data=a.csv"]
+    said = refused(capsys, "train", *flags)
+    assert "the columns are a, b." in said
+    assert ".py" not in said
+
+
+def test_the_page_of_a_choice_without_settings_says_so(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help", "curriculum"])
+    assert not end.value.code
+    assert (
+        "curriculum 'none' has no settings; --curriculum takes: ladder" in capsys.readouterr().out
+    )
+
+
+def test_a_table_is_drawn_in_a_terminal_and_markdown_in_a_pipe(capsys, monkeypatch):
+    text = "| arm | success |\n|---|---|\n| gspo | 0.9 |\n"
+    print_markdown(text)
+    assert text in capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_markdown(text)
+    drawn = capsys.readouterr().out
+    assert "---" not in drawn
+    assert "gspo" in drawn
+
+
+def test_doctor_shows_no_loading_bars(capsys, tmp_path, model, tokenizer):
+    save_model(model, tokenizer, tmp_path / "m")
+    capsys.readouterr()
+    with contextlib.suppress(SystemExit):
+        main(["doctor", str(tmp_path / "m")])
+    shown = capsys.readouterr()
+    assert "parameters, chat template" in shown.out
+    assert "Loading" not in shown.out + shown.err

@@ -34,7 +34,7 @@ def test_the_start_names_environment_model_device_length_folder_and_tracker() ->
 
 def test_the_end_has_the_curve_and_the_commands_to_look_evaluate_and_go_on() -> None:
     assert closing(HISTORY, Path("runs/my run")) == [
-        "eval/success \u2581\u2588\u2586 from 0.04 to 0.7, best 0.9 after step 10",
+        "eval/success \u2581\u2588\u2586 from 4.0% to 70.0%, best 90.0% after step 10",
         "Look:      gspo-env view 'runs/my run'",
         "Evaluate:  gspo-env evaluate --model 'runs/my run'",
         "Go on:     gspo-env train --resume 'runs/my run' --steps 40",
@@ -45,6 +45,20 @@ def test_a_success_that_never_changes_gives_way_to_the_return() -> None:
     history = [(step, metrics | {"eval/success": 0.0}) for step, metrics in HISTORY]
     history = [(step, m) for step, m in history if "eval/return" in m]
     assert closing(history, Path("r"))[0].startswith("eval/return ")
+
+
+def test_a_best_model_is_named_where_it_is_better_than_the_last_by_more_than_chance(
+    tmp_path: Path,
+) -> None:
+    line = (
+        "The model after step 10 is better (90.0%; the last one has 70.0%): "
+        f"gspo-env evaluate --model {tmp_path}/checkpoints/best"
+    )
+    assert line not in closing(HISTORY, tmp_path, tasks=256)  # no such checkpoint is kept
+    (tmp_path / "checkpoints" / "best" / "model").mkdir(parents=True)
+    assert closing(HISTORY, tmp_path, tasks=256)[1] == line
+    assert line not in closing(HISTORY, tmp_path, tasks=8)
+    assert line not in closing(HISTORY[:3], tmp_path, tasks=256)
 
 
 @pytest.mark.parametrize(

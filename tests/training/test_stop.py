@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env.cli.main import main
 from gspo_env.config import load_toml, override
 from gspo_env.errors import OutputError
 from gspo_env.training.checkpoints import Checkpoints
@@ -185,6 +186,23 @@ def test_a_killed_run_goes_on_without_gaps_or_doubled_points():
     assert len(points()) == len(set(points()))
     assert {s for s, name in points() if name == "rollout/return"} >= set(range(1, last + 1))
     assert list(Path("run/checkpoints").glob(".part-*")) == []
+
+
+def test_a_run_stopped_in_its_warm_up_says_how_to_begin_again_and_so_does_resume(capsys):
+    process = start("--config", "run.toml", "--imitation-steps", "100000", "--steps", "1")
+    until("run/config.toml", process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    again = "begin again with: gspo-env train --config run/config.toml --output run-again"
+    assert again in errors
+    assert "Traceback" not in errors
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "run"])
+    assert again in capsys.readouterr().err
+    main([*again.split()[4:], "--imitation-steps", "4"])
+    assert Path("run-again/model").is_dir()
 
 
 def test_a_second_ctrl_c_stops_at_once():

@@ -11,8 +11,10 @@ import pytest
 from gspo_env.batch.sample import to_samples
 from gspo_env.cli.main import main
 from gspo_env.config import Config
+from gspo_env.env import TextEnv
 from gspo_env.errors import TrainingError
-from gspo_env.training.watch import Problem, Watch
+from gspo_env.rollout.play import play_now
+from gspo_env.training.watch import Problem, Watch, of_curriculum, of_success
 from gspo_env.types import Episode, Group, StopReason, Task, bare_episode
 
 ENVS = '''
@@ -226,3 +228,61 @@ def test_a_gradient_from_a_penalty_does_not_hide_that_rewards_teach_nothing():
     for number in (1, 2, 3):
         step(watch, number, [episode(), episode()], 0.0, grad_norm=0.3)
     assert [p.name for p in said] == ["no_variance"]
+
+
+class Tips(TextEnv):
+    """Gives every action a small reward and some a large one; no step says `success`."""
+
+    blocking = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "say", {}
+
+    def step(self, action):
+        return "", 0.1 + float(len(action) % 2), True, False, {}
+
+
+class Deaf(Tips):
+    """Reads no option."""
+
+    def step(self, action):
+        return "", float(len(action) % 2), True, False, {"success": True}
+
+
+class Hears(Deaf):
+    """Reads its option."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return f"say {(options or {}).get('hops', 1)}", {}
+
+
+def test_a_success_that_any_reward_makes_is_said_before_training():
+    env = Tips()
+    tasks = [Task(env_id="x", seed=seed) for seed in range(8)]
+    words = iter(["a", "bb"] * 4)
+    played = [play_now(env, task, lambda now: next(words)) for task in tasks]
+    groups = [Group(task=task, episodes=(e,)) for task, e in zip(tasks, played, strict=True)]
+    problem = of_success(groups)
+    assert problem is not None
+    assert "100% of the episodes count as a success before training" in problem.text
+    assert "outcomes go from 0.1 to 1.1: return info['success']" in problem.text
+    assert of_success(groups[::2]) is None  # all outcomes are equal
+    said = [play_now(Deaf(), task, lambda now: "a") for task in tasks]
+    assert of_success([Group(task=tasks[0], episodes=tuple(said))]) is None
+
+
+@pytest.mark.parametrize(
+    ("env", "settings", "words"),
+    [
+        (Deaf, {"name": "ladder"}, "sets the options hops of reset, which x does not read"),
+        (Hears, {"name": "ladder"}, ""),
+        (Hears, {"name": "ladder", "option": "size"}, "sets the options size of reset"),
+        (Deaf, {"name": "none"}, ""),
+    ],
+)
+def test_a_curriculum_whose_options_nobody_reads_is_said_at_the_start(env, settings, words):
+    problem = of_curriculum(Config.from_recipe(curriculum=settings), env(), "x")
+    assert words in (problem.text if problem else "")
+    assert bool(words) == bool(problem)
