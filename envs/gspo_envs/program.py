@@ -6,6 +6,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from gspo_env.env.base import (
     clean,
 )
 from gspo_env.env.spaces import UnicodeText
+from gspo_env.env.tools import Tool
 from gspo_env.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -27,6 +29,7 @@ from gspo_env.errors import (
     ForeignError,
 )
 from gspo_env.importing import load_function
+from gspo_env.types import Message
 from gspo_envs.program_commands import CommandRun
 from gspo_envs.program_functions import start_function
 from gspo_envs.program_rewards import Exchange, read_result, to_attempt
@@ -181,10 +184,11 @@ class ProgramEnv(TextEnv):
         """
         self.require_episode()
         assert self._started is not None
-        reply, malformed = to_reply(action)
+        reply, malformed = to_reply(action, self._asked.request.tools)
         refused = reply.finish_reason == "context"
         if not refused:
-            self._exchanges.append((self._asked.request.messages, reply.message))
+            said = Message(role="assistant", content=clean(str(action)))
+            self._exchanges.append((self._asked.request.messages, said))
         self._token_ids += tuple(getattr(action, "token_ids", ()))
         self._started.rewards.begin(self._asked.request.id)
         self._asked.answer(reply)
@@ -282,14 +286,16 @@ class ProgramEnv(TextEnv):
         return info
 
 
-def to_reply(action: str) -> tuple[Reply, int]:
+def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
     """Returns the answer of an action, and how many of its calls are malformed."""
     from gspo_env.serving import Reply, parse_message
 
     act = action if isinstance(action, Action) else Action(action)
     message, malformed = act.message, 0
     if message is None:
-        message, malformed = parse_message(clean(str(act)))
+        message, malformed = parse_message(clean(str(act)), tools)
+    if message.tool_calls and not tools:  # the program has offered none: a call is only text
+        message = replace(message, content=clean(str(act)), tool_calls=())
     tokens = len(act.token_ids)
     reply = Reply(message=message, finish_reason=act.finish_reason, completion_tokens=tokens)
     return reply, malformed

@@ -26,7 +26,7 @@ async def run(task, base_url=None, api_key=None):  # None: OPENAI_BASE_URL and O
         instructions=task["prompt"],
         tools=[lookup],
     )
-    provider = OpenAIProvider(base_url=base_url, api_key=api_key, use_responses=False)
+    provider = OpenAIProvider(base_url=base_url, api_key=api_key)
     config = RunConfig(model="m", model_provider=provider, tracing_disabled=True)
     result = await Runner.run(agent, task["question"], context=task, run_config=config)
     return result.final_output

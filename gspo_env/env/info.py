@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ from gspo_env.errors import (
     EnvironmentCrashError,
     EnvironmentHangError,
 )
-from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo
+from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo, ToolCall
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
 PLACEHOLDERS = 3
@@ -241,6 +241,8 @@ def _message(one: Any) -> Message:
         raise TypeError
     known = {field.name for field in fields(Message)}
     made = Message(**{key: value for key, value in one.items() if key in known})
+    calls = (c if isinstance(c, ToolCall) else ToolCall(**c) for c in made.tool_calls)
+    made = replace(made, tool_calls=tuple(calls))
     if made.role not in ("system", "user", "assistant", "tool"):
         raise ValueError
     return made

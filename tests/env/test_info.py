@@ -20,7 +20,7 @@ from gspo_env import TextEnv, tool
 from gspo_env.env.info import parse_reset, parse_step, read_prompt, try_out
 from gspo_env.env.tools import as_tool
 from gspo_env.errors import EnvironmentContractError
-from gspo_env.types import Message, Prompt, ResetInfo, StepInfo
+from gspo_env.types import Message, Prompt, ResetInfo, StepInfo, ToolCall
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -271,3 +271,15 @@ def test_a_wrong_number_of_values_for_tokens_is_found_before_training(key: str, 
 
     with pytest.raises(EnvironmentContractError, match=rf"{key}'\] is .*one per sampled token"):
         try_out("x", Judge())
+
+
+def test_calls_in_messages_may_be_dictionaries() -> None:
+    call = {"name": "look", "arguments": {"where": "here"}, "id": "1"}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "b", "tool_call_id": "1"},
+    ]
+    read = step({"messages": messages}).messages
+    assert read is not None
+    assert read[1].tool_calls == (ToolCall(**call),)

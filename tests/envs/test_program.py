@@ -147,6 +147,18 @@ def test_a_call_reaches_the_program_as_a_call_and_a_malformed_one_as_text_that_i
     assert "tool_calls" not in seen[1]
 
 
+def test_a_call_is_text_where_the_program_offers_no_tools(make):
+    call = format_tool_call("lookup", {"key": "a"})
+
+    def program(task, base_url, api_key):
+        message = ask(base_url, api_key, "go")[1]["choices"][0]["message"]
+        return message["content"] == call and "tool_calls" not in message
+
+    env = make(program)
+    env.reset(seed=0)
+    assert env.step(call)[1] == 1.0
+
+
 def test_rewards_are_functions_of_the_episode_with_the_programs_result(make):
     attempts = []
 
