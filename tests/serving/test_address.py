@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -235,13 +236,15 @@ def test_a_stream_that_is_never_read_ends_with_its_session(opened):
 
 
 def test_connections_are_limited(opened, address, monkeypatch):
-    monkeypatch.setattr(connection, "MOST", 3)
     client = opened(Policy())
-    made = [raw(client.session, b"P") for _ in range(6)]
     state = address._server.server_state
-    until(lambda: len(state.connections) <= 3)
-    for one in made:
-        one.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "MOST", 3)
+        made = [raw(client.session, b"") for _ in range(6)]
+        until(lambda: len(select.select(made, [], [], 0)[0]) == 3)  # the server has closed three
+        assert len(state.connections) <= 3
+        for one in made:
+            one.close()
     until(lambda: not state.connections)
     assert post(client).status_code == 200
 
