@@ -107,7 +107,10 @@ def redact_text(text: str) -> str:
     """Returns a text without what looks like a secret or is the value of a named variable."""
     for value in sorted(_known, key=len, reverse=True):
         text = text.replace(value, MARK)
-    return _LOOKS.sub(MARK, text) if any(hint in text for hint in _HINTS) else text
+    for hint in _HINTS:  # a loop is faster than any()
+        if hint in text:
+            return _LOOKS.sub(MARK, text)
+    return text
 
 
 def write_text(path: Path, text: str) -> None:

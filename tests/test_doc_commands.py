@@ -55,6 +55,7 @@ ELSEWHERE = {
     ".ci/run": "runs these tests",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
     "gspo-env train --env gspo/Program-v0": AGENTS,
+    "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",
     "cd examples/agents": AGENTS,
     "python lookup_tasks.py": AGENTS,
     "gspo-env train --config run.toml --output runs/lookup": AGENTS,

@@ -26,6 +26,7 @@ from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.env.threads import in_thread
 from gspo_env.errors import ConfigError
+from gspo_env.learner.ranks import Ranks
 from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
@@ -40,6 +41,7 @@ from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import Several, check_trackers, parts, start
 from gspo_env.training.checkpoints import Checkpoints
+from gspo_env.training.launch import leave_run
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split, hold_out, read_resets
@@ -59,10 +61,16 @@ class GSPOAgent:
         env: Environment id or `file.py:Class`; the config's by default.
         config: All other settings.
         tokenizer: The tokenizer of `model`, if that is not a name.
+        ranks: The ranks that train together, of which this process is the first.
     """
 
     def __init__(
-        self, model: Any = "", env: str = "", config: Config | None = None, tokenizer: Any = None
+        self,
+        model: Any = "",
+        env: str = "",
+        config: Config | None = None,
+        tokenizer: Any = None,
+        ranks: Ranks | None = None,
     ) -> None:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
@@ -100,6 +108,7 @@ class GSPOAgent:
         use_threads(self.model)
         self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
         self.folder: Path | None = None
+        self._ranks = ranks
         self._splits: dict[int, Split] = {}
         self._trained, self._left_out = False, 0
         self._source = (model or self.config.model) if isinstance(model, str) else ""
@@ -134,6 +143,7 @@ class GSPOAgent:
             made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, ids = Checkpoints(made, config.checkpoints), {}
         self.folder = checkpoints.run
+        leave_run(self.folder)
         record(self.folder, config)
         self._trained, self._resumed = True, None
         info = run_info(config, self.env_id, way, self.folder, ids)
@@ -162,7 +172,7 @@ class GSPOAgent:
         if config.learner.lora_rank and not hasattr(self.model, "disable_adapter"):
             self.close()  # an engine that `play` started holds the model without the adapter
             self.model = with_adapter(self.model, config)
-        learner = make_learner(self.model, config)
+        learner = make_learner(self.model, config, self._ranks)
         with self._collector() as collector, report.watch(collector):
             loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
             if resumed is not None:
@@ -177,7 +187,9 @@ class GSPOAgent:
         return history
 
     @classmethod
-    def resume(cls, path: str | Path, config: Config | None = None) -> GSPOAgent:
+    def resume(
+        cls, path: str | Path, config: Config | None = None, ranks: Ranks | None = None
+    ) -> GSPOAgent:
         """Returns the agent of a run that stopped; `train` goes on after its newest checkpoint.
 
         Until it has trained, no other process can train the run.
@@ -185,6 +197,7 @@ class GSPOAgent:
         Args:
             path: Folder of the run.
             config: The run's config with another number of steps, or other settings of checkpoints.
+            ranks: The ranks that train together, of which this process is the first.
 
         Raises:
             ConfigError: The config changes another setting.
@@ -192,7 +205,7 @@ class GSPOAgent:
             OutputError: The run has no undamaged checkpoint, or another process trains it.
         """
         resumed = open_run(Path(path), config)
-        agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer)
+        agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer, ranks=ranks)
         resumed.check(agent.model)
         agent._resumed, agent._left_out = resumed, resumed.saved.numbers["left_out"]
         return agent

@@ -5,15 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_env.config import Config, with_score
+from gspo_env.config import Config, to_toml, with_score
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score
 from gspo_env.errors import ConfigError
+from gspo_env.learner.base import Trainer
+from gspo_env.learner.controller import Controller
 from gspo_env.learner.learner import Learner
+from gspo_env.learner.ranks import Ranks
 from gspo_env.model.load import add_adapter
 from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.progress import Progress
+from gspo_env.training.launch import plan_of
 from gspo_env.types import Episode
 
 
@@ -80,8 +84,16 @@ def with_adapter(model: Any, config: Config) -> Any:
     return add_adapter(model, settings.lora_rank, config.seed, alpha=alpha, targets=targets)
 
 
-def make_learner(model: Any, config: Config) -> Learner:
-    """Makes the learner of a run."""
+def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:
+    """Makes the learner of a run.
+
+    Args:
+        model: The model that plays; with several ranks, it gets the weights after each update.
+        config: The settings.
+        ranks: Those of the run, of which this is the first; None for one process.
+    """
+    if ranks is not None:
+        return Controller(ranks, model, plan_of(config), to_toml(config))
     return Learner(
         model,
         config.loss,

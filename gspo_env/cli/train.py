@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gspo_env import __version__
 from gspo_env.cli.options import Run
+from gspo_env.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +19,10 @@ class Train(Run):
     resume: str = ""
     """Folder of a run to go on with, under its own settings; only `--steps`, `--save-every` and
     `--keep` may be given with it."""
+    processes: int = 1
+    """Processes on this machine that train together, each with a part of the weights."""
+    max_restarts: int = 0
+    """How often all processes go on from the last checkpoint after one of them has died."""
 
     @classmethod
     def saved(cls, folder: str, given: Mapping[str, Any], env: str) -> dict[str, Any]:
@@ -26,19 +32,38 @@ class Train(Run):
         return newest_settings(folder).settings(given, env=env)
 
     def run(self) -> None:
-        """Trains."""
+        """Trains, in this process or as one of several.
+
+        Raises:
+            ConfigError: Several processes are asked for by other means than the command line.
+        """
+        from gspo_env.training.launch import as_rank, launch, launched
+
+        if launched():
+            as_rank(self._train)
+        elif self.processes == 1 and not self.max_restarts:
+            self._train()
+        elif sys.argv[1:2] != ["train"]:
+            raise ConfigError("processes needs the command line; expected `gspo-env train`")
+        elif code := launch(self.processes, self.max_restarts, sys.argv[1:]):
+            sys.exit(code)
+
+    def _train(self, ranks: Any = None) -> None:
         from gspo_env.env.registration import load_agent
+        from gspo_env.training.launch import interrupted_run
 
         config = self.resolved
         # before the imports, which take seconds
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
-        if not self.resume:
-            kind(config=config).train()
+        together = {} if ranks is None else {"ranks": ranks}
+        run = interrupted_run(config) or self.resume
+        if not run:
+            kind(config=config, **together).train()
             return
-        agent = kind.resume(self.resume, config)
+        agent = kind.resume(run, config, **together)
         if agent.finished:
             steps = agent.config.steps
-            print(f"{self.resume} is finished: all {steps} steps are done; --steps adds more")
+            print(f"{run} is finished: all {steps} steps are done; --steps adds more")
         else:
             agent.train()

@@ -1,3 +1,4 @@
+from .controller import Controller as Controller
 from .learner import Learner as Learner
 from .log import PassStats as PassStats
 from .log import UpdateStats as UpdateStats
@@ -16,5 +17,6 @@ from .objectives import ObjectiveOutput as ObjectiveOutput
 from .objectives import importance_weights as importance_weights
 from .objectives import packed_policy_loss as packed_policy_loss
 from .objectives import policy_loss as policy_loss
+from .ranks import Ranks as Ranks
 from .settings import LearnerConfig as LearnerConfig
 from .tokens import TokenValues as TokenValues

@@ -6,30 +6,30 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 from transformers import get_scheduler
 
 from gspo_env.batch.packing import by_episode, microbatches, pack
-from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, TrainingError
+from gspo_env.learner import state
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
 from gspo_env.learner.memory import in_memory, watch
-from gspo_env.learner.minibatch import Microbatch, Minibatch
+from gspo_env.learner.minibatch import Microbatch, Minibatch, split, with_model_tokens
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.spread import Scored, check_output, complete, own_part, spread_rows
 from gspo_env.learner.tokens import TokenValues, token_values
 from gspo_env.model.check import Way, check_model
+from gspo_env.model.merge import adapter_is_zero, is_adapted
 from gspo_env.model.scorer import Scorer
 
 logger = logging.getLogger(__name__)
@@ -70,19 +70,19 @@ class Learner:
             )
         self.loss, self.config = loss, config
         check = check_model(model)
-        self._share = check.way is Way.SHARED
-        how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
+        self._sharing, self._packed = check.way is Way.SHARED, check.way is not Way.ALONE
+        how = {"packed": self._packed, "padded": check.padded}
         # Accelerate would move the model to Apple's GPU, on which nothing here was tested
         self.accelerator = Accelerator(cpu=torch.backends.mps.is_available(), mixed_precision="no")
         if self.accelerator.num_processes > 1:
             raise ConfigError(
-                f"{self.accelerator.num_processes} processes were launched; expected 1, since "
-                "episodes are not yet shared out among processes"
+                f"{self.accelerator.num_processes} processes were launched, and this one has not "
+                "joined them; expected `gspo-env train`, or one process"
             )
-        reference = copy.deepcopy(model) if loss.needs_reference and not _adapted(model) else None
+        reference = self._copied(model) if loss.needs_reference and not is_adapted(model) else None
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = self.accelerator.prepare(model)
+        self.model = self._placed(model)
         self.masters = Masters(self.policy)
         optimizer = make_optimizer(config, list(self.masters.tensors.values()))
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
@@ -93,11 +93,19 @@ class Learner:
         self._skipped_in_a_row = self._oom_splits = 0
         self.tokens: dict[tuple[int, int], TokenValues] = {}
         """The values of the tokens of the last update, for the episodes to keep."""
-        self._policy_is_reference = _adapter_is_zero(self.policy)
+        self._policy_is_reference = adapter_is_zero(self.policy)
         self._reference: Scorer | None = None
         if reference is not None:
             reference.to(self.accelerator.device).requires_grad_(False)
             self._reference = Scorer(reference, reference, temperature, **how)
+
+    def _copied(self, model: Any) -> Any:
+        """Returns a frozen model of its own with the weights of the start."""
+        return copy.deepcopy(model)
+
+    def _placed(self, model: Any) -> Any:
+        """Returns the model as it trains."""
+        return self.accelerator.prepare(model)
 
     @property
     def policy(self) -> Any:
@@ -122,18 +130,24 @@ class Learner:
             TrainingError: `max_skipped_steps` steps in a row were skipped, or a sequence alone does
                 not fit into memory.
         """
-        started, self._oom_splits = time.perf_counter(), 0
+        started = time.perf_counter()
+        stats = self._take_steps(self.prepare(samples, seed), started)
+        self.tokens = token_values(stats.passes, keep)
+        return stats.metrics()
+
+    def _take_steps(self, prepared: Sequence[Minibatch], started: float) -> UpdateStats:
+        """Takes one optimiser step for each minibatch of an update that started at a time."""
+        self._oom_splits = 0
         passes: list[PassStats] = []
         grad_norms = []
-        minibatches = self.score(self.prepare(samples, seed))
+        minibatches = self.score(prepared)
         for minibatch in minibatches:
             results = self.backward(minibatch)
             norm = self.step()
             if math.isfinite(norm):
                 passes += results
                 grad_norms.append(norm)
-        self.tokens = token_values(passes, keep)
-        stats = UpdateStats(
+        return UpdateStats(
             passes=tuple(passes),
             grad_norms=tuple(grad_norms),
             skipped_steps=len(minibatches) - len(grad_norms),
@@ -143,7 +157,6 @@ class Learner:
             seconds=time.perf_counter() - started,
             clip_range=self.loss.clip_range,
         )
-        return stats.metrics()
 
     def prepare(self, samples: Sequence[Sample], seed: int = 0) -> list[Minibatch]:
         """Splits samples into minibatches of packed rows; those without a model token are left out.
@@ -152,33 +165,23 @@ class Learner:
             BatchError: No sample has a model token, or log-probabilities of the engine are needed
                 and not known.
         """
-        samples = _with_model_tokens(samples)
-        if self.loss.needs_engine_logprobs and any(s.engine_logprobs is None for s in samples):
-            raise BatchError(
-                "the engine's log-probabilities of some samples are not known; expected them where "
-                "they are pi_old or a mismatch is corrected"
-            )
-        episodes = by_episode(samples)
-        parts = [list(range(len(episodes)))]
-        count = min(self.config.minibatches, len(episodes))
-        if count > 1:
-            generator = np.random.default_rng(seed)
-            parts = split_minibatches([e[0].token_ids for e in episodes], count, generator)
-        chosen = [[sample for i in part for sample in episodes[i]] for part in parts]
-        return [self._minibatch(part, n == 0) for n, part in enumerate(chosen)]
+        engine = self.loss.needs_engine_logprobs
+        parts = split(samples, self.config.minibatches, seed, engine=engine)
+        return [self._minibatch(part, n == 0) for n, part in enumerate(parts)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
-        rows = microbatches(samples, self.config.microbatch_tokens, share=self._share)
+        rows = microbatches(samples, self.config.microbatch_tokens, share=self._sharing)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,
             episodes=len(by_episode(samples)),
             tokens=sum(int(s.mask.sum()) for s in samples),
+            sequences=len(samples),
         )
 
     def pack(self, samples: Sequence[Sample]) -> PackedBatch:
         """Packs samples into one row on the learner's device."""
-        return pack(samples, self.accelerator.device, share=self._share)
+        return pack(samples, self.accelerator.device, share=self._sharing)
 
     def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Adds the log-probabilities of pi_old and of the reference; call it before the first step.
@@ -205,7 +208,7 @@ class Learner:
         loss, trainer_N, reference_N = self.loss, None, None
         policy_is_reference = loss.needs_reference and self._policy_is_reference
         if not minibatch.first and (loss.old_logprobs == "trainer" or policy_is_reference):
-            trainer_N = self.logprobs(microbatch.row)
+            trainer_N = self._logprobs(microbatch.row)
         if policy_is_reference:
             reference_N = trainer_N
         elif loss.needs_reference:
@@ -214,6 +217,9 @@ class Learner:
 
     def logprobs(self, row: PackedBatch) -> Tensor:
         """Computes the log-probabilities of the model tokens without gradient, (N,)."""
+        return self._logprobs(row)
+
+    def _logprobs(self, row: PackedBatch) -> Tensor:
         with torch.no_grad():
             return self.scorer(row)[0].logprobs_N
 
@@ -221,7 +227,7 @@ class Learner:
         """Computes the log-probabilities of the model tokens by the initial model, (N,)."""
         if self._reference is None:
             with self.policy.disable_adapter():
-                return self.logprobs(row)
+                return self._logprobs(row)
         with torch.no_grad():
             return self._reference(row)[0].logprobs_N
 
@@ -244,20 +250,22 @@ class Learner:
 
     def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
         """Scores the rows that share an episode, before the gradient of any of them."""
-        found = {}
-        # before the first step, the policy is pi_old, so every ratio is 1 and needs no pass
-        alike = minibatch.first and isinstance(self.loss, ClippedLoss)
-        alike = alike and not self.loss.needs_engine_logprobs
+        found, alike = {}, self._all_ratios_one(minibatch)
         for n in spread_rows([m.row for m in minibatch.microbatches]):
             microbatch = minibatch.microbatches[n]
             row = microbatch.row
             with watch(n):
-                policy_N = torch.zeros_like(row.advantages_N) if alike else self.logprobs(row)
+                policy_N = torch.zeros_like(row.advantages_N) if alike else self._logprobs(row)
             if minibatch.first:
                 microbatch = replace(microbatch, trainer_logprobs_N=policy_N)
             inputs = self._loss_input(microbatch, minibatch, policy_N)
             found[n] = Scored(row=microbatch.row, inputs=inputs)
         return found
+
+    def _all_ratios_one(self, minibatch: Minibatch) -> bool:
+        """Returns whether the policy is pi_old, so that the ratios need no pass."""
+        clipped = isinstance(self.loss, ClippedLoss)
+        return clipped and minibatch.first and not self.loss.needs_engine_logprobs
 
     def _backward(
         self, microbatch: Microbatch, minibatch: Minibatch, others: Sequence[Scored] = ()
@@ -327,7 +335,7 @@ class Learner:
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
         limit = self.config.max_grad_norm or math.inf
-        norm = float(self.accelerator.clip_grad_norm_(self.masters.tensors.values(), limit))
+        norm = self._clip(limit)
         if math.isfinite(norm):
             self.optimizer.step()
             self.masters.write()
@@ -337,8 +345,16 @@ class Learner:
         self.optimizer.zero_grad()
         losses, self._losses = self._losses, []
         if not math.isfinite(norm):
-            self._report_skip(norm, float(sum(losses)))
+            self._report_skip(norm, self._total(losses))
         return norm
+
+    def _clip(self, limit: float) -> float:
+        """Clips the gradient; returns its norm before."""
+        return float(self.accelerator.clip_grad_norm_(self.masters.tensors.values(), limit))
+
+    def _total(self, losses: Sequence[Tensor]) -> float:
+        """Returns the loss of a minibatch."""
+        return float(sum(losses))
 
     def _report_skip(self, norm: float, loss: float) -> None:
         """Logs a skipped step and counts it, unless a lower loss scale may prevent the next."""
@@ -355,6 +371,14 @@ class Learner:
                 f"{seen}; expected finite numbers, lower learning_rate or correct the loss"
             )
 
+    def state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+        """Returns all that the next step depends on: what JSON can hold, and tensors."""
+        return state.numbers(self), state.tensors(self)
+
+    def restore(self, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]) -> None:
+        """Takes over the `state` of another learner; see `gspo_env.learner.state.restore`."""
+        state.restore(self, named, saved)
+
     def imitate(self, samples: Sequence[Sample]) -> float:
         """Takes one step of maximum likelihood on the model tokens; returns the mean loss.
 
@@ -362,7 +386,7 @@ class Learner:
             BatchError: No sample has a model token.
             TrainingError: `max_skipped_steps` steps in a row were skipped.
         """
-        minibatch = self._minibatch(_with_model_tokens(samples), first=True)
+        minibatch = self._minibatch(with_model_tokens(samples), first=True)
         self._in_memory(minibatch, self._imitate_rows)
         loss = sum(self._losses)
         self.step()
@@ -373,25 +397,3 @@ class Learner:
             with watch(n):
                 logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
                 self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
-
-
-def _with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
-    """Leaves out samples without a model token.
-
-    Raises:
-        BatchError: None is left.
-    """
-    kept = [s for s in samples if s.mask.any()]
-    if not kept:
-        raise BatchError("no sample has a model token; expected at least one")
-    return kept
-
-
-def _adapted(model: Any) -> bool:
-    return hasattr(model, "disable_adapter")
-
-
-def _adapter_is_zero(model: Any) -> bool:
-    """Returns whether a model equals its base: no adapter, or one that adds nothing yet."""
-    up = [p for name, p in model.named_parameters() if "lora_B" in name]
-    return not _adapted(model) or (bool(up) and not any(bool(p.any()) for p in up))

@@ -59,6 +59,38 @@ class PassStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PassNumbers:
+    """What the metrics are made of, on the CPU."""
+
+    values: Mapping[str, Tensor]
+    """The result of `PassStats.numbers`."""
+    computed: int
+    """Tokens of the row."""
+    tokens: int
+    """Tokens of its sequences."""
+    own: int
+    """Model tokens."""
+    episodes: int
+
+
+def numbers_of(
+    passes: Sequence[PassStats], clip_range: tuple[float, float] | None
+) -> list[PassNumbers]:
+    """Copies the numbers of all passes to the CPU."""
+    values = read([p.numbers(clip_range) for p in passes]) if passes else []
+    return [
+        PassNumbers(
+            values=found,
+            computed=len(p.row.input_ids_T),
+            tokens=sum(p.row.lengths_B),
+            own=len(p.entropy_N),
+            episodes=len(p.row.episodes),
+        )
+        for p, found in zip(passes, values, strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats:
     """Results of an update."""
 
@@ -77,8 +109,13 @@ class UpdateStats:
     clip_range: tuple[float, float] | None
     """Bounds of the ratio, if the loss has any."""
 
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics by name, without those that are not known."""
+    def metrics(self, others: Sequence[PassNumbers] = ()) -> dict[str, float]:
+        """Returns the metrics by name, without those that are not known.
+
+        Args:
+            others: The passes of the other ranks, in the same steps.
+        """
+        passes = [*numbers_of(self.passes, self.clip_range), *others]
         always: dict[str, float | None] = {
             "train/skipped_steps": float(self.skipped_steps),
             "train/oom_splits": float(self.oom_splits),
@@ -86,15 +123,15 @@ class UpdateStats:
             "train/loss_scale": self.loss_scale,
             "time/update": self.seconds,
         }
-        metrics = always | (self._of_passes() if self.passes else {})
+        metrics = always | (self._of_passes(passes) if passes else {})
         return {name: value for name, value in metrics.items() if value is not None}
 
-    def _of_passes(self) -> dict[str, float | None]:
+    def _of_passes(self, rows: Sequence[PassNumbers]) -> dict[str, float | None]:
         steps = len(self.grad_norms)
-        computed = [len(p.row.input_ids_T) for p in self.passes]
-        tokens = sum(sum(p.row.lengths_B) for p in self.passes)
-        passes = read([p.numbers(self.clip_range) for p in self.passes])
-        own = [len(p.entropy_N) for p in self.passes]
+        computed = [row.computed for row in rows]
+        tokens = sum(row.tokens for row in rows)
+        passes = [row.values for row in rows]
+        own = [row.own for row in rows]
         return {
             "train/loss": sum(float(values["loss"]) for values in passes) / steps,
             "train/grad_norm": sum(self.grad_norms) / steps,
@@ -108,24 +145,26 @@ class UpdateStats:
             "train/router_loss": _mean(passes, "router_loss", computed),
             "train/expert_load_max": _mean(passes, "load_max", computed),
             "train/expert_load_min": _mean(passes, "load_min", computed),
-            **self._mismatch(passes),
+            **_mismatch(passes, [row.episodes for row in rows]),
             "train/shared_fraction": 1 - sum(computed) / tokens,
             "train/tokens_per_second": tokens / self.seconds,
         }
 
-    def _mismatch(self, passes: Sequence[Mapping[str, Tensor]]) -> dict[str, float | None]:
-        """Measures the engine's log-probabilities against the trainer's, before the update."""
-        known = [values["mismatch"] for values in passes if "mismatch" in values]
-        if not known:
-            return {}
-        size_N = torch.cat(known)
-        episodes = [len(p.row.episodes) for p in self.passes]
-        return {
-            "train/logprob_diff_mean": float(size_N.mean()),
-            "train/logprob_diff_p99": float(np.quantile(size_N.numpy(), 0.99)),
-            "train/logprob_diff_max": float(size_N.max()),
-            "train/ratio_outside_clip": _mean(passes, "outside", episodes),
-        }
+
+def _mismatch(
+    passes: Sequence[Mapping[str, Tensor]], episodes: Sequence[int]
+) -> dict[str, float | None]:
+    """Measures the engine's log-probabilities against the trainer's, before the update."""
+    known = [values["mismatch"] for values in passes if "mismatch" in values]
+    if not known:
+        return {}
+    size_N = torch.cat(known)
+    return {
+        "train/logprob_diff_mean": float(size_N.mean()),
+        "train/logprob_diff_p99": float(np.quantile(size_N.numpy(), 0.99)),
+        "train/logprob_diff_max": float(size_N.max()),
+        "train/ratio_outside_clip": _mean(passes, "outside", episodes),
+    }
 
 
 def read(rows: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
+from gspo_env.batch.packing import by_episode
+from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
+from gspo_env.errors import BatchError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +30,10 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Minibatch:
-    """The samples of one optimiser step, in packed rows."""
+    """The samples of one optimiser step, in packed rows.
+
+    The numbers count those of all ranks; the rows are those of this one.
+    """
 
     microbatches: tuple[Microbatch, ...]
     first: bool
@@ -33,8 +41,46 @@ class Minibatch:
     episodes: int
     tokens: int
     """Model tokens."""
+    sequences: int
 
-    @property
-    def sequences(self) -> int:
-        """Number of sequences."""
-        return sum(len(m.row.lengths_B) for m in self.microbatches)
+
+def split(
+    samples: Sequence[Sample], minibatches: int, seed: int, *, engine: bool
+) -> list[list[Sample]]:
+    """Splits samples by whole episodes; those without a model token are left out.
+
+    Args:
+        samples: The samples of an update.
+        minibatches: Their number, or that of the episodes if it is smaller.
+        seed: Seed of the split.
+        engine: Whether log-probabilities of the engine are needed.
+
+    Raises:
+        BatchError: No sample has a model token, or log-probabilities of the engine are needed and
+            not known.
+    """
+    samples = with_model_tokens(samples)
+    if engine and any(s.engine_logprobs is None for s in samples):
+        raise BatchError(
+            "the engine's log-probabilities of some samples are not known; expected them where "
+            "they are pi_old or a mismatch is corrected"
+        )
+    episodes = by_episode(samples)
+    parts = [list(range(len(episodes)))]
+    count = min(minibatches, len(episodes))
+    if count > 1:
+        generator = np.random.default_rng(seed)
+        parts = split_minibatches([e[0].token_ids for e in episodes], count, generator)
+    return [[sample for i in part for sample in episodes[i]] for part in parts]
+
+
+def with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
+    """Leaves out samples without a model token.
+
+    Raises:
+        BatchError: None is left.
+    """
+    kept = [s for s in samples if s.mask.any()]
+    if not kept:
+        raise BatchError("no sample has a model token; expected at least one")
+    return kept

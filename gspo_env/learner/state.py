@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gspo_env.errors import TrainingError
-from gspo_env.learner.learner import Learner
+
+if TYPE_CHECKING:
+    from gspo_env.learner.learner import Learner
 
 
 def tensors(learner: Learner) -> Iterator[tuple[str, Tensor]]:

@@ -110,7 +110,7 @@ class EpisodeLog:
         self._note_tokens(table)
         part = path.with_name(f".{path.name}.part")
         try:
-            pq.write_table(table, part, compression="zstd", row_group_size=4096)
+            pq.write_table(table, part, compression="zstd", compression_level=1)
             os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
@@ -248,7 +248,7 @@ def _turns(
     messages: Iterable[Message] | None = [*told, *episode.prompt.messages]
     tools: Iterable[Any] | None = episode.prompt.tools
     sequences = _sequences(episode.parents)
-    callable_now: Sequence[Any] = tuple(tools)
+    callable_now: Sequence[Any] = tuple(episode.prompt.tools)
     rows = []
     for k, (turn, parent) in enumerate(zip(turns, episode.parents, strict=True)):
         info = turns[k - 1].info if k else None
@@ -348,13 +348,17 @@ def _calls(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns the tool calls of an action, of any family of models, and what is malformed."""
     if not tools and "<tool_call>" not in text:
         return []
-    message, malformed = parse_message(text, [tool for tool in tools if isinstance(tool, Tool)])
-    if malformed and "<tool_call>" in text:  # says what is wrong, in order
+    found = parse_tool_calls(text) if "<tool_call>" in text else []
+    wrong = [call for call in found if isinstance(call, ToolCallError)]
+    message, malformed = Message(role="assistant", content=text), 0
+    if wrong or not found:  # perhaps the format of another family
+        message, malformed = parse_message(text, [tool for tool in tools if isinstance(tool, Tool)])
+    if found and (malformed or not wrong):  # says what is wrong, in order
         return [
             {"error": call.message}
             if isinstance(call, ToolCallError)
             else {"name": call.name, "arguments": call.arguments}
-            for call in parse_tool_calls(text)
+            for call in found
         ]
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
     return [*calls, *({"error": "the tool call is malformed."} for _ in range(malformed))]

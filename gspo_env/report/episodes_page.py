@@ -113,17 +113,24 @@ def _block(table: pa.Table, starts: Sequence[int]) -> bytes:
         **{name: rows[name].to_pylist() for name in _OF_TURN},
         **{name: _tokens(rows[name].combine_chunks()) for name in _OF_TOKENS},
     }
-    return zlib.compress(json.dumps(tree, separators=(",", ":")).encode(), 6)
+    return zlib.compress(json.dumps(tree, separators=(",", ":")).encode(), 1)
 
 
 def _tokens(column: Any) -> dict[str, Any]:
-    """Returns the number of values of each row, and all values in one list, rounded."""
+    """Returns the number of values of each row, and all values in one list.
+
+    Fractions are in millionths, because whole numbers are written to JSON much faster.
+    """
     lengths = column.value_lengths().fill_null(0)
     values = column.flatten()
     if values.null_count or str(values.type) != "int32":
         numbers = np.asarray(values.cast("float64").fill_null(np.nan))
-        shown = np.round(numbers, 6).tolist()
-        shown = [None if value != value else value for value in shown]
+        empty = np.isnan(numbers)
+        shown = (
+            np.rint(np.where(empty, 0, np.clip(numbers, -1e9, 1e9)) * 1e6).astype(np.int64).tolist()
+        )
+        if empty.any():
+            shown = [None if gone else n for n, gone in zip(shown, empty.tolist(), strict=True)]
     else:
         shown = values.to_pylist()
     return {"counts": lengths.to_pylist(), "values": shown}

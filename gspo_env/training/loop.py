@@ -17,8 +17,7 @@ from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice
 from gspo_env.engines.base import CopiesWeights, CountsFaults
 from gspo_env.env.curriculum import StepResult, next_options
-from gspo_env.learner import state as learner_state
-from gspo_env.learner.learner import Learner
+from gspo_env.learner.base import Trainer
 from gspo_env.learner.tokens import TokenValues
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
@@ -76,7 +75,7 @@ class Loop:
     config: Config
     env_id: str
     collector: Collector
-    learner: Learner
+    learner: Trainer
     report: Reporter
     split: Split
     keeper: Keeper | None = None
@@ -186,6 +185,7 @@ class Loop:
     def _state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
         """Returns the numbers and the tensors of the state."""
         random_numbers, random_tensors = generators()
+        learner_numbers, tensors = self.learner.state()
         numbers = {
             "step": self.step,
             "played": self.played,
@@ -196,10 +196,10 @@ class Loop:
             "score": self.score.state(),
             "gives_outcome": self.collector.pool.gives_outcome,
             "said": self.collector._said,
-            "learner": learner_state.numbers(self.learner),
+            "learner": learner_numbers,
             "generators": random_numbers,
         }
-        return numbers, chain(learner_state.tensors(self.learner), random_tensors.items())
+        return numbers, chain(tensors, random_tensors.items())
 
     def restore(self, saved: Checkpoint) -> None:
         """Takes over the state of a checkpoint of the same run."""
@@ -211,7 +211,7 @@ class Loop:
         self.score.restore(numbers["score"])
         self.collector.pool.gives_outcome = numbers["gives_outcome"]
         self.collector._said = bool(numbers["said"])
-        learner_state.restore(self.learner, saved.tensors(), numbers["learner"])
+        self.learner.restore(saved.tensors(), numbers["learner"])
         set_generators(numbers["generators"], saved.tensors())
 
     def _credit(self, groups: Sequence[Group], seen: Sequence[Group]) -> Credit:

@@ -10,7 +10,7 @@ import numpy as np
 from gspo_env.batch.sample import Sample
 from gspo_env.engines.base import CopiesWeights, Engine, Sampling, check_completion
 from gspo_env.errors import EngineError
-from gspo_env.learner.learner import Learner
+from gspo_env.learner.base import Trainer
 from gspo_env.rollout.collector import Collector
 from gspo_env.types import FloatArray
 
@@ -73,7 +73,7 @@ async def difference(
     return float(np.mean(np.concatenate(differences)))
 
 
-async def check_sync(collector: Collector, learner: Learner) -> dict[str, float]:
+async def check_sync(collector: Collector, learner: Trainer) -> dict[str, float]:
     """Compares engine and trainer on fixed prompts, if the engine has a copy of the weights.
 
     All prompts are asked at the same time, as many as make each copy serve some.

@@ -114,11 +114,12 @@ function unpack(block: any, row: number, place: number): Episode {
     for (let i = 0; i < k; i++) start += counts[i];
     return values.slice(start, start + counts[k]);
   };
+  const fractions = (name: string, k: number) => slice(name, k).map((value) => (value === null ? null : value / 1e6));
   const turns: Turn[] = [];
   for (let k = first; k < last; k++) {
     if (block.turn[k] === null) continue;
-    const engine: number[] = slice("engine_logprobs", k);
-    const trainer: (number | null)[] = slice("trainer_logprobs", k);
+    const engine = fractions("engine_logprobs", k) as number[];
+    const trainer = fractions("trainer_logprobs", k);
     turns.push({
       turn: block.turn[k],
       parent: block.parent[k],
@@ -143,10 +144,10 @@ function unpack(block: any, row: number, place: number): Episode {
         engine_logprobs: engine,
         trainer_logprobs: trainer,
         difference: trainer.map((value, i) => (value === null ? null : engine[i] - value)),
-        advantages: slice("advantages", k),
-        ratios: slice("ratios", k),
-        clipped: slice("clipped", k),
-        entropies: slice("entropies", k),
+        advantages: fractions("advantages", k),
+        ratios: fractions("ratios", k),
+        clipped: fractions("clipped", k),
+        entropies: fractions("entropies", k),
       },
     });
   }

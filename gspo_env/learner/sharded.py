@@ -1,0 +1,184 @@
+"""A learner whose model is in shards on several ranks, which take each step together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from torch import Tensor, nn
+
+from gspo_env.batch.packing import microbatches
+from gspo_env.batch.sample import PackedBatch, Sample
+from gspo_env.errors import ConfigError
+from gspo_env.learner.deal import Share
+from gspo_env.learner.learner import Learner
+from gspo_env.learner.log import PassStats, UpdateStats
+from gspo_env.learner.loss import Loss
+from gspo_env.learner.memory import OutOfMemory
+from gspo_env.learner.minibatch import Microbatch, Minibatch
+from gspo_env.learner.ranks import OneRankFailed, Ranks
+from gspo_env.learner.settings import LearnerConfig
+from gspo_env.learner.shards import full_tensor, reshard
+from gspo_env.learner.spread import Scored, spread_rows
+
+T = TypeVar("T")
+
+_PROBE = 24
+"""Tokens of the row on which the whole model and the one in shards are compared."""
+
+
+class ShardedLearner(Learner):
+    """One rank's part of a learner.
+
+    All ranks call the same methods in the same order, since each forward and backward pass gathers
+    weights from all of them. A rank with fewer rows than another one makes up for them with passes
+    over a row of its own that add nothing.
+
+    Args:
+        ranks: The ranks.
+        model: The model in shards.
+        reference: Makes a frozen copy of the model in shards.
+        loss: See `Learner`.
+        config: See `Learner`.
+        total_steps: See `Learner`.
+        temperature: See `Learner`.
+
+    Raises:
+        ConfigError: The optimiser cannot work on shards.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: Any,
+        reference: Callable[[], Any],
+        loss: Loss,
+        config: LearnerConfig,
+        *,
+        total_steps: int,
+        temperature: float,
+    ) -> None:
+        if "8bit" in config.optimizer:
+            raise ConfigError(
+                f"optimizer is {config.optimizer!r}, which cannot train a model in shards; "
+                "expected adamw, or one process"
+            )
+        self.ranks, self._make_reference = ranks, reference
+        super().__init__(model, loss, config, total_steps=total_steps, temperature=temperature)
+        idle = Sample(
+            token_ids=np.zeros(2, dtype=np.int64),
+            turn_ids=np.array([-1, 0]),
+            advantages=np.zeros(1),
+            engine_logprobs=np.zeros(1),
+        )
+        self._idle = Microbatch(row=self.pack([idle]), samples=(idle,))
+
+    def _copied(self, model: Any) -> Any:
+        return self._make_reference()
+
+    def _placed(self, model: Any) -> Any:
+        return model  # Accelerate would wrap it for another kind of training
+
+    def take_shares(self, shares: Sequence[Share]) -> UpdateStats:
+        """Takes one optimiser step for each share; its numbers are those of this rank's passes."""
+        started = time.perf_counter()
+        prepared = [self._share(share, n == 0) for n, share in enumerate(shares)]
+        return self._take_steps(prepared, started)
+
+    def _share(self, share: Share, first: bool) -> Minibatch:
+        rows = [[sample] for sample in share.samples]
+        if self._packed:
+            rows = microbatches(share.samples, self.config.microbatch_tokens, share=self._sharing)
+        return Minibatch(
+            microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
+            first=first,
+            episodes=share.episodes,
+            tokens=share.tokens,
+            sequences=share.sequences,
+        )
+
+    def _in_memory(self, minibatch: Minibatch, compute: Callable[[Minibatch], T]) -> T:
+        """Computes; a row that does not fit ends the run, since the ranks take each pass together.
+
+        Raises:
+            OneRankFailed: It did not fit.
+        """
+        try:
+            return compute(minibatch)
+        except OutOfMemory as error:
+            tokens = sum(minibatch.microbatches[error.place].row.lengths_B)
+            raise OneRankFailed(
+                f"a row of {tokens:,} tokens does not fit into the memory of rank "
+                f"{self.ranks.rank} ({error.reason}); several ranks do not split it: lower "
+                "learner.microbatch_tokens"
+            ) from None
+
+    def probe_row(self) -> PackedBatch:
+        """Returns a row on which the model in shards is compared with the whole one."""
+        vocabulary = self.policy.get_input_embeddings().num_embeddings
+        ids = np.random.default_rng(0).integers(0, vocabulary, _PROBE)
+        turns = np.r_[-1, np.zeros(_PROBE - 1, dtype=np.int64)]
+        return self.pack([Sample(token_ids=ids, turn_ids=turns, advantages=np.zeros(_PROBE - 1))])
+
+    def probe(self) -> Tensor:
+        """Scores `probe_row`; all ranks call this together."""
+        found = self._logprobs(self.probe_row())
+        reshard(self.model)
+        return found
+
+    def _missing(self, count: int) -> range:
+        """Returns one number for each pass that another rank has beyond `count`.
+
+        Call it before the passes, which wait for each other.
+        """
+        return range(self.ranks.most(count) - count)
+
+    def _score_rows(self, minibatch: Minibatch) -> Minibatch:
+        missing = self._missing(len(minibatch.microbatches))
+        scored = super()._score_rows(minibatch)
+        for _ in missing:
+            self._scored(self._idle, minibatch)
+        return scored
+
+    def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
+        rows = spread_rows([m.row for m in minibatch.microbatches])
+        missing = self._missing(0 if self._all_ratios_one(minibatch) else len(rows))
+        found = super()._spread(minibatch)
+        for _ in missing:
+            self._logprobs(self._idle.row)
+        return found
+
+    def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:
+        missing = self._missing(len(minibatch.microbatches))
+        passes = super()._backward_rows(minibatch)
+        for _ in missing:
+            predictions, _ = self.scorer(self._idle.row)
+            super()._add_gradient(predictions.logprobs_N.sum() * 0)
+            self._losses.pop()
+        return passes
+
+    def _add_gradient(self, loss: Tensor) -> None:
+        super()._add_gradient(loss * self.ranks.size)  # FSDP takes the mean over the ranks
+        self._losses[-1] = loss.detach()
+
+    def step(self) -> float:
+        """See `Learner.step`; all ranks decide alike, by the norm over all shards."""
+        reshard(self.model)
+        return super().step()
+
+    def _clip(self, limit: float) -> float:
+        masters = list(self.masters.tensors.values())
+        gradients = [master.grad for master in masters if master.grad is not None]
+        norm = full_tensor(nn.utils.get_total_norm(gradients))
+        nn.utils.clip_grads_with_norm_(masters, limit, norm)
+        return float(norm)
+
+    def _total(self, losses: Sequence[Tensor]) -> float:
+        return self.ranks.sum(super()._total(losses))
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns the whole gradient of each weight; all ranks call this together."""
+        found = {name: master.grad for name, master in self.masters.tensors.items()}
+        return {name: full_tensor(grad) for name, grad in found.items() if grad is not None}

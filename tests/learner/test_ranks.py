@@ -1,0 +1,139 @@
+"""Two ranks of FSDP2 train as one process does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gspo_env.batch.sample import Sample
+from gspo_env.learner.deal import deal, pack_shares, unpack_shares
+
+PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
+
+
+def program():
+    spec = importlib.util.spec_from_file_location("ranks_program", PROGRAM)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CASES = program().CASES
+
+
+def start(arguments, rank, port, size=2):
+    launched = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen([sys.executable, *arguments], env={**os.environ, **launched})
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What two ranks found in all cases; they start once, since their imports take seconds."""
+    out = tmp_path_factory.mktemp("ranks") / "out.json"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [start([PROGRAM, out], rank, port) for rank in range(2)]
+    try:
+        assert [process.wait(240) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_change_the_weights_as_one_process(results, name):
+    found = results[name]
+    assert "error" not in found, found
+    assert found["difference"] < (1e-6 if name == "mixture of experts" else 1e-9)
+    assert found["moved"] > 1e-4
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_metrics_of_two_ranks_are_those_of_one_process(results, name):
+    timed = ("time/update", "train/tokens_per_second")
+    for key, metrics in results[name].items():
+        if not key.startswith("metrics"):
+            continue
+        assert metrics["one"].keys() == metrics["two"].keys()
+        for metric, value in metrics["one"].items():
+            if metric not in (*timed, "train/shared_fraction"):
+                assert metrics["two"][metric] == pytest.approx(value, rel=1e-5, abs=1e-7), metric
+
+
+def test_the_values_of_kept_tokens_come_from_all_ranks(results):
+    found = results["episodes of several sequences over several rows"]["tokens 1"]
+    assert {key.split(",")[0] for key in found["one"]} == {"(0", "(1", "(2", "(3"}
+    assert found["one"].keys() == found["two"].keys()
+    for key, rows in found["one"].items():
+        for one, two in zip(rows, found["two"][key], strict=True):
+            assert sorted(two) == pytest.approx(sorted(one), abs=1e-9)
+
+
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one_of_them(results):
+    found = results["a step without a finite gradient"]
+    assert found["metrics 0"]["two"]["train/skipped_steps"] == 1
+    assert found["metrics 1"]["two"]["train/skipped_steps"] == 0
+    assert math.isfinite(found["moved"])
+
+
+def sample(rng, episode, known=True):
+    length = int(rng.integers(2, 30))
+    turns = np.r_[-1, np.zeros(length - 1, dtype=np.int64)]
+    return Sample(
+        token_ids=rng.integers(0, 50, length),
+        turn_ids=turns,
+        advantages=rng.normal(size=length - 1),
+        engine_logprobs=rng.normal(size=length - 1) if known else None,
+        episode=episode,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 2, 13])
+def test_each_episode_is_dealt_whole_to_one_rank(ranks, count):
+    rng = np.random.default_rng(count)
+    samples = [sample(rng, n // 2) for n in range(2 * count)]
+    shares = deal(samples, ranks)
+    assert len(shares) == ranks
+    owners = [{s.episode for s in share.samples} for share in shares]
+    assert sorted(n for owned in owners for n in owned) == list(range(count))
+    assert sum(len(share.samples) for share in shares) == len(samples)
+    assert {(s.episodes, s.sequences) for s in shares} == {(count, 2 * count)}
+    sizes = [sum(len(s.token_ids) for s in share.samples) for share in shares]
+    most = max(sum(len(s.token_ids) for s in samples if s.episode == n) for n in range(count))
+    assert max(sizes) <= sum(sizes) / ranks + most
+
+
+def test_shares_arrive_as_they_were_sent():
+    rng = np.random.default_rng(0)
+    samples = [sample(rng, None, known=n % 3 > 0) for n in range(7)]
+    sent = [deal(samples[:1], 2)[0], deal(samples[:1], 2)[1], deal(samples, 2)[0]]
+    received = unpack_shares(*pack_shares(sent))
+    for before, after in zip(sent, received, strict=True):
+        assert (before.episodes, before.tokens) == (after.episodes, after.tokens)
+        assert len(before.samples) == len(after.samples)
+        for a, b in zip(before.samples, after.samples, strict=True):
+            np.testing.assert_array_equal(a.token_ids, b.token_ids)
+            np.testing.assert_array_equal(a.turn_ids, b.turn_ids)
+            np.testing.assert_array_equal(a.advantages, b.advantages)
+            assert (a.engine_logprobs is None) == (b.engine_logprobs is None)

@@ -1,0 +1,243 @@
+"""`gspo-env train --processes 2`: it learns, goes on bit for bit, and ends when it is asked to.
+
+Each test starts real processes, whose imports take many seconds: `pytest -m ranks -n 0`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.ranks
+
+RUN = """
+env = "talk.py:Talk"
+output = "run"
+steps = 6
+tasks_per_step = 3
+eval_every = 3
+eval_tasks = 2
+rollout = { group_size = 3, max_turn_tokens = 8 }
+checkpoints = { save_every = 1, keep = 3 }
+tracker = { name = "none" }
+learner = { minibatches = 2, learning_rate = 1e-3 }
+
+[recipe]
+name = "tiny"
+hidden_size = 16
+heads = 2
+layers = 1
+demonstrations = 64
+imitation_steps = 40
+imitation_learning_rate = 1e-2
+"""
+
+TALK = '''
+import time
+import zlib
+from pathlib import Path
+
+from gspo_env import TextEnv
+
+
+class Talk(TextEnv):
+    """Two turns with a reward for each text; every step of the file `slow` waits."""
+
+    blocking = False
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.turn = 0
+        return f"say {seed % 7}", {"task_key": str(seed)}
+
+    def step(self, action):
+        if Path("slow").exists():
+            time.sleep(0.1)
+        self.turn += 1
+        return "more", zlib.crc32(action.encode()) % 5 / 4, self.turn == 2, False, {}
+
+    def expert_action(self, noise=0.0):
+        return self.np_random.choice(["yes", "no", "maybe so"]).item()
+'''
+
+TIMED = ("time/", "tokens_per_second")
+
+
+def folder(tmp_path, name):
+    made = tmp_path / name
+    made.mkdir()
+    (made / "run.toml").write_text(RUN)
+    (made / "talk.py").write_text(TALK)
+    return made
+
+
+def start(where, *flags):
+    command = [sys.executable, "-m", "gspo_env", "train", "--processes", "2", *flags]
+    with (where / "output.txt").open("a") as output:
+        return subprocess.Popen(command, cwd=where, stdout=output, stderr=output)
+
+
+def finish(process, where, code=0):
+    assert process.wait(240) == code, (where / "output.txt").read_text()
+    return (where / "output.txt").read_text()
+
+
+def wait_for_step(where, step, process):
+    until = time.monotonic() + 200
+    while not list(where.glob(f"run/checkpoints/step-{step:06d}/state.json")):
+        assert process.poll() is None, (where / "output.txt").read_text()
+        assert time.monotonic() < until, (where / "output.txt").read_text()
+        time.sleep(0.05)
+
+
+def ranks_of(process):
+    """The processes of the ranks, the first rank first."""
+    found = psutil.Process(process.pid).children()
+    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+
+
+def gone(children):
+    return not psutil.wait_procs(children, 30)[1]
+
+
+def state(where, step=6):
+    found = where / f"run/checkpoints/step-{step:06d}"
+    numbers = json.loads((found / "state.json").read_text())
+    history = [
+        [step, {k: v for k, v in metrics.items() if not any(t in k for t in TIMED)}]
+        for step, metrics in numbers["history"]
+    ]
+    tensors = load_file(found / "state-00001.safetensors")
+    # torch draws the seed of the global generator, which nothing here uses
+    return history, {k: v for k, v in tensors.items() if not k.startswith("generators.")}
+
+
+def same(one, two):
+    (history, tensors), (other_history, other_tensors) = one, two
+    assert history == other_history
+    assert tensors.keys() == other_tensors.keys()
+    different = [name for name, values in tensors.items() if not values.equal(other_tensors[name])]
+    assert not different
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of two ranks that nothing interrupts."""
+    where = folder(tmp_path_factory.mktemp("whole"), "whole")
+    finish(start(where, "--config", "run.toml"), where)
+    return where
+
+
+def test_two_ranks_learn_what_one_process_learns(tmp_path, whole):
+    where = folder(tmp_path, "one")
+    command = [sys.executable, "-m", "gspo_env", "train", "--config", "run.toml"]
+    subprocess.run(command, cwd=where, check=True, timeout=240)
+    (one, tensors), (two, other) = state(where), state(whole)
+    for (step, metrics), (other_step, others) in zip(one, two, strict=True):
+        assert step == other_step
+        shown = {name: others[name] for name in metrics if name.startswith(("rollout/", "eval/"))}
+        assert shown == pytest.approx({name: metrics[name] for name in shown}, rel=1e-4)
+    assert tensors.keys() == other.keys()
+
+
+def test_a_run_that_sigterm_stops_goes_on_bit_for_bit(tmp_path, whole):
+    where = folder(tmp_path, "stopped")
+    (where / "slow").touch()
+    process = start(where, "--config", "run.toml")
+    wait_for_step(where, 2, process)
+    children = ranks_of(process)
+    process.send_signal(signal.SIGTERM)
+    assert "stops after this step" in finish(process, where)
+    assert gone(children)
+    assert not (where / "run/checkpoints/step-000006").exists()
+    (where / "slow").unlink()
+    finish(start(where, "--resume", "run"), where)
+    same(state(where), state(whole))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_go_on_from_the_checkpoint_after_one_was_killed(tmp_path, whole, rank):
+    where = folder(tmp_path, "killed")
+    (where / "slow").touch()
+    process = start(where, "--config", "run.toml", "--max-restarts", "1")
+    wait_for_step(where, 2, process)
+    children = ranks_of(process)
+    children[rank].kill()
+    (where / "slow").unlink()
+    finish(process, where)
+    assert gone(children)
+    same(state(where), state(whole))
+
+
+def test_a_second_signal_ends_all_ranks_at_once(tmp_path):
+    where = folder(tmp_path, "twice")
+    (where / "slow").touch()
+    process = start(where, "--config", "run.toml", "--max-restarts", "3")
+    wait_for_step(where, 1, process)
+    children = ranks_of(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    finish(process, where, 130)
+    assert gone(children)
+
+
+def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path):
+    where = folder(tmp_path, "orphans")
+    (where / "slow").touch()
+    process = start(where, "--config", "run.toml")
+    wait_for_step(where, 1, process)
+    children = ranks_of(process)
+    process.kill()
+    process.wait()
+    assert gone(children)
+
+
+def test_an_error_of_the_user_is_one_sentence_and_starts_nothing_again(tmp_path):
+    where = folder(tmp_path, "wrong")
+    process = start(where, "--config", "run.toml", "--model", "./missing", "--max-restarts", "3")
+    output = finish(process, where, 2)
+    assert output.count("there is no folder './missing'") == 1
+    assert "Traceback" not in output
+    assert output.count("loading PyTorch") == 1
+
+
+def test_torchrun_starts_the_same_run(tmp_path, whole):
+    where = folder(tmp_path, "torchrun")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", "2", "-m", "gspo_env", "train"]
+    with (where / "output.txt").open("a") as output:
+        subprocess.run(
+            [*command, "--config", "run.toml"],
+            cwd=where,
+            stdout=output,
+            stderr=output,
+            check=True,
+            timeout=240,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        )
+    same(state(where), state(whole))
+
+
+def test_a_run_of_two_ranks_goes_on_in_one_process(tmp_path, whole):
+    where = folder(tmp_path, "one")
+    (where / "slow").touch()
+    process = start(where, "--config", "run.toml")
+    wait_for_step(where, 2, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, where)
+    (where / "slow").unlink()
+    command = [sys.executable, "-m", "gspo_env", "train", "--resume", "run"]
+    subprocess.run(command, cwd=where, check=True, timeout=240)
+    assert Path(where, "run/model/config.json").exists()
+    (history, _), (expected, _) = state(where), state(whole)
+    assert [step for step, _ in history] == [step for step, _ in expected]

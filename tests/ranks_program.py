@@ -1,0 +1,167 @@
+"""A program of two ranks: trains on both and in one process, and writes how much they differ.
+
+Rank 0 writes a JSON object with a result for each case to the file that is its argument.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_models import PROGRAM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from gspo_env.batch.sample import Sample
+from gspo_env.errors import GspoEnvError
+from gspo_env.learner import GRPO, GSPO, DrGRPO, Learner, LearnerConfig
+from gspo_env.learner.controller import Controller, Plan, serve
+from gspo_env.learner.ranks import join
+from gspo_env.model.load import add_adapter
+
+LOSSES = {"GSPO": GSPO, "GRPO": GRPO, "DrGRPO": DrGRPO}
+PLAIN = {
+    "minibatches": 1,
+    "warmup_steps": 0,
+    "learning_rate": 1.0,
+    "max_grad_norm": 0.0,
+    "optimizer": "torch.optim:SGD",  # a weight less its value before is the gradient
+    "microbatch_tokens": 64,
+}
+CASES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "tied head": {"tied": True},
+    "LoRA": {"config": {"lora_rank": 2}},
+    "LoRA, tied head": {"config": {"lora_rank": 2}, "tied": True},
+    "one rank has no episode": {"count": 1},
+    "one rank has no episode, LoRA": {"count": 1, "config": {"lora_rank": 2}},
+    "three episodes": {"count": 3},
+    "clipped": {"config": {"max_grad_norm": 0.5}},
+    "token loss": {"loss": "GRPO"},
+    "constant length": {"loss": "DrGRPO"},
+    "episodes of several sequences over several rows": {"sequences": 3, "updates": 2},
+    "minibatches, reference": {
+        "kl": 0.1,
+        "updates": 2,
+        "config": {"minibatches": 3, "learning_rate": 0.1},
+    },
+    "minibatches, reference, LoRA": {
+        "kl": 0.1,
+        "updates": 2,
+        "config": {"minibatches": 3, "learning_rate": 0.1, "lora_rank": 2},
+    },
+    "checkpointing": {"config": {"checkpointing": True}},
+    "mixture of experts": {"model": "mixture"},
+    "own attention, a sequence a row": {"model": "alone"},
+    "a step without a finite gradient": {"infinite": True, "updates": 2},
+}
+
+
+def shape(kind: str, tied: bool) -> Any:
+    """A tiny model with random weights, large enough to prefer some ids."""
+    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    torch.manual_seed(0)
+    if kind == "alone":
+        return PROGRAM.build("LFM2").double()
+    if kind == "mixture":
+        # the balance of routers would be over other rows
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
+        config = Qwen3MoeConfig(**sizes, **heads, **experts, moe_intermediate_size=16)
+        model: Any = Qwen3MoeForCausalLM(config)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=tied))
+    for weight in model.parameters():
+        weight.data.mul_(4 if weight.ndim > 1 else 1)
+    return model if kind == "mixture" else model.double()  # the kernel of experts has no float64
+
+
+def samples_of(count: int, sequences: int, infinite: bool) -> list[Sample]:
+    """Samples of different lengths, `sequences` of each episode."""
+    rng = np.random.default_rng(0)
+    found = []
+    for n in range(count * sequences):
+        length = int(rng.integers(5, 45))
+        turns = np.where(rng.random(length) < 0.5, 0, -1)
+        turns[0], turns[-1] = -1, 0
+        own = int((turns >= 0).sum())
+        found.append(
+            Sample(
+                token_ids=rng.integers(1, 97, length),
+                turn_ids=turns,
+                advantages=np.full(own, np.inf) if infinite and n == 0 else rng.normal(size=own),
+                engine_logprobs=-rng.random(own),
+                episode=n // sequences if sequences > 1 else None,
+            )
+        )
+    return found
+
+
+def plan_of(text: str) -> Plan:
+    told = json.loads(text)
+    return Plan(
+        loss=LOSSES[told["loss"]](kl_coef=told["kl"]),
+        config=LearnerConfig(**told["config"]),
+        total_steps=8,
+        temperature=1.0,
+    )
+
+
+def shown(tokens: Any) -> dict[str, Any]:
+    """The ratios and entropies of kept tokens, by episode and turn."""
+    return {str(key): [v.ratio.tolist(), v.entropy.tolist()] for key, v in sorted(tokens.items())}
+
+
+def compare(ranks: Any, case: dict[str, Any]) -> dict[str, Any]:
+    """Trains on the ranks and in this process; returns how much weights and metrics differ."""
+    settings = LearnerConfig(**{**PLAIN, **case.get("config", {})})
+    told = {"loss": case.get("loss", "GSPO"), "kl": case.get("kl", 0.0), "config": asdict(settings)}
+    plan = plan_of(json.dumps(told))
+    whole = shape(case.get("model", ""), case.get("tied", False))
+    if settings.lora_rank:
+        whole = add_adapter(whole, settings.lora_rank)
+        for name, weight in whole.named_parameters():
+            if "lora_B" in name and not plan.loss.needs_reference:
+                weight.data.normal_(std=0.1)
+    plain = replace(settings, lora_rank=settings.lora_rank)
+    alone = Learner(copy.deepcopy(whole), plan.loss, plain, total_steps=8)
+    begun = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
+    together = Controller(ranks, whole, plan, json.dumps(told))
+    found: dict[str, Any] = {}
+    for update in range(case.get("updates", 1)):
+        infinite = case.get("infinite", False) and update == 0
+        samples = samples_of(case.get("count", 9), case.get("sequences", 1), infinite)
+        one, two = (each.update(samples, update, range(4)) for each in (alone, together))
+        found[f"tokens {update}"] = {"one": shown(alone.tokens), "two": shown(together.tokens)}
+        found[f"metrics {update}"] = {"one": one, "two": two}
+    weights = dict(alone.policy.named_parameters())
+    pairs = [(weights[name], weight) for name, weight in whole.named_parameters()]
+    found["difference"] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    moved = [float((weight - begun[name]).detach().abs().max()) for name, weight in weights.items()]
+    return found | {"moved": max(moved)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with join() as ranks:
+        if ranks.rank:
+            serve(ranks, plan_of)
+            return
+        results: dict[str, Any] = {}
+        for name in sys.argv[2:] or CASES:
+            case = CASES[name]
+            try:
+                results[name] = compare(ranks, case)
+            except GspoEnvError as error:
+                results[name] = {"error": str(error)}
+                break
+        Path(sys.argv[1]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
