@@ -132,11 +132,16 @@ SILENCE = 20.0
 """Seconds; a busy machine must not make a program silent that does not hang."""
 
 
+def count(kind: str) -> None:
+    with _LOCK:
+        COUNTS[kind] += 1
+
+
 def unreliable(task: dict[str, Any], base_url: str, api_key: str) -> Any:
     """The look-up agent, of which one in five crashes, hangs, exits or sends garbage first."""
     kind = random.choice(("crash", "hang", "exit", "garbage")) if random.random() < 0.2 else "fine"
-    with _LOCK:
-        COUNTS[kind] += 1
+    if kind in ("fine", "garbage"):
+        count(kind)
     head = {"Authorization": f"Bearer {api_key}"}
     with httpx2.Client(base_url=base_url, headers=head, timeout=60) as http:
         if kind == "garbage":
@@ -156,12 +161,15 @@ def follow(task: dict[str, Any], http: httpx2.Client, fault: str | None) -> str:
     while True:
         answer = http.post("/chat/completions", json={"messages": messages, "tools": tools})
         message = answer.raise_for_status().json()["choices"][0]["message"]
+        if fault is not None:  # not before: some episodes are only reset, to see their task
+            count(fault)
         if fault == "crash":
             raise OSError("the disk is full")
         if fault == "exit":
             raise SystemExit(3)
         if fault == "hang":
             time.sleep(SILENCE + 2)
+            raise OSError("its episode has ended")
         messages.append(message)
         if not message.get("tool_calls"):
             return str(message["content"])
