@@ -62,8 +62,8 @@ class Train(Run):
 
     def _train(self, ranks: Any = None) -> None:
         from gspo_env.env.registration import load_agent
-        from gspo_env.training.launch import interrupted_run
         from gspo_env.tracking.several import check_trackers
+        from gspo_env.training.launch import interrupted_run
 
         config = self.resolved
         if text := "" if self.resume else inherited(config):
