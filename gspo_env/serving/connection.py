@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 SCOPE = "gspo_env.connection"
 """Key of the connection in the scope of a request."""
-HEAD_SECONDS = 10.0
-"""Time in which a connection has to send the head of a request once it has begun."""
+HEAD_SECONDS = 60.0
+"""Time in which a connection has to send the head of a request once it has begun; with
+hundreds of programs on a busy machine, seconds pass between the two."""
 STALL_SECONDS = 60.0
 """Time for which a client may leave an answer unread."""
 MOST = 4096
@@ -29,13 +30,14 @@ class Connection(H11Protocol):
 
     session: Session | None = None
     idle_since = 0.0
-    """Time of the loop at which the last answer was complete; 0 before the first one."""
+    """Time of the loop since which it has no request."""
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Closes a connection too many: the longest idle one, or this one if all are in use."""
         super().connection_made(transport)
+        self.idle_since = self.loop.time()
         if len(self.connections) > MOST:
             idle = [c for c in self.connections if isinstance(c, Connection) and c.is_idle()]
             min(idle, key=lambda c: c.idle_since, default=self).transport.abort()
@@ -56,8 +58,8 @@ class Connection(H11Protocol):
         self._mark()  # a further request may have come already
 
     def is_idle(self) -> bool:
-        """Returns whether it has answered all its requests, and its client has read the answers."""
-        done = self.cycle is not None and self.cycle.response_complete
+        """Returns whether it has no request, and its client has read the answers."""
+        done = self.cycle is None or self.cycle.response_complete
         return done and self._stall is None and not self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -177,10 +177,13 @@ def test_an_idle_connection_makes_room_for_a_new_one(opened, address, monkeypatc
     state = address._server.server_state
     idle = opened(Policy())
     assert post(idle).status_code == 200
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, raw(idle.session, b"POST ") as silent:
+        until(lambda: len(state.connections) >= 2)
         patch.setattr(connection, "MOST", 1)
         assert post(opened(Policy())).status_code == 200
-    until(lambda: len(state.connections) <= 1)
+        assert post(opened(Policy())).status_code == 200
+        assert closed(silent)
+    until(lambda: len(state.connections) <= 2)
 
 
 @pytest.mark.parametrize(
