@@ -99,7 +99,7 @@ def left() -> dict[str, int]:
         "descriptors": me.num_fds(),
         "threads": threading.active_count(),
         "asyncio tasks": sum(
-            isinstance(o, asyncio.Task) and not o.done() for o in gc.get_objects()
+            issubclass(type(o), asyncio.Task) and not o.done() for o in gc.get_objects()
         ),
         "children": len(me.children(recursive=True)),
     }

@@ -48,7 +48,7 @@ class Action(str):
     finish_reason: Finish
     """How the action ended; only environments with `takes_cut_actions` see others than "stop"."""
     prompt_tokens: int
-    """Tokens of the prompt that the action answers, also of one that did not fit; 0 if it has none."""
+    """Tokens of the prompt that the action answers, also of one that did not fit; else 0."""
 
     def __new__(
         cls,
