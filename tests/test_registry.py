@@ -39,7 +39,7 @@ def test_a_plugins_class_is_found_by_its_entry_point_and_keeps_its_name(plugin):
     flat = find("advantage", "flat")
     assert "flat" in names("advantage")
     assert name_of("advantage", flat(level=2.0)) == "flat"
-    with pytest.raises(ConfigError, match="expected one of: flat"):
+    with pytest.raises(ConfigError, match="did you mean flat"):
         find("advantage", "flats")
 
 

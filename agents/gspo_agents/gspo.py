@@ -19,6 +19,9 @@ from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import (
     check_learning,
+    check_way,
+    imitate,
+    make_environment,
     make_learner,
     make_start,
     read_talks,
@@ -26,18 +29,15 @@ from gspo_agents.start import (
     with_adapter,
 )
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
-from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
+from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import try_out
-from gspo_env.env.isolated import IsolatedEnv
-from gspo_env.env.registration import make_env, resolve_env
+from gspo_env.env.registration import resolve_env
 from gspo_env.env.threads import in_thread
 from gspo_env.errors import ConfigError
 from gspo_env.learner.ranks import Ranks
-from gspo_env.model.check import ModelCheck, check_engine, check_model
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
-from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.faults import close_quietly
@@ -143,7 +143,7 @@ class GSPOAgent:
         if resumed is None:
             begin = partial(at_start, untrained=self._untrained)
             problems = self._guard(begin, config, self._env, self.env_id, self.chat)
-        way = self._check().way
+        way = check_way(self.model, config)
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
         else:
@@ -362,35 +362,11 @@ class GSPOAgent:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Imitates the demonstrations; does nothing for a user's model, or when called again."""
-        settings = self.config.recipe
-        if not self._demonstrations or not settings.imitation_steps:
-            return
-        held_out = self.split().held_out
-        kept = [e for e in self._demonstrations if e.reset.task_key not in held_out]
-        self._left_out = len(self._demonstrations) - len(kept)
-        self._demonstrations = []
-        if not kept:
-            logger.warning("every demonstration plays a held-out task: the model starts untrained")
-            return
-        progress = progress or Progress(io.StringIO())
-        most = self.config.rollout.max_context
-        samples = imitation_samples(kept, self.chat, most, progress.when_slow())
-        if not samples:
-            logger.warning("no demonstration fits rollout.max_context %d: none is imitated", most)
-            return
-        total = settings.imitation_steps
-
-        def show(step: int, loss: float) -> None:
-            if step % 20 == 0 or step == total:
-                progress.update(phase="warm-up", step=step, total=total, loss=loss)
-
-        warm_up(self.model, samples, settings, self.config.seed, show)
-
-    def _check(self) -> ModelCheck:
-        """Decides how the model is run; says so if the slower way is needed."""
-        embedded = isinstance(self.config.engine, Transformers)
-        decide = check_engine if embedded else check_model
-        return decide(self.model, max_context=self.config.rollout.max_context)
+        if self._demonstrations and self.config.recipe.imitation_steps:
+            held_out, episodes = self.split().held_out, self._demonstrations
+            kept = [e for e in episodes if e.reset.task_key not in held_out]
+            self._left_out, self._demonstrations = len(episodes) - len(kept), []
+            imitate(self.model, self.chat, kept, self.config, progress or Progress(io.StringIO()))
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
@@ -412,10 +388,7 @@ class GSPOAgent:
                     self.close()
 
     def _make_env(self) -> TextEnvironment:
-        config = self.config
-        if config.rollout.isolation == "process":
-            return IsolatedEnv(config.env, config.env_kwargs, config.rollout.episode_timeout)
-        return make_env(self.env_id, **config.env_kwargs)
+        return make_environment(self.config, self.env_id)
 
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:

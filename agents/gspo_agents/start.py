@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from gspo_env.config import Config, to_toml, with_score
+from gspo_env.engines import Transformers
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score
+from gspo_env.env.isolated import IsolatedEnv
+from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
 from gspo_env.learner.base import Trainer
@@ -15,13 +19,17 @@ from gspo_env.learner.controller import Controller
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.ranks import Ranks
+from gspo_env.model.check import Way, check_engine, check_model
 from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes.conversations import read_demonstrations
+from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import check_trackers
 from gspo_env.training.launch import plan_of
 from gspo_env.types import Episode
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +111,40 @@ def check_learning(model: Any, config: Config) -> None:
         load_function(settings.optimizer, "optimizer")
     elif settings.optimizer != "adamw":
         make_optimizer(settings, list(model.parameters()))
+
+
+def imitate(
+    model: Any, chat: ChatTokenizer, episodes: list[Episode], config: Config, progress: Progress
+) -> None:
+    """Trains the model on demonstrations, by the settings of the config's recipe."""
+    if not episodes:
+        logger.warning("every demonstration plays a held-out task: the model starts untrained")
+        return
+    settings, most = config.recipe, config.rollout.max_context
+    samples = imitation_samples(episodes, chat, most, progress.when_slow())
+    if not samples:
+        logger.warning("no demonstration fits rollout.max_context %d: none is imitated", most)
+        return
+    total = settings.imitation_steps
+
+    def show(step: int, loss: float) -> None:
+        if step % 20 == 0 or step == total:
+            progress.update(phase="warm-up", step=step, total=total, loss=loss)
+
+    warm_up(model, samples, settings, config.seed, show)
+
+
+def check_way(model: Any, config: Config) -> Way:
+    """Decides how the model is run; says so if the slower way is needed."""
+    decide = check_engine if isinstance(config.engine, Transformers) else check_model
+    return decide(model, max_context=config.rollout.max_context).way
+
+
+def make_environment(config: Config, env_id: str) -> TextEnvironment:
+    """Makes the environment of a run, in a process of its own if the config says so."""
+    if config.rollout.isolation == "process":
+        return IsolatedEnv(config.env, config.env_kwargs, config.rollout.episode_timeout)
+    return make_env(env_id, **config.env_kwargs)
 
 
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:

@@ -70,7 +70,7 @@ class Blueprint:
         with torch.device("meta"):
             config = AutoConfig.for_model(**tree)
             make: Any = AutoModelForCausalLM
-            model = make.from_config(config)
+            model = make.from_config(config, trust_remote_code=False)
             model.tie_weights()
             if type(model).__name__ == self.kind and learner.lora_rank:
                 targets = learner.lora_targets

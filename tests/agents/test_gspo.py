@@ -59,16 +59,16 @@ def test_the_same_seed_gives_the_same_metrics_and_another_seed_others():
 
 
 BREAKS = '''
-import threading
 from gspo_env import TextEnv
 
 class Breaks(TextEnv):
-    """Works in the warm-up and in the evaluation, and fails in training."""
+    """Works in the demonstrations and in the evaluation, and fails in training."""
     num_tasks = 1
+    broken = False
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        if seed < 10**9 and threading.current_thread() is not threading.main_thread():
+        if seed < 10**9 and self.broken:
             raise ConnectionError("the server is gone")
         return "Say yes.", {}
 
@@ -83,6 +83,7 @@ class Breaks(TextEnv):
 def test_too_many_failures_stop_the_run_and_the_first_traceback_is_kept(tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS)
     agent = GSPOAgent(env=f"{tmp_path}/breaks.py:Breaks", config=tiny(output="run"))
+    type(agent._env.unwrapped).broken = True
     with pytest.raises(RolloutError, match=r"16 of 16 .*gone \(breaks.py:\d+ in reset\)"):
         agent.train()
     kept = (tmp_path / "run" / "first-environment-error.txt").read_text()

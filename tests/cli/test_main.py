@@ -296,7 +296,7 @@ def test_the_version_and_the_module(capsys):
 
 
 def test_an_unknown_command_lists_the_known_ones(capsys):
-    assert "train, evaluate, compare, serve, capture, sync, envs, doctor" in refused(
+    assert "train, evaluate, compare, view, serve, capture, sync, envs, doctor" in refused(
         capsys, "trein"
     )
 

@@ -31,7 +31,9 @@ def waits_of_an_update(model, loss, samples, **config):
         return [(place.split(":")[0], place.split()[1]) for _, place in gpu.waits.elements()]
 
 
-EXPECTED = [("gspo_env/learner/learner.py", "step")] * STEPS + [("gspo_env/learner/log.py", "read")]
+EXPECTED = [("gspo_env/learner/learner.py", "_clip")] * STEPS + [
+    ("gspo_env/learner/log.py", "read")
+]
 
 
 @pytest.mark.parametrize("name", LOSSES)

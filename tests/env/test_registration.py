@@ -67,7 +67,7 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
         ("", "known are"),
         ("no_such_module:Env", "cannot be imported"),
         (":Env", "cannot be imported"),
-        ("gspo_envs.lookup:LokupEnv", "it has ChainEnv, LookupEnv"),
+        ("gspo_envs.lookup:LokupEnv", "it has LookupEnv"),
         ("no/such/file.py:Env", "does not exist"),
     ],
 )

@@ -284,7 +284,7 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     assert "Not trained on, because their tasks are held out:" in said
     redrawn = sum(m.get("rollout/redrawn_tasks", 0) for _, m in history)
     assert redrawn > 0
-    assert f"{redrawn:.0f} draws, which were repeated, and {agent._left_out} demonst" in said
+    assert f"draws {redrawn:.0f} (each was repeated), demonstrations {agent._left_out}." in said
     played.clear()
     main(["evaluate", "--model", "out", "--tasks", "40"])
     assert {task for evaluation, task in played if evaluation} == held
