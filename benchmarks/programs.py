@@ -62,13 +62,17 @@ def chats(task: dict[str, Any], base_url: str, api_key: str) -> float:
     began = time.thread_time()
     messages = [{"role": "user", "content": task["question"]}]
     head = {"Authorization": f"Bearer {api_key}"}
-    with httpx2.Client(base_url=base_url, headers=head, timeout=60) as http:
+    with httpx2.Client(base_url=base_url, headers=head, timeout=600) as http:
         for _ in range(TURNS):
             answer = http.post("/chat/completions", json={"model": "m", "messages": messages})
             message = answer.raise_for_status().json()["choices"][0]["message"]
             messages += [message, {"role": "user", "content": "and then?"}]
     CLIENT_SECONDS.append(time.thread_time() - began)
     return 1.0
+
+
+SHOWN: set[str] = set()
+"""Errors that were printed."""
 
 
 async def play_many(pool: EnvPool, episodes: int, at_once: int) -> Counter[str]:
@@ -78,6 +82,9 @@ async def play_many(pool: EnvPool, episodes: int, at_once: int) -> Counter[str]:
         async with gate:
             task = Task(env_id=ENV, seed=seed)
             played = await play_pooled(pool, task, lambda now: "something", timeout=120.0)
+            if played.error and played.error not in SHOWN:
+                SHOWN.add(played.error)
+                print(played.error)
             return str(played.stop_reason)
 
     return Counter(await asyncio.gather(*(one(seed) for seed in range(episodes))))
@@ -91,6 +98,9 @@ def left() -> dict[str, int]:
         "sockets": len(me.net_connections()),
         "descriptors": me.num_fds(),
         "threads": threading.active_count(),
+        "asyncio tasks": sum(
+            issubclass(type(o), asyncio.Task) and not o.done() for o in gc.get_objects()
+        ),
         "children": len(me.children(recursive=True)),
     }
 

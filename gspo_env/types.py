@@ -162,6 +162,8 @@ class StepInfo:
     """`"tool"` if the observation is the answer of a tool, else `"user"`."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Finite numbers by name; their means are logged as `rollout/reward/NAME`."""
+    malformed_calls: int = 0
+    """Tool calls of the action that could not be read; logged as `rollout/malformed_calls`."""
     token_advantages: tuple[float, ...] | None = None
     """The advantage of each sampled token of the action, in place of the estimator's."""
     token_mask: tuple[bool, ...] | None = None

@@ -45,7 +45,6 @@ SHORTER = {
 """Flags of the other commands that take long."""
 HUB = "Qwen/Qwen3-0.6B"
 
-AGENTS = "needs the extra agents and a model of the hub that calls tools"
 ELSEWHERE = {
     "pip": "needs a package index; .ci/run installs the extras in new environments",
     "python -m venv": "needs a package index; .ci/run makes the environments",
@@ -54,17 +53,17 @@ ELSEWHERE = {
     "pytest": "runs these tests",
     ".ci/run": "runs these tests",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
-    "gspo-env train --env gspo/Program-v0": AGENTS,
+    "gspo-env train --env gspo/Program-v0": "needs tasks that a Python block writes",
     "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",
-    "cd examples/agents": AGENTS,
-    "python lookup_tasks.py": AGENTS,
-    "gspo-env train --config run.toml --output runs/lookup": AGENTS,
 }
 """The beginnings of commands that are not run here, each with the reason."""
 SLOW = ("gspo-env compare", "gspo-env doctor", "python benchmarks/")
 """The beginnings of commands that take seconds; they run with the marker `commands`."""
-EXTRA = "TextArena", "self_play"
-"""Words of commands that need the extra `adapters`."""
+EXTRA = {
+    **{"TextArena": "adapters", "self_play": "adapters"},
+    **{"examples/agents": "agents", "runs/lookup": "agents"},  # need node
+}
+"""Words of commands that need an extra, by its marker."""
 
 
 def commands(path):
@@ -80,8 +79,8 @@ def kind(command):
     """Where a command runs: elsewhere, or the marker of its test; empty for the main tests."""
     if command.startswith(tuple(ELSEWHERE)):
         return "elsewhere"
-    if any(word in command for word in EXTRA):
-        return "adapters"
+    if found := [marker for word, marker in EXTRA.items() if word in command]:
+        return found[0]
     return "commands" if command.startswith(SLOW) else ""
 
 
@@ -89,7 +88,7 @@ def cases():
     """A case for each page and marker, with its commands in order."""
     for path in PAGES:
         found = list(commands(path))
-        for name in ("", "commands", "adapters"):
+        for name in ("", "commands", "adapters", "agents"):
             if some := [command for command in found if kind(command) == name]:
                 marks = getattr(pytest.mark, name) if name else ()
                 yield pytest.param(path, some, id=f"{path.stem}-{name or 'main'}", marks=marks)
@@ -143,6 +142,8 @@ def type_in(command, trained):
         else:
             flags = SHORTER.get(arguments[0], {})
         arguments = shortened(arguments, flags)
+        if HUB in arguments and not Path("runs").exists():
+            shutil.copytree(trained, "runs", symlinks=True)
         main(["runs/Lookup-v0-seed0-1" if a == HUB else a for a in arguments])
 
 

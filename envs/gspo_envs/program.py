@@ -6,7 +6,6 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -195,7 +194,7 @@ class ProgramEnv(TextEnv):
         try:
             event = self._next()
             reward = self._started.rewards.finish()
-            parts = {"malformed_calls": float(malformed)}
+            counts = {"malformed_calls": malformed}
             failure = None if refused else self._failure(event)
             if failure is not None:
                 raise failure
@@ -204,14 +203,14 @@ class ProgramEnv(TextEnv):
             terminated, truncated = self.end_turn(regular and not refused, over)
             if isinstance(event, Asked) and not truncated:
                 observation, info = self._observe(event)
-                return observation, reward, False, False, {**info, "reward_parts": parts}
+                return observation, reward, False, False, info | counts
             result = event.result if isinstance(event, Ended) else None
-            info = {"success": False} if refused else self._judge(result, reward, parts)
+            info = {"success": False} if refused else self._judge(result, reward)
         except BaseException:
             self.abandon()
             raise
         self.abandon()
-        return "", float(info.pop("reward", 0.0)), terminated, not terminated, info
+        return "", float(info.pop("reward", 0.0)), terminated, not terminated, info | counts
 
     def abandon(self) -> None:
         """Ends the running program, if there is one: its requests, and its processes."""
@@ -269,17 +268,16 @@ class ProgramEnv(TextEnv):
             f"{told}"
         )
 
-    def _judge(self, result: Any, posted: float, parts: dict[str, float]) -> dict[str, Any]:
+    def _judge(self, result: Any, posted: float) -> dict[str, Any]:
         """Scores the episode; returns the `info` of the last step, with its reward."""
         if self.rewards:
             attempt = to_attempt(self._exchanges, self._row, self._token_ids, result)
-            judged = judge(self.rewards, attempt)
-            reward = posted + sum(self.weights[name] * value for name, value in judged.items())
-            success, parts = None, {**parts, **judged}
+            parts = judge(self.rewards, attempt)
+            reward = posted + sum(self.weights[name] * value for name, value in parts.items())
+            success: bool | None = None
         else:
             read = read_result(result)
-            reward, success = posted + read.reward, read.success
-            parts = {**parts, **read.parts}
+            reward, success, parts = posted + read.reward, read.success, dict(read.parts)
         if self.success_from is not None:
             success = reward >= self.success_from
         info: dict[str, Any] = {"reward": reward, "reward_parts": parts, "success": success}
@@ -288,16 +286,16 @@ class ProgramEnv(TextEnv):
 
 def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
     """Returns the answer of an action, and how many of its calls are malformed."""
-    from gspo_env.serving import Reply, parse_message
+    from gspo_env.serving import Reply, read_action
 
     act = action if isinstance(action, Action) else Action(action)
-    message, malformed = act.message, 0
-    if message is None:
-        message, malformed = parse_message(clean(str(act)), tools)
-    if message.tool_calls and not tools:  # the program has offered none: a call is only text
-        message = replace(message, content=clean(str(act)), tool_calls=())
-    tokens = len(act.token_ids)
-    reply = Reply(message=message, finish_reason=act.finish_reason, completion_tokens=tokens)
+    message, malformed = read_action(clean(str(act)), tools, act.message)
+    reply = Reply(
+        message=message,
+        finish_reason=act.finish_reason,
+        prompt_tokens=act.prompt_tokens,
+        completion_tokens=len(act.token_ids),
+    )
     return reply, malformed
 
 

@@ -13,10 +13,7 @@ const lookup = {
 async function answer(messages) {
   const response = await fetch(`${process.env.OPENAI_BASE_URL}/chat/completions`, {
     method: "POST",
-    headers: {
-      "Authorization": `Bearer ${process.env.OPENAI_API_KEY}`,
-      "Content-Type": "application/json",
-    },
+    headers: { Authorization: `Bearer ${process.env.OPENAI_API_KEY}` },
     body: JSON.stringify({ model: "m", messages, tools: [{ type: "function", function: lookup }] }),
   });
   if (!response.ok) throw new Error(await response.text());

@@ -47,6 +47,8 @@ class Action(str):
     """The action as a message, with its reasoning and calls; None if nothing has parsed it."""
     finish_reason: Finish
     """How the action ended; only environments with `takes_cut_actions` see others than "stop"."""
+    prompt_tokens: int
+    """Tokens of the prompt that the action answers, also of one that did not fit; else 0."""
 
     def __new__(
         cls,
@@ -54,11 +56,12 @@ class Action(str):
         token_ids: Sequence[int] = (),
         message: Message | None = None,
         finish_reason: Finish = "stop",
+        prompt_tokens: int = 0,
     ) -> Action:
         """Makes the text and stores the rest."""
         action = super().__new__(cls, text)
         action.token_ids, action.message = tuple(token_ids), message
-        action.finish_reason = finish_reason
+        action.finish_reason, action.prompt_tokens = finish_reason, prompt_tokens
         return action
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from gspo_env.children import die_with_parent
 from gspo_env.env import background
 from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
-from gspo_env.env.info import parse_reset, parse_step, read_prompt
+from gspo_env.env.info import parse_reset, parse_step, read_message, read_prompt
 from gspo_env.env.pipe import receive, send
 from gspo_env.env.registration import make_env
 from gspo_env.env.threads import attempt, foreign
 
 DECLARATIONS = (
-    *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks"),
+    *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks", "takes_cut_actions"),
     *("max_turns", "max_calls_per_turn", "gives_reward"),
 )
 """Attributes of an environment that are sent with each `reset`, besides its prompt."""
@@ -74,8 +74,9 @@ class _Host:
         read_prompt(self.env, info)
         return [_sendable(result), self._told()]
 
-    def step(self, action: str, ids: list[int]) -> Any:
-        result = self.env.step(Action(action, ids))
+    def step(self, action: str, message: dict[str, Any] | None, **more: Any) -> Any:
+        said = None if message is None else read_message(message)
+        result = self.env.step(Action(action, message=said, **more))
         parse_step(self.name, result)
         return _sendable(result)
 

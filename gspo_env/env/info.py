@@ -231,7 +231,7 @@ def _per_token(kind: type[float] | type[bool], value: Any) -> tuple[Any, ...]:
 
 
 def _conversation(value: Any) -> tuple[Message, ...]:
-    messages = tuple(one if isinstance(one, Message) else _message(one) for one in value)
+    messages = tuple(one if isinstance(one, Message) else read_message(one) for one in value)
     for message in messages:
         _text(message.content)
     if not messages or messages[-1].role == "assistant":
@@ -239,7 +239,13 @@ def _conversation(value: Any) -> tuple[Message, ...]:
     return messages
 
 
-def _message(one: Any) -> Message:
+def read_message(one: Any) -> Message:
+    """Returns a message that is a mapping of its fields.
+
+    Raises:
+        TypeError: It is no mapping, or a field is missing.
+        ValueError: Its role is none.
+    """
     if not isinstance(one, Mapping):
         raise TypeError
     known = {field.name for field in fields(Message)}
@@ -252,7 +258,7 @@ def _message(one: Any) -> Message:
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
-    messages = tuple(one if isinstance(one, Message) else _message(one) for one in value)
+    messages = tuple(one if isinstance(one, Message) else read_message(one) for one in value)
     if messages and messages[-1].role in ("user", "tool"):
         return _conversation(messages)
     talk = [message.role for message in messages]
@@ -266,6 +272,12 @@ def _messages(value: Any) -> tuple[Message, ...]:
 
 def _count(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError
+    return int(value)
+
+
+def _tally(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise ValueError
     return int(value)
 
@@ -309,6 +321,7 @@ _STEP: dict[str, Reader] = {
     "state_key": _KEY,
     "observation_role": (_role, "'user' or 'tool'"),
     "reward_parts": (_parts, "a dict of finite numbers by name"),
+    "malformed_calls": (_tally, "an int of at least 0"),
     "token_advantages": (partial(_per_token, float), _TOKENS),
     "token_mask": (partial(_per_token, bool), _TOKENS),
     "messages": (_conversation, "a whole conversation with a user's or a tool's message last"),

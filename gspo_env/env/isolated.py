@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gspo_env import errors
-from gspo_env.env.base import Options, ResetResult, StepResult, TextEnv
+from gspo_env.env.base import Action, Options, ResetResult, StepResult, TextEnv
 from gspo_env.env.pipe import receive, send
 from gspo_env.env.spaces import UnicodeText
 from gspo_env.env.tools import Tool
@@ -61,17 +61,20 @@ class IsolatedEnv(TextEnv):
             self._start()
         (observation, info), told = self._ask("reset", seed=seed, options=options)
         self._learn(told)
-        if info.get("tools") is not None:
-            info["tools"] = [_tool(**tool) for tool in info["tools"]]
-        return observation, info
+        return observation, _with_tools(info)
 
     def step(self, action: str) -> StepResult:
         """Takes a turn."""
-        ids = [int(i) for i in getattr(action, "token_ids", ())]
+        act = action if isinstance(action, Action) else Action(action)
         observation, reward, terminated, truncated, info = self._ask(
-            "step", action=str(action), ids=ids
+            "step",
+            action=str(act),
+            token_ids=[int(i) for i in act.token_ids],
+            message=act.message,
+            finish_reason=act.finish_reason,
+            prompt_tokens=act.prompt_tokens,
         )
-        return observation, reward, terminated, truncated, info
+        return observation, reward, terminated, truncated, _with_tools(info)
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Returns the demonstrator's next action."""
@@ -168,6 +171,13 @@ def _error(name: str, text: str, where: str, trace: str) -> Exception:
         if name == "NotImplementedError"
         else ForeignError(name, text, where, trace)
     )
+
+
+def _with_tools(info: dict[str, Any]) -> dict[str, Any]:
+    """Returns the `info` with the tools that it lists."""
+    if info.get("tools") is None:
+        return info
+    return {**info, "tools": [_tool(**tool) for tool in info["tools"]]}
 
 
 def _tool(name: str, description: str, parameters: dict[str, Any]) -> Tool:

@@ -88,7 +88,9 @@ class ToolEnv(TextEnv):
             observation = "\n".join(a.text for a in answers)[:longest]
             reward = sum(a.reward for a in answers)
             errors = sum(a.error for a in answers)
+            malformed = sum(isinstance(call, ToolCallError) for call in calls)
             info = {"observation_role": "tool"} | ({"tool_errors": errors} if errors else {})
+            info |= {"malformed_calls": malformed} if malformed else {}
             terminated = self._ended
         else:
             observation, reward, terminated = self.on_final(action)

@@ -56,6 +56,8 @@ class Tool:
     function: Callable[..., Any]
     validator: TypeAdapter[dict[str, Any]]
     """Parses JSON to the keyword arguments of `function`; strict, without unknown names."""
+    strict: bool = False
+    """Whether a program is promised that the arguments of each call fit `parameters`."""
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -217,7 +217,7 @@ class _EnginePolicy:
         limit = min(limit, self.limits.max_turn_tokens)
         if len(opening.ids) + limit > self.limits.max_context:
             self.unfit = None if now.turn else len(opening.ids)
-            return Move(stop=StopReason.MAX_CONTEXT)
+            return Move(stop=StopReason.MAX_CONTEXT, prompt_tokens=len(opening.ids))
         sampling = Sampling(
             max_tokens=limit,
             temperature=self.temperature,
@@ -236,6 +236,7 @@ class _EnginePolicy:
             parent=opening.parent,
             fork=opening.fork,
             prompt_ids=opening.prompt_ids,
+            prompt_tokens=len(opening.ids),
             action_ids=done.token_ids,
             logprobs=done.logprobs,
             weights_version=done.weights_version,

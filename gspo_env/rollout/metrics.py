@@ -106,6 +106,8 @@ class RolloutStats:
     """Mean number of token sequences of an episode with turns."""
     forks: Mapping[Fork, float]
     """Mean number of sequences that an episode adds for each reason."""
+    malformed_calls: float
+    """Mean number of tool calls of an episode that could not be read."""
     seconds: float
     redrawn: int | None = None
     """Tasks that were drawn again because they are held out; None if none are, by key."""
@@ -123,6 +125,7 @@ class RolloutStats:
             tokens=sum(e.model_tokens for e in episodes),
             sequences=_mean(map(_sequences, filled)) if filled else 0.0,
             forks={r: _mean(_forks(e, r) for e in episodes) for r in get_args(Fork)},
+            malformed_calls=_mean(map(_malformed, played)) if played else 0.0,
             seconds=seconds,
             redrawn=sum(redrawn) if redrawn else None,
         )
@@ -137,6 +140,7 @@ class RolloutStats:
             **stops,
             **forks,
             "rollout/sequences_per_episode": self.sequences,
+            "rollout/malformed_calls": self.malformed_calls,
             **redrawn,
             **self.faults.metrics("rollout"),
             "rollout/lone_groups": float(self.faults.lone_groups),
@@ -190,6 +194,10 @@ def _played(groups: Sequence[Group]) -> list[Episode]:
 def _sequences(episode: Episode) -> int:
     """Returns the number of turns that no other turn continues."""
     return len(episode.turns) - len({p for p in episode.parents if p is not None})
+
+
+def _malformed(episode: Episode) -> int:
+    return sum(turn.info.malformed_calls for turn in episode.turns)
 
 
 def _forks(episode: Episode, reason: Fork) -> int:

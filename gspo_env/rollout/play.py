@@ -71,6 +71,8 @@ class Move:
     """See `Turn.fork`."""
     prompt_ids: tuple[int, ...] = ()
     """The ids of the observation, as `Turn.prompt_ids`."""
+    prompt_tokens: int = 0
+    """See `Action.prompt_tokens`."""
     action_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     weights_version: int = 0
@@ -265,11 +267,11 @@ class _Game:
         if stop is not None:
             finish = _CUTS.get(stop) if self.takes_cuts else None
         if finish == "context":
-            return await self._refuse(stop)
+            return await self._refuse(stop, move.prompt_tokens)
         if finish is not None:
             self.refused = 0
             started = time.perf_counter()
-            action = Action(move.text, move.action_ids, move.message, finish)
+            action = Action(move.text, move.action_ids, move.message, finish, move.prompt_tokens)
             stop, reward, info = await self._step(action, len(move.action_ids) or None)
             seconds = time.perf_counter() - started
         elif not move.action_ids:
@@ -308,7 +310,7 @@ class _Game:
             return StopReason.TERMINATED, reward, info
         return StopReason.TRUNCATED if truncated else None, reward, info
 
-    async def _refuse(self, limit: StopReason | None) -> StopReason | None:
+    async def _refuse(self, limit: StopReason | None, tokens: int) -> StopReason | None:
         """Tells the environment that its prompt does not fit; no turn, since nothing is sampled.
 
         What the step says of the end of the episode belongs to the last turn.
@@ -316,7 +318,9 @@ class _Game:
         self.refused += 1
         if self.refused > _MOST_REFUSED:
             return limit
-        stop, reward, info = await self._step(Action("", finish_reason="context"), None)
+        stop, reward, info = await self._step(
+            Action("", finish_reason="context", prompt_tokens=tokens), None
+        )
         if reward != 0:
             error = EnvironmentContractError(
                 f"{self.task.env_id}: step() reward is {reward} for an action that was not sampled "

@@ -2,6 +2,7 @@ from .address import Address as Address
 from .address import Session as Session
 from .address import address as address
 from .calls import parse_message as parse_message
+from .calls import read_action as read_action
 from .policy import ChatPolicy as ChatPolicy
 from .records import LateRewardError as LateRewardError
 from .records import RefusedError as RefusedError

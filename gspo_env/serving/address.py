@@ -41,6 +41,7 @@ class Session:
         key: The key of all requests.
         model: The model's name in `/v1/models`.
         counts: Requests by what they asked for without effect, such as `temperature`.
+        connections: Those with a request in flight, or with an answer that is not read yet.
     """
 
     def __init__(

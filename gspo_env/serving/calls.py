@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_env.env.base import clean
 from gspo_env.env.tools import DECODER, Tool, call_from_json, parse_tool_call
+from gspo_env.errors import ConfigError
 from gspo_env.types import Message, ToolCall
 
 _HERMES, _XML, _LLAMA, _MISTRAL = "<tool_call>", "<function=", "<|python_tag|>", "[TOOL_CALLS]"
@@ -54,6 +55,47 @@ def parse_message(text: str, tools: Sequence[Tool] = ()) -> tuple[Message, int]:
         tool_calls=tuple(calls),
     )
     return message, malformed
+
+
+def read_action(
+    text: str, tools: Sequence[Tool] = (), message: Message | None = None
+) -> tuple[Message, int]:
+    """Returns an action as the program that asked for it gets it; never raises.
+
+    A program that offers no tools gets text. So does one of whose strict tools a call does not fit
+    the schema: the policy was not constrained, and the program is promised that calls fit.
+
+    Args:
+        text: See `parse_message`.
+        tools: The tools that the request offers.
+        message: The action as the tokenizer's response template has parsed it, if it has one.
+
+    Returns:
+        The assistant's message, and the number of malformed calls.
+    """
+    if not tools:
+        return (_as_text(text) if message is None or message.tool_calls else message), 0
+    malformed = 0
+    if message is None:
+        message, malformed = parse_message(text, tools)
+    strict = {tool.name: tool for tool in tools if tool.strict}
+    wrong = sum(
+        not _is_valid(strict[call.name], call) for call in message.tool_calls if call.name in strict
+    )
+    return (_as_text(text) if wrong else message), malformed + wrong
+
+
+def _as_text(text: str) -> Message:
+    reasoning, content = split_reasoning(text)
+    return Message(role="assistant", content=content, reasoning=reasoning)
+
+
+def _is_valid(tool: Tool, call: ToolCall) -> bool:
+    try:
+        tool.validate(call.arguments)
+    except ConfigError:
+        return False
+    return True
 
 
 def split_reasoning(text: str) -> tuple[str | None, str]:

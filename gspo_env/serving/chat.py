@@ -193,7 +193,6 @@ def _tool(value: Any, where: str) -> Tool:
         fields.refuse("type", kind, '"function": other tools run on a server of their maker')
     function = Fields(fields.need("function", dict, "an object"), f"{where}.function")
     fields.done()
-    function.ignore(("strict",))
     tool = make_tool(function, "parameters")
     function.done()
     return tool

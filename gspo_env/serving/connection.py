@@ -13,34 +13,54 @@ if TYPE_CHECKING:
 
 SCOPE = "gspo_env.connection"
 """Key of the connection in the scope of a request."""
-HEAD_SECONDS = 10.0
-"""Time in which a connection has to send the head of a request once it has begun."""
+HEAD_SECONDS = 60.0
+"""Time in which a connection has to send the head of a request once it has begun; with
+hundreds of programs on a busy machine, seconds pass between the two."""
 STALL_SECONDS = 60.0
 """Time for which a client may leave an answer unread."""
 MOST = 4096
-"""Open connections; a further one is closed."""
+"""Open connections; a further one takes the place of the one that was idle for the longest time."""
 
 
 class Connection(H11Protocol):
-    """A connection, which belongs to the session that used it last."""
+    """A connection, which belongs to a session from its request until the answer is sent.
+
+    An idle one belongs to nobody: its client may be about to use it for another session.
+    """
 
     session: Session | None = None
+    idle_since = 0.0
+    """Time of the loop since which it has no request."""
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Closes a connection too many."""
+        """Closes a connection too many: the longest idle one, or this one if all are in use."""
         super().connection_made(transport)
+        self.idle_since = self.loop.time()
         if len(self.connections) > MOST:
-            transport.abort()
+            idle = [c for c in self.connections if isinstance(c, Connection) and c.is_idle()]
+            min(idle, key=lambda c: c.idle_since, default=self).transport.abort()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
         """Passes data on and watches that a head becomes complete."""
         super().data_received(data)
-        if self.scope is not None:
-            cast(dict[str, Any], self.scope)[SCOPE] = self
+        self._mark()
         self._watch()
+
+    def on_response_complete(self) -> None:
+        """Leaves the session, unless its client has yet to read the answer."""
+        self.idle_since = self.loop.time()
+        if self._stall is None:
+            self.use(None)
+        super().on_response_complete()
+        self._mark()  # a further request may have come already
+
+    def is_idle(self) -> bool:
+        """Returns whether it has no request, and its client has read the answers."""
+        done = self.cycle is None or self.cycle.response_complete
+        return done and self._stall is None and not self.transport.is_closing()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the timers."""
@@ -59,7 +79,7 @@ class Connection(H11Protocol):
             session.connections.add(self)
 
     def end(self) -> None:
-        """Ends the connection: now if it is idle or not read, else after the answer in flight."""
+        """Ends a connection in use: now if its answer is not read, else after the answer."""
         if self.cycle is not None and not self.cycle.response_complete and self._stall is None:
             self.cycle.keep_alive = False
             self.loop.call_later(1.0, self.transport.abort)
@@ -78,6 +98,8 @@ class Connection(H11Protocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
+        if self.is_idle():
+            self.use(None)
 
     def timeout_keep_alive_handler(self) -> None:
         """Ends an idle connection, also one whose last answer was not read."""
@@ -85,6 +107,11 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             super().timeout_keep_alive_handler()
+
+    def _mark(self) -> None:
+        """Lets the request find its connection."""
+        if self.scope is not None:
+            cast(dict[str, Any], self.scope)[SCOPE] = self
 
     def _watch(self) -> None:
         waits = self.cycle is None or self.cycle.response_complete

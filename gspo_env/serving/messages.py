@@ -149,7 +149,7 @@ def _tool(value: Any, where: str) -> Any:
     fields = Fields(value, where)
     if (kind := fields.text("type") or "custom") != "custom":
         fields.refuse("type", kind, '"custom": other tools run on a server of their maker')
-    fields.ignore(("cache_control", "strict", "input_examples", "eager_input_streaming"))
+    fields.ignore(("cache_control", "input_examples", "eager_input_streaming"))
     tool = make_tool(fields, "input_schema")
     fields.done()
     return tool

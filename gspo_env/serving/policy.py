@@ -16,7 +16,7 @@ from gspo_env.engines import Engine, Sampling, check_completion
 from gspo_env.errors import ChatTemplateError
 from gspo_env.rollout import ChatTokenizer, RolloutConfig, Transcript
 from gspo_env.seeding import derive_seed
-from gspo_env.serving.calls import parse_message, split_reasoning
+from gspo_env.serving.calls import read_action
 from gspo_env.serving.records import RefusedError, Reply, Request
 from gspo_env.types import Message, Prompt, StepInfo
 
@@ -113,9 +113,7 @@ class ChatPolicy:
         done = await self._engine.generate(opening.ids, sampling, name)
         check_completion(done, sampling, self._size)
         saying = talk.transcript.write(done.token_ids)
-        message = saying.message
-        if message is None or (message.tool_calls and not request.tools):
-            message = _read(saying.shown, request)
+        message, _ = read_action(saying.shown, request.tools, saying.message)
         self._keep(request, message, talk)
         return Reply(
             message=message,
@@ -149,14 +147,6 @@ class ChatPolicy:
         for name in talk.caches:
             self._engine.release(name)
         talk.caches.clear()
-
-
-def _read(text: str, request: Request) -> Message:
-    """Reads an action; a program that gave no tools gets calls as text."""
-    if request.tools:
-        return parse_message(text, request.tools)[0]
-    reasoning, content = split_reasoning(text)
-    return Message(role="assistant", content=content, reasoning=reasoning)
 
 
 def _keys(messages: tuple[Message, ...]) -> Iterator[str]:

@@ -104,7 +104,10 @@ class Responses:
 
 def _head(ask: Ask, reply: Reply) -> Json:
     request = ask.request
-    tools = [{"type": "function", **tool.schema["function"]} for tool in request.tools]
+    tools = [
+        {"type": "function", **tool.schema["function"], "strict": tool.strict}
+        for tool in request.tools
+    ]
     return {
         "id": reply.id,
         "object": "response",
@@ -116,7 +119,7 @@ def _head(ask: Ask, reply: Reply) -> Json:
         "parallel_tool_calls": True,
         "temperature": request.temperature,
         "tool_choice": "auto",
-        "tools": [{**tool, "strict": False} for tool in tools],
+        "tools": tools,
         "top_p": 1.0,
         "max_output_tokens": request.max_tokens,
         "previous_response_id": None,
@@ -193,7 +196,6 @@ def _tool(value: Any, where: str) -> Any:
     fields = Fields(value, where)
     if (kind := fields.text("type")) != "function":
         fields.refuse("type", kind, '"function": other tools run on a server of their maker')
-    fields.ignore(("strict",))
     fields.only({"defer_loading": (False,)}, "all tools are listed in the prompt")
     fields.ignore(("output_schema", "allowed_callers"))
     tool = make_tool(fields, "parameters")

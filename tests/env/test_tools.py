@@ -252,7 +252,8 @@ def test_each_failed_call_is_an_observation(shop: ShopEnv, action: str, message:
     observation, reward, terminated, truncated, info = shop.step(action)
     assert message in observation
     assert (reward, terminated, truncated) == (-0.5, False, False)
-    assert info == {"observation_role": "tool", "tool_errors": 1}
+    malformed = {"malformed_calls": 1} if "the tool call" in message else {}
+    assert info == {"observation_role": "tool", "tool_errors": 1, **malformed}
     observation.encode()
 
 

@@ -20,7 +20,9 @@ import httpx2
 import pytest
 
 from gspo_env.check import check_env
-from gspo_env.env.base import Action
+from gspo_env.env.base import Action, attribute
+from gspo_env.env.info import parse_step
+from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import (
@@ -30,8 +32,32 @@ from gspo_env.errors import (
     EnvironmentHangError,
 )
 from gspo_env.rollout.play import play_now
-from gspo_env.types import StopReason, Task
+from gspo_env.types import Message, StopReason, Task, ToolCall
 
+AGENT = """
+import json, urllib.error, urllib.request
+
+def run(task, base_url, api_key):
+    tool = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+    def ask(text):
+        body = {"messages": [{"role": "user", "content": text}], "tools": [tool]}
+        head = {"Authorization": "Bearer " + api_key}
+        url = base_url + "/chat/completions"
+        try:
+            asked = urllib.request.Request(url, json.dumps(body).encode(), head)
+            told = json.load(urllib.request.urlopen(asked))
+        except urllib.error.HTTPError as error:
+            return json.load(error)["error"]
+        return told["choices"][0] | {"prompt": told["usage"]["prompt_tokens"]}
+    first, third, second = ask("one"), ask("two"), ask("three")
+    call = first["message"]["tool_calls"][0]["function"]
+    assert json.loads(call["arguments"]) == {"key": [1, None]}, first
+    assert first["message"]["content"] == "ä" and first["message"]["reasoning_content"] == "so"
+    assert (first["prompt"], second["prompt"]) == (7, 8)
+    assert second["finish_reason"] == "length"
+    assert third["code"] == "context_length_exceeded" and "9 tokens" in third["message"]
+    return 1.0
+"""
 DATA = [{"question": f"What is 1 + {n}?", "answer": str(n + 1)} for n in range(4)]
 LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
 
@@ -139,12 +165,82 @@ def test_a_call_reaches_the_program_as_a_call_and_a_malformed_one_as_text_that_i
     env = make(program)
     env.reset(seed=0)
     info = env.step(format_tool_call("lookup", {"key": "a"}))[4]
-    assert info["reward_parts"]["malformed_calls"] == 0
+    assert info["malformed_calls"] == 0
     info = env.step('<tool_call>{"name": </tool_call>')[4]
-    assert info["reward_parts"]["malformed_calls"] == 1
+    assert info["malformed_calls"] == 1
+    assert "malformed_calls" not in info["reward_parts"]
     assert json.loads(seen[0]["tool_calls"][0]["function"]["arguments"]) == {"key": "a"}
     assert seen[1]["content"] == '<tool_call>{"name": </tool_call>'
     assert "tool_calls" not in seen[1]
+
+
+def test_a_malformed_call_is_no_call_where_the_program_offers_no_tools(make):
+    texts = ('<tool_call>{"name": </tool_call>', '<think>so</think>{"name": "a", "parameters": {}}')
+    seen = []
+
+    def program(task, base_url, api_key):
+        for _ in texts:
+            seen.append(ask(base_url, api_key, "go")[1]["choices"][0]["message"])
+
+    env = make(program)
+    env.reset(seed=0)
+    assert [env.step(text)[4]["malformed_calls"] for text in texts] == [0, 0]
+    assert [message["content"] for message in seen] == [texts[0], texts[1].partition("</think>")[2]]
+    assert seen[1]["reasoning_content"] == "so"
+
+
+def test_the_tools_of_a_request_give_the_arguments_of_a_call_their_types(make):
+    schema = {"type": "object", "properties": {"key": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "lookup", "parameters": schema}}
+
+    def program(task, base_url, api_key):
+        message = ask(base_url, api_key, "go", tools=[tool])[1]["choices"][0]["message"]
+        return json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"key": "7"}
+
+    env = make(program)
+    env.reset(seed=0)
+    text = "<function=lookup>\n<parameter=key>\n7\n</parameter>\n</function>"
+    assert env.step(text)[1] == 1.0
+
+
+def test_the_numbers_of_tokens_reach_the_program(make):
+    seen = []
+
+    def program(task, base_url, api_key):
+        seen.append(ask(base_url, api_key, "go")[1]["usage"])
+        seen.append(ask(base_url, api_key, "go")[1]["error"]["message"])
+
+    env = make(program)
+    env.reset(seed=0)
+    env.step(Action("a", (1, 2), prompt_tokens=17))
+    env.step(Action("", finish_reason="context", prompt_tokens=4321))
+    assert seen[0] == {"prompt_tokens": 17, "completion_tokens": 2, "total_tokens": 19}
+    assert "4321 tokens" in seen[1]
+
+
+def test_a_program_in_a_process_of_its_own_gets_the_same_answers(make, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    kwargs = {"program": f"{tmp_path}/agent.py:run", "data": DATA, "held_out": 0}
+    here, there = make(**kwargs), IsolatedEnv("gspo/Program-v0", kwargs, timeout=60.0)
+    call = (ToolCall(name="lookup", arguments={"key": [1, None]}),)
+    said = Message(role="assistant", content="ä", reasoning="so", tool_calls=call)
+    try:
+        results = []
+        for env in (here, there):
+            assert env.reset(options={"row": 0})[0] == "one"
+            steps = [env.step(Action("x", (1, 2), said, "stop", 7))]
+            steps.append(env.step(Action("", finish_reason="context", prompt_tokens=9)))
+            steps.append(env.step(Action("cut", (3,), finish_reason="length", prompt_tokens=8)))
+            results.append([parse_step("test", step, 2) for step in steps])
+            names = [tool.name for tool in steps[0][4]["tools"]]
+            assert names == ["lookup"]
+            assert attribute(env, "takes_cut_actions", False)
+        for one, two in zip(*results, strict=True):
+            assert one[:4] == two[:4]
+            assert one[4].messages == two[4].messages
+        assert results[0][2][1] == 1.0
+    finally:
+        there.close()
 
 
 def test_a_call_is_text_where_the_program_offers_no_tools(make):
@@ -455,10 +551,8 @@ def test_asynchronous_programs_may_share_a_client(make):
             clients.append(httpx2.AsyncClient(timeout=30))
         body = {"messages": [{"role": "user", "content": "x"}]}
         headers = {"Authorization": f"Bearer {api_key}"}
-        for _ in range(3):  # as SDKs do: the end of another episode may close an idle connection
-            with contextlib.suppress(httpx2.TransportError):
-                await clients[0].post(f"{base_url}/chat/completions", json=body, headers=headers)
-                return 1.0
+        await clients[0].post(f"{base_url}/chat/completions", json=body, headers=headers)
+        return 1.0
 
     env, other = make(program), make(program)
     for _ in range(3):

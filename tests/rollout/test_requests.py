@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -11,13 +12,15 @@ from gspo_env.engines.base import Sampling, Transformers, sample_parts
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.engines.unbatched import UnbatchedEngine
 from gspo_env.env.base import TextEnv
-from gspo_env.errors import RolloutError
+from gspo_env.env.info import parse_step
+from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.play import Move, play
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.types import StopReason, Task
+from gspo_env.types import Group, StopReason, Task
 
 TASK = Task(env_id="test", seed=0)
 
@@ -164,3 +167,30 @@ def test_a_conversation_that_the_template_refuses_is_the_environments_fault(toke
     env = Asking([{"messages": talk}], cuts=True)
     with pytest.raises(RolloutError, match=r"1 of 1.*conversation.*too many"):
         collect(env, model, ChatTokenizer(strict, history="keep"))
+
+
+def test_an_action_knows_the_tokens_of_its_prompt_also_of_one_that_does_not_fit(player):
+    long = {"messages": [{"role": "user", "content": "stone " * 400}]}
+    env = Asking([{}, long], cuts=True, steps=3)
+    episode = collect(env, player.model, player.chat)
+    lengths = [action.prompt_tokens for action in env.actions]
+    assert [action.finish_reason for action in env.actions][2] == "context"
+    first, second = episode.turns
+    assert lengths[0] == len(first.prompt_ids)
+    assert lengths[1] == lengths[0] + len(first.action_ids) + len(second.prompt_ids)
+    assert lengths[2] > 200
+
+
+def test_malformed_calls_are_the_environments_count_and_a_mean_over_episodes(player):
+    env = Asking([{"malformed_calls": 2}, {}, {"malformed_calls": 1}], steps=3)
+    episode = collect(env, player.model, player.chat)
+    group = Group(task=TASK, episodes=(episode, replace(episode, turns=episode.turns[:1])))
+    metrics = RolloutStats.of([group], 1.0).metrics()
+    assert metrics["rollout/malformed_calls"] == 2.5
+    assert "rollout/reward/malformed_calls" not in metrics
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True, "1"])
+def test_a_count_of_malformed_calls_that_is_none_is_refused(count):
+    with pytest.raises(EnvironmentContractError, match="malformed_calls"):
+        parse_step("test", ("", 0.0, False, False, {"malformed_calls": count}))

@@ -140,12 +140,50 @@ def test_many_programs_at_once_and_nothing_is_left(address):
     assert threading.active_count() <= before + 1
 
 
-def test_a_session_that_ends_leaves_no_idle_connection(opened, address):
-    client = opened(Policy())
-    post(client)
-    until(lambda: client.session.connections)
-    client.session.close()
-    until(lambda: not client.session.connections)
+def test_the_end_of_a_session_leaves_an_idle_connection_to_the_next_one_of_its_client(address):
+    """A client whose connection was ended while it is idle would meet an error at its next use."""
+    with httpx.Client(timeout=30) as client:
+        ports = []
+        for _ in range(20):
+            one, two = address.open(Policy()), address.open(Policy())
+            for session in (one, two):
+                headers = {"x-api-key": session.key}
+                got = client.post(f"{session.url}/chat/completions", json=HI, headers=headers)
+                assert got.status_code == 200
+                stream = got.extensions["network_stream"]
+                ports.append(stream.get_extra_info("client_addr"))
+                session.close()
+                until(lambda session=session: not session.connections)
+        assert len(set(ports)) == 1
+
+
+def test_the_end_of_a_session_spares_a_request_of_another_one_on_the_same_connection(address):
+    async def slow(request):
+        await asyncio.sleep(1.5)
+        return DONE
+
+    one, two = address.open(Policy()), address.open(slow)
+    with httpx.Client(timeout=30) as client:
+        for session in (one, two):
+            if session is two:
+                threading.Timer(0.2, one.close).start()
+            headers = {"x-api-key": session.key}
+            got = client.post(f"{session.url}/chat/completions", json=HI, headers=headers)
+            assert got.status_code == 200
+    two.close()
+
+
+def test_an_idle_connection_makes_room_for_a_new_one(opened, address, monkeypatch):
+    state = address._server.server_state
+    idle = opened(Policy())
+    assert post(idle).status_code == 200
+    with monkeypatch.context() as patch, raw(idle.session, b"POST ") as silent:
+        until(lambda: len(state.connections) >= 2)
+        patch.setattr(connection, "MOST", 1)
+        assert post(opened(Policy())).status_code == 200
+        assert post(opened(Policy())).status_code == 200
+        assert closed(silent)
+    until(lambda: len(state.connections) <= 2)
 
 
 @pytest.mark.parametrize(
@@ -308,8 +346,7 @@ def test_a_forked_child_shares_no_socket_and_gets_an_address_of_its_own(opened):
     with httpx.Client(headers={"x-api-key": session.key}) as client:
         url = f"{session.url}/models"
         assert client.get(url).status_code == 200
-        until(lambda: session.connections)
-        (used,) = session.connections
+        (used,) = shared._server.server_state.connections
         numbers = (shared._socket.fileno(), used.transport.get_extra_info("socket").fileno())
         links = {os.readlink(f"/proc/self/fd/{n}") for n in numbers}
         context = multiprocessing.get_context("fork")

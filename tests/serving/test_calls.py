@@ -1,11 +1,12 @@
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env.env.tools import Tool, format_tool_call
-from gspo_env.serving import parse_message
+from gspo_env.serving import RefusedError, parse_message, read_action
 from gspo_env.types import Message, ToolCall
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,10}", fullmatch=True)
@@ -153,3 +154,74 @@ def test_a_call_in_a_thought_is_not_made():
 def test_mistral_gives_the_ids_of_its_calls():
     message, _ = parse_message('[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"x": 1}')
     assert message.tool_calls == (ToolCall(name="f", arguments={"x": 1}, id="abc123def"),)
+
+
+def strict(schema, kind="chat"):
+    """The tools of a request with one strict tool, in each wire format."""
+    from gspo_env.serving.chat import Chat
+    from gspo_env.serving.messages import Messages
+    from gspo_env.serving.responses import Responses
+
+    function = {"name": "look", "description": "", "strict": True}
+    hi = [{"role": "user", "content": "hi"}]
+    body, wire = {
+        "chat": (
+            {"tools": [{"type": "function", "function": {**function, "parameters": schema}}]},
+            Chat(),
+        ),
+        "messages": (
+            {"tools": [{**function, "input_schema": schema}], "max_tokens": 9},
+            Messages(),
+        ),
+        "responses": (
+            {"tools": [{"type": "function", **function, "parameters": schema}]},
+            Responses(),
+        ),
+    }[kind]
+    talk = {"input": hi} if kind == "responses" else {"messages": hi}
+    return wire.read({"model": "m", **talk, **body}, "id").request.tools
+
+
+KEY = {
+    "type": "object",
+    "properties": {"key": {"$ref": "#/$defs/word"}},
+    "required": ["key"],
+    "additionalProperties": False,
+    "$defs": {"word": {"type": "string", "enum": ["a", "b"]}},
+}
+
+
+@pytest.mark.parametrize("kind", ["chat", "messages", "responses"])
+def test_a_call_that_does_not_fit_a_strict_tool_is_text_and_counted(kind):
+    pytest.importorskip("jsonschema")
+    tools = strict(KEY, kind)
+    good = format_tool_call("look", {"key": "a"})
+    message, malformed = read_action(good, tools)
+    assert (message.tool_calls, malformed) == ((ToolCall(name="look", arguments={"key": "a"}),), 0)
+    for arguments in ({}, {"key": 1}, {"key": "c"}, {"key": "a", "more": 1}):
+        text = good + format_tool_call("look", arguments)
+        assert read_action(text, tools) == (Message(role="assistant", content=text), 1)
+        call = ToolCall(name="look", arguments=arguments)
+        parsed = Message(role="assistant", content="", tool_calls=(call,))
+        assert read_action(text, tools, parsed) == (Message(role="assistant", content=text), 1)
+
+
+@pytest.mark.parametrize("schema", [{"type": "nothing"}, {"properties": {"a": {"enum": 3}}}])
+def test_the_schema_of_a_strict_tool_has_to_be_one(schema):
+    pytest.importorskip("jsonschema")
+    with pytest.raises(RefusedError, match="schema of a strict tool"):
+        strict(schema)
+
+
+@pytest.mark.parametrize("place", ["https://127.0.0.1:1/x.json", "#/nowhere", "#"])
+def test_a_reference_out_of_the_schema_of_a_strict_tool_is_not_followed(place):
+    pytest.importorskip("jsonschema")
+    tools = strict({"type": "object", "properties": {"key": {"$ref": place}}})
+    text = format_tool_call("look", {"key": 1})
+    assert read_action(text, tools)[1] == 1
+
+
+def test_strict_without_the_package_is_refused_and_not_ignored(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    with pytest.raises(RefusedError, match="jsonschema"):
+        strict(KEY)
