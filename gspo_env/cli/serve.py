@@ -54,8 +54,10 @@ class Serve:
 
     def run(self) -> None:
         """Serves until it is interrupted."""
+        from gspo_env.env.registration import hide_progress_bars
         from gspo_env.serving import Address
 
+        hide_progress_bars()
         given = self.key or os.environ.get(KEY, "")
         if not given and not is_loopback(self.host):
             raise ConfigError(

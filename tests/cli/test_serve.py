@@ -57,9 +57,14 @@ def folder(tmp_path_factory):
 
 def serve(folder, *flags, **variables):
     command = [sys.executable, "-m", "gspo_env", "serve", str(folder), "--port", "0", *flags]
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **variables}
-    )
+    with (folder.parent / "serve.err").open("w") as errors:
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **variables},
+        )
     given = dict(child.stdout.readline().strip().removeprefix("export ").split("=") for _ in "12")
     return child, given
 
@@ -69,7 +74,7 @@ def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
     try:
         url = f"{given['OPENAI_BASE_URL']}/chat/completions"
         ask = {"model": "m", "temperature": 0, "messages": TALK[:2], "tools": [TOOL]}
-        assert httpx.post(url, json=ask).status_code == 401
+        assert httpx.post(url, json=ask, timeout=60).status_code == 401
         headers = {"authorization": "Bearer open sesame"}
         got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
         (call,) = got["choices"][0]["message"]["tool_calls"]
@@ -78,6 +83,7 @@ def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
         ask["messages"] = [*TALK[:2], got["choices"][0]["message"], result]
         got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
         assert got["choices"][0]["message"]["content"] == "river"
+        assert "Loading weights" not in (folder.parent / "serve.err").read_text()
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130
