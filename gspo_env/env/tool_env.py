@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import logging
+import reprlib
 from datetime import date, time, timedelta
 from enum import Enum
 from functools import cached_property
@@ -93,7 +94,7 @@ class ToolEnv(TextEnv):
             info |= {"malformed_calls": malformed} if malformed else {}
             terminated = self._ended
         else:
-            observation, reward, terminated = self.on_final(action)
+            observation, reward, terminated = self._final(action)
         terminated, truncated = self.end_turn(terminated)
         info.update(self.step_info(terminated, truncated))
         return observation, reward, terminated, truncated, info
@@ -101,6 +102,15 @@ class ToolEnv(TextEnv):
     def on_final(self, text: str) -> tuple[str, float, bool]:
         """Returns observation, reward and whether the episode ends, for an action without calls."""
         raise NotImplementedError(f"{type(self).__name__} must define on_final()")
+
+    def _final(self, action: str) -> tuple[str, float, bool]:
+        given: object = self.on_final(action)
+        if not isinstance(given, tuple) or len(given) != 3:
+            raise EnvironmentContractError(
+                f"{type(self).__name__}: on_final() returned {reprlib.repr(given)}, expected a "
+                "tuple (observation, reward, terminated); step_info() adds keys to info."
+            )
+        return given
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
         """Returns the turn's reward for a call that succeeded; its arguments are validated."""

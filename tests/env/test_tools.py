@@ -141,6 +141,18 @@ def _unresolved(key: Missing) -> str:  # type: ignore[name-defined]  # noqa: F82
     return str(key)
 
 
+@pytest.mark.parametrize("given", [("", 1.0, True, {"success": True}), ("", 1.0), None])
+def test_a_final_answer_of_another_form_is_named_with_the_hook_for_info(given):
+    class Wrong(ShopEnv):
+        def on_final(self, text: str) -> Any:
+            return given
+
+    env = Wrong()
+    env.reset(seed=0)
+    with pytest.raises(EnvironmentContractError, match=r"Wrong: on_final\(\) .*step_info\(\)"):
+        env.step("done")
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
