@@ -50,11 +50,13 @@ def test_gloo_sends_the_weights_of_a_gpu_from_the_cpu(model):
 @pytest.mark.parametrize("backend", ["nccl", "ipc", "gloo"])
 def test_a_channel_is_opened_with_what_its_backend_needs(monkeypatch, backend):
     from gspo_env.engines.vllm import transfer
+    from gspo_env.engines.vllm.process import Server
 
     seen = []
     factory = transfer.WeightTransferTrainerFactory
     monkeypatch.setattr(factory, "trainer_init", lambda info, **keywords: seen.append(info))
-    transfer.open_channel(backend, "http://127.0.0.1:8000", 2, transfer.Weights())
+    server = Server(address="http://127.0.0.1:8000")
+    transfer.open_channel(backend, server, 2, transfer.Weights())
     (info,) = seen
     if backend == "ipc":
         assert info.packed
