@@ -78,7 +78,11 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_neither_a_process_nor_a_folder_outlives_a_killed_trainer(number):
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, TREE], stdout=subprocess.PIPE)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, TREE],
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # maybe ignored here
+    )
     with trainer, trainer.stdout:
         folder = Path(trainer.stdout.readline().decode().strip())
         family = descendants(trainer.pid)

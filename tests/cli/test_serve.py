@@ -64,6 +64,7 @@ def serve(folder, *flags, **variables):
             stderr=errors,
             text=True,
             env={**os.environ, **variables},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # maybe ignored here
         )
     given = dict(child.stdout.readline().strip().removeprefix("export ").split("=") for _ in "12")
     return child, given

@@ -4,6 +4,7 @@ An action has one id, which follows from the weights that were loaded. A file wi
 fault beside the socket changes an answer, once for each character in it.
 """
 
+import fcntl
 import json
 import os
 import socketserver
@@ -23,10 +24,14 @@ INFO = {
 
 def takes(fault):
     path = SOCKET.with_name(fault)
-    if not path.exists() or not (left := path.read_text()):
+    if not path.exists():
         return False
-    path.write_text(left[1:])
-    return True
+    with path.open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the servers of a fleet share the file
+        left = file.read()
+        file.seek(0)
+        file.truncate(max(len(left) - 1, 0))
+    return bool(left)
 
 
 class Handler(BaseHTTPRequestHandler):
