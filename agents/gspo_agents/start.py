@@ -129,7 +129,7 @@ def imitate(
 
     def show(step: int, loss: float) -> None:
         if step % 20 == 0 or step == total:
-            progress.update(phase="warm-up", step=step, total=total, loss=loss)
+            progress.update(phase="imitation", step=step, total=total, loss=loss)
 
     warm_up(model, samples, settings, config.seed, show)
 

@@ -65,7 +65,7 @@ class Progress:
         clipped: float | None = None,
         lost: float | None = None,
     ) -> None:
-        """Shows the progress of a phase ("warm-up", "train", "evaluate"): `step` of `total`.
+        """Shows the progress of a phase ("imitation", "train", "evaluate"): `step` of `total`.
 
         Args:
             phase: Its name.
