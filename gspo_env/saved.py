@@ -332,7 +332,7 @@ def _found(name: str, value: Any, place: str) -> Any:
 def _flag(name: str, value: Any) -> str:
     section, _, rest = name.partition(".")
     text = value if isinstance(value, str) else _short(value)
-    text = visible(str(redact(text)))
+    text = visible(str(redact(text))).replace("\n", "\\n")  # the sentence is one line
     text = text if len(text) <= _LONGEST else "…"
     if section == "env_kwargs" and rest:
         return f"--env-kwargs {shlex.quote(f'{rest}={text}')}"

@@ -94,7 +94,7 @@ def cases():
         found = list(commands(path))
         for name in ("", "commands", "adapters", "agents"):
             if some := [command for command in found if kind(command) == name]:
-                marks = getattr(pytest.mark, name) if name else ()
+                marks = getattr(pytest.mark, name or "commands")
                 yield pytest.param(path, some, id=f"{path.stem}-{name or 'main'}", marks=marks)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gspo_agents.gspo import GSPOAgent
@@ -217,6 +217,7 @@ NAMES = st.sampled_from(
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
+@example({"env": "\n"})
 def test_any_settings_are_read_or_refused_in_one_sentence(tmp_path_factory, tree):
     from pydantic_core import to_jsonable_python
 

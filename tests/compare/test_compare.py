@@ -115,6 +115,7 @@ def test_with_one_turn_the_turn_and_the_sequence_level_agree_to_the_last_digit(t
     assert kept["turn", 0] != kept["turn", 1]
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
     from mlflow.tracking import MlflowClient
 
@@ -203,6 +204,7 @@ def test_an_unknown_environment_or_estimator_is_refused_before_anything_is_writt
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_unknown_metric_is_named_with_those_that_there_are(tmp_path):
     arms = grid({"gamma": [0.0, 1.0]})
     wrong = Comparison(

@@ -147,6 +147,7 @@ def test_a_child_dies_with_its_parent_even_if_it_hangs(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_training_counts_every_kind_of_failure_in_child_processes(player, tmp_path):
     log = str(tmp_path / "log")
     rates = {"exception": 0.05, "nan": 0.05, "long": 0.03, "hang": 0.04, "crash": 0.05}

@@ -60,6 +60,7 @@ def results(tmp_path_factory):
     return json.loads(out.read_text())
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_change_the_weights_as_one_process(results, name):
     found = results[name]
@@ -68,6 +69,7 @@ def test_two_ranks_change_the_weights_as_one_process(results, name):
     assert found["moved"] > 1e-4
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
 def test_the_metrics_of_two_ranks_are_those_of_one_process(results, name):
     timed = ("time/update", "train/tokens_per_second")
@@ -80,6 +82,7 @@ def test_the_metrics_of_two_ranks_are_those_of_one_process(results, name):
                 assert metrics["two"][metric] == pytest.approx(value, rel=1e-5, abs=1e-7), metric
 
 
+@pytest.mark.ranks
 def test_the_values_of_kept_tokens_come_from_all_ranks(results):
     found = results["episodes of several sequences over several rows"]["tokens 1"]
     assert {key.split(",")[0] for key in found["one"]} == {"(0", "(1", "(2", "(3"}
@@ -89,6 +92,7 @@ def test_the_values_of_kept_tokens_come_from_all_ranks(results):
             assert sorted(two) == pytest.approx(sorted(one), abs=1e-9)
 
 
+@pytest.mark.ranks
 def test_all_ranks_skip_a_step_that_is_not_finite_on_one_of_them(results):
     found = results["a step without a finite gradient"]
     assert found["metrics 0"]["two"]["train/skipped_steps"] == 1
