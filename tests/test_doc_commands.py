@@ -62,7 +62,7 @@ ELSEWHERE = {
 }
 """The beginnings of commands that are not run here, each with the reason."""
 SLOW = ("gspo-env compare", "gspo-env doctor", "python benchmarks/")
-"""The beginnings of commands that take seconds; they run with the marker `commands`."""
+"""The beginnings of commands that take seconds; they have tests of their own."""
 EXTRA = {
     **{"TextArena": "adapters", "self_play": "adapters"},
     **{"examples/agents": "agents", "runs/lookup": "agents"},  # need node
