@@ -178,49 +178,6 @@ def unread_options(env: TextEnvironment, options: Mapping[str, Any], seed: int =
         options: The options.
         seed: The seed of `reset`.
     """
-    noted = _Noted(options)
+    noted = ReadOptions(options)
     attempt(env.reset, seed=seed, options=noted)
     return [name for name in options if name not in noted.read]
-
-
-class _Noted(dict[str, Any]):
-    """Options that note which of them are read; reading all at once counts for each."""
-
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        super().__init__(options)
-        self.read: set[str] = set()
-
-    def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        self.read.add(str(name))
-        return super().__contains__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, default)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        self.read.add(name)
-        return super().pop(name, *default)
-
-    def __iter__(self) -> Iterator[str]:
-        self.read.update(super().keys())
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self.read.update(super().keys())
-        return super().keys()
-
-    def values(self) -> Any:
-        self.read.update(super().keys())
-        return super().values()
-
-    def items(self) -> Any:
-        self.read.update(super().keys())
-        return super().items()
-
-    def copy(self) -> dict[str, Any]:
-        return dict(self.items())
