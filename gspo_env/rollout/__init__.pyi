@@ -1,4 +1,5 @@
 from .collector import Collector as Collector
+from .collector import GroupJob as GroupJob
 from .conversation import Opening as Opening
 from .conversation import Transcript as Transcript
 from .conversation import tokenize as tokenize

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from gspo_env.engines.base import Engine, Sampling, check_completion
@@ -24,6 +25,20 @@ logger = logging.getLogger(__name__)
 
 _MOST_DRAWS = 100
 """Maximum tasks that are drawn for one group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupJob:
+    """A group of episodes to play."""
+
+    task: Task
+    seed: int
+    place: int
+    """Every draw follows from `seed`, `place`, and the indices of the episode and the turn."""
+    group_size: int
+    temperature: float
+    held_out: Collection[str] = ()
+    """See `Collector.collect`."""
 
 
 @dataclass(slots=True)
@@ -68,25 +83,53 @@ class Collector:
         size = group_size or self.config.group_size
         heat = self.config.temperature if temperature is None else temperature
         gate = asyncio.Semaphore(self.config.concurrency)
-        draws = [_Draw(task, held_out) for task in tasks]
-
-        async def one(place: int, member: int) -> Episode:
-            async with gate:
-                return await self._episode(draws[place], derive_seed(seed, place, member), heat)
-
-        try:
-            async with asyncio.TaskGroup() as running:
-                jobs = [
-                    [running.create_task(one(p, g)) for g in range(size)] for p in range(len(tasks))
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        groups = [
-            draw.group([job.result() for job in row]) for draw, row in zip(draws, jobs, strict=True)
+        jobs = [
+            GroupJob(
+                task=task,
+                seed=seed,
+                place=p,
+                group_size=size,
+                temperature=heat,
+                held_out=held_out,
+            )
+            for p, task in enumerate(tasks)
         ]
+        async with _one_error(), asyncio.TaskGroup() as running:
+            played = [running.create_task(self.play(job, gate)) for job in jobs]
+        return self.accept([group.result() for group in played])
+
+    async def play(self, job: GroupJob, gate: asyncio.Semaphore) -> Group:
+        """Plays the episodes of one group; `accept` then checks the groups of a batch.
+
+        Args:
+            job: The group.
+            gate: Limits the episodes in flight.
+
+        Raises:
+            RolloutError: Too many environments hang, or no task without a held-out key was found.
+            EnvironmentContractError: Episodes of the task have different keys.
+        """
+        draw = _Draw(job.task, job.held_out)
+
+        async def one(member: int) -> Episode:
+            async with gate:
+                return await self._episode(
+                    draw, derive_seed(job.seed, job.place, member), job.temperature
+                )
+
+        async with _one_error(), asyncio.TaskGroup() as running:
+            played = [running.create_task(one(g)) for g in range(job.group_size)]
+        return draw.group([episode.result() for episode in played])
+
+    def accept(self, groups: list[Group]) -> list[Group]:
+        """Returns the groups of a batch with their outcomes settled.
+
+        Raises:
+            RolloutError: More episodes than `max_env_error_rate` failed in their environment.
+        """
         everything = [e for group in groups for e in group.episodes]
         refuse_failures(everything, self.config.max_env_error_rate)
-        self._check_room(len(tasks) * size)
+        self._check_room(len(everything))
         return self._settle(groups)
 
     async def _episode(self, draw: _Draw, seed: int, temperature: float) -> Episode:
@@ -157,6 +200,15 @@ class Collector:
             outcome, success = conclude(e.turns, e.stop_reason, True, self.pool.outcome_if_cut)
             episodes.append(replace(e, outcome=outcome, success=success))
         return replace(group, episodes=tuple(episodes))
+
+
+@asynccontextmanager
+async def _one_error() -> AsyncIterator[None]:
+    """Raises the first of a group of errors."""
+    try:
+        yield
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 class _Draw:
