@@ -123,10 +123,14 @@ class CountsFaults(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformers:
-    """Continuous batching over the learner's own weights, in this process."""
+    """Continuous batching in this process, over the learner's own weights or a copy of them."""
+
+    own_weights: bool = False
+    """Whether the engine has a copy of the weights, so that it samples while the learner updates
+    its own. The copy needs the memory of the weights once more."""
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
-        """Starts the engine with the weights of a model, one sequence a pass if it needs that.
+        """Starts the engine for a model, one sequence a pass if the model needs that.
 
         Args:
             model: The learner's causal LM.
@@ -136,16 +140,21 @@ class Transformers:
         Raises:
             ModelError: The model gives other log-probabilities with a cache.
         """
+        from gspo_env.engines.own_weights import OwnWeights
         from gspo_env.engines.transformers import TransformersEngine
         from gspo_env.engines.unbatched import UnbatchedEngine
         from gspo_env.model.check import Way, check_engine
 
         check = check_engine(model, max_context)
-        if check.way is not Way.ALONE:
-            return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
-        return UnbatchedEngine(
-            model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns
-        )
+
+        def begin(model: Any) -> TransformersEngine | UnbatchedEngine:
+            if check.way is not Way.ALONE:
+                return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
+            return UnbatchedEngine(
+                model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns
+            )
+
+        return OwnWeights(model, begin) if self.own_weights else begin(model)
 
 
 def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) -> None:
