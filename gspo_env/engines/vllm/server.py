@@ -36,8 +36,11 @@ from gspo_env.engines.vllm.calls import (
     RESET_SECONDS,
     call,
     check_server,
+    pause,
     read_completion,
     reset_cache,
+    resume,
+    set_version,
 )
 from gspo_env.engines.vllm.local import (
     check_loaded,
@@ -55,6 +58,8 @@ logger = logging.getLogger(__name__)
 _KEEP_ALIVE = 2.0
 """Seconds until an idle connection is closed. A server closes it after 5 seconds; a longer time
 here would let requests use a connection that the server is closing."""
+_SEND_SECONDS = 600.0
+"""Maximum time of each call by which a server takes weights."""
 _MAX_FAILURES = 512
 """Broken connections to a healthy server, between two updates of the weights, before it is lost."""
 
@@ -85,11 +90,15 @@ class VLLMServerEngine:
         self._folder = Path(config.shared_folder or self._private.path) / "weights"
         self._clients: tuple[asyncio.AbstractEventLoop, dict[Server, httpx.AsyncClient]] | None
         self._clients = None
-        self._transfer = _transfer(config, next(model.parameters()).device)
+        self._transfer = config.transfer_for(next(model.parameters()).device.type)
         self._source: Any = None
         self._why_lost = ""
         self._sending = threading.Lock()
         """Held while weights are written or sent."""
+        self._sent = 0
+        """Version of the weights that were written or sent last."""
+        self._changing = threading.Lock()
+        """Held while the state of a server changes."""
         self._closed = threading.Event()
         self._restarts: list[threading.Thread] = []
         self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
@@ -97,7 +106,7 @@ class VLLMServerEngine:
             if not self._servers:
                 self._start_servers(next(model.parameters()).dtype)
             wait(self._servers, config.server_start_timeout)
-            self._send(named_weights(model))
+            self._send(named_weights(model), 0)
         except BaseException:
             self.close()
             raise
@@ -153,16 +162,19 @@ class VLLMServerEngine:
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
         while True:
             server = await self._choose()
-            version = self.weights_version
-            server.running += 1
+            post = self._client(server).post("/inference/v1/generate", json=body)
+            request = asyncio.ensure_future(post)
+            server.requests.add(request)
+            if server.state is not State.SERVING:  # lost by another thread
+                request.cancel()
             try:
-                response = await self._client(server).post("/inference/v1/generate", json=body)
+                response = await request
                 reason = f"answered {response.status_code}"
                 if response.status_code < 500:
-                    done = read_completion(server, response, version)
-                    if done is not None:
+                    done = read_completion(server, response)
+                    if isinstance(done, Completion):
                         return done
-                    reason = "aborted a request"
+                    reason = done
                 self._lose(server, reason)
             except httpx.TransportError as error:
                 # one connection may break; the server is lost if it is not healthy either
@@ -170,8 +182,12 @@ class VLLMServerEngine:
                 usable = server.failures <= _MAX_FAILURES
                 if not (usable and await asyncio.to_thread(server.is_healthy)):
                     self._lose(server, f"{type(error).__name__}: {error}")
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise  # else `_lose` cancelled the request
             finally:
-                server.running -= 1
+                server.requests.discard(request)
 
     def release(self, session: str) -> None:
         """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
@@ -187,8 +203,18 @@ class VLLMServerEngine:
         Raises:
             EngineError: Requests still run after minutes, or no server took the weights.
         """
-        await drained(lambda: sum(server.running for server in self._servers))
-        await asyncio.to_thread(self._send, named_tensors)
+        await drained(lambda: sum(len(server.requests) for server in self._servers))
+        await self.update_in_flight(named_tensors, version)
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Pauses each server while it takes the weights; see `UpdatesInFlight.update_in_flight`.
+
+        A server that fails to take them is no longer used: its requests go to another one.
+
+        Raises:
+            EngineError: No server took the weights.
+        """
+        await asyncio.to_thread(self._send, named_tensors, version)
         self.weights_version = version
         for server in self._servers:
             server.failures = 0
@@ -210,7 +236,7 @@ class VLLMServerEngine:
         while True:
             serving = [server for server in self._servers if server.state is State.SERVING]
             if serving:
-                return min(serving, key=lambda server: server.running)
+                return min(serving, key=lambda server: len(server.requests))
             self._require_one(State.STARTING)
             await asyncio.sleep(0.1)
 
@@ -223,14 +249,17 @@ class VLLMServerEngine:
 
     def _lose(self, server: Server, reason: str, *, restart: bool = True) -> None:
         """Stops using a server; one that was started here is started again, if that may help."""
-        if server.state in (State.STARTING, State.LOST):
-            return
-        self.servers_lost += 1
-        self._why_lost = reason
-        logger.error("vLLM server %s is no longer used: %s", server.name, reason)
-        server.state = State.LOST
-        if restart and server.guard is not None and self._may_restart():
-            server.state = State.STARTING
+        with self._changing:
+            if server.state in (State.STARTING, State.LOST):
+                return
+            self.servers_lost += 1
+            self._why_lost = reason
+            logger.error("vLLM server %s is no longer used: %s", server.name, reason)
+            again = restart and server.guard is not None and self._may_restart()
+            server.state = State.STARTING if again else State.LOST
+        for request in tuple(server.requests):  # which would wait for a paused or hanging server
+            request.get_loop().call_soon_threadsafe(request.cancel)
+        if again:
             thread = threading.Thread(target=self._restart, args=(server,), daemon=True)
             self._restarts.append(thread)
             thread.start()
@@ -296,10 +325,11 @@ class VLLMServerEngine:
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
-    def _send(self, named_tensors: NamedTensors) -> None:
+    def _send(self, named_tensors: NamedTensors, version: int) -> None:
         """Sends the weights to the servers that run; waits for one that starts if none does."""
         states = {State.SERVING, State.READY}
         with self._sending:
+            self._sent = version
             if self._transfer == "folder":
                 self._exporter.write(named_tensors, self._folder)
             else:
@@ -321,8 +351,10 @@ class VLLMServerEngine:
             for server, problem in zip(servers, pool.map(self._send_to, servers), strict=True):
                 if problem:
                     self._lose(server, problem, restart=not server.is_healthy())
-                else:
-                    server.state = State.SERVING
+                    continue
+                with self._changing:
+                    if server.state in states:  # it may be lost since
+                        server.state = State.SERVING
 
     def _prepare_source(self, named_tensors: NamedTensors) -> None:
         if self._source is None:
@@ -339,9 +371,10 @@ class VLLMServerEngine:
     def _send_to(self, server: Server) -> str:
         """Sends the weights to one server; returns an error message, or an empty string."""
         try:
-            with server.client(600.0) as client:
+            with server.client(_SEND_SECONDS) as client:
                 if not server.dtype:
                     server.dtype = check_server(client, self._transfer)
+                pause(client)
                 if self._transfer == "folder":
                     check_loaded(call(client, "load_checked", folder=str(self._folder)))
                 else:
@@ -349,7 +382,11 @@ class VLLMServerEngine:
                     call(client, "start_checking")
                     server.channel.send_weights()
                     check_loaded(call(client, "stop_checking"))
-                return reset_cache(client)
+                set_version(client, self._sent)
+                problem = reset_cache(client)
+                if not problem:
+                    resume(client)
+                return problem
         except Exception as error:  # NCCL, Gloo and HTTP have no common base class
             return f"it did not take the weights: {type(error).__name__}: {error}"
 
@@ -359,11 +396,3 @@ class VLLMServerEngine:
         if server.channel is None:
             workers = client.get("/get_world_size").raise_for_status().json()["world_size"]
             server.channel = open_channel(self._transfer, server, workers, self._source)
-
-
-def _transfer(config: VLLMServer, device: torch.device) -> str:
-    if config.transfer != "auto":
-        return config.transfer
-    if device.type == "cpu":
-        return "folder"
-    return "nccl" if config.addresses else "ipc"
