@@ -53,6 +53,8 @@ class Situation:
     """Source of the observation."""
     turn: int
     """The number of turns before this one."""
+    reward: float = 0.0
+    """The reward of the turn before."""
     request: ResetInfo | StepInfo = field(default_factory=StepInfo)
     """The `info` that came with the observation: the conversation, tools and limits of the next
     action, as far as the environment gives them."""
@@ -230,6 +232,7 @@ class _Game:
                     observation=self.observation,
                     role=getattr(self.request, "observation_role", "user"),
                     turn=len(self.turns),
+                    reward=self.turns[-1].reward if self.turns else 0.0,
                     request=self.request,
                 )
             )
