@@ -129,7 +129,8 @@ class Agent(GSPOAgent):
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
         self.attempts = Attempts()
-        pool = Pool(self._make_env, self._env, faults=self.attempts)
+        place = self.environments.first
+        pool = Pool(place.make, place.env, faults=self.attempts)
         try:
             yield pool
         finally:
