@@ -20,6 +20,9 @@ from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.training.split import Split, hold_out, join, read_resets, share_out
 from gspo_env.types import ResetInfo, Score, Task
 
+Make = Callable[[Member, Config], TextEnvironment]
+"""Makes an environment of a config."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -31,10 +34,11 @@ class Place:
     env: TextEnvironment
     """One of its kind, whose declarations are read."""
     config: Config
+    maker: Make
 
     def make(self) -> TextEnvironment:
         """Makes another one."""
-        return make_member(self.member, self.config)
+        return self.maker(self.member, self.config)
 
     @property
     def score(self) -> Score | None:
@@ -59,6 +63,7 @@ class Environments:
     Args:
         config: The settings of the run.
         owner: The thread in which they are made and tried out ends with this object.
+        make: Makes one.
 
     Raises:
         EnvironmentContractError: One of them raised, or broke the contract.
@@ -66,7 +71,7 @@ class Environments:
         UnknownEnvironmentError: One of them is not found.
     """
 
-    def __init__(self, config: Config, owner: object) -> None:
+    def __init__(self, config: Config, owner: object, make: Make) -> None:
         members = config.environments
         ids = [member.env_id for member in members]
         self.config = config
@@ -78,9 +83,9 @@ class Environments:
         """Calls a function in the thread of the environments."""
         self.places: dict[str, Place] = {}
         for env_id, member in zip(ids, members, strict=True):
-            env = self.guard(make_member, member, config)
+            env = self.guard(make, member, config)
             self.guard(try_out, env_id, env, limits.max_retries)
-            self.places[env_id] = Place(member, env_id, env, config)
+            self.places[env_id] = Place(member, env_id, env, config, make)
         self._splits: dict[int, Split] = {}
 
     @property

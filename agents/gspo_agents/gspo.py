@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gspo_agents.environments import Environments
+from gspo_agents.environments import Environments, make_member
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import (
@@ -65,6 +65,8 @@ class GSPOAgent:
         ranks: The ranks that train together, of which this process is the first.
     """
 
+    _make_env = staticmethod(make_member)
+
     def __init__(
         self,
         model: Any = "",
@@ -79,7 +81,7 @@ class GSPOAgent:
             self.config = replace(self.config, env=env if isinstance(env, str) else tuple(env))
         check_score(self.config)
         getattr(self.config.engine, "require", lambda: None)()
-        self.environments = Environments(self.config, self)
+        self.environments = Environments(self.config, self, self._make_env)
         self.env_id = self.environments.env_id
         declared = self.environments.scores
         if len(declared) == 1:  # of several, each has its own
