@@ -1,4 +1,4 @@
-"""The examples run; those of agents, self-play and classes of one's own have tests of their rooms."""
+"""The examples run; agents, self-play and classes of one's own have tests of their rooms."""
 
 from __future__ import annotations
 
