@@ -92,6 +92,8 @@ async def play(engine: Any, models: list[Any], args: argparse.Namespace) -> None
         await update(named_weights(learned), version)
         return time.perf_counter() - started
 
+    first = [Sampling(max_tokens=4, seed=n) for n in range(4 * getattr(engine, "copies", 1))]
+    await asyncio.gather(*(engine.generate([3, 4, 5], each) for each in first))
     idle = [await send(0, False) for _ in range(args.rounds)]
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, VOCABULARY, 32).tolist() for _ in range(args.requests)]
