@@ -16,6 +16,7 @@ from gspo_env.report import diagnose_signal as signal
 from gspo_env.report.diagnose_rules import Evidence, Said, quote, share
 from gspo_env.report.episodes import EpisodeRecord, episode_files, read_episodes
 from gspo_env.report.runs import RunRecord
+from gspo_env.training.collapse import may_be_chance
 from gspo_env.training.probe import HALF_TOLERANCE, TOLERANCE
 from gspo_env.training.watch import _NEARLY_ALL
 
@@ -321,17 +322,16 @@ def _notes(run: RunRecord) -> list[str]:
         notes.append("The folder has no readable config.toml, so settings are not known.")
     best, levels = run.folder / "checkpoints" / "best", run.evaluations
     if len(levels) > 1:
-        top = max(levels, key=lambda level: level.success)
-        if top.step not in (0, levels[-1].step) and best.is_dir():
+        top = max(levels[1:], key=lambda level: level.success)
+        if best.is_dir() and not may_be_chance(top, levels[-1], len(levels)):
             notes.append(
                 f"The best evaluation was after step {top.step} ({share(top.success)}); its model "
                 "is in checkpoints/best."
             )
     if dropped := run.total("tracking/non_finite"):
         notes.append(f"{dropped:.0f} values of metrics were not finite and are not recorded.")
-    if failed := (
-        run.series["train/failed_saves"].values.max() if "train/failed_saves" in run.series else 0
-    ):
+    saves = run.series.get("train/failed_saves")
+    if saves is not None and (failed := saves.values.max()):
         notes.append(f"{failed:.0f} files or checkpoints could not be written.")
     said = dict(line.partition(": ")[::2] for line in run.warnings if ": " in line)
     notes += [f"The run warned: {quote(text)}" for text in said.values()]
