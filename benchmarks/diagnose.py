@@ -63,7 +63,7 @@ FAILING = (
     Case(
         name="groups without variance",
         expected="no_variance",
-        changes={"rollout": {"temperature": 0.02}},
+        env="Same",
     ),
     Case(
         name="everything clipped",
@@ -140,7 +140,7 @@ FAILING = (
         name="wrong words are paid",
         expected="hacking",
         env="Hack",
-        changes={"recipe": {"imitation_steps": 60}},
+        changes={"eval_tasks": 96, "tasks_per_step": 8},
     ),
 )
 GOOD = (

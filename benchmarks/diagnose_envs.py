@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.learner import GSPO, LossInput, ObjectiveOutput
@@ -48,6 +46,15 @@ class Pick(TextEnv):
 
     def expert_action(self, noise=0.0):
         return str(self.np_random.choice(WORDS)) if noise > 0 else RIGHT
+
+
+class Same(Pick):
+    """Every episode has the same rewards."""
+
+    turns = 1
+
+    def reward(self, action):
+        return 0.5
 
 
 class Late(Pick):
@@ -118,7 +125,9 @@ class Trap(Pick):
 
 
 class Hack(Pick):
-    """The reward pays for two words that are mostly wrong."""
+    """The reward pays for two wrong words."""
+
+    turns = 1
 
     def reward(self, action):
         return 0.5 * (action.strip() in ("ant", "bee")) + 0.1 * self.right[-1]

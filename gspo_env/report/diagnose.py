@@ -91,8 +91,8 @@ RULES = (
         name="collapse",
         check=first.collapse,
         limit=3.5,
-        reason="standard errors by which the return is below its best, besides the thresholds of "
-        "the warning that a run gives; with less, chance says it once in some hundred runs",
+        reason="standard errors by which the return is below its best, on top of the thresholds of "
+        "the warning that a run gives; if only success falls, the rule `hacking` looks at it",
         needs=("rollout/success",),
         explains=("clipped", *_SHAPE, *_OUTCOME),
     ),
@@ -100,7 +100,8 @@ RULES = (
         name="malformed",
         check=first.malformed,
         limit=0.1,
-        reason="a tenth of the turns does nothing; a policy that learns makes fewer than 0.02",
+        reason="malformed calls of a turn: a tenth of the turns does nothing; the default run has "
+        "none at its end",
         needs=("rollout/malformed_calls", "rollout/turns"),
         explains=("hacking", "lengths", "cut_actions", "turn_limit", "too_hard", *_OUTCOME),
     ),
@@ -108,8 +109,8 @@ RULES = (
         name="lengths",
         check=first.lengths,
         limit=2.0,
-        reason="times the tokens of a turn; the runs of our comparisons that learn change by less "
-        "than a half. It also has to come near rollout.max_turn_tokens",
+        reason="times the tokens of a turn in the first step; in the default run they stay within "
+        "a tenth. They also have to come near rollout.max_turn_tokens, and success must not rise",
         needs=("rollout/tokens", "rollout/turns"),
         explains=("hacking", "cut_actions", "context", *_OUTCOME),
     ),
@@ -156,6 +157,31 @@ RULES = (
         explains=("no_progress",),
     ),
     Rule(
+        name="no_gradient",
+        check=signal.no_gradient,
+        limit=0.0,
+        reason="a gradient of exactly 0 comes from no batch with advantages",
+        needs=("train/grad_norm", "train/advantage_rms"),
+        explains=("too_hard", "hardly_moves", "no_progress"),
+    ),
+    Rule(
+        name="hardly_moves",
+        check=signal.hardly_moves,
+        limit=0.02,
+        reason="of the way to the clip; runs that learn come to it in every step",
+        needs=("train/ratio_min", "train/ratio_max"),
+        explains=("too_hard", "no_progress"),
+    ),
+    Rule(
+        name="clipped",
+        check=signal.clipped,
+        limit=0.5,
+        reason="of the tokens behind the first minibatch of a step, whose ratios are 1; runs that "
+        "learn clip a tenth to a fifth, and half in single steps (the paper of GSPO: 15 %)",
+        needs=("train/clipped_fraction",),
+        explains=("too_hard", "entropy", "no_progress"),
+    ),
+    Rule(
         name="too_hard",
         check=signal.too_hard,
         limit=0.01,
@@ -171,23 +197,6 @@ RULES = (
         "warning before training",
         needs=("eval/success",),
         explains=_OUTCOME,
-    ),
-    Rule(
-        name="clipped",
-        check=signal.clipped,
-        limit=0.5,
-        reason="most of the batch gives no gradient; runs that learn clip up to a fifth, and half "
-        "for single steps (GSPO's paper: 15 %)",
-        needs=("train/clipped_fraction",),
-        explains=("entropy", "hardly_moves", "no_progress"),
-    ),
-    Rule(
-        name="no_gradient",
-        check=signal.no_gradient,
-        limit=0.0,
-        reason="a gradient of exactly 0 comes from no batch with advantages",
-        needs=("train/grad_norm", "train/advantage_rms"),
-        explains=("hardly_moves", "no_progress"),
     ),
     Rule(
         name="entropy",
@@ -213,14 +222,6 @@ RULES = (
         reason="share of the turns with an advantage, in episodes of 3 turns or more; estimators "
         "that carry credit back give one to nearly all turns before the last choice",
         episodes=True,
-        explains=("no_progress",),
-    ),
-    Rule(
-        name="hardly_moves",
-        check=signal.hardly_moves,
-        limit=0.02,
-        reason="of the way to the clip; runs that learn come to it in every step",
-        needs=("train/ratio_min", "train/ratio_max"),
         explains=("no_progress",),
     ),
     Rule(

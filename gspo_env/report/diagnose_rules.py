@@ -24,10 +24,6 @@ SOLVED = 0.9
 """Success from which a run counts as solved: equal episodes and low entropy are its end then."""
 _CHANCE = 2.0
 """Standard errors of a rise that is taken for learning; lenient, so that slow runs pass."""
-_SURE = 3.5
-"""Standard errors of a fall that is no chance, as in `gspo_env.training.collapse`."""
-_FEW_STEPS = 10
-"""Steps before which nobody can expect progress."""
 _LONGEST = 160
 """Characters of a quoted text."""
 
@@ -46,7 +42,9 @@ class Evidence:
     def when(self) -> str:
         """The steps that `RunRecord.late` covers."""
         count, window = len(self.run.steps), self.run.window
-        return "in the only step" if count == 1 else f"in the last {window} of {count} steps"
+        if window == 1:
+            return "in the only step" if count == 1 else f"in the last of {count} steps"
+        return f"in the last {window} of {count} steps"
 
     @property
     def levels(self) -> list[Level]:
@@ -66,26 +64,32 @@ class Evidence:
         )
 
     @property
+    def pairs(self) -> list[tuple[Level, Level]]:
+        """The first and the last evaluation, and the beginning and the end of training."""
+        levels = self.run.evaluations
+        found = [(levels[0], levels[-1])] if len(levels) > 1 else []
+        first, last = (self.run.training(late=late) for late in (False, True))
+        return [*found, (first, last)] if first is not None and last is not None else found
+
+    @property
     def improved(self) -> bool:
         """Whether success or return rose by more than chance, in evaluations or in training."""
-        pairs = [(self.run.training(late=False), self.run.training(late=True))]
-        levels = self.run.evaluations
-        pairs += [(levels[0], levels[-1])] if levels else []
         return any(
             max(success_fall(last, first), return_fall(last, first)) >= _CHANCE
-            for first, last in pairs
-            if first is not None and last is not None
+            for first, last in self.pairs
         )
 
     @property
     def tokens_per_turn(self) -> tuple[float, float] | None:
-        """Sampled tokens of a turn in the first and in the last steps."""
-        values = []
-        for mean in (self.run.early, self.run.late):
-            tokens, turns = mean("rollout/tokens"), mean("rollout/turns")
+        """Sampled tokens of a turn in the first step and in the last steps."""
+        run, values = self.run, []
+        if not len(run.steps):
+            return None
+        for steps in (run.steps[:1], run.steps[-run.window :]):
+            tokens, turns = (run.mean(f"rollout/{name}", steps) for name in ("tokens", "turns"))
             if not tokens or not turns:
                 return None
-            values.append(tokens / (turns * self.run.episodes_per_step))
+            values.append(tokens / (turns * run.episodes_per_step))
         return values[0], values[1]
 
 
@@ -94,7 +98,8 @@ def failed(found: Evidence, limit: float) -> Said | None:
     if not found.run.failure:
         return None
     return (
-        f"An error ended the run after {found.run.state}: {quote(found.run.failure)}.",
+        f"An error ended the run after step {max(found.run.steps, default=0)}: "
+        f"{quote(found.run.failure, 400)}.",
         "Do what the message says, then go on with `gspo-env train --resume RUN`.",
     )
 
@@ -199,7 +204,7 @@ def _chunks(found: Evidence) -> Iterator[Level]:
     names = ("rollout/success", "rollout/return", "rollout/return_std", "rollout/turns")
     for start in range(0, len(steps) - size + 1, size):
         stop = start + size if start + 2 * size <= len(steps) else len(steps)
-        means = [run._mean(name, steps[start:stop]) for name in names]
+        means = [run.mean(name, steps[start:stop]) for name in names]
         if means[0] is not None:
             yield Level(
                 step=int(steps[stop - 1]),
@@ -258,7 +263,7 @@ def lengths(found: Evidence, limit: float) -> Said | None:
         return None
     return (
         f"Lengths run away: a turn has {after:.3g} tokens {found.when}, {after / before:.1f} times "
-        f"the {before:.3g} of the first, and success has not risen ({_change(levels)}); "
+        f"the {before:.3g} of the first step, and success has not risen ({_change(levels)}); "
         f"{share(cut)} of the episodes end with an action that was cut.",
         "Check that the reward does not pay for length; take a small reward off for each token, "
         "use --loss.aggregation token_sum (no mean over an episode's own length), or "
@@ -268,26 +273,23 @@ def lengths(found: Evidence, limit: float) -> Said | None:
 
 def hacking(found: Evidence, limit: float) -> Said | None:
     """The return rises while success falls."""
-    levels = found.levels
-    if len(levels) < 2:
-        return None
-    first, last = levels[0], levels[-1]
-    lost = success_fall(first, last)
-    if lost < limit or return_fall(last, first) < _SURE:
-        return None
-    return (
-        f"The reward pays for something else than success: from step {first.step} to "
-        f"{last.step}, the return rose from {first.mean_return:.3g} to {last.mean_return:.3g} "
-        f"while success fell from {share(first.success)} to {share(last.success)}.",
-        "Read the best episodes (`gspo-env view RUN`, sorted by return), then reward the outcome "
-        "(--advantage outcome, or --score outcome) or lower the rewards of the turns.",
-    )
+    for first, last in found.pairs:
+        if success_fall(first, last) < limit or return_fall(last, first) < limit:
+            continue
+        return (
+            f"The reward pays for something else than success: from step {first.step} to "
+            f"{last.step}, the return rose from {first.mean_return:.3g} to {last.mean_return:.3g} "
+            f"while success fell from {share(first.success)} to {share(last.success)}.",
+            "Read the best episodes (`gspo-env view RUN`, sorted by return), then reward the "
+            "outcome (--advantage outcome, or --score outcome) or lower the rewards of the turns.",
+        )
+    return None
 
 
-def quote(text: str) -> str:
-    """Returns a text on one line, shortened; the caller escapes it for its medium."""
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+def quote(text: str, longest: int = _LONGEST) -> str:
+    """Returns a text on one line without its full stop; the caller escapes it for its medium."""
+    line = " ".join(text.split()).removesuffix(".")
+    return line if len(line) <= longest else f"{line[: longest - 4]} ..."
 
 
 def share(value: float) -> str:

@@ -125,15 +125,18 @@ def clipped(found: Evidence, limit: float) -> Said | None:
     if series is None:
         return None
     whole, late = float(series.values.mean()), run.late("train/clipped_fraction") or 0.0
-    if max(whole, late) < limit:
+    minibatches = run.number("learner.minibatches") or 1.0
+    free = 1 / minibatches if minibatches > 1 else 0.0  # every ratio of the first one is 1
+    if max(whole, late) < limit * (1 - free):
         return None
     ratios = [run.late(f"train/ratio_{end}") for end in ("min", "max")]
     spread = "" if None in ratios else f" Ratios go from {ratios[0]:.4g} to {ratios[1]:.4g}."
+    never = f"; those of the first of {minibatches:.0f} minibatches never are" if free else ""
     settings = ("loss.clip_low", "loss.clip_high", "learner.learning_rate", "learner.minibatches")
     wide, close, rate, parts = (now(run, name) for name in settings)
     return (
         f"Most tokens are clipped: {share(late)} {found.when} ({share(whole)} over the run) have "
-        f"no policy gradient.{spread}",
+        f"no policy gradient{never}.{spread}",
         f"Widen the clip range ({wide}; {close}), or move less in a step: a lower learning rate "
         f"({rate}) or fewer minibatches ({parts}).",
     )

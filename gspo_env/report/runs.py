@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from gspo_env.config import Config
 from gspo_env.errors import OutputError
 from gspo_env.redaction import redact_text
 from gspo_env.report.episodes_page import read_points
@@ -26,6 +27,7 @@ from gspo_env.training.collapse import Level
 from gspo_env.types import FloatArray, IntArray
 
 CONFIG = "config.toml"
+"""Settings that are not known there count as the defaults of `Config`."""
 _MOST_TEXT = 1 << 20
 """Bytes of a text file that are read."""
 _MOST = 1 << 53
@@ -59,6 +61,8 @@ class RunRecord:
     name: str
     settings: Mapping[str, Any]
     """By dotted name; empty if the folder has no settings."""
+    config: str
+    """The text of `config.toml`."""
     series: Mapping[str, Series]
     """By name of the metric."""
     warnings: tuple[str, ...]
@@ -94,17 +98,18 @@ class RunRecord:
 
     def early(self, name: str) -> float | None:
         """Returns the mean of a metric over the first steps; None if it was not logged there."""
-        return self._mean(name, self.steps[: self.window])
+        return self.mean(name, self.steps[: self.window])
 
     def late(self, name: str) -> float | None:
         """Returns the mean of a metric over the last steps; None if it was not logged there."""
-        return self._mean(name, self.steps[-self.window :])
+        return self.mean(name, self.steps[-self.window :])
 
     def total(self, name: str) -> float:
         """Returns the sum of a metric over all steps."""
         return float(self.series[name].values.sum()) if name in self.series else 0.0
 
-    def _mean(self, name: str, steps: IntArray) -> float | None:
+    def mean(self, name: str, steps: IntArray) -> float | None:
+        """Returns the mean of a metric over some steps; None if it was not logged there."""
         if name not in self.series:
             return None
         found = self.series[name]
@@ -117,13 +122,14 @@ class RunRecord:
         before = self.series.get("rollout/episodes_before")
         if before is not None and len(before.steps) > 1 and np.ptp(before.values):
             return float(np.ptp(before.values) / np.ptp(before.steps))
-        tasks, size = self.number("tasks_per_step"), self.number("rollout.group_size")
-        return max(1.0, (tasks or 1.0) * (size or 1.0))
+        usual = Config()
+        tasks = self.number("tasks_per_step") or usual.tasks_per_step
+        return max(1.0, tasks * (self.number("rollout.group_size") or usual.rollout.group_size))
 
     @property
     def evaluations(self) -> list[Level]:
         """The evaluations in order, as far as the metrics say."""
-        count = max(1, int(self.number("eval_tasks") or 1))
+        count = max(1, int(self.number("eval_tasks") or Config().eval_tasks))
         evaluated = self.series.get("eval/success")
         steps: Iterable[int] = () if evaluated is None else evaluated.steps.tolist()
         return [
@@ -182,10 +188,12 @@ def read_run(folder: str | Path) -> RunRecord:
         points = read_points(path)
     except OSError as error:
         raise OutputError(f"cannot read {str(path / METRICS)!r}: {error.strerror}") from error
+    config = _read(path / CONFIG)
     return RunRecord(
         folder=path,
         name=path.resolve().name,
-        settings=_settings(path),
+        settings=_settings(config),
+        config=config,
         series={name: s for name, pair in points.items() if len((s := _series(*pair)).steps)},
         warnings=tuple(line for line in _read(path / "warnings.txt").splitlines() if line),
         failure=_read(path / FAILURE).strip(),
@@ -201,9 +209,9 @@ def _series(steps: list[float], values: list[float]) -> Series:
     )
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _settings(text: str) -> dict[str, Any]:
     try:
-        return flatten(tomllib.loads(_read(folder / CONFIG)))
+        return flatten(tomllib.loads(text))
     except (tomllib.TOMLDecodeError, RecursionError):
         return {}
 
