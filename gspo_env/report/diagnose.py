@@ -91,8 +91,8 @@ RULES = (
         name="collapse",
         check=first.collapse,
         limit=3.5,
-        reason="standard errors by which the return is below its best, on top of the thresholds of "
-        "the warning that a run gives; if only success falls, the rule `hacking` looks at it",
+        reason="standard errors of a rise of the return that is no chance; with one, the rule "
+        "`hacking` applies. What counts as a fall is what the warning of a run says",
         needs=("rollout/success",),
         explains=("clipped", *_SHAPE, *_OUTCOME),
     ),
@@ -168,7 +168,8 @@ RULES = (
         name="hardly_moves",
         check=signal.hardly_moves,
         limit=0.02,
-        reason="of the way to the clip; runs that learn come to it in every step",
+        reason="of the way to the clip, which the default run reaches in most steps until its "
+        "learning rate falls",
         needs=("train/ratio_min", "train/ratio_max"),
         explains=("too_hard", "no_progress"),
     ),

@@ -174,18 +174,13 @@ def engine(found: Evidence, limit: float) -> Said | None:
 
 
 def collapse(found: Evidence, limit: float) -> Said | None:
-    """Success and return are much lower than they were."""
-    levels, text = found.levels, ""
-    if len(levels) > 1:
-        text = fallen(levels)
-        highest = max(levels, key=lambda level: level.mean_return)
-        if return_fall(highest, levels[-1]) < limit:
-            text = ""
-    chunks = [] if found.run.text("curriculum.name") not in ("", "none") else list(_chunks(found))
-    if not text and len(chunks) > 1:
-        highest = max(chunks, key=lambda level: level.mean_return)
-        if return_fall(highest, chunks[-1]) >= limit:
-            text = fallen(chunks)
+    """Success or return is much lower than it was, and the return has not risen."""
+    levels = found.run.evaluations
+    fixed = found.run.text("curriculum.name") in ("", "none")  # else training becomes harder
+    text = ""
+    for known in (levels, list(_chunks(found)) if fixed else []):
+        if not text and len(known) > 1 and return_fall(known[-1], known[0]) < limit:
+            text = fallen(known)
     if not text:
         return None
     run = found.run

@@ -16,7 +16,7 @@ img { max-width: 100%; }
 pre { background: #f5f6f8; padding: 0.8rem; overflow-x: auto; white-space: pre-wrap;
   overflow-wrap: anywhere; font-size: 0.85rem; }
 summary { cursor: pointer; }
-div.scroll { overflow-x: auto; }
+div.scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: 0.9rem; }
 th, td { text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid #e3e6ea;
   white-space: nowrap; font-variant-numeric: tabular-nums; }

@@ -166,7 +166,7 @@ def update_figure(arms: Sequence[RunArm]) -> Figure:
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
-    columns = min(count, 3)
+    columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
     figure = Figure(
         figsize=(4.7 * columns, 3.7 * rows + 0.5), dpi=100, facecolor="white", layout="constrained"

@@ -72,6 +72,12 @@ class Report:
         return [run for arm in self.arms for run in arm.runs]
 
     @property
+    def sound(self) -> str:
+        """Names the runs in which nothing wrong was found; empty if there is none."""
+        names = [found.run.name for found in self.diagnoses if not found.findings]
+        return f"Nothing wrong was found in {', '.join(names)}." if names else ""
+
+    @property
     def title(self) -> str:
         """The title of the page."""
         runs = self.runs
@@ -162,7 +168,7 @@ def overview(report: Report) -> list[list[str]]:
             [
                 run.name,
                 run.text("seed") or "?",
-                run.state,
+                run.progress,
                 *(share(level.success) for level in levels[:1]),
                 *(share(level.success) for level in levels[-1:]),
                 *([] if best is None else [share(best)]),
@@ -207,14 +213,16 @@ def html_page(report: Report, folder: Path, made_by: str) -> str:
         body.append(page_html.picture(folder / picture.name, picture.caption))
     body.append("<h2>Diagnosis</h2>")
     for found in report.diagnoses:
-        body.append(f"<h3>{page_html.escape(found.run.name)}</h3>")
-        items = "".join(
-            f"<li>{page_html.escape(f.text)}<br><em>Try:</em> {page_html.escape(f.advice)}</li>"
+        tried = (
+            f"{page_html.escape(f.text)}<br><em>Try:</em> {page_html.escape(f.advice)}"
             for f in found.findings
         )
+        items = "".join(f"<li>{item}</li>" for item in tried)
         notes = "".join(f"<li>{page_html.escape(note)}</li>" for note in found.notes)
-        body.append(f"<ol>{items}</ol>" if items else "<p>Nothing wrong was found.</p>")
-        body.append(f"<p>Notes</p><ul>{notes}</ul>" if notes else "")
+        if items or notes:
+            body.append(f"<h3>{page_html.escape(found.run.name)}</h3><ol>{items}</ol>")
+            body.append(f"<p>Notes</p><ul>{notes}</ul>" if notes else "")
+    body.append(f"<p>{page_html.escape(report.sound)}</p>" if report.sound else "")
     body.append("<h2>Episodes to read</h2>" if report.examples else "")
     body += [page_html.folded(title, render_record(e)) for title, e in report.examples]
     body.append(f"<h2>How it was made</h2><p>{page_html.escape(made_by)}</p>")
@@ -238,7 +246,8 @@ def markdown(report: Report, made_by: str) -> str:
     parts += ["## Diagnosis", ""]
     for found in report.diagnoses:
         said = [f"- {cell(f.text)} Try: {cell(f.advice)}" for f in found.findings]
-        parts += [f"### {cell(found.run.name)}", "", *(said or ["Nothing wrong was found."]), ""]
+        parts += [f"### {cell(found.run.name)}", "", *said, ""] if said else []
+    parts += [cell(report.sound), ""] if report.sound else []
     if report.examples:
         parts += ["## Episodes to read", ""]
         for title, episode in report.examples:
@@ -260,7 +269,8 @@ def cell(text: str) -> str:
     line = _ACTIVE.sub(lambda found: f"\\{found[0]}", line)
     for plain, entity in _ENTITIES.items():
         line = line.replace(plain, entity)
-    return re.sub(r"^([-+=]|\d+[.)])", r"\\\1", line)
+    # a list or a heading at the beginning of a line
+    return re.sub(r"^(\d*)([-+=.)])(?=[-+=\s]|$)", r"\1\\\2", line)
 
 
 def fenced(text: str, language: str = "text") -> str:

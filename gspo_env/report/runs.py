@@ -162,17 +162,19 @@ class RunRecord:
         )
 
     @property
+    def progress(self) -> str:
+        """The steps that were logged, of those that the settings ask for."""
+        done, planned = int(max(self.steps, default=0)), self.number("steps")
+        return f"{done} steps" if planned is None else f"{done} of {planned:.0f} steps"
+
+    @property
     def state(self) -> str:
         """Says in a few words how far the run came."""
-        done, planned = int(max(self.steps, default=0)), self.number("steps")
-        if planned is None:
-            return f"{done} steps"
-        text = f"{done} of {planned:.0f} steps"
         if self.failure:
-            return f"{text}, ended by an error"
-        if done < planned:
-            return f"{text}, stopped early or still going on"
-        return text if self.model else f"{text}, no trained model in the folder"
+            return f"{self.progress}, ended by an error"
+        if max(self.steps, default=0) < (self.number("steps") or 0):
+            return f"{self.progress}, stopped early or still going on"
+        return self.progress if self.model else f"{self.progress}, no trained model in the folder"
 
 
 def read_run(folder: str | Path) -> RunRecord:
