@@ -153,8 +153,9 @@ def command(run: RunRecord) -> str:
         flag = section if rest == "name" and section in BUILTIN else name
         if value is True or value is False:
             flags.append(f"--{'' if value else 'no-'}{flag.replace('_', '-')}")
-        elif not isinstance(value, list | dict):
-            flags += [f"--{flag.replace('_', '-')}", str(value)]
+        elif not isinstance(value, dict):
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{flag.replace('_', '-')}", *map(str, values)]
     kwargs = {
         name.partition(".")[2]: value
         for name, value in run.settings.items()

@@ -42,7 +42,8 @@ class Rule:
     """Rules whose findings are consequences of this one."""
 
 
-_OUTCOME = ("no_variance", "entropy", "hardly_moves", "few_turns", "no_progress")
+_SIGNAL = ("no_variance", "entropy", "few_turns", "no_progress")
+_OUTCOME = ("hardly_moves", *_SIGNAL)
 _SHAPE = ("malformed", "lengths", "cut_actions", "context", "turn_limit", "hacking", "too_hard")
 
 RULES = (
@@ -188,7 +189,7 @@ RULES = (
         limit=0.01,
         reason="with 8 episodes, 92 % of the groups have no success",
         needs=("eval/success", "rollout/success"),
-        explains=_OUTCOME,
+        explains=_SIGNAL,
     ),
     Rule(
         name="too_easy",
@@ -197,7 +198,7 @@ RULES = (
         reason="the rest is within three standard errors of 256 tasks; the same share as in the "
         "warning before training",
         needs=("eval/success",),
-        explains=_OUTCOME,
+        explains=_SIGNAL,
     ),
     Rule(
         name="entropy",
@@ -206,7 +207,7 @@ RULES = (
         reason="of the entropy of the first steps. Runs that solve their task fall as far, so the "
         "groups must be without variance and success below 90 % too",
         needs=("train/entropy", "rollout/zero_variance_groups"),
-        explains=_OUTCOME,
+        explains=("no_variance", "few_turns", "no_progress"),
     ),
     Rule(
         name="no_variance",
@@ -214,7 +215,7 @@ RULES = (
         limit=0.9,
         reason="one group in ten still teaches, so a run learns, but ten times slower",
         needs=("rollout/zero_variance_groups",),
-        explains=("hardly_moves", "few_turns", "no_progress"),
+        explains=("few_turns", "no_progress"),
     ),
     Rule(
         name="few_turns",

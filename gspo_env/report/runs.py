@@ -89,8 +89,9 @@ class RunRecord:
     def number(self, name: str) -> float | None:
         """Returns a setting that is a finite number, else None."""
         value = self.settings.get(name)
-        known = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if known and math.isfinite(value) else None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return float(value) if math.isfinite(value) else None
 
     def text(self, name: str) -> str:
         """Returns a setting as text, empty if it is not known."""

@@ -198,6 +198,10 @@ def test_labels_are_drawn_as_they_are(tmp_path: Path) -> None:
         {"env": "gspo/Calculator-v0", "seed": 3, "steps": 7},
         {"advantage": {"name": "group_gae", "lam": 0.9}, "loss": {"name": "grpo"}},
         {"env_kwargs": {"entries": 12, "hops": [2, 3]}, "checkpoints": {"keep": 0}},
+        {
+            "env": ["gspo/Lookup-v0:0.7", "hard=gspo/Lookup-v0:0.3"],
+            "env_kwargs": {"hard": {"hops": 4}},
+        },
         {"model": "some/folder", "learner": {"checkpointing": True}, "tracker": "none"},
     ],
 )
