@@ -21,7 +21,7 @@ _FIRST_CAPACITY = 128
 _MAX_SPAN_RATIO = 2
 """Attend over a contiguous range of slots if it has at most this many slots per decoding row."""
 _MOST_SCORES = 1 << 22
-"""Scores of one query per row that are held at once; with more, blocks of them are."""
+"""Scores that are held at once; with more, the fused kernel holds blocks of them."""
 
 Forward = Callable[[Tensor, Tensor, Tensor, Ragged], Tensor]
 """A forward pass: takes ids (T,), positions (T,), the tokens to predict behind (B,) and the
@@ -199,7 +199,7 @@ class _Rows:
             return self._attend_one(query, keys, values, scale, mask)
         q = query[self._index].transpose(1, 2)
         k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
-        out = sdpa(q, k, v, scale, mask, causal=False).transpose(1, 2).flatten(0, 1)
+        out = _few_queries(q, k, v, scale, mask).transpose(1, 2).flatten(0, 1)
         return out if self._real is None else out.index_select(0, self._real)
 
     def _attend_one(
@@ -211,29 +211,28 @@ class _Rows:
         )
         if self._span is None:
             k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
-            return _one_query(q, k, v, scale, mask).flatten(1, 2)
+            return _few_queries(q, k, v, scale, mask).flatten(1, 2)
         low, high = self._span
         if not self._dense:
             q = q.new_zeros(high - low, *q.shape[1:]).index_copy_(0, self._slots, q)
         k, v = (t[low:high, :, : self._length] for t in (keys, values))
-        out = _one_query(q, k, v, scale, mask)
+        out = _few_queries(q, k, v, scale, mask)
         return (out if self._dense else out.index_select(0, self._slots)).flatten(1, 2)
 
 
-def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
-    """Attends with the queries of one position per row, (B, H, G, D); keys are (B, H, L, D).
+def _few_queries(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """Attends with a few queries per row, (B, H, Q, D); keys and values are (B, Hkv, L, D).
 
-    On a CPU in float32 two batched products take half of the time of the fused kernel, whose blocks
-    are made for many queries.
+    On a CPU in float32 two batched products take about half of the time of the fused kernel, whose
+    blocks are made for many queries. The queries of a group share their keys in one product.
     """
-    rows, heads, group, size = q.shape
-    scores = rows * heads * group * k.shape[2]
-    if q.device.type != "cpu" or q.dtype is not torch.float32 or scores > _MOST_SCORES:
+    rows, heads, queries, size = q.shape
+    shared, length = k.shape[1:3]
+    few = rows * heads * queries * length <= _MOST_SCORES
+    if q.device.type != "cpu" or q.dtype is not torch.float32 or not few:
         return sdpa(q, k, v, scale, mask, causal=False)
     hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    hidden = hidden.expand(rows, heads, group, -1).reshape(rows * heads, group, -1)
-    k, v = k.flatten(0, 1), v.flatten(0, 1)
-    weights = torch.baddbmm(
-        hidden, q.reshape(rows * heads, group, size), k.transpose(1, 2), alpha=scale
-    ).softmax(-1)
-    return torch.bmm(weights, v).view(q.shape)
+    hidden = hidden.expand(-1, heads, queries, -1).reshape(rows * shared, -1, length)
+    flat = q.reshape(rows * shared, -1, size)
+    scores = torch.baddbmm(hidden, flat, k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(q.shape)
