@@ -125,6 +125,15 @@ class Agent(GSPOAgent):
     """Keeps what its last pool counted."""
 
     attempts = Attempts()
+    _calm = False
+
+    def _make_env(self) -> TextEnvironment:
+        """The first environment plays the demonstrations, where a hang of a thread ends the run."""
+        env = super()._make_env()
+        if not self._calm and env.has_wrapper_attr("_rates"):
+            env.get_wrapper_attr("_rates")["hang"] = 0.0
+        self._calm = True
+        return env
 
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
