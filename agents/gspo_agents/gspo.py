@@ -18,14 +18,15 @@ import torch
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import (
+    Start,
     check_learning,
     check_way,
-    imitate,
     make_environment,
     make_learner,
     make_start,
     read_talks,
     take_score,
+    warm_up,
     with_adapter,
 )
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
@@ -92,7 +93,7 @@ class GSPOAgent:
         self._env = self._guard(self._make_env)
         self._guard(try_out, self.env_id, self._env, limits.max_retries)
         self.config = take_score(self.config, self._env, self.env_id)
-        self._demonstrations: list[Episode] = []
+        self._made: Start | None = None
         self._untrained = self._imitates = False
         dtype = self.config.model_dtype
         if not isinstance(model, str):
@@ -102,9 +103,9 @@ class GSPOAgent:
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
             self._imitates = bool(getattr(self.config.recipe, "conversations", ""))
         else:
-            made = self._guard(make_start, self.config, self._env, self.env_id)
+            self._made = made = self._guard(make_start, self.config, self._env, self.env_id)
             self.model, self.tokenizer = made.model, made.tokenizer
-            self._demonstrations, self._untrained = made.episodes, not made.demonstrated
+            self._untrained = not made.demonstrated
         rank = self.config.learner.lora_rank
         if rank and hasattr(self.model, "disable_adapter"):
             raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
@@ -139,7 +140,8 @@ class GSPOAgent:
         check_learning(self.model, config)
         problems: list[Problem] = []
         if self._imitates:  # the run begins with the model that has imitated
-            self._demonstrations, self._source = read_talks(config, self.chat, self.env_id), ""
+            talks, self._source = read_talks(config, self.chat, self.env_id), ""
+            self._made = Start(model=self.model, tokenizer=self.tokenizer, episodes=talks)
         if resumed is None:
             begin = partial(at_start, untrained=self._untrained)
             problems = self._guard(begin, config, self._env, self.env_id, self.chat)
@@ -362,11 +364,10 @@ class GSPOAgent:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Imitates the demonstrations; does nothing for a user's model, or when called again."""
-        if self._demonstrations and self.config.recipe.imitation_steps:
-            held_out, episodes = self.split().held_out, self._demonstrations
-            kept = [e for e in episodes if e.reset.task_key not in held_out]
-            self._left_out, self._demonstrations = len(episodes) - len(kept), []
-            imitate(self.model, self.chat, kept, self.config, progress or Progress(io.StringIO()))
+        if self._made is not None:
+            made, self._made = self._made, None
+            shown = progress or Progress(io.StringIO())
+            self._left_out = warm_up(made, self.chat, self.config, self.split, shown)
 
     def _new_engine(self) -> Engine:
         if self._engine is None:

@@ -51,9 +51,7 @@ class Direct:
         kind = type(model)
         if kind.__module__ not in _PLAIN or not kind.__name__.endswith("ForCausalLM"):
             return False
-        if not torch.backends.mkldnn.is_available() or not hasattr(
-            torch.ops.mkldnn, "_linear_pointwise"
-        ):
+        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
             return False
         if any(p.dtype is not torch.float32 or p.device.type != "cpu" for p in model.parameters()):
             return False
@@ -75,7 +73,9 @@ class Direct:
         """Whether the model's modules have no hooks, which this pass would not call."""
         return not any(self._hooks)
 
-    def __call__(self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, ragged: Ragged) -> Tensor:
+    def __call__(
+        self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, ragged: Ragged
+    ) -> Tensor:
         """See `gspo_env.model.kv_cache.Forward`."""
         count = len(ids_T)
         # oneDNN compiles a kernel for each number of rows, so there are few of them
@@ -97,9 +97,7 @@ class Direct:
             h = self._product(attention.o_proj, heads, "add", h)
             mlp, x = layer.mlp, self._norm(layer.post_attention_layernorm, h)
             gate = self._linear(x, mlp.gate_proj.weight, mlp.gate_proj.bias, "swish", [1.0], "")
-            h = self._product(
-                mlp.down_proj, self._product(mlp.up_proj, x, "mul", gate), "add", h
-            )
+            h = self._product(mlp.down_proj, self._product(mlp.up_proj, x, "mul", gate), "add", h)
         return self._logits(h, last_B)
 
     def _logits(self, h: Tensor, last_B: Tensor) -> Tensor:
