@@ -55,8 +55,8 @@ class WarmUp:
     """The model's state by name."""
     tokenizer: str
     """The tokenizer's backend as JSON."""
-    demonstrated: bool
-    """Whether the environment's own demonstrator was imitated."""
+    undemonstrated: list[str]
+    """The environments without a demonstrator."""
     left_out: int
     """Demonstrations that were left out because their tasks are held out."""
 
@@ -102,7 +102,7 @@ class WarmUpCache:
         """
         facts: dict[str, Any] = {
             "tokenizer": entry.tokenizer,
-            "demonstrated": entry.demonstrated,
+            "undemonstrated": entry.undemonstrated,
             "left_out": entry.left_out,
         }
         # tied weights share memory, which a file of tensors cannot

@@ -47,7 +47,7 @@ def trained(folder, **changes):
 
 def entry(size=4):
     weights = {"w": torch.arange(size, dtype=torch.float32)}
-    return WarmUp(weights=weights, tokenizer="{}", demonstrated=True, left_out=3)
+    return WarmUp(weights=weights, tokenizer="{}", undemonstrated=[], left_out=3)
 
 
 def test_a_run_from_the_cache_has_the_numbers_of_one_that_imitates(tmp_path, monkeypatch, capsys):
