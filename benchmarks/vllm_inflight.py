@@ -144,7 +144,7 @@ def forget(engine: Any) -> None:
     """Makes an engine leave out the reset of its caches."""
     from gspo_env.engines.vllm import server
 
-    server.reset_cache = lambda client: ""  # type: ignore[assignment]
+    server.reset_cache = lambda client: ""
     if hasattr(engine, "_reset_cache"):
         engine._reset_cache = lambda: None
 
