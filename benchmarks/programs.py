@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import copy
 import gc
+import itertools
 import json
 import logging
 import random
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import numpy as np
 import psutil
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env.cli.capture import to_lines
 from gspo_env.config import Config
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
@@ -45,6 +48,7 @@ from gspo_env.types import Task
 ENV = "gspo/Program-v0"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
 TASKS = load_module(str(EXAMPLES / "lookup_tasks.py"))
+HOPS = 2
 TURNS = 8
 LIMITS = {"max_turn_tokens": 32, "max_context": 512}
 FORMS: dict[str, dict[str, Any]] = {
@@ -189,28 +193,33 @@ def follow(task: dict[str, Any], http: httpx2.Client, fault: str | None) -> str:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": word})
 
 
+@cache
+def tasks() -> list[dict[str, Any]]:
+    """Returns the look-up tasks with `HOPS` links: short ones, since each request takes time."""
+    found = (TASKS.make_task(seed) for seed in itertools.count())
+    return list(itertools.islice((t for t in found if len(t["path"]) == HOPS), 2000))
+
+
 def lookup(folder: Path, **kwargs: Any) -> dict[str, Any]:
     """Returns the arguments of the look-up task."""
     data = folder / "lookup.jsonl"
     if not data.exists():
-        data.write_text("".join(f"{json.dumps(TASKS.make_task(n))}\n" for n in range(2000)))
+        data.write_text("".join(f"{json.dumps(task)}\n" for task in tasks()))
     rewards = [f"{EXAMPLES / 'lookup_tasks.py'}:{name}" for name in ("right", "hops")]
     return {"data": str(data), "rewards": rewards, "success": 1.0, "max_turns": 8, **kwargs}
 
 
-def imitating(folder: Path, count: int, steps: int, slips: float = 0.1) -> tuple[Any, Any]:
-    """Builds the tiny model and lets it imitate captured conversations of the plain agent.
+def captured(folder: Path, count: int, slips: float = 0.1) -> Path:
+    """Plays the plain agent with a scripted policy and writes the conversations to a file.
 
-    A scripted policy plays them: a word is wrong with probability `slips`, and half of the episodes
-    answer one hop early.
+    A word is wrong with probability `slips`, and half of the episodes answer one hop early. The
+    file has the form that `gspo-env capture` writes and `--conversations` reads.
     """
-    config, native = Tiny(demonstrations=count, imitation_steps=steps), "gspo/Lookup-v0"
-    model, tokenizer, _ = build(make_env(native), native, config, 0)
     env = make_env(ENV, **lookup(folder, **FORMS["openai"]))
     episodes = []
     for n in range(count):
         rng, row = random.Random(n), n % 1800
-        task = TASKS.make_task(row)
+        task = tasks()[row]
         hops = len(task["path"]) - (rng.random() < 0.5)
 
         def act(now: Any, task: Any = task, hops: int = hops, rng: Any = rng) -> str:
@@ -222,10 +231,20 @@ def imitating(folder: Path, count: int, steps: int, slips: float = 0.1) -> tuple
 
         episodes.append(play_now(env, Task(env_id=ENV, seed=n, options={"row": row}), act))
     env.close()
-    played = [e for e in episodes if not e.failed]
-    right = np.mean([bool(e.success) for e in played])
+    played = [episode for episode in episodes if not episode.failed]
+    right = np.mean([bool(episode.success) for episode in played])
     print(f"captured {len(played)} of {count} conversations, {right:.0%} of them right", flush=True)
-    samples = imitation_samples(played, ChatTokenizer(tokenizer))
+    path = folder / "captured.jsonl"
+    path.write_text("".join(f"{line}\n" for episode in played for line in to_lines(episode)))
+    return path
+
+
+def imitating(folder: Path, options: argparse.Namespace) -> tuple[Any, Any]:
+    """Builds the tiny model and lets it imitate captured conversations of the plain agent."""
+    path, native = captured(folder, options.captured), "gspo/Lookup-v0"
+    config = Tiny(conversations=str(path), imitation_steps=options.imitation_steps)
+    model, tokenizer, episodes = build(make_env(native, hops=HOPS), native, config, 0)
+    samples = imitation_samples(episodes, ChatTokenizer(tokenizer))
     warm_up(model, samples, config, 0, lambda step, loss: None)
     return model, tokenizer
 
@@ -244,8 +263,8 @@ def train(
         eval_every=options.steps,
         eval_tasks=options.eval_tasks,
         rollout=LIMITS,
-        loss={"clip_low": 0.03, "clip_high": 0.05},
-        learner={"learning_rate": 1e-3, "warmup_steps": options.steps // 2},
+        loss={"clip_low": options.clip, "clip_high": 1.7 * options.clip},
+        learner={"learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps},
         tracker="none",
         output=tempfile.mkdtemp(prefix="programs-"),
     )
@@ -258,7 +277,7 @@ def train(
 def faults(options: argparse.Namespace) -> None:
     """Trains while one program in five fails, and compares the counts of both sides."""
     with tempfile.TemporaryDirectory() as name:
-        start = imitating(Path(name), options.captured, options.imitation_steps)
+        start = imitating(Path(name), options)
         kwargs = lookup(Path(name), program=unreliable, silence=SILENCE)
         agent, history = train(start, ENV, kwargs, 0, options)
     agent.close()
@@ -280,13 +299,13 @@ def forms(options: argparse.Namespace) -> None:
     """Trains each form of the agent and the native environment from one start."""
     results: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        start = imitating(Path(name), options.captured, options.imitation_steps)
+        start = imitating(Path(name), options)
         arms = {form: lookup(Path(name), **program) for form, program in FORMS.items()}
         for arm in ("native", *arms):
             for seed in range(options.seeds):
                 began = time.perf_counter()
                 env = "gspo/Lookup-v0" if arm == "native" else ENV
-                agent, history = train(start, env, arms.get(arm, {}), seed, options)
+                agent, history = train(start, env, arms.get(arm, {"hops": HOPS}), seed, options)
                 agent.close()
                 success = [m["eval/success"] for m in history if "eval/success" in m]
                 worst = max(m.get("train/logprob_diff_max", 0.0) for m in history)
@@ -312,8 +331,10 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=32, help="tasks of a step")
     parser.add_argument("--eval-tasks", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--captured", type=int, default=4000, help="conversations to imitate")
-    parser.add_argument("--imitation-steps", type=int, default=450)
+    parser.add_argument("--captured", type=int, default=1000, help="conversations to imitate")
+    parser.add_argument("--imitation-steps", type=int, default=250)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--warmup-steps", type=int, default=10)
     options = parser.parse_args()
     logging.getLogger("gspo_env").setLevel(logging.CRITICAL)
     {"load": load, "faults": faults, "forms": forms}[options.what](options)
