@@ -94,7 +94,7 @@ def jailed(
             process, status = launch(stack, True, None, far.fileno())
         begin(box, process, status, request)
         near.settimeout(1.0)  # it was sent before the command began
-        descriptors = socket.recv_fds(near, 1, 1)[1]
+        descriptors = socket.recv_fds(near, 1, 1, socket.MSG_CMSG_CLOEXEC)[1]
         if len(descriptors) != 1:
             raise SandboxUnavailableError("the set-up gave no socket")
         with socket.socket(fileno=descriptors[0]) as listener:
