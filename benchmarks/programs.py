@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import copy
 import gc
-import itertools
 import json
 import logging
 import random
@@ -22,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +46,6 @@ from gspo_env.types import Task
 ENV = "gspo/Program-v0"
 EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
 TASKS = load_module(str(EXAMPLES / "lookup_tasks.py"))
-HOPS = 2
 TURNS = 8
 LIMITS = {"max_turn_tokens": 32, "max_context": 512}
 FORMS: dict[str, dict[str, Any]] = {
@@ -193,34 +190,27 @@ def follow(task: dict[str, Any], http: httpx2.Client, fault: str | None) -> str:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": word})
 
 
-@cache
-def tasks() -> list[dict[str, Any]]:
-    """Returns the look-up tasks with `HOPS` links: short ones, since each request takes time."""
-    found = (TASKS.make_task(seed) for seed in itertools.count())
-    return list(itertools.islice((t for t in found if len(t["path"]) == HOPS), 2000))
-
-
 def lookup(folder: Path, **kwargs: Any) -> dict[str, Any]:
     """Returns the arguments of the look-up task."""
     data = folder / "lookup.jsonl"
     if not data.exists():
-        data.write_text("".join(f"{json.dumps(task)}\n" for task in tasks()))
+        data.write_text("".join(f"{json.dumps(TASKS.make_task(n))}\n" for n in range(2000)))
     rewards = [f"{EXAMPLES / 'lookup_tasks.py'}:{name}" for name in ("right", "hops")]
     return {"data": str(data), "rewards": rewards, "success": 1.0, "max_turns": 8, **kwargs}
 
 
-def captured(folder: Path, count: int, slips: float = 0.1) -> Path:
+def captured(folder: Path, count: int, slips: float = 0.05, early: float = 0.3) -> Path:
     """Plays the plain agent with a scripted policy and writes the conversations to a file.
 
-    A word is wrong with probability `slips`, and half of the episodes answer one hop early. The
+    A word is wrong with probability `slips`, and a share of the episodes answers one hop early. The
     file has the form that `gspo-env capture` writes and `--conversations` reads.
     """
     env = make_env(ENV, **lookup(folder, **FORMS["openai"]))
     episodes = []
     for n in range(count):
         rng, row = random.Random(n), n % 1800
-        task = tasks()[row]
-        hops = len(task["path"]) - (rng.random() < 0.5)
+        task = TASKS.make_task(row)
+        hops = len(task["path"]) - (rng.random() < early)
 
         def act(now: Any, task: Any = task, hops: int = hops, rng: Any = rng) -> str:
             word = now.observation.split('"')[1] if now.turn == 0 else now.observation
@@ -243,7 +233,7 @@ def imitating(folder: Path, options: argparse.Namespace) -> tuple[Any, Any]:
     """Builds the tiny model and lets it imitate captured conversations of the plain agent."""
     path, native = captured(folder, options.captured), "gspo/Lookup-v0"
     config = Tiny(conversations=str(path), imitation_steps=options.imitation_steps)
-    model, tokenizer, episodes = build(make_env(native, hops=HOPS), native, config, 0)
+    model, tokenizer, episodes = build(make_env(native), native, config, 0)
     samples = imitation_samples(episodes, ChatTokenizer(tokenizer))
     warm_up(model, samples, config, 0, lambda step, loss: None)
     return model, tokenizer
@@ -262,9 +252,13 @@ def train(
         tasks_per_step=options.tasks,
         eval_every=options.steps,
         eval_tasks=options.eval_tasks,
-        rollout=LIMITS,
+        rollout={**LIMITS, "group_size": options.group},
         loss={"clip_low": options.clip, "clip_high": 1.7 * options.clip},
-        learner={"learning_rate": options.learning_rate, "warmup_steps": options.warmup_steps},
+        learner={
+            "learning_rate": options.learning_rate,
+            "warmup_steps": options.warmup_steps,
+            "minibatches": options.minibatches,
+        },
         tracker="none",
         output=tempfile.mkdtemp(prefix="programs-"),
     )
@@ -305,7 +299,7 @@ def forms(options: argparse.Namespace) -> None:
             for seed in range(options.seeds):
                 began = time.perf_counter()
                 env = "gspo/Lookup-v0" if arm == "native" else ENV
-                agent, history = train(start, env, arms.get(arm, {"hops": HOPS}), seed, options)
+                agent, history = train(start, env, arms.get(arm, {}), seed, options)
                 agent.close()
                 success = [m["eval/success"] for m in history if "eval/success" in m]
                 worst = max(m.get("train/logprob_diff_max", 0.0) for m in history)
@@ -329,6 +323,9 @@ def main() -> None:
     parser.add_argument("--command", default="", help="load: a command in place of the function")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--tasks", type=int, default=32, help="tasks of a step")
+    parser.add_argument("--group", type=int, default=8, help="episodes of a task")
+    parser.add_argument("--minibatches", type=int, default=4)
+    parser.add_argument("--clip", type=float, default=0.03)
     parser.add_argument("--eval-tasks", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--captured", type=int, default=1000, help="conversations to imitate")
