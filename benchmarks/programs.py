@@ -16,6 +16,7 @@ import copy
 import gc
 import json
 import logging
+import math
 import random
 import tempfile
 import threading
@@ -252,12 +253,11 @@ def train(
         tasks_per_step=options.tasks,
         eval_every=options.steps,
         eval_tasks=options.eval_tasks,
-        rollout={**LIMITS, "group_size": options.group},
-        loss={"clip_low": options.clip, "clip_high": 1.7 * options.clip},
+        rollout=LIMITS,
+        loss={"clip_low": 0.03, "clip_high": 0.05},
         learner={
             "learning_rate": options.learning_rate,
             "warmup_steps": options.warmup_steps,
-            "minibatches": options.minibatches,
         },
         tracker="none",
         output=tempfile.mkdtemp(prefix="programs-"),
@@ -295,7 +295,7 @@ def forms(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         start = imitating(Path(name), options)
         arms = {form: lookup(Path(name), **program) for form, program in FORMS.items()}
-        for arm in ("native", *arms):
+        for arm in options.arms:
             for seed in range(options.seeds):
                 began = time.perf_counter()
                 env = "gspo/Lookup-v0" if arm == "native" else ENV
@@ -311,7 +311,7 @@ def forms(options: argparse.Namespace) -> None:
                 )
     print(f"| form | success after {options.steps} steps | difference to native, points |")
     print("|---|---|---|")
-    native = float(np.mean(results["native"]))
+    native = float(np.mean(results.get("native", [math.nan])))
     for arm, found in results.items():
         mean = float(np.mean(found))
         print(f"| {arm} | {mean:.1%} | {100 * (mean - native):+.1f} |")
@@ -322,16 +322,14 @@ def main() -> None:
     parser.add_argument("what", choices=("load", "faults", "forms"))
     parser.add_argument("--command", default="", help="load: a command in place of the function")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--tasks", type=int, default=32, help="tasks of a step")
-    parser.add_argument("--group", type=int, default=8, help="episodes of a task")
-    parser.add_argument("--minibatches", type=int, default=4)
-    parser.add_argument("--clip", type=float, default=0.03)
+    parser.add_argument("--tasks", type=int, default=16, help="tasks of a step")
     parser.add_argument("--eval-tasks", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--captured", type=int, default=1000, help="conversations to imitate")
+    parser.add_argument("--arms", nargs="+", choices=("native", *FORMS), default=["native", *FORMS])
+    parser.add_argument("--captured", type=int, default=400, help="conversations to imitate")
     parser.add_argument("--imitation-steps", type=int, default=250)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--warmup-steps", type=int, default=10)
+    parser.add_argument("--warmup-steps", type=int, default=20)
     options = parser.parse_args()
     logging.getLogger("gspo_env").setLevel(logging.CRITICAL)
     {"load": load, "faults": faults, "forms": forms}[options.what](options)

@@ -19,6 +19,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import httpx2 as httpx
 
@@ -26,7 +27,7 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.serve import Serve, policy_of, settings
 from gspo_env.compare.stats import success_interval
 from gspo_env.config import Config
-from gspo_env.env.base import TextEnvironment
+from gspo_env.env.base import StepResult, TextEnvironment
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call, tool_call_frames
@@ -42,11 +43,13 @@ from gspo_env.recipes.embedded import (
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout import ChatTokenizer
 from gspo_env.serving import Address, Session
+from gspo_env.serving.calls import split_reasoning
 from gspo_env.types import Episode, Task
+from gspo_envs.lookup import LookupEnv
 
 
 def to_action(message: dict[str, str | list[dict[str, dict[str, str]]] | None]) -> str:
-    """What the environment reads of an answer."""
+    """Returns what the environment reads of an answer."""
     calls = message.get("tool_calls") or []
     written = [
         format_tool_call(c["function"]["name"], json.loads(c["function"]["arguments"]))
@@ -93,9 +96,20 @@ THINKS = TEMPLATE.replace(
 """Shows the reasoning of the last message only."""
 
 
+class ThinkingLookup(LookupEnv):
+    """Reads no call in reasoning, also where it does not end, as programs do not."""
+
+    def step(self, action: str) -> StepResult:
+        """Takes what follows the reasoning."""
+        return super().step(split_reasoning(action)[1])
+
+
 def train_thinking(folder: str, steps: int, seed: int = 0) -> None:
     """Trains a tiny model that reasons: it names the word that it goes on with."""
-    env_id, recipe = "gspo/Lookup-v0", Tiny(demonstrations=1000, imitation_steps=300)
+    env_id, recipe = (
+        f"{Path(__file__).resolve()}:ThinkingLookup",
+        Tiny(demonstrations=1000, imitation_steps=300),
+    )
     env = make_env(env_id)
     tasks = [Task(env_id=env_id, seed=10_000_000 + n) for n in range(recipe.demonstrations)]
     shown = [thinking(episode) for episode in demonstrate(env, tasks, recipe.slips)]
@@ -112,7 +126,7 @@ def train_thinking(folder: str, steps: int, seed: int = 0) -> None:
         env=env_id,
         steps=steps,
         tasks_per_step=16,
-        eval_tasks=128,
+        eval_tasks=256,
         eval_every=0,
         rollout={"max_turn_tokens": 32, "max_context": 512},
         loss={"clip_low": 0.03, "clip_high": 0.05},
