@@ -234,7 +234,7 @@ def imitating(folder: Path, options: argparse.Namespace) -> tuple[Any, Any]:
     """Builds the tiny model and lets it imitate captured conversations of the plain agent."""
     path, native = captured(folder, options.captured), "gspo/Lookup-v0"
     config = Tiny(conversations=str(path), imitation_steps=options.imitation_steps)
-    model, tokenizer, episodes = build(make_env(native), native, config, 0)
+    model, tokenizer, episodes = build({native: make_env(native)}, config, 0)
     samples = imitation_samples(episodes, ChatTokenizer(tokenizer))
     warm_up(model, samples, config, 0, lambda step, loss: None)
     return model, tokenizer
