@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gspo_env.config import Config, to_dict, to_toml, with_score
+from gspo_env.env.base import attribute
 from gspo_env.errors import OutputError
 from gspo_env.learner.tokens import TokenValues
 from gspo_env.model.check import Way
 from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
+from gspo_env.report.episodes import Phase
 from gspo_env.report.episodes_log import EpisodeLog
 from gspo_env.report.episodes_page import PAGE, write_page
+from gspo_env.report.inputs import inputs
 from gspo_env.report.run import closing, opening
+from gspo_env.report.traces import traces
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, RunInfo, begin_run
 from gspo_env.tracking.progress import Progress
+from gspo_env.tracking.provenance import commit, two_words, versions
 from gspo_env.tracking.several import Several
+from gspo_env.tracking.system import SystemMetrics
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.collapse import CollapseWatch, Level
 from gspo_env.training.loop import History, Place
@@ -57,6 +64,7 @@ class Reporter:
         self._collapse = CollapseWatch(self.warned, said)
         self._best: float | None = None
         """The best success of an evaluation."""
+        self._system, self._num_tasks = SystemMetrics(), None
         self.take_score(None)
 
     def begin(self, model: Any, env_id: str, problems: Sequence[Problem]) -> None:
@@ -77,7 +85,7 @@ class Reporter:
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Reports an update, with every metric of the step."""
-        self._tracker.log(metrics, step)
+        self._tracker.log({**metrics, **self._system.take()}, step)
         speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
         more = {"tokens_per_second": speed, "clipped": clipped}
         self._show("train", step, stats.played, lost=stats.faults.lost, **more)
@@ -86,11 +94,17 @@ class Reporter:
         """Reports an evaluation and keeps its episodes."""
         self._tracker.log(evaluation.metrics(), step)
         self._best = max(self._best or 0.0, evaluation.sampled.success)
-        if step == 0 and (problem := of_success(evaluation.groups)):
-            self.warned(problem)
+        if step == 0:
+            for source in inputs(self.config, evaluation.groups, self._num_tasks):
+                self._tracker.input(source)
+            if problem := of_success(evaluation.groups):
+                self.warned(problem)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost)
         self._collapse.see(Level.of(step, evaluation))
         self.episodes.evaluated(step, evaluation)
+        if self.config.episodes.keep_episodes != "none":
+            self._trace(step, "eval", dict(enumerate(evaluation.groups)))
+            self._trace(step, "greedy", dict(enumerate(evaluation.greedy_groups)))
 
     def kept(self, groups: int) -> Collection[int]:
         """Returns the indices of the training groups to keep the episodes of."""
@@ -101,6 +115,7 @@ class Reporter:
     ) -> None:
         """Keeps groups of a training step, with what the update did to their tokens."""
         self.episodes.trained(step, groups, tokens)
+        self._trace(step, "train", groups)
 
     def scored(self, score: Score, reason: str) -> None:
         """Reports which rewards the run learns from and writes the config that has them."""
@@ -173,8 +188,13 @@ class Reporter:
 
     @contextmanager
     def watch(self, collector: Collector) -> Iterator[None]:
-        """Keeps the first failure of an environment; names the last checkpoint on an error."""
-        with self._checkpoints.named_on_failure():
+        """Reads the machine and keeps the first failure of an environment.
+
+        On an error, it names the last checkpoint.
+        """
+        sample = collector.pool.sample
+        self._num_tasks = None if sample is None else attribute(sample, "num_tasks", None)
+        with self._checkpoints.named_on_failure(), self._system:
             try:
                 yield
             finally:
@@ -182,6 +202,10 @@ class Reporter:
                     name = "first-environment-error.txt"
                     self.write(name, f"{first.message}\n\n{first.traceback}")
                     self._tracker.artifact(self._checkpoints.run / name)
+
+    def _trace(self, step: int, phase: Phase, groups: Mapping[int, Group]) -> None:
+        for trace in traces(step, phase, groups, self._tracker.traces):
+            self._tracker.trace(trace)
 
     def _show(self, phase: str, step: int, what: EpisodeStats, **more: float | None) -> None:
         self._progress.update(
@@ -208,14 +232,16 @@ def run_info(
         folder: Folder of the run.
         ids: The id of a run that goes on in each tracker, else nothing.
     """
+    key = uuid.uuid4().hex
     estimator = name_of("advantage", config.advantage).rpartition(":")[2]
     return RunInfo(
-        name=f"{env_id.split('/')[-1]}-{estimator}-seed{config.seed}",
+        name=f"{two_words(key)}-{folder.absolute().name}",
         folder=folder,
         params=to_dict(config),
-        tags={"env": env_id, "way": way.value},
+        tags={"env": env_id, "advantage": estimator, "way": way.value, **versions(), **commit()},
         resume=ids,
         started=begin_run(),
+        key=key,
     )
 
 

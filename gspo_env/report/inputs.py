@@ -1,0 +1,66 @@
+"""Describes the environments of a run, as inputs that a tracker records."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_env.config import Config
+from gspo_env.redaction import redact
+from gspo_env.tracking.base import Input
+from gspo_env.types import Group
+
+
+def inputs(
+    config: Config, groups: Sequence[Group], num_tasks: int | None = None
+) -> Iterator[Input]:
+    """Yields each environment as an input of the training and of the evaluation.
+
+    Args:
+        config: The settings.
+        groups: The episodes of an evaluation.
+        num_tasks: The number of tasks that the environment declares.
+    """
+    by_env: defaultdict[str, list[Group]] = defaultdict(list)
+    for group in groups:
+        by_env[group.task.env_id].append(group)
+    for env_id, played in by_env.items():
+        source = {"env": env_id, "arguments": redact(dict(config.env_kwargs)), **_file(config.env)}
+        tasks = [_task(group) for group in played]
+        yield Input(
+            name=env_id,
+            digest=_digest([source, num_tasks]),
+            context="training",
+            source=source,
+            profile={"num_tasks": "not declared" if num_tasks is None else num_tasks},
+        )
+        yield Input(
+            name=env_id,
+            digest=_digest([source, tasks]),
+            context="evaluation",
+            source=source,
+            profile={"num_tasks": len(tasks), "distinct_tasks": len({str(t[-1]) for t in tasks})},
+        )
+
+
+def _task(group: Group) -> list[Any]:
+    """Returns seed, options and key of a task; the seed stands for a key that is missing."""
+    key = next((episode.reset.task_key for episode in group.episodes), None)
+    return [group.task.seed, dict(group.task.options), group.task.seed if key is None else key]
+
+
+def _file(env: str) -> dict[str, str]:
+    """Returns the digest of the file of an environment that is `file.py:Class`."""
+    path = Path(env.rpartition(":")[0] or env)
+    if path.suffix != ".py" or not path.is_file():
+        return {}
+    return {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:16]
