@@ -26,6 +26,7 @@ from gspo_env.report.traces import traces
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, RunInfo, begin_run
+from gspo_env.tracking.panel import Numbers
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.provenance import commit, two_words, versions
 from gspo_env.tracking.several import Several
@@ -62,8 +63,8 @@ class Reporter:
         self._warnings = known.read_text().splitlines() if known.is_file() else []
         said = any(line.startswith("collapse:") for line in self._warnings)
         self._collapse = CollapseWatch(self.warned, said)
-        self._best: float | None = None
-        """The best success of an evaluation."""
+        self._best: tuple[float, int] | None = None
+        """The best success of an evaluation, and its step."""
         self._system, self._num_tasks = SystemMetrics(), None
         self.take_score(None)
 
@@ -72,6 +73,7 @@ class Reporter:
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
         self._progress.line(opening(self.config, env_id, model, folder, look))
+        self._progress.begin("start", 0, self.config.steps, title=str(folder))
         for problem in problems:
             self.warned(problem)
 
@@ -89,17 +91,23 @@ class Reporter:
         speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
         more = {"tokens_per_second": speed, "clipped": clipped}
         self._show("train", step, stats.played, lost=stats.faults.lost, **more)
+        every, last = self.config.eval_every, self.config.steps
+        if step == last or (every and step % every == 0):
+            self._progress.begin("evaluate", step, last)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Reports an evaluation and keeps its episodes."""
         self._tracker.log(evaluation.metrics(), step)
-        self._best = max(self._best or 0.0, evaluation.sampled.success)
+        if self._best is None or evaluation.sampled.success > self._best[0]:
+            self._best = evaluation.sampled.success, step
         if step == 0:
             for source in inputs(self.config, evaluation.groups, self._num_tasks):
                 self._tracker.input(source)
             if problem := of_success(evaluation.groups):
                 self.warned(problem)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost)
+        self._progress.begin("train", step, self.config.steps)
+        self._example(step, evaluation.groups)
         self._collapse.see(Level.of(step, evaluation))
         self.episodes.evaluated(step, evaluation)
         if self.config.episodes.keep_episodes != "none":
@@ -116,6 +124,7 @@ class Reporter:
         """Keeps groups of a training step, with what the update did to their tokens."""
         self.episodes.trained(step, groups, tokens)
         self._trace(step, "train", groups)
+        self._example(step, list(groups.values()))
 
     def scored(self, score: Score, reason: str) -> None:
         """Reports which rewards the run learns from and writes the config that has them."""
@@ -126,7 +135,8 @@ class Reporter:
     def go_on(self, history: History, score: Score | None) -> None:
         """Takes over what a run that goes on has found."""
         evaluations = [(step, m) for step, m in history if "eval/success" in m]
-        self._best = max((m["eval/success"] for _, m in evaluations), default=None)
+        scores = [(m["eval/success"], step) for step, m in evaluations]
+        self._best = max(scores, key=lambda pair: pair[0], default=None)
         for step, metrics in evaluations:
             self._collapse.see(Level.recorded(step, metrics, self.config.eval_tasks))
         self.take_score(score)
@@ -207,17 +217,33 @@ class Reporter:
         for trace in traces(step, phase, groups, self._tracker.traces):
             self._tracker.trace(trace)
 
+    def _example(self, step: int, groups: Sequence[Group]) -> None:
+        """Keeps the first episode for the terminal."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        if not episodes:
+            return
+        one = episodes[0]
+        how = "solved" if one.success else "not solved"
+        title = f"step {step}, task {one.task.seed}: {how}, return {one.rewards.sum():.3f}"
+        said = [("system", one.prompt.system)] if one.prompt.system else []
+        for k, turn in enumerate(one.turns):
+            role = one.turns[k - 1].info.observation_role if k else "user"
+            said += [(role, turn.observation), ("policy", turn.text)]
+        if one.final_observation:
+            said.append(("end", one.final_observation))
+        self._progress.exchange(f"{title}, {one.stop_reason.value}", said)
+
     def _show(self, phase: str, step: int, what: EpisodeStats, **more: float | None) -> None:
-        self._progress.update(
-            phase=phase,
-            step=step,
-            total=self.config.steps,
+        best, best_step = self._best or (None, None)
+        numbers = Numbers(
             success=what.success,
-            best=self._best,
+            best=best,
+            best_step=best_step,
             return_=what.mean_return,
             spread=what.return_std,
             **more,
         )
+        self._progress.update(phase, step, self.config.steps, numbers)
 
 
 def run_info(

@@ -24,6 +24,7 @@ from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.recipes.embedded import imitation_samples, warm_up
 from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.tracking.panel import Numbers
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import check_trackers
 from gspo_env.training.launch import plan_of
@@ -129,7 +130,7 @@ def imitate(
 
     def show(step: int, loss: float) -> None:
         if step % 20 == 0 or step == total:
-            progress.update(phase="imitation", step=step, total=total, loss=loss)
+            progress.update("imitation", step, total, Numbers(loss=loss))
 
     warm_up(model, samples, settings, config.seed, show)
 

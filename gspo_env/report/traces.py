@@ -51,15 +51,16 @@ def _trace(key: str, tags: dict[str, str], episode: Episode, now: float) -> Trac
         "stop_reason": episode.stop_reason.value,
         "turns": len(episode.turns),
     }
-    prompt = {"seed": task.seed, "options": dict(task.options), "system": episode.prompt.system}
     first = turns[0].observation if turns else episode.final_observation
+    told = [("system", episode.prompt.system), ("user", first)]
+    messages = [{"role": role, "content": text} for role, text in told if text is not None]
     root = Span(
         name="episode",
         kind="episode",
         parent=None,
         start=min((start for start, *_ in times), default=int(now * 1e9)),
         end=max((end for *_, end in times), default=int(now * 1e9)),
-        inputs=_clean({"env": task.env_id, **prompt, "observation": first}),
+        inputs=_clean({"messages": messages, "seed": task.seed, "options": dict(task.options)}),
         outputs=outputs | ({"error": _clean(episode.error)} if episode.error else {}),
     )
     tags |= {

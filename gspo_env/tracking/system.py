@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ class SystemMetrics:
     def __init__(self, interval: float = _INTERVAL) -> None:
         """Reads nothing yet; see `__enter__`."""
         self._readings: defaultdict[str, list[float]] = defaultdict(list)
+        self._last: Reading = {}
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self._interval, self._read = interval, reader()
         self._thread = threading.Thread(target=self._work, name="gspo-system", daemon=True)
@@ -38,12 +40,12 @@ class SystemMetrics:
         self._stopped.set()
 
     def take(self) -> Reading:
-        """Returns the mean of each metric since the last call; reads now if there is none."""
+        """Returns the mean of each metric since the last call, or the last one that is known."""
         with self._lock:
             readings, self._readings = self._readings, defaultdict(list)
-        if not readings:
-            return self._read()
-        return {name: sum(values) / len(values) for name, values in readings.items()}
+        if readings:
+            self._last = {name: sum(values) / len(values) for name, values in readings.items()}
+        return self._last or self._read()
 
     def _work(self) -> None:
         while not self._stopped.wait(self._interval):
@@ -55,7 +57,7 @@ class SystemMetrics:
 
 def reader() -> Callable[[], Reading]:
     """Returns a function that reads the machine; its first call begins to count the processors."""
-    process, gpus = psutil.Process(), _gpus()
+    process = psutil.Process()
     psutil.cpu_percent()
 
     def read() -> Reading:
@@ -65,12 +67,35 @@ def reader() -> Callable[[], Reading]:
             "system/system_memory_usage_megabytes": memory.used / 1e6,
             "system/system_memory_usage_percentage": memory.percent,
             "system/process_memory_megabytes": process.memory_info().rss / 1e6,
-            **gpus(),
+            **_read_gpus(),
         }
 
     return read
 
 
+def memory() -> str:
+    """Returns the memory of this process and of the GPUs, for people.
+
+    Example:
+        >>> memory()  # doctest: +SKIP
+        '1.2 GB, GPU 12 of 141 GB'
+    """
+    size = psutil.Process().memory_info().rss
+    used = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+    reading = _read_gpus()
+    sizes = [v for name, v in reading.items() if name.endswith("_memory_usage_megabytes")]
+    shares = [v for name, v in reading.items() if name.endswith("_memory_usage_percentage")]
+    if not sizes or not all(shares):
+        return used
+    total = sum(100 * size / share for size, share in zip(sizes, shares, strict=True))
+    return f"{used}, GPU {sum(sizes) / 1e3:.0f} of {total / 1e3:.0f} GB"
+
+
+def _read_gpus() -> Reading:
+    return _gpus()()
+
+
+@cache
 def _gpus() -> Callable[[], Reading]:
     """Returns a function that reads the GPUs, with NVIDIA's library if that is installed."""
     try:
