@@ -25,6 +25,11 @@ _FLAGS = 3
 """Index of the local flags in what `tcgetattr` returns."""
 
 
+kept: list[object] = []
+"""What stood in for the standard streams. Python's `input` owns no reference to them: it would read
+freed memory if they were replaced and freed while it asks for `fileno`."""
+
+
 class Display(Protocol):
     """What is shown on the terminal."""
 
@@ -63,6 +68,7 @@ class Keyboard:
             return False
         self._fd, self._stdin = sys.stdin.fileno(), sys.stdin
         sys.stdin = _Watched(self._stdin, self.lose)
+        kept.append(sys.stdin)
         wanted = [(getattr(signal, name), self._end) for name in _ENDS]
         for number, handler in [*wanted, (signal.SIGTSTP, self._stop)]:
             if signal.getsignal(number) is signal.SIG_DFL:

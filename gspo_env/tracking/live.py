@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from gspo_env.tracking.keyboard import Keyboard
+from gspo_env.tracking.keyboard import Keyboard, kept
 from gspo_env.tracking.panel import Numbers, Pace, Screen
 from gspo_env.tracking.system import memory
 
@@ -49,7 +49,8 @@ class Panel:
     def start(self) -> None:
         """Shows the panel."""
         self.screen.keys = self._keyboard.start()
-        self._live.start()
+        if self._in_front:
+            self._live.start()
         _panels.append(self)
         self._thread.start()
 
@@ -116,7 +117,7 @@ class Panel:
         """Draws until the panel is over; runs in the thread."""
         try:
             while not self._over:
-                if self._hidden:
+                if self._hidden or not self._in_front:
                     self._be_hidden()
                     if self.lost:
                         return
@@ -143,13 +144,21 @@ class Panel:
     def _be_hidden(self) -> None:
         self._live.stop()
         self._gone.set()
-        while self._hidden and not self.lost and not self._over:
+        while (self._hidden or not self._in_front) and not self.lost and not self._over:
             if select.select([self._wakes], [], [], _REFRESH)[0]:
                 os.read(self._wakes, 4096)
-        if not self.lost:
+        if not self.lost and not self._over:
             self._gone.clear()
             self._live = _Above(self._console, self.screen)
             self._live.start()
+
+    @property
+    def _in_front(self) -> bool:
+        """Whether the run is in the foreground of its terminal."""
+        try:
+            return os.tcgetpgrp(self._console.file.fileno()) == os.getpgrp()
+        except (OSError, ValueError):  # not the terminal that controls this process
+            return True
 
     def _print_notes(self) -> None:
         while self._notes:
@@ -167,6 +176,7 @@ class _Above(Live):
         """Starts."""
         before = sys.stdout, sys.stderr
         super().start(refresh)
+        kept.extend((sys.stdout, sys.stderr))
         for handler in _handlers():
             if handler.stream in before:
                 self._moved.append((handler, handler.setStream(sys.stderr)))

@@ -123,7 +123,7 @@ class Screen:
         """Yields the panel, or a line where there is no room for it."""
         width, height = options.max_width, console.size.height
         if width < _COLUMNS or height < _ROWS:
-            yield self._fit(self._line(), console, options)
+            yield self._fit(self._line(width), console, options)
             return
         inner = options.update(width=width - 4, max_width=width - 4)
         rows: list[RenderableType] = [self._bar(), *self._rows(inner)]
@@ -141,11 +141,17 @@ class Screen:
             border_style="dim",
         )
 
-    def _line(self) -> str:
-        parts = [f"{self.phase} {self.step}/{self.total}"]
-        if (left := self._left()) is not None:
-            parts.append(f"{duration(left)} left")
-        return "  ".join([*parts, self.numbers.line])
+    def _line(self, width: int) -> str:
+        left = self._left()
+        parts = [f"{self.phase} {self.step}/{self.total}", *self.numbers.line.split("  ")]
+        if left is not None:
+            parts.insert(1, f"{duration(left)} left")
+        line = ""
+        for part in parts:  # only whole numbers
+            if len(line) + len(part) + 2 > width:
+                break
+            line += f"  {part}" if line else part
+        return line
 
     def _bar(self) -> RenderableType:
         left, elapsed = self._left(), duration(time.monotonic() - self.began)
@@ -198,6 +204,8 @@ class Screen:
                 continue
             for_name, for_value = next(widths, (0, 0))
             label = f"{name} ".ljust(for_name) if name else ""
+            if text.cell_len + len(label) + len(value) > options.max_width:
+                break
             text.append(label, style="dim").append(value.ljust(for_value)).append("  ")
         text.rstrip()
         text.truncate(options.max_width, overflow="crop")
