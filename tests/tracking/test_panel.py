@@ -53,10 +53,9 @@ class Terminal:
     def __init__(self, command: list[str], rows: int, columns: int, **env: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            for name in ("CI", "NO_COLOR", "COLUMNS", "LINES"):
-                os.environ.pop(name, None)
-            os.environ.update({"TERM": "xterm-256color", **env})
-            os.execvp(command[0], command)
+            left_out = ("CI", "NO_COLOR", "COLUMNS", "LINES")  # readline sets the last two
+            kept = {name: value for name, value in os.environ.items() if name not in left_out}
+            os.execvpe(command[0], command, {**kept, "TERM": "xterm-256color", **env})
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
