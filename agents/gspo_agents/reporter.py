@@ -65,7 +65,9 @@ class Reporter:
         self._collapse = CollapseWatch(self.warned, said)
         self._best: tuple[float, int] | None = None
         """The best success of an evaluation, and its step."""
-        self._system, self._num_tasks = SystemMetrics(), None
+        self._system = SystemMetrics()
+        self._num_tasks: dict[str, int | None] = {}
+        """The number of tasks that each environment declares."""
         self.take_score(None)
 
     def begin(self, model: Any, env_id: str, problems: Sequence[Problem]) -> None:
@@ -126,11 +128,12 @@ class Reporter:
         self._trace(step, "train", groups)
         self._example(step, list(groups.values()))
 
-    def scored(self, score: Score, reason: str) -> None:
+    def scored(self, score: Score | None, reason: str) -> None:
         """Reports which rewards the run learns from and writes the config that has them."""
-        logger.info("credit.score is %r: %s", score, reason)
+        text = f"{score}: {reason}" if score else reason
+        logger.info("credit.score is %s", text)
         self.take_score(score)
-        self._tracker.text("score.txt", f"{score}: {reason}")
+        self._tracker.text("score.txt", text)
 
     def go_on(self, history: History, score: Score | None) -> None:
         """Takes over what a run that goes on has found."""
@@ -202,8 +205,10 @@ class Reporter:
 
         On an error, it names the last checkpoint.
         """
-        sample = collector.pool.sample
-        self._num_tasks = None if sample is None else attribute(sample, "num_tasks", None)
+        for member in self.config.environments:
+            sample = collector.pool.of(member.env_id).sample
+            if sample is not None:
+                self._num_tasks[member.env_id] = attribute(sample, "num_tasks", None)
         with self._checkpoints.named_on_failure(), self._system:
             try:
                 yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,28 @@ from gspo_env.types import Group
 
 
 def inputs(
-    config: Config, groups: Sequence[Group], num_tasks: int | None = None
+    config: Config, groups: Sequence[Group], num_tasks: Mapping[str, int | None]
 ) -> Iterator[Input]:
     """Yields each environment as an input of the training and of the evaluation.
 
     Args:
         config: The settings.
         groups: The episodes of an evaluation.
-        num_tasks: The number of tasks that the environment declares.
+        num_tasks: The number of tasks that each environment declares, by its `env_id`.
     """
     by_env: defaultdict[str, list[Group]] = defaultdict(list)
     for group in groups:
         by_env[group.task.env_id].append(group)
-    for env_id, played in by_env.items():
-        source = {"env": env_id, "arguments": redact(dict(config.env_kwargs)), **_file(config.env)}
-        tasks = [_task(group) for group in played]
+    for member in config.environments:
+        env_id, arguments = member.env_id, redact(dict(member.kwargs))
+        source = {"env": member.spec, "arguments": arguments, **_file(member.spec)}
+        number, tasks = num_tasks.get(env_id), [_task(group) for group in by_env[env_id]]
         yield Input(
             name=env_id,
-            digest=_digest([source, num_tasks]),
+            digest=_digest([source, number]),
             context="training",
             source=source,
-            profile={"num_tasks": "not declared" if num_tasks is None else num_tasks},
+            profile={"num_tasks": "not declared" if number is None else number},
         )
         yield Input(
             name=env_id,

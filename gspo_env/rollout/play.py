@@ -29,6 +29,7 @@ from gspo_env.types import (
     Task,
     Timing,
     Turn,
+    VersionRuns,
 )
 
 ENDED = (StopReason.TERMINATED, StopReason.TRUNCATED)
@@ -53,6 +54,8 @@ class Situation:
     """Source of the observation."""
     turn: int
     """The number of turns before this one."""
+    reward: float = 0.0
+    """The reward of the turn before."""
     request: ResetInfo | StepInfo = field(default_factory=StepInfo)
     """The `info` that came with the observation: the conversation, tools and limits of the next
     action, as far as the environment gives them."""
@@ -76,6 +79,9 @@ class Move:
     action_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     weights_version: int = 0
+    """See `Turn.weights_version`."""
+    weights_versions: VersionRuns = ()
+    """See `Turn.weights_versions`."""
     seconds: float = 0.0
     """Time that the policy took."""
     stop: StopReason | None = None
@@ -131,7 +137,7 @@ async def play(
             raise
         stop = StopReason.TIMEOUT
         if game.calling:
-            fault = hang(game.calling, timeout)
+            fault = hang(str(game.calling), timeout)
     except EnvironmentFailed as failure:
         fault = failure.fault
     return game.episode(fault.reason if fault else stop, fault, gives_outcome)
@@ -203,6 +209,16 @@ def conclude(
     return outcome, outcome > 0 if last.success is None else last.success
 
 
+@dataclass(frozen=True, slots=True)
+class _StepName:
+    """The name of a call of `step`, which is written only where a fault names it."""
+
+    action: Action
+
+    def __str__(self) -> str:
+        return f"step({reprlib.repr(self.action)})"
+
+
 class _Game:
     """The state of one running episode."""
 
@@ -216,7 +232,7 @@ class _Game:
         self.takes_cuts = bool(attribute(env, "takes_cut_actions", False))
         self.refused = 0
         """Prompts in a row that did not fit."""
-        self.calling = ""
+        self.calling: str | _StepName = ""
         """The call that the environment has not returned from."""
 
     async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
@@ -230,6 +246,7 @@ class _Game:
                     observation=self.observation,
                     role=getattr(self.request, "observation_role", "user"),
                     turn=len(self.turns),
+                    reward=self.turns[-1].reward if self.turns else 0.0,
                     request=self.request,
                 )
             )
@@ -290,6 +307,7 @@ class _Game:
                 generate=move.seconds, step=seconds, began=time.time() - seconds - move.seconds
             ),
             weights_version=move.weights_version,
+            weights_versions=move.weights_versions,
             state_key=key,
         )
         self.turns.append(turn)
@@ -299,7 +317,7 @@ class _Game:
         self, action: Action, tokens: int | None
     ) -> tuple[StopReason | None, float, StepInfo]:
         """Steps the environment; returns why the episode ends, if it does, and what it gave."""
-        result = await self._call(f"step({reprlib.repr(action)})", self.env.step, action)
+        result = await self._call(_StepName(action), self.env.step, action)
         try:
             self.observation, reward, terminated, truncated, info = parse_step(
                 self.task.env_id, result, tokens
@@ -336,7 +354,7 @@ class _Game:
         return stop
 
     async def _call(
-        self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, name: str | _StepName, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         self.calling = name
         try:
@@ -345,7 +363,7 @@ class _Game:
             else:
                 result = await self.call(function, *args, **kwargs)
         except Exception as error:
-            raise EnvironmentFailed(describe(name, error)) from error
+            raise EnvironmentFailed(describe(str(name), error)) from error
         self.calling = ""
         return result
 

@@ -83,7 +83,7 @@ class Breaks(TextEnv):
 def test_too_many_failures_stop_the_run_and_the_first_traceback_is_kept(tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS)
     agent = GSPOAgent(env=f"{tmp_path}/breaks.py:Breaks", config=tiny(output="run"))
-    type(agent._env.unwrapped).broken = True
+    type(agent.environments.first.env.unwrapped).broken = True
     with pytest.raises(RolloutError, match=r"16 of 16 .*gone \(breaks.py:\d+ in reset\)"):
         agent.train()
     kept = (tmp_path / "run" / "first-environment-error.txt").read_text()
@@ -153,7 +153,7 @@ def with_learner(config, **changes):
 
 def test_the_warm_up_trains_every_weight_and_the_adapter_comes_after_it():
     plain, lora = Losses(), Losses()
-    config = tiny(steps=1, eval_tasks=2, recipe=SHORT)
+    config = tiny(steps=1, eval_tasks=2, recipe=dataclasses.replace(SHORT, cache=False))
     GSPOAgent(config=config).warm_up(plain)
     agent = GSPOAgent(config=with_learner(config, lora_rank=2))
     agent.warm_up(lora)
