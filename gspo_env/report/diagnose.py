@@ -224,8 +224,9 @@ RULES = (
         name="few_turns",
         check=signal.few_turns,
         limit=0.4,
-        reason="share of the turns with an advantage, in episodes of 3 turns or more; it is 96 % or "
-        "more all over the default run, and 25 % where 4 turns share a last reward without credit",
+        reason="share of the turns with an advantage, in episodes of 3 turns or more; it is 96 % "
+        "or more all over the default run, and 25 % where 4 turns share a last reward without "
+        "credit",
         episodes=True,
         explains=("no_progress",),
     ),
