@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_env.config import Config, to_toml, with_score
-from gspo_env.engines import Transformers
+from gspo_env.engines import BesideEngine, CopiesWeights, Engine, Transformers
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score
 from gspo_env.env.isolated import IsolatedEnv
@@ -147,6 +147,32 @@ def make_environment(config: Config, env_id: str) -> TextEnvironment:
     return make_env(env_id, **config.env_kwargs)
 
 
+def start_engine(model: Any, config: Config, *, beside: bool = False) -> Engine:
+    """Starts the engine of the config.
+
+    Args:
+        model: The model.
+        config: The settings.
+        beside: Whether the engine plays while the learner updates, so that one that shares the
+            learner's weights needs a copy.
+    """
+    limits = config.rollout
+
+    def start(model: Any) -> Engine:
+        engine: Engine = config.engine.start(
+            model, max_slots=limits.concurrency, max_context=limits.max_context
+        )
+        return engine
+
+    if beside and isinstance(config.engine, Transformers):
+        return BesideEngine(model, start)
+    engine = start(model)
+    if not beside or isinstance(engine, CopiesWeights):
+        return engine
+    engine.close()
+    return BesideEngine(model, start)
+
+
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:
     """Makes the learner of a run.
 
@@ -155,12 +181,13 @@ def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trai
         config: The settings.
         ranks: Those of the run, of which this is the first; None for one process.
     """
+    plan = plan_of(config)
     if ranks is not None:
-        return Controller(ranks, model, plan_of(config), to_toml(config))
+        return Controller(ranks, model, plan, to_toml(config))
     return Learner(
         model,
-        config.loss,
-        config.learner,
-        total_steps=config.steps * config.learner.minibatches,
-        temperature=config.rollout.temperature,
+        plan.loss,
+        plan.config,
+        total_steps=plan.total_steps,
+        temperature=plan.temperature,
     )

@@ -7,5 +7,6 @@ from .base import Sampling as Sampling
 from .base import Transformers as Transformers
 from .base import check_completion as check_completion
 from .base import drained as drained
+from .beside import BesideEngine as BesideEngine
 from .transformers import TransformersEngine as TransformersEngine
 from .unbatched import UnbatchedEngine as UnbatchedEngine

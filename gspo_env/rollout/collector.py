@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
-from gspo_env.engines.base import Engine, Sampling, check_completion
+import numpy as np
+
+from gspo_env.engines.base import Engine, NamedTensors, Sampling, check_completion
 from gspo_env.errors import ChatTemplateError, EnvironmentContractError, RolloutError
 from gspo_env.rollout.conversation import Opening, Transcript
 from gspo_env.rollout.faults import EnvironmentFailed, describe, refuse_failures
@@ -25,6 +29,10 @@ logger = logging.getLogger(__name__)
 
 _MOST_DRAWS = 100
 """Maximum tasks that are drawn for one group."""
+_LAST, _FEW = 1024, 64
+"""Episodes whose times tell how long an episode takes, and the least number of them."""
+_LEAST = 2
+"""Episodes that a group keeps at least where it goes on without its slowest one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +47,8 @@ class GroupJob:
     temperature: float
     held_out: Collection[str] = ()
     """See `Collector.collect`."""
+    straggler_quantile: float = 1.0
+    """See `gspo_env.rollout.SupplyConfig.straggler_quantile`."""
 
 
 @dataclass(slots=True)
@@ -52,8 +62,39 @@ class Collector:
     vocab_size: int | None = None
     """Number of ids of the model, which bounds what an engine may return; None if unknown."""
     _unfit: list[int] = field(default_factory=list)
-    """Tokens of each first prompt of this collection that does not fit."""
+    """Tokens of each first prompt that does not fit, since the last batch."""
     _said: bool = False
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
+    """Times of the last episodes of jobs that may leave one out."""
+    _weights_stay: asyncio.Event = field(default_factory=asyncio.Event)
+    """Unset while the engine takes new weights: episodes wait with their next action."""
+
+    def __post_init__(self) -> None:
+        """Lets episodes act."""
+        self._weights_stay.set()
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Gives the engine the learner's weights while episodes go on.
+
+        An engine that can changes them between two tokens. Otherwise the actions that are being
+        sampled end with the old weights, and the next ones wait for the new.
+
+        Args:
+            named_tensors: See `Engine.update_weights`.
+            version: See `Engine.update_weights`.
+
+        Raises:
+            EngineError: An action was sampled for minutes.
+        """
+        in_flight = getattr(self.engine, "update_in_flight", None)
+        if in_flight is not None:
+            await in_flight(named_tensors, version)
+            return
+        self._weights_stay.clear()
+        try:
+            await self.engine.update_weights(named_tensors, version)
+        finally:
+            self._weights_stay.set()
 
     async def collect(
         self,
@@ -79,7 +120,6 @@ class Collector:
                 many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of one task have different keys.
         """
-        self._unfit.clear()
         size = group_size or self.config.group_size
         heat = self.config.temperature if temperature is None else temperature
         gate = asyncio.Semaphore(self.config.concurrency)
@@ -110,16 +150,42 @@ class Collector:
             EnvironmentContractError: Episodes of the task have different keys.
         """
         draw = _Draw(job.task, job.held_out)
+        clock, started = asyncio.get_running_loop().time, dict[int, float]()
 
         async def one(member: int) -> Episode:
             async with gate:
-                return await self._episode(
-                    draw, derive_seed(job.seed, job.place, member), job.temperature
-                )
+                started[member] = clock()
+                seed = derive_seed(job.seed, job.place, member)
+                episode = await self._episode(draw, seed, job.temperature)
+                if job.straggler_quantile < 1:
+                    self._seconds.append(clock() - started[member])
+                return episode
 
         async with _one_error(), asyncio.TaskGroup() as running:
             played = [running.create_task(one(g)) for g in range(job.group_size)]
-        return draw.group([episode.result() for episode in played])
+            if job.straggler_quantile < 1 and job.group_size > _LEAST:
+                await self._leave_slowest(played, started, job.straggler_quantile)
+        ended = [episode.result() for episode in played if not episode.cancelled()]
+        return draw.group(ended, job.group_size)
+
+    async def _leave_slowest(
+        self,
+        played: Sequence[asyncio.Task[Episode]],
+        started: Mapping[int, float],
+        quantile: float,
+    ) -> None:
+        """Cancels the last episode of a group once it takes longer than most others did."""
+        left = set(played)
+        while len(left) > 1:
+            _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        clock = asyncio.get_running_loop().time
+        for last in left:
+            began = started.get(played.index(last), clock())
+            limit = math.inf
+            if len(self._seconds) >= _FEW:
+                limit = max(0.0, began + float(np.quantile(self._seconds, quantile)) - clock())
+            await asyncio.wait(left, timeout=None if limit == math.inf else limit)
+            last.cancel()
 
     def accept(self, groups: list[Group]) -> list[Group]:
         """Returns the groups of a batch with their outcomes settled.
@@ -130,6 +196,7 @@ class Collector:
         everything = [e for group in groups for e in group.episodes]
         refuse_failures(everything, self.config.max_env_error_rate)
         self._check_room(len(everything))
+        self._unfit.clear()
         return self._settle(groups)
 
     async def _episode(self, draw: _Draw, seed: int, temperature: float) -> Episode:
@@ -236,7 +303,7 @@ class _Draw:
             self.task = replace(task, seed=derive_seed("redraw", task.seed) % HELD_OUT)
         return self.task
 
-    def group(self, episodes: Sequence[Episode]) -> Group:
+    def group(self, episodes: Sequence[Episode], size: int) -> Group:
         for episode in episodes:
             if episode.turns and episode.task != self.task:
                 raise EnvironmentContractError(
@@ -244,7 +311,9 @@ class _Draw:
                     "task keys; expected one task_key for each seed and options."
                 )
         redrawn = self._count if self._held_out else None
-        return Group(task=self.task, episodes=tuple(episodes), redrawn=redrawn)
+        return Group(
+            task=self.task, episodes=tuple(episodes), redrawn=redrawn, left_out=size - len(episodes)
+        )
 
 
 class _EnginePolicy:
@@ -255,7 +324,7 @@ class _EnginePolicy:
         self.session = f"{task.env_id}:{task.seed}:{seed}"
         self.sessions = {self.session}
         self.seed, self.temperature = seed, temperature
-        self.vocab_size = collector.vocab_size
+        self.vocab_size, self.weights_stay = collector.vocab_size, collector._weights_stay
         self.transcript: Transcript | None = None
         self.unfit: int | None = None
 
@@ -277,6 +346,7 @@ class _EnginePolicy:
             ends=self.chat.ends(now.request.stop),
             seed=derive_seed(self.seed, now.turn),
         )
+        await self.weights_stay.wait()
         started = time.perf_counter()
         session = self._session(self.transcript, opening.session)
         done = await self.engine.generate(opening.ids, sampling, session)

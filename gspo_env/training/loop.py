@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -22,12 +24,14 @@ from gspo_env.learner.tokens import TokenValues
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.metrics import Evaluation, RolloutStats
+from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, generators, set_generators
+from gspo_env.training.supply import Batch, Supply
+from gspo_env.training.timeline import Timeline
 from gspo_env.training.watch import Problem, Watch
 from gspo_env.types import FloatArray, Group, Score, Task
 
@@ -80,6 +84,10 @@ class Loop:
     split: Split
     keeper: Keeper | None = None
     """Saves the run; None saves nothing."""
+    timeline: Timeline = field(init=False)
+    """Gets the times of what the loop does."""
+    supply: Supply = field(init=False)
+    """Gives the groups of each step."""
     history: History = field(default_factory=list)
     score: ScoreChoice = field(init=False)
     """Which rewards the estimator learns from."""
@@ -100,6 +108,16 @@ class Loop:
         self.watch = Watch(self.config, self.report.warned)
         given = self.config.credit.score
         self.score = ScoreChoice(self.env_id, None if given == "auto" else given)
+        folder = self.keeper.checkpoints.run if self.keeper and self.config.profile else None
+        self.timeline = Timeline.of_run(folder) if folder else Timeline()
+        self.supply = Supply(
+            self.config,
+            self.collector,
+            self._tasks,
+            self._is_flat,
+            self.split.held_out,
+            self.timeline,
+        )
 
     async def train(self) -> History:
         """Runs the steps that are left, until the keeper stops it; returns the metrics of each.
@@ -107,48 +125,49 @@ class Loop:
         Raises:
             TrainingError: Nothing can be learned; see `gspo_env.training.watch.Watch`.
         """
-        await self._sync(self.step)
-        before: Sequence[Group] = ()
-        if self.step == 0:
-            self._keep(must=True)  # before the evaluation, whose episodes the first step needs
-            before = await self._evaluate()
-        while self.step < self.config.steps and not (self.keeper and self.keeper.stop.wanted):
-            await self._train_step(before)
-            before = ()
+        try:
+            await self._sync(self.step)
+            before: Sequence[Group] = ()
+            if self.step == 0:
+                self._keep(must=True)  # before the evaluation, whose episodes the first step needs
+                before = await self._evaluate()
+            while self.step < self.config.steps and not (self.keeper and self.keeper.stop.wanted):
+                await self._train_step(before)
+                before = ()
+        finally:
+            await self.supply.close()
+            self.timeline.close()
         if self.keeper and self.keeper.checkpoints.last != self.step:
             self._keep(must=True)
         return self.history
 
     async def _train_step(self, before: Sequence[Group]) -> None:
-        """Plays, learns, reports, evaluates and saves.
+        """Takes groups, learns, reports, evaluates and saves.
 
         Args:
             before: Episodes of the evaluation before the first step.
         """
         config, step = self.config, self.step + 1
-        started = time.perf_counter()
-        options = next_options(config.curriculum, self.results)
-        groups = await self.collector.collect(
-            self._tasks(step, options),
-            seed=derive_seed("rollout", config.seed, step),
-            held_out=self.split.held_out,
-        )
-        stats = RolloutStats.of(groups, time.perf_counter() - started)
-        self.results.append(StepResult(options, stats.played.success, stats.played.mean_return))
-        metrics = stats.metrics() | self.results[-1].metrics()
-        metrics["rollout/episodes_before"] = float(self.played)
-        self.played += sum(len(group.episodes) for group in groups)
+        with self.timeline.span("wait for groups", step=step):
+            batch = await self.supply.take()
+        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds)
+        metrics = stats.metrics() | batch.metrics | self._results(batch)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
         kept = self.report.kept(len(groups))
         numbers = {n: place for n, place in enumerate(places) if place[0] in kept}
-        await self.collector.engine.sleep()
+        if not self.supply.ahead:
+            await self.collector.engine.sleep()
         tokens: dict[Place, TokenValues] = {}
         if samples:
-            seed = derive_seed("batch", config.seed, step)
-            metrics |= self.learner.update(samples, seed, numbers)
+            update = partial(
+                self.learner.update, samples, derive_seed("batch", config.seed, step), numbers
+            )
+            with self.timeline.span("update", step=step):
+                metrics |= await self.supply.run(update)
             tokens = {(*numbers[n], turn): v for (n, turn), v in self.learner.tokens.items()}
         metrics |= credit.metrics() | await self._sync(step)
+        self.supply.advance(step)
         if self.keeper:
             metrics["train/failed_saves"] = float(self.keeper.checkpoints.failed)
         self.step = step
@@ -159,7 +178,29 @@ class Loop:
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()
             await self._forget_evaluation()
-        self._keep()
+        with self.timeline.span("save", step=step):
+            self._keep()
+
+    def _results(self, batch: Batch) -> dict[str, float]:
+        """Notes what the curriculum sees of a batch; returns the metrics.
+
+        There is one result for each of the options with which its groups were played.
+        """
+        by_options: dict[str, list[Group]] = {}
+        for group in batch.all:
+            key = json.dumps(group.task.options, sort_keys=True)
+            by_options.setdefault(key, []).append(group)
+        metrics = {"rollout/episodes_before": float(self.played)}
+        for groups in by_options.values():
+            episodes = [e for group in groups for e in group.episodes if not e.failed]
+            if episodes:
+                played = EpisodeStats.of(episodes)
+                options = dict(groups[0].task.options)
+                result = StepResult(options, played.success, played.mean_return)
+                self.results.append(result)
+                metrics |= result.metrics()
+        self.played += sum(len(group.episodes) for group in batch.all)
+        return metrics
 
     async def _forget_evaluation(self) -> None:
         """Empties the cache of an engine on the learner's weights.
@@ -196,6 +237,7 @@ class Loop:
             "score": self.score.state(),
             "gives_outcome": self.collector.pool.gives_outcome,
             "said": self.collector._said,
+            "supply": self.supply.state(),
             "learner": learner_numbers,
             "generators": random_numbers,
         }
@@ -208,6 +250,7 @@ class Loop:
         self.best, self._warned = dict(numbers["best"]), bool(numbers["warned"])
         self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
         self.results = [StepResult(**result) for result in numbers["results"]]
+        self.supply.restore(numbers["supply"], self.step)
         self.score.restore(numbers["score"])
         self.collector.pool.gives_outcome = numbers["gives_outcome"]
         self.collector._said = bool(numbers["said"])
@@ -240,19 +283,32 @@ class Loop:
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""
-        started = time.perf_counter()
-        await self.collector.engine.update_weights(named_weights(self.learner.policy), version)
+        started, named = time.perf_counter(), named_weights(self.learner.policy)
+        with self.timeline.span("sync", version=version):
+            if self.supply.ahead:
+                await self.collector.update_in_flight(named, version)
+            else:
+                await self.collector.engine.update_weights(named, version)
         seconds = time.perf_counter() - started
         metrics = {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
         engine = self.collector.engine
         return metrics | (engine.metrics() if isinstance(engine, CountsFaults) else {})
 
-    def _tasks(self, step: int, options: Mapping[str, Any]) -> list[Task]:
+    def _tasks(self, step: int) -> list[Task]:
+        """Returns the tasks of a step, with the options that the curriculum chooses now."""
+        options = next_options(self.config.curriculum, self.results)
         seeds = (
             derive_seed("task", self.config.seed, step, p)
             for p in range(self.config.tasks_per_step)
         )
         return [Task(env_id=self.env_id, seed=seed % HELD_OUT, options=options) for seed in seeds]
+
+    def _is_flat(self, group: Group) -> bool:
+        """Returns whether every advantage of a group is 0."""
+        settings = self.config.credit
+        if getattr(self.config.advantage, "uses_score", True):
+            settings = replace(settings, score=self.score.score or settings.score)
+        return estimate([group], self.config.advantage, settings).zero_variance_groups == 1.0
 
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
@@ -273,7 +329,8 @@ class Loop:
 
     async def _evaluate(self) -> Sequence[Group]:
         """Evaluates; returns the sampled groups."""
-        evaluation = await evaluate(self.collector, self.split.tasks)
+        with self.timeline.span("evaluate", step=self.step):
+            evaluation = await evaluate(self.collector, self.split.tasks)
         metrics = evaluation.metrics() | {"eval/episodes_before": float(self.played)}
         self.history.append((self.step, metrics))
         self.report.evaluated(self.step, evaluation)
