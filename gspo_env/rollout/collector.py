@@ -65,7 +65,7 @@ class Collector:
     """Tokens of each first prompt that does not fit, since the last batch."""
     _said: bool = False
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
-    """Times of the last episodes of jobs that may leave one out."""
+    """Times of the last episodes, as far as they were played."""
     _weights_stay: asyncio.Event = field(default_factory=asyncio.Event)
     """Unset while the engine takes new weights: episodes wait with their next action."""
 
@@ -156,10 +156,10 @@ class Collector:
             async with gate:
                 started[member] = clock()
                 seed = derive_seed(job.seed, job.place, member)
-                episode = await self._episode(draw, seed, job.temperature)
-                if job.straggler_quantile < 1:
+                try:
+                    return await self._episode(draw, seed, job.temperature)
+                finally:  # of one that is left out as well, or the limit would shrink
                     self._seconds.append(clock() - started[member])
-                return episode
 
         async with _one_error(), asyncio.TaskGroup() as running:
             played = [running.create_task(one(g)) for g in range(job.group_size)]
