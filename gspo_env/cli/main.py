@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, compare, view, serve, capture, sync, envs, doctor."""
+"""The command line: train, evaluate, compare, view, serve, capture, sync, envs, play, doctor."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ COMMANDS = {
     "capture": "gspo_env.cli.capture:Capture",
     "sync": "gspo_env.cli.sync:Sync",
     "envs": "gspo_env.cli.envs:Envs",
+    "play": "gspo_env.cli.play:Play",
     "doctor": "gspo_env.cli.doctor:Doctor",
 }
 

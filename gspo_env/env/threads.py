@@ -172,7 +172,8 @@ class _Watch:
         lasted = time.monotonic() - call.since
         if self._seconds is not None and lasted > self._seconds:
             raise EnvironmentHangError(
-                f"{self._name}: {call} has not returned within {self._seconds:g} s{self._where()}"
+                f"{self._name}: {call} has not returned within {self._seconds:g} s{self._where()}; "
+                "with rollout.isolation = 'process', a hang costs only its episode"
             )
         if lasted > _LONG and not self._told:
             self._told = True

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-import numpy as np
-
-from gspo_env.engines.base import Engine, NamedTensors, Sampling, check_completion
+from gspo_env.engines.base import (
+    Engine,
+    NamedTensors,
+    Sampling,
+    UpdatesInFlight,
+    check_completion,
+)
 from gspo_env.errors import ChatTemplateError, EnvironmentContractError, RolloutError
 from gspo_env.rollout.conversation import Opening, Transcript
 from gspo_env.rollout.faults import EnvironmentFailed, describe, refuse_failures
 from gspo_env.rollout.play import ENDED, Move, Situation, conclude
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.rollout.stragglers import Pace
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.types import Episode, Group, ResetInfo, StopReason, Task
@@ -29,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_DRAWS = 100
 """Maximum tasks that are drawn for one group."""
-_LAST, _FEW = 1024, 64
-"""Episodes whose times tell how long an episode takes, and the least number of them."""
-_LEAST = 2
-"""Episodes that a group keeps at least where it goes on without its slowest one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class GroupJob:
     """Every draw follows from `seed`, `place`, and the indices of the episode and the turn."""
     group_size: int
     temperature: float
-    held_out: Collection[str] = ()
+    held_out: Mapping[str, Collection[str]] = field(default_factory=dict)
     """See `Collector.collect`."""
     straggler_quantile: float = 1.0
     """See `gspo_env.rollout.SupplyConfig.straggler_quantile`."""
@@ -53,19 +53,18 @@ class GroupJob:
 
 @dataclass(slots=True)
 class Collector:
-    """Collects episodes of one environment through one engine."""
+    """Collects episodes of one environment, or of several, through one engine."""
 
     engine: Engine
     chat: ChatTokenizer
-    pool: EnvPool
+    pool: EnvPool | EnvPools
     config: RolloutConfig
     vocab_size: int | None = None
     """Number of ids of the model, which bounds what an engine may return; None if unknown."""
     _unfit: list[int] = field(default_factory=list)
     """Tokens of each first prompt that does not fit, since the last batch."""
     _said: bool = False
-    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
-    """Times of the last episodes, as far as they were played."""
+    _pace: Pace = field(default_factory=Pace)
     _weights_stay: asyncio.Event = field(default_factory=asyncio.Event)
     """Unset while the engine takes new weights: episodes wait with their next action."""
 
@@ -86,9 +85,8 @@ class Collector:
         Raises:
             EngineError: An action was sampled for minutes.
         """
-        in_flight = getattr(self.engine, "update_in_flight", None)
-        if in_flight is not None:
-            await in_flight(named_tensors, version)
+        if isinstance(self.engine, UpdatesInFlight):
+            await self.engine.update_in_flight(named_tensors, version)
             return
         self._weights_stay.clear()
         try:
@@ -103,7 +101,7 @@ class Collector:
         seed: int,
         group_size: int | None = None,
         temperature: float | None = None,
-        held_out: Collection[str] = (),
+        held_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> list[Group]:
         """Samples a group of episodes for each task.
 
@@ -112,8 +110,8 @@ class Collector:
             seed: Every draw follows from it and from the indices of the task, episode and turn.
             group_size: Episodes per task; the config's by default.
             temperature: Sampling temperature; the config's by default, 0 is greedy.
-            held_out: Keys of tasks that are not played: a group whose task has one of them plays
-                another task, whose seed follows from the task's seed.
+            held_out: Keys of tasks that are not played, by environment: a group whose task has one
+                of them plays another task, whose seed follows from the task's seed.
 
         Raises:
             RolloutError: More episodes than `max_env_error_rate` failed in their environment, too
@@ -149,7 +147,7 @@ class Collector:
             RolloutError: Too many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of the task have different keys.
         """
-        draw = _Draw(job.task, job.held_out)
+        draw = _Draw(job.task, job.held_out.get(job.task.env_id, ()))
         clock, started = asyncio.get_running_loop().time, dict[int, float]()
 
         async def one(member: int) -> Episode:
@@ -159,33 +157,14 @@ class Collector:
                 try:
                     return await self._episode(draw, seed, job.temperature)
                 finally:  # of one that is left out as well, or the limit would shrink
-                    self._seconds.append(clock() - started[member])
+                    self._pace.seconds.append(clock() - started[member])
 
         async with _one_error(), asyncio.TaskGroup() as running:
             played = [running.create_task(one(g)) for g in range(job.group_size)]
-            if job.straggler_quantile < 1 and job.group_size > _LEAST:
-                await self._leave_slowest(played, started, job.straggler_quantile)
+            if job.straggler_quantile < 1:
+                await self._pace.leave_slowest(played, started, job.straggler_quantile)
         ended = [episode.result() for episode in played if not episode.cancelled()]
         return draw.group(ended, job.group_size)
-
-    async def _leave_slowest(
-        self,
-        played: Sequence[asyncio.Task[Episode]],
-        started: Mapping[int, float],
-        quantile: float,
-    ) -> None:
-        """Cancels the last episode of a group once it takes longer than most others did."""
-        left = set(played)
-        while len(left) > 1:
-            _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-        clock = asyncio.get_running_loop().time
-        for last in left:
-            began = started.get(played.index(last), clock())
-            limit = math.inf
-            if len(self._seconds) >= _FEW:
-                limit = max(0.0, began + float(np.quantile(self._seconds, quantile)) - clock())
-            await asyncio.wait(left, timeout=None if limit == math.inf else limit)
-            last.cancel()
 
     def accept(self, groups: list[Group]) -> list[Group]:
         """Returns the groups of a batch with their outcomes settled.
@@ -253,20 +232,29 @@ class Collector:
 
         Only episodes that the environment itself finished count, not those that were cut.
         """
-        if self.pool.gives_outcome is not None:
-            return groups
-        ended = [e for g in groups for e in g.episodes if e.stop_reason in ENDED]
-        given = any(e.turns and e.turns[-1].info.episodic_reward is not None for e in ended)
-        if given or any(e.terminated for e in ended):
-            self.pool.gives_outcome = given
-        return [self._settled(group) for group in groups] if given else groups
+        for env_id in {group.task.env_id for group in groups}:
+            pool = self.pool.of(env_id)
+            own = [group for group in groups if group.task.env_id == env_id]
+            if pool.gives_outcome is None and _gives_outcome(pool, own):
+                groups = [_settled(g, pool) if g.task.env_id == env_id else g for g in groups]
+        return groups
 
-    def _settled(self, group: Group) -> Group:
-        episodes = []
-        for e in group.episodes:
-            outcome, success = conclude(e.turns, e.stop_reason, True, self.pool.outcome_if_cut)
-            episodes.append(replace(e, outcome=outcome, success=success))
-        return replace(group, episodes=tuple(episodes))
+
+def _gives_outcome(pool: EnvPool, groups: Sequence[Group]) -> bool:
+    """Returns whether an episode has an outcome of its own; notes what the episodes show."""
+    ended = [e for g in groups for e in g.episodes if e.stop_reason in ENDED]
+    given = any(e.turns and e.turns[-1].info.episodic_reward is not None for e in ended)
+    if given or any(e.terminated for e in ended):
+        pool.gives_outcome = given
+    return given
+
+
+def _settled(group: Group, pool: EnvPool) -> Group:
+    episodes = []
+    for e in group.episodes:
+        outcome, success = conclude(e.turns, e.stop_reason, True, pool.outcome_if_cut)
+        episodes.append(replace(e, outcome=outcome, success=success))
+    return replace(group, episodes=tuple(episodes))
 
 
 @asynccontextmanager
@@ -362,6 +350,7 @@ class _EnginePolicy:
             action_ids=done.token_ids,
             logprobs=done.logprobs,
             weights_version=done.weights_version,
+            weights_versions=done.weights_versions,
             seconds=time.perf_counter() - started,
             stop=StopReason.MAX_TURN_TOKENS if done.finish_reason == "length" else None,
         )

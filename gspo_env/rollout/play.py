@@ -29,6 +29,7 @@ from gspo_env.types import (
     Task,
     Timing,
     Turn,
+    VersionRuns,
 )
 
 ENDED = (StopReason.TERMINATED, StopReason.TRUNCATED)
@@ -53,6 +54,8 @@ class Situation:
     """Source of the observation."""
     turn: int
     """The number of turns before this one."""
+    reward: float = 0.0
+    """The reward of the turn before."""
     request: ResetInfo | StepInfo = field(default_factory=StepInfo)
     """The `info` that came with the observation: the conversation, tools and limits of the next
     action, as far as the environment gives them."""
@@ -76,6 +79,9 @@ class Move:
     action_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     weights_version: int = 0
+    """See `Turn.weights_version`."""
+    weights_versions: VersionRuns = ()
+    """See `Turn.weights_versions`."""
     seconds: float = 0.0
     """Time that the policy took."""
     stop: StopReason | None = None
@@ -230,6 +236,7 @@ class _Game:
                     observation=self.observation,
                     role=getattr(self.request, "observation_role", "user"),
                     turn=len(self.turns),
+                    reward=self.turns[-1].reward if self.turns else 0.0,
                     request=self.request,
                 )
             )
@@ -288,6 +295,7 @@ class _Game:
             info=info,
             timing=Timing(generate=move.seconds, step=seconds),
             weights_version=move.weights_version,
+            weights_versions=move.weights_versions,
             state_key=key,
         )
         self.turns.append(turn)

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from torch import Tensor
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
-from gspo_env.credit.scores import ScoreChoice
+from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.engines.base import CopiesWeights, CountsFaults
 from gspo_env.env.curriculum import StepResult, next_options
 from gspo_env.learner.base import Trainer
@@ -25,12 +25,13 @@ from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
-from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.seeding import derive_seed
 from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, generators, set_generators
 from gspo_env.training.supply import Batch, Supply
+from gspo_env.training.tasks import draw_tasks
 from gspo_env.training.timeline import Timeline
 from gspo_env.training.watch import Problem, Watch
 from gspo_env.types import FloatArray, Group, Score, Task
@@ -63,8 +64,13 @@ class Reporter(Protocol):
         """Reports the groups to keep, by index, and what the update did to their tokens."""
         ...
 
-    def scored(self, score: Score, reason: str) -> None:
-        """Reports which rewards the run learns from, once its first episodes have decided it."""
+    def scored(self, score: Score | None, reason: str) -> None:
+        """Reports which rewards the run learns from, once its first episodes have decided it.
+
+        Args:
+            score: The score; None if each of several environments has its own.
+            reason: Why, and which score an environment has if there are several.
+        """
         ...
 
     def warned(self, problem: Problem) -> None:
@@ -77,7 +83,8 @@ class Loop:
     """One training run over parts that are already built."""
 
     config: Config
-    env_id: str
+    weights: Mapping[str, float]
+    """The weight of each environment, by the `env_id` of its tasks."""
     collector: Collector
     learner: Trainer
     report: Reporter
@@ -89,8 +96,10 @@ class Loop:
     supply: Supply = field(init=False)
     """Gives the groups of each step."""
     history: History = field(default_factory=list)
-    score: ScoreChoice = field(init=False)
-    """Which rewards the estimator learns from."""
+    declared: Mapping[str, Score | None] = field(default_factory=dict)
+    """The scores that environments declare, used if the config has none."""
+    score: Scores = field(init=False)
+    """Which rewards the estimator learns from, in each environment."""
     step: int = 0
     """Steps that are done."""
     played: int = 0
@@ -107,7 +116,8 @@ class Loop:
         """Takes the score of the config, if it has one."""
         self.watch = Watch(self.config, self.report.warned)
         given = self.config.credit.score
-        self.score = ScoreChoice(self.env_id, None if given == "auto" else given)
+        known = self.declared if given == "auto" else dict.fromkeys(self.weights, given)
+        self.score = Scores({name: ScoreChoice(name, known.get(name)) for name in self.weights})
         folder = self.keeper.checkpoints.run if self.keeper and self.config.profile else None
         self.timeline = Timeline.of_run(folder) if folder else Timeline()
         self.supply = Supply(
@@ -235,7 +245,7 @@ class Loop:
             "results": [asdict(result) for result in self.results],
             "warned": self._warned,
             "score": self.score.state(),
-            "gives_outcome": self.collector.pool.gives_outcome,
+            "gives_outcome": self._gives_outcome(),
             "said": self.collector._said,
             "supply": self.supply.state(),
             "learner": learner_numbers,
@@ -252,7 +262,8 @@ class Loop:
         self.results = [StepResult(**result) for result in numbers["results"]]
         self.supply.restore(numbers["supply"], self.step)
         self.score.restore(numbers["score"])
-        self.collector.pool.gives_outcome = numbers["gives_outcome"]
+        for env_id, known in numbers["gives_outcome"].items():
+            self.collector.pool.of(env_id).gives_outcome = known
         self.collector._said = bool(numbers["said"])
         self.learner.restore(saved.tensors(), numbers["learner"])
         set_generators(numbers["generators"], saved.tensors())
@@ -264,22 +275,26 @@ class Loop:
             groups: The groups to train on.
             seen: The groups whose episodes are new.
         """
-        settings = self.config.credit
+        settings, scores = self.config.credit, {}
         if getattr(self.config.advantage, "uses_score", True):
-            episodes = [episode for group in seen for episode in group.episodes]
-            if self.score.see(episodes, self.collector.pool.gives_outcome):
-                self.report.scored(self.score.score or "turns", self.score.reason)
-            settings = replace(settings, score=self.score.score or "turns")
-        credit = estimate(groups, self.config.advantage, settings)
+            if reason := self.score.see(seen, self._gives_outcome()):
+                self.report.scored(self.score.only, reason)
+            scores = self.score.by_environment
+        credit = estimate(groups, self.config.advantage, settings, scores)
         if credit.blind(groups) and not self._warned:
             self._warned = True
             logger.warning(
                 "every advantage of this step is 0, although the outcomes of episodes differ: "
-                "the rewards that %s reads (score %r) do not",
+                "the rewards that %s reads (score %s) do not",
                 name_of("advantage", self.config.advantage),
-                settings.score,
+                " and ".join(sorted({repr(score) for score in scores.values()}) or ["its own"]),
             )
         return credit
+
+    def _gives_outcome(self) -> dict[str, bool | None]:
+        """Returns whether finished episodes of each environment have an outcome, if known."""
+        pool = self.collector.pool
+        return {env_id: pool.of(env_id).gives_outcome for env_id in self.weights}
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""
@@ -296,19 +311,22 @@ class Loop:
 
     def _tasks(self, step: int) -> list[Task]:
         """Returns the tasks of a step, with the options that the curriculum chooses now."""
-        options = next_options(self.config.curriculum, self.results)
-        seeds = (
-            derive_seed("task", self.config.seed, step, p)
-            for p in range(self.config.tasks_per_step)
+        return draw_tasks(
+            self.weights,
+            seed=self.config.seed,
+            step=step,
+            count=self.config.tasks_per_step,
+            options=next_options(self.config.curriculum, self.results),
         )
-        return [Task(env_id=self.env_id, seed=seed % HELD_OUT, options=options) for seed in seeds]
 
     def _is_flat(self, group: Group) -> bool:
         """Returns whether every advantage of a group is 0."""
-        settings = self.config.credit
+        scores = {}
         if getattr(self.config.advantage, "uses_score", True):
-            settings = replace(settings, score=self.score.score or settings.score)
-        return estimate([group], self.config.advantage, settings).zero_variance_groups == 1.0
+            choices = self.score.choices.items()
+            scores = {name: choice.score for name, choice in choices if choice.score is not None}
+        credit = estimate([group], self.config.advantage, self.config.credit, scores)
+        return credit.zero_variance_groups == 1.0
 
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]

@@ -88,7 +88,7 @@ class Supply:
         player: Plays the groups.
         draw: Returns the tasks of a step, counted from 1.
         flat: Whether nothing is learned from a group, since its advantages are all 0.
-        held_out: Keys of tasks that are not played.
+        held_out: Keys of tasks that are not played, by environment.
         timeline: Gets the time of each group.
     """
 
@@ -98,11 +98,11 @@ class Supply:
         player: Player,
         draw: Callable[[int], Sequence[Task]],
         flat: Callable[[Group], bool],
-        held_out: Collection[str] = (),
+        held_out: Mapping[str, Collection[str]] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self._config, self._settings, self._player = config, config.supply, player
-        self._draw, self._flat, self._held_out = draw, flat, held_out
+        self._draw, self._flat, self._held_out = draw, flat, held_out or {}
         self._timeline = timeline or Timeline()
         self._gate = Gate(config.rollout.concurrency)
         self.admission = Admission(config.tasks_per_step, config.supply.max_staleness)

@@ -19,7 +19,8 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_agents.start import start_engine
 from gspo_env.batch.sample import to_samples
 from gspo_env.config import Config, load_toml, override
-from gspo_env.engines import BesideEngine, Completion, CopiesWeights
+from gspo_env.engines import Completion, CopiesWeights
+from gspo_env.engines.own_weights import OwnWeights
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError
 from gspo_env.learner.learner import Learner
@@ -199,8 +200,8 @@ def test_weights_change_between_two_turns_and_each_turn_has_the_log_probabilitie
     config = override(Config(), {"rollout": {"max_turn_tokens": 8, "max_context": 256}})
     tokenizer = build_tokenizer(["say more yes no 0 1 2 3"])
     model = build_model(Tiny(hidden_size=16, layers=1, heads=2), len(tokenizer), 2, 0)
-    engine = start_engine(model, config, beside=True)
-    assert isinstance(engine, BesideEngine)
+    engine = start_engine(model, config, ahead=True)
+    assert isinstance(engine, OwnWeights)
     assert isinstance(engine, CopiesWeights)
     pool = EnvPool(Gated)
     collector = Collector(engine, ChatTokenizer(tokenizer), pool, config.rollout)

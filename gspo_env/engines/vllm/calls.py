@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx2 as httpx
 
-from gspo_env.engines.base import Completion
+from gspo_env.engines.base import Completion, Sampling
 from gspo_env.engines.vllm.process import Server
-from gspo_env.engines.vllm.worker import EXTENSION
+from gspo_env.engines.vllm.settings import EXTENSION
 from gspo_env.errors import EngineError
 
 RESET_SECONDS = 60.0
@@ -57,6 +57,19 @@ def check_server(client: httpx.Client, backend: str) -> str:
             f"""--weight-transfer-config '{{"backend": "{backend}"}}' or choose --transfer folder"""
         )
     return str(config["model_config"]["dtype"]).removeprefix("torch.")
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Returns the sampling parameters of vLLM, for an engine in this process and for a server."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # only the stop ids end an action
+        "seed": sampling.seed % 2**63,
+        "logprobs": 0,
+        "detokenize": False,
+    }
 
 
 def read_completion(server: Server, response: httpx.Response, version: int) -> Completion | None:

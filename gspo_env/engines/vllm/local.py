@@ -26,9 +26,9 @@ from gspo_env.engines.base import (
     drained,
     sample_parts,
 )
+from gspo_env.engines.vllm.calls import sampling_fields
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT
-from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
-from gspo_env.engines.vllm.worker import EXTENSION
+from gspo_env.engines.vllm.settings import EXTENSION, VLLM, VLLMSettings
 from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
@@ -298,16 +298,3 @@ def check_loaded(reports: Sequence[dict[str, list[str]]]) -> None:
                 f"vLLM {what} {len(names)} weights ({', '.join(sorted(names)[:4])}): its model "
                 "does not load what the checkpoint holds; choose the engine `transformers`"
             )
-
-
-def sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Returns the sampling parameters of vLLM, for an engine in this process and for a server."""
-    return {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "stop_token_ids": list(sampling.stop_ids),
-        "ignore_eos": True,  # only the stop ids end an action
-        "seed": sampling.seed % 2**63,
-        "logprobs": 0,
-        "detokenize": False,
-    }

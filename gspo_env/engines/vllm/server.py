@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,42 +23,19 @@ import httpx2 as httpx
 import torch
 
 from gspo_env.children import PrivateFolder
-from gspo_env.engines.base import (
-    Completion,
-    NamedTensors,
-    Sampling,
-    check_room,
-    drained,
-    sample_parts,
-)
-from gspo_env.engines.vllm.calls import (
-    RESET_SECONDS,
-    call,
-    check_server,
-    read_completion,
-    reset_cache,
-)
-from gspo_env.engines.vllm.local import (
-    check_loaded,
-    engine_arguments,
-    sampling_fields,
-    tolerance,
-)
+from gspo_env.engines.base import NamedTensors, drained
+from gspo_env.engines.vllm.calls import RESET_SECONDS, call, check_server, reset_cache
+from gspo_env.engines.vllm.local import check_loaded, engine_arguments, tolerance
 from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
+from gspo_env.engines.vllm.requests import Fleet, ServerAddress, ServerRequests
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
 logger = logging.getLogger(__name__)
 
-_KEEP_ALIVE = 2.0
-"""Seconds until an idle connection is closed. A server closes it after 5 seconds; a longer time
-here would let requests use a connection that the server is closing."""
-_MAX_FAILURES = 512
-"""Broken connections to a healthy server, between two updates of the weights, before it is lost."""
 
-
-class VLLMServerEngine:
+class VLLMServerEngine(ServerRequests):
     """Samples actions on vLLM servers.
 
     Args:
@@ -76,15 +52,14 @@ class VLLMServerEngine:
     def __init__(
         self, model: Any, config: VLLMServer, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
-        self.weights_version = 0
+        timeout = config.request_timeout
+        super().__init__(max_slots=max_slots, max_context=max_context, request_timeout=timeout)
         self.servers_lost = self.server_restarts = 0
         self.tolerance = tolerance(config)
-        self._config, self._max_context, self._max_slots = config, max_context, max_slots
+        self._config = config
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._private = PrivateFolder("gspo-env-fleet-")
         self._folder = Path(config.shared_folder or self._private.path) / "weights"
-        self._clients: tuple[asyncio.AbstractEventLoop, dict[Server, httpx.AsyncClient]] | None
-        self._clients = None
         self._transfer = _transfer(config, next(model.parameters()).device)
         self._source: Any = None
         self._why_lost = ""
@@ -130,6 +105,27 @@ class VLLMServerEngine:
         found = (s.dtype for s in self._servers if s.state is State.SERVING)
         return next((dtype for dtype in found if dtype != "float32"), "float32")
 
+    @property
+    def fleet(self) -> Fleet:
+        """The servers, for requests from other processes."""
+        serving = [s for s in self._servers if s.state is State.SERVING]
+        return Fleet(
+            servers=tuple(
+                ServerAddress(address=s.address, socket=s.socket, pid=s.pid) for s in serving
+            ),
+            weights_version=self.weights_version,
+            max_context=self._max_context,
+            request_timeout=self._request_timeout,
+            lost=self._none_left(State.SERVING, State.STARTING, State.READY),
+        )
+
+    def failed(self, address: ServerAddress, reason: str) -> None:
+        """Stops using a server that failed another process; does nothing if it was restarted."""
+        for server in self._servers:
+            own = ServerAddress(address=server.address, socket=server.socket, pid=server.pid)
+            if server.state is State.SERVING and own == address:
+                self._lose(server, reason)
+
     def metrics(self) -> dict[str, float]:
         """See `CountsFaults.metrics`."""
         return {
@@ -137,44 +133,6 @@ class VLLMServerEngine:
             "rollout/servers_lost": float(self.servers_lost),
             "rollout/server_restarts": float(self.server_restarts),
         }
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
-    ) -> Completion:
-        """Samples one action; see `Engine.generate`.
-
-        Raises:
-            EngineError: The prompt is empty or leaves no room for `max_tokens`, a server refused
-                the request, or no server is left.
-        """
-        check_room(prompt_ids, sampling, self._max_context)
-        if sampling.ends is not None:
-            return await sample_parts(self.generate, prompt_ids, sampling)
-        body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
-        while True:
-            server = await self._choose()
-            version = self.weights_version
-            server.running += 1
-            try:
-                response = await self._client(server).post("/inference/v1/generate", json=body)
-                reason = f"answered {response.status_code}"
-                if response.status_code < 500:
-                    done = read_completion(server, response, version)
-                    if done is not None:
-                        return done
-                    reason = "aborted a request"
-                self._lose(server, reason)
-            except httpx.TransportError as error:
-                # one connection may break; the server is lost if it is not healthy either
-                server.failures += 1
-                usable = server.failures <= _MAX_FAILURES
-                if not (usable and await asyncio.to_thread(server.is_healthy)):
-                    self._lose(server, f"{type(error).__name__}: {error}")
-            finally:
-                server.running -= 1
-
-    def release(self, session: str) -> None:
-        """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
 
     async def sleep(self) -> None:
         """Does nothing: servers have their own memory."""
@@ -205,21 +163,18 @@ class VLLMServerEngine:
         stop(self._servers)
         self._private.close()
 
-    async def _choose(self) -> Server:
-        """Returns the serving server with the fewest requests; waits for one that is starting."""
-        while True:
-            serving = [server for server in self._servers if server.state is State.SERVING]
-            if serving:
-                return min(serving, key=lambda server: server.running)
-            self._require_one(State.STARTING)
-            await asyncio.sleep(0.1)
-
     def _require_one(self, *states: State) -> None:
-        if not any(server.state in states for server in self._servers):
-            raise EngineError(
-                f"none of the {len(self._servers)} vLLM servers is left; the last one was lost "
-                f"because: {self._why_lost}"
-            )
+        if problem := self._none_left(*states):
+            raise EngineError(problem)
+
+    def _none_left(self, *states: State) -> str:
+        """Returns an error message if no server has one of the states, else an empty string."""
+        if any(server.state in states for server in self._servers):
+            return ""
+        return (
+            f"none of the {len(self._servers)} vLLM servers is left; the last one was lost "
+            f"because: {self._why_lost}"
+        )
 
     def _lose(self, server: Server, reason: str, *, restart: bool = True) -> None:
         """Stops using a server; one that was started here is started again, if that may help."""
@@ -266,23 +221,6 @@ class VLLMServerEngine:
             if not self._may_restart():
                 server.state = State.LOST
                 return
-
-    def _client(self, server: Server) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        if self._clients is None or self._clients[0] is not loop:
-            self._clients = loop, {}
-        if server not in self._clients[1]:
-            limits = httpx.Limits(max_connections=self._max_slots + 8, keepalive_expiry=_KEEP_ALIVE)
-            transport = None
-            if server.socket:
-                transport = httpx.AsyncHTTPTransport(uds=server.socket, limits=limits)
-            self._clients[1][server] = httpx.AsyncClient(
-                base_url=server.address,
-                transport=transport,
-                limits=limits,
-                timeout=httpx.Timeout(self._config.request_timeout, connect=10.0),
-            )
-        return self._clients[1][server]
 
     def _environment(self, kv_cache_gib: float, replicas: int) -> dict[str, str]:
         environment = {

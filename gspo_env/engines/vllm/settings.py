@@ -10,6 +10,9 @@ from gspo_env.engines.base import Engine
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.registry import check_literals
 
+EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
+"""The value of vLLM's argument `worker_extension_cls`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLMSettings:

@@ -14,9 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-EXTENSION = f"{__name__}.CheckedWorker"
-"""The value of vLLM's argument `worker_extension_cls`."""
-
 
 class CheckedWorker:
     """Methods that vLLM adds to its worker; each is called with `collective_rpc`."""

@@ -1,0 +1,77 @@
+"""`gspo-env play`: an episode by hand."""
+
+import io
+
+import pytest
+
+from gspo_env.cli.main import main
+
+
+def played(monkeypatch, capsys, typed, *arguments):
+    """What the command prints to somebody who types these lines."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    main(["play", *arguments])
+    return capsys.readouterr().out
+
+
+def test_a_person_sees_what_the_policy_reads_and_what_each_turn_earns(monkeypatch, capsys):
+    said = played(monkeypatch, capsys, "/expert\n" * 8, "gspo/Lookup-v0", "--env-kwargs", "hops=2")
+    assert "system: Follow the links with the lookup tool" in said
+    assert "tool lookup(key): Look up the word" in said
+    assert "user: Follow 2 links from" in said
+    assert "Success: outcome +1, 3 turns" in said
+
+
+def test_a_call_of_a_tool_is_typed_in_short_and_a_wrong_one_is_asked_again(monkeypatch, capsys):
+    typed = "/lookup key=\n/nothing\n/lookup key\n/lookup 'key\n/lookup key=grass\n/quit\n"
+    said = played(monkeypatch, capsys, typed, "--seed", "3")
+    assert '<tool_call>{"name": "lookup", "arguments": {"key": "grass"}}</tool_call>' in said
+    assert "there is no tool 'nothing'; expected one of lookup" in said
+    assert "'key' is no argument; expected name=value" in said
+    assert "cannot be read" in said
+    assert "2 turns" in said
+
+
+def test_an_action_of_several_lines_is_one_action(monkeypatch, capsys, tmp_path):
+    (tmp_path / "echo.py").write_text(
+        "from gspo_env import TextEnv\n"
+        "class Echo(TextEnv):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return 'say', {}\n"
+        "    def step(self, action):\n"
+        "        return repr(action) + '\\x1b[2J', 1.0, True, False, {}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    said = played(monkeypatch, capsys, '"""\none\ntwo\n"""\n', "echo.py:Echo")
+    assert "'one\\ntwo'" in said
+    assert "\x1b" not in said
+
+
+def test_the_end_of_the_input_ends_the_episode(monkeypatch, capsys):
+    assert "0 turns" in played(monkeypatch, capsys, "")
+
+
+def test_an_environment_that_fails_says_how_and_one_without_a_demonstrator_says_so(
+    monkeypatch, capsys, tmp_path
+):
+    (tmp_path / "bad.py").write_text(
+        "from gspo_env import TextEnv\n"
+        "class Bad(TextEnv):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        return 'say', {}\n"
+        "    def step(self, action):\n"
+        "        raise OSError('no disk')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    said = played(monkeypatch, capsys, "/expert\nsomething\n", "bad.py:Bad")
+    assert "this environment has no demonstrator" in said
+    assert "The environment failed: " in said
+    assert "no disk" in said
+
+
+@pytest.mark.parametrize("arguments", [["gspo/Nope-v0"], ["--seed", "-1"]])
+def test_what_cannot_be_played_is_one_sentence(capsys, arguments):
+    with pytest.raises(SystemExit) as end:
+        main(["play", *arguments])
+    assert end.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
