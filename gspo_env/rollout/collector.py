@@ -65,12 +65,8 @@ class Collector:
     """Tokens of each first prompt that does not fit, since the last batch."""
     _said: bool = False
     _pace: Pace = field(default_factory=Pace)
-    _weights_stay: asyncio.Event = field(default_factory=asyncio.Event)
+    _weights_stay: asyncio.Event = field(default_factory=lambda: _set())
     """Unset while the engine takes new weights: episodes wait with their next action."""
-
-    def __post_init__(self) -> None:
-        """Lets episodes act."""
-        self._weights_stay.set()
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
         """Gives the engine the learner's weights while episodes go on.
@@ -255,6 +251,12 @@ def _settled(group: Group, pool: EnvPool) -> Group:
         outcome, success = conclude(e.turns, e.stop_reason, True, pool.outcome_if_cut)
         episodes.append(replace(e, outcome=outcome, success=success))
     return replace(group, episodes=tuple(episodes))
+
+
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
 
 
 @asynccontextmanager
