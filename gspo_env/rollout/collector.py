@@ -18,6 +18,7 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.rollout.waits import Heartbeat, Wait, Waits
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.types import Episode, Group, ResetInfo, StopReason, Task
 
@@ -54,6 +55,16 @@ class Collector:
     _unfit: list[int] = field(default_factory=list)
     """Tokens of each first prompt of this collection that does not fit."""
     _said: bool = False
+    _waits: Waits = field(default_factory=Waits)
+    _heartbeat: Heartbeat = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Lets the log say who is waited for."""
+        self._heartbeat = Heartbeat(self._waits.idle, self._waits.describe)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of those who play, since their start."""
+        return {}
 
     async def collect(
         self,
@@ -117,8 +128,9 @@ class Collector:
                     draw, derive_seed(job.seed, job.place, member), job.temperature
                 )
 
-        async with _one_error(), asyncio.TaskGroup() as running:
-            played = [running.create_task(one(g)) for g in range(job.group_size)]
+        with self._heartbeat.watching():
+            async with _one_error(), asyncio.TaskGroup() as running:
+                played = [running.create_task(one(g)) for g in range(job.group_size)]
         return draw.group([episode.result() for episode in played])
 
     def accept(self, groups: list[Group]) -> list[Group]:
@@ -149,7 +161,8 @@ class Collector:
         return await play_again(attempt, retries, self.pool.faults)
 
     async def _attempt(self, draw: _Draw, seed: int, temperature: float) -> Episode:
-        policy = _EnginePolicy(self, draw.task, seed, temperature)
+        wait = self._waits.begin(draw.task)
+        policy = _EnginePolicy(self, wait, seed, temperature)
         try:
             episode = await play_pooled(
                 self.pool,
@@ -161,6 +174,7 @@ class Collector:
             )
         finally:
             policy.release()
+            self._waits.end(wait)
         if policy.unfit is not None:
             self._unfit.append(policy.unfit)
         return episode
@@ -250,8 +264,9 @@ class _Draw:
 class _EnginePolicy:
     """Samples the actions of one episode from an engine, token-exact."""
 
-    def __init__(self, collector: Collector, task: Task, seed: int, temperature: float) -> None:
+    def __init__(self, collector: Collector, wait: Wait, seed: int, temperature: float) -> None:
         self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
+        self.wait, task = wait, wait.task
         self.session = f"{task.env_id}:{task.seed}:{seed}"
         self.sessions = {self.session}
         self.seed, self.temperature = seed, temperature
@@ -279,7 +294,9 @@ class _EnginePolicy:
         )
         started = time.perf_counter()
         session = self._session(self.transcript, opening.session)
+        self.wait.on("the engine", now.turn)
         done = await self.engine.generate(opening.ids, sampling, session)
+        self.wait.on("their environments", now.turn)
         check_completion(done, sampling, self.vocab_size)
         saying = self.transcript.write(done.token_ids)
         return Move(
