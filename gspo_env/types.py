@@ -25,6 +25,10 @@ Fork = Literal["template", "edited", "compacted", "new"]
 turns otherwise than they were sampled, the conversation was edited, it was replaced by a shorter
 one, or it is another conversation."""
 
+VersionRuns = tuple[tuple[int, int], ...]
+"""Versions of the weights that sampled the tokens of an action: runs of (version, tokens), in the
+order of the tokens; empty if one version sampled all."""
+
 Score = Literal["turns", "outcome", "sum"]
 """The rewards that estimators of returns use: those of the turns, the outcome at the last turn, or
 their sum; see `gspo_env.credit.turn_rewards`."""
@@ -218,6 +222,9 @@ class Turn:
     """The `info` of `step`; empty if the environment did not see the action."""
     timing: Timing = field(default_factory=Timing)
     weights_version: int = 0
+    """The lowest version of the weights that sampled a token of the action."""
+    weights_versions: VersionRuns = ()
+    """The version of each token, where the weights changed while the action was sampled."""
     state_key: str | None = None
     """The state in which the policy acted."""
 
@@ -320,8 +327,9 @@ class Episode:
 
     @property
     def weights_versions(self) -> tuple[int, int]:
-        """The lowest and the highest weights version that sampled a turn."""
+        """The lowest and the highest weights version that sampled a token."""
         versions = [turn.weights_version for turn in self.turns] or [0]
+        versions += [version for turn in self.turns for version, _ in turn.weights_versions]
         return min(versions), max(versions)
 
 

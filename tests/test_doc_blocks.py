@@ -17,6 +17,7 @@ PAGES = {
     "README.md": pytest.mark.adapters,
     "docs/adapters.md": pytest.mark.adapters,
     "docs/agents.md": pytest.mark.agents,
+    "docs/coming-from.md": (),
     "docs/learner.md": (),
     "docs/sandbox.md": (),
     "docs/self-play.md": (),

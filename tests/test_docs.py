@@ -132,3 +132,25 @@ def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
         arguments = shlex.split(command, comments=True)
         if "--help" not in arguments:
             parse(["0" if argument == "N" else argument for argument in arguments])
+
+
+def _messages():
+    """Every text of the package, with "…" for what is filled in."""
+    for folder in ("gspo_env", "envs", "agents"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    parts = node.values
+                    yield "".join(p.value if isinstance(p, ast.Constant) else "…" for p in parts)
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield re.sub(r"%\w+", "…", node.value)
+
+
+QUOTED = re.findall(r"^> (.+)$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+
+
+def test_the_page_of_errors_quotes_what_the_program_says():
+    said = [re.sub("…+", "…", text) for text in _messages()]
+    assert len(QUOTED) > 15
+    missing = [quote for quote in QUOTED if not any(quote.strip("… ") in text for text in said)]
+    assert not missing

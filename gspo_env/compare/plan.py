@@ -98,7 +98,7 @@ def _refuse_other_tasks(problem: Config, arm: Arm) -> None:
 def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     """Makes an arm for every combination of the axes' values.
 
-    Example:
+    Examples:
         >>> [arm.name for arm in grid({"advantage": ["outcome"], "gamma": [0.0, 1.0]})]
         ['outcome · 0.0', 'outcome · 1.0']
     """

@@ -5,7 +5,9 @@ from .base import Engine as Engine
 from .base import NamedTensors as NamedTensors
 from .base import Sampling as Sampling
 from .base import Transformers as Transformers
+from .base import UpdatesInFlight as UpdatesInFlight
 from .base import check_completion as check_completion
 from .base import drained as drained
+from .base import version_runs as version_runs
 from .transformers import TransformersEngine as TransformersEngine
 from .unbatched import UnbatchedEngine as UnbatchedEngine

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from gspo_env.errors import EngineError
+from gspo_env.types import VersionRuns
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +56,9 @@ class Completion:
     """Log-probability of each sampled id at the sampling temperature (natural log)."""
     finish_reason: Literal["stop", "length"]
     weights_version: int
+    """The lowest version of the weights that sampled one of the ids."""
+    weights_versions: VersionRuns = ()
+    """The version of each id, where the weights changed while the action was sampled."""
 
 
 class Engine(Protocol):
@@ -97,6 +101,19 @@ class CopiesWeights(Protocol):
 
 
 @runtime_checkable
+class UpdatesInFlight(Protocol):
+    """An engine that can change its weights while requests run.
+
+    The requests go on with the new weights, and their keys and values are computed anew. So each
+    token has the log-probability that the trainer with its version of the weights gives it, after
+    the prompt and all tokens before it. `Completion.weights_versions` has the version of each.
+    """
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Loads the learner's weights between two tokens of the requests that run."""
+
+
+@runtime_checkable
 class CountsFaults(Protocol):
     """An engine that counts its own faults: training records them after each update."""
 
@@ -106,10 +123,14 @@ class CountsFaults(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformers:
-    """Continuous batching over the learner's own weights, in this process."""
+    """Continuous batching in this process, over the learner's own weights or a copy of them."""
+
+    own_weights: bool = False
+    """Whether the engine has a copy of the weights, so that it samples while the learner updates
+    its own. The copy needs the memory of the weights once more."""
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
-        """Starts the engine with the weights of a model, one sequence a pass if it needs that.
+        """Starts the engine for a model, one sequence a pass if the model needs that.
 
         Args:
             model: The learner's causal LM.
@@ -119,16 +140,21 @@ class Transformers:
         Raises:
             ModelError: The model gives other log-probabilities with a cache.
         """
+        from gspo_env.engines.own_weights import OwnWeights
         from gspo_env.engines.transformers import TransformersEngine
         from gspo_env.engines.unbatched import UnbatchedEngine
         from gspo_env.model.check import Way, check_engine
 
         check = check_engine(model, max_context)
-        if check.way is not Way.ALONE:
-            return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
-        return UnbatchedEngine(
-            model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns
-        )
+
+        def begin(model: Any) -> TransformersEngine | UnbatchedEngine:
+            if check.way is not Way.ALONE:
+                return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
+            return UnbatchedEngine(
+                model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns
+            )
+
+        return OwnWeights(model, begin) if self.own_weights else begin(model)
 
 
 def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) -> None:
@@ -161,23 +187,56 @@ async def sample_parts(
     """
     ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    version = None
+    starts: list[tuple[int, int]] = []
     while True:
         left = sampling.max_tokens - len(ids)
         seed = (sampling.seed + len(ids)) % 2**63
         asked = replace(sampling, max_tokens=min(left, _PART), ends=None, seed=seed)
         done = await part([*prompt_ids, *ids], asked)
-        version = done.weights_version if version is None else version
+        starts += version_starts(done, len(ids))
         start, ids, logprobs = len(ids), ids + done.token_ids, logprobs + done.logprobs
         ends = (n for n in range(start + 1, len(ids) + 1) if sampling.ended(ids[:n]))
         end = next(ends, None)
         if end is not None or len(ids) >= sampling.max_tokens:
+            lowest, runs = version_runs(starts, len(ids[:end]))
             return Completion(
                 token_ids=ids[:end],
                 logprobs=logprobs[:end],
                 finish_reason="length" if end is None else "stop",
-                weights_version=version,
+                weights_version=lowest,
+                weights_versions=runs,
             )
+
+
+def version_starts(done: Completion, before: int = 0) -> list[tuple[int, int]]:
+    """Inverse of `version_runs`; `before` tokens precede those of the completion."""
+    starts = []
+    for version, tokens in done.weights_versions or [(done.weights_version, 0)]:
+        starts.append((version, before))
+        before += tokens
+    return starts
+
+
+def version_runs(starts: Sequence[tuple[int, int]], tokens: int) -> tuple[int, VersionRuns]:
+    """Returns `weights_version` and `weights_versions` of a completion.
+
+    Args:
+        starts: The versions that were in use, each with the number of tokens sampled before it.
+        tokens: Number of tokens of the completion.
+
+    Example:
+        >>> version_runs([(3, 0), (4, 5), (5, 9)], 8)
+        (3, ((3, 5), (4, 3)))
+    """
+    ends = [min(start, tokens) for _, start in starts[1:]] + [tokens]
+    runs: list[tuple[int, int]] = []
+    for (version, start), end in zip(starts, ends, strict=True):
+        if end > start and runs and runs[-1][0] == version:
+            runs[-1] = version, runs[-1][1] + end - start
+        elif end > start:
+            runs.append((version, end - start))
+    lowest = min((version for version, _ in runs), default=starts[0][0])
+    return lowest, tuple(runs) if len(runs) > 1 else ()
 
 
 async def drained(requests: Callable[[], int], seconds: float = _DRAIN_SECONDS) -> None:
@@ -241,6 +300,9 @@ def _fault(done: Completion, sampling: Sampling, end: float) -> tuple[str, Any, 
         return "logprobs", _some(logprobs), "finite numbers up to 0 (are the weights finite?)"
     if not isinstance(done.weights_version, Integral) or done.weights_version < 0:
         return "weights_version", done.weights_version, "an integer from 0"
+    if done.weights_versions and not _are_runs(done, count):
+        expected = f"runs (version, tokens) of {count} tokens, the lowest {done.weights_version}"
+        return "weights_versions", done.weights_versions, expected
     reason = "stop" if sampling.ended(done.token_ids) else "length"
     if done.finish_reason != reason:
         return "finish_reason", done.finish_reason, repr(reason)
@@ -249,6 +311,22 @@ def _fault(done: Completion, sampling: Sampling, end: float) -> tuple[str, Any, 
     if not set(sampling.stop_ids).isdisjoint(done.token_ids[:-1]):
         return "token_ids", done.token_ids, "a stop id at the end only"
     return None
+
+
+def _are_runs(done: Completion, tokens: int) -> bool:
+    """Returns whether the runs of versions cover the tokens, with the lowest version given."""
+    try:
+        runs = np.asarray(done.weights_versions)
+    except (ValueError, TypeError, OverflowError):
+        return False
+    return (
+        runs.ndim == 2
+        and runs.shape[1] == 2
+        and runs.dtype.kind in "iu"
+        and bool(runs[:, 1].min() > 0)
+        and int(runs[:, 1].sum()) == tokens
+        and int(runs[:, 0].min()) == done.weights_version
+    )
 
 
 def _vector(values: Any) -> np.ndarray[Any, Any] | None:

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.upload import upload
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
+from gspo_env.engines.base import (
+    Completion,
+    NamedTensors,
+    Sampling,
+    check_room,
+    drained,
+    version_runs,
+)
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.kv_cache import KVCache
@@ -47,6 +54,8 @@ class _Request:
     pending: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """See `version_runs`."""
 
 
 class TransformersEngine:
@@ -102,6 +111,7 @@ class TransformersEngine:
             session=session,
             future=loop.create_future(),
             draw=random.Random(sampling.seed).random,
+            versions=[(self.weights_version, 0)],
         )
         self._waiting.append(request)
         self._ensure_running()
@@ -131,14 +141,36 @@ class TransformersEngine:
         Raises:
             EngineError: Requests still run after minutes.
         """
-        if self._running or self._waiting:  # some may be cancelled, which the next step notices
-            self._ensure_running()
-            await drained(lambda: len(self._running) + len(self._waiting))
+        await self.drain()
         self._prefixes.clear()
         self._sessions.clear()
         self._slots = [_Slot(slot.index) for slot in self._slots]
         self._free = [slot.index for slot in self._slots]
         self.weights_version = version
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Clears the cache; see `UpdatesInFlight.update_in_flight`.
+
+        The next step computes the keys and values of each request anew.
+        """
+        self._prefixes.clear()
+        for slot in self._slots:
+            slot.tokens = []
+        for request in self._running:
+            request.pending = request.prompt + request.token_ids
+        for request in [*self._running, *self._waiting]:
+            request.versions.append((version, len(request.token_ids)))
+        self.weights_version = version
+
+    async def drain(self) -> None:
+        """Waits until no request is in flight.
+
+        Raises:
+            EngineError: Requests still run after minutes.
+        """
+        if self._running or self._waiting:  # some may be cancelled, which the next step notices
+            self._ensure_running()
+            await drained(lambda: len(self._running) + len(self._waiting))
 
     def close(self) -> None:
         """Frees the cache and rejects further requests."""
@@ -247,11 +279,13 @@ class TransformersEngine:
             stopped = request.sampling.ended(request.token_ids)
             if stopped or len(request.token_ids) == request.sampling.max_tokens:
                 self._leave(request)
+                lowest, runs = version_runs(request.versions, len(request.token_ids))
                 completion = Completion(
                     token_ids=tuple(request.token_ids),
                     logprobs=tuple(request.logprobs),
                     finish_reason="stop" if stopped else "length",
-                    weights_version=self.weights_version,
+                    weights_version=lowest,
+                    weights_versions=runs,
                 )
                 request.future.set_result(completion)
 

@@ -12,7 +12,14 @@ import random
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, drained
+from gspo_env.engines.base import (
+    Completion,
+    NamedTensors,
+    Sampling,
+    check_room,
+    drained,
+    version_runs,
+)
 from gspo_env.engines.transformers import sample
 from gspo_env.errors import EngineError
 from gspo_env.model.own_cache import OwnCache
@@ -42,6 +49,7 @@ class UnbatchedEngine:
         self._caches: dict[str, OwnCache] = {}
         self._prompts: dict[tuple[int, ...], OwnCache] = {}
         self._running = 0
+        self._updates = 0
         self._closed = False
         self.weights_version = 0
         self.fed_tokens = 0
@@ -64,11 +72,11 @@ class UnbatchedEngine:
         cache = self._cache_for(list(prompt_ids), session)
         self._running += 1
         try:
-            completion = await self._sample(cache, list(prompt_ids), sampling)
+            completion, kept = await self._sample(cache, list(prompt_ids), sampling)
         finally:
             self._running -= 1
-        if session and not self._closed:
-            _keep(self._caches, session, cache, self._max_slots)
+        if session and kept is not None and not self._closed:
+            _keep(self._caches, session, kept, self._max_slots)
         return completion
 
     def _cache_for(self, prompt: list[int], session: str | None) -> OwnCache:
@@ -79,13 +87,21 @@ class UnbatchedEngine:
         known = self._prompts.get(tuple(prompt))
         return OwnCache(self._model) if known is None else known.copy()
 
-    async def _sample(self, cache: OwnCache, prompt: list[int], sampling: Sampling) -> Completion:
+    async def _sample(
+        self, cache: OwnCache, prompt: list[int], sampling: Sampling
+    ) -> tuple[Completion, OwnCache | None]:
+        """Returns the action and the cache; no cache if the weights changed after the last id."""
         token_ids: list[int] = []
         logprobs: list[float] = []
         draw = random.Random(sampling.seed).random
         pending = prompt[len(cache.tokens) :]
         stopped = False
+        updates, versions = self._updates, [(self.weights_version, 0)]
         while len(token_ids) < sampling.max_tokens:
+            if updates != self._updates:
+                updates, cache = self._updates, OwnCache(self._model)
+                pending = prompt + token_ids
+                versions.append((self.weights_version, len(token_ids)))
             if pending:
                 pending = self._feed(cache, pending)
             if not pending and cache.logits is not None:
@@ -97,12 +113,15 @@ class UnbatchedEngine:
                     break
                 pending = [token]
             await asyncio.sleep(0)
-        return Completion(
+        lowest, runs = version_runs(versions, len(token_ids))
+        completion = Completion(
             token_ids=tuple(token_ids),
             logprobs=tuple(logprobs),
             finish_reason="stop" if stopped else "length",
-            weights_version=self.weights_version,
+            weights_version=lowest,
+            weights_versions=runs,
         )
+        return completion, cache if updates == self._updates else None
 
     def _feed(self, cache: OwnCache, pending: list[int]) -> list[int]:
         """Runs one pass; returns the ids that are still to be fed."""
@@ -124,9 +143,22 @@ class UnbatchedEngine:
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Drops every cache; the engine already shares the learner's weights."""
-        await drained(lambda: self._running)
+        await self.drain()
+        await self.update_in_flight(named_tensors, version)
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Drops every cache; each request computes its own anew before its next token."""
         self._drop()
+        self._updates += 1
         self.weights_version = version
+
+    async def drain(self) -> None:
+        """Waits until no request is in flight.
+
+        Raises:
+            EngineError: Requests still run after minutes.
+        """
+        await drained(lambda: self._running)
 
     def close(self) -> None:
         """Frees every cache and rejects further requests."""

@@ -309,6 +309,7 @@ class _EnginePolicy:
             action_ids=done.token_ids,
             logprobs=done.logprobs,
             weights_version=done.weights_version,
+            weights_versions=done.weights_versions,
             seconds=time.perf_counter() - started,
             stop=StopReason.MAX_TURN_TOKENS if done.finish_reason == "length" else None,
         )

@@ -29,6 +29,7 @@ from gspo_env.types import (
     Task,
     Timing,
     Turn,
+    VersionRuns,
 )
 
 ENDED = (StopReason.TERMINATED, StopReason.TRUNCATED)
@@ -78,6 +79,9 @@ class Move:
     action_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     weights_version: int = 0
+    """See `Turn.weights_version`."""
+    weights_versions: VersionRuns = ()
+    """See `Turn.weights_versions`."""
     seconds: float = 0.0
     """Time that the policy took."""
     stop: StopReason | None = None
@@ -291,6 +295,7 @@ class _Game:
             info=info,
             timing=Timing(generate=move.seconds, step=seconds),
             weights_version=move.weights_version,
+            weights_versions=move.weights_versions,
             state_key=key,
         )
         self.turns.append(turn)

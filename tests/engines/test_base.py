@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.engines.base import Completion, Sampling, check_completion, drained
+from gspo_env.engines.base import (
+    Completion,
+    Sampling,
+    check_completion,
+    drained,
+    sample_parts,
+    version_runs,
+    version_starts,
+)
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.rollout.collector import Collector, RolloutConfig
@@ -42,6 +50,11 @@ MALFORMED = {
     "a stop id in the middle": {"token_ids": (5, 2, 2)},
     "no version": {"weights_version": None},
     "a negative version": {"weights_version": -1},
+    "versions of fewer tokens": {"weights_versions": ((0, 1), (1, 1))},
+    "versions of no tokens": {"weights_versions": ((0, 3), (1, 0))},
+    "a lower version in its runs": {"weights_version": 1, "weights_versions": ((0, 1), (1, 2))},
+    "versions that are no runs": {"weights_versions": (0, 1, 1)},
+    "ragged versions": {"weights_versions": ((0, 2), (1,))},
     "an unknown reason": {"finish_reason": "abort"},
     "length where a stop id ends it": {"finish_reason": "length"},
     "stop without a stop id": {"token_ids": (5, 6, 7)},
@@ -53,6 +66,39 @@ def test_a_malformed_completion_is_refused_with_the_field_and_its_value(fault):
     check_completion(GOOD, ASKED, 300)
     with pytest.raises(EngineError, match=r"a completion is malformed: .* expected"):
         check_completion(replace(GOOD, **MALFORMED[fault]), ASKED, 300)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_the_runs_of_versions_name_the_version_of_each_token(versions):
+    starts = [(v, n) for n, v in enumerate(versions) if n == 0 or versions[n - 1] != v]
+    starts.append((9, len(versions)))  # weights that sampled nothing any more
+    lowest, runs = version_runs(starts, len(versions))
+    named = [v for v, tokens in runs for _ in range(tokens)] or [lowest] * len(versions)
+    assert named == versions
+    assert lowest == min(versions)
+    done = replace(GOOD, weights_version=lowest, weights_versions=runs)
+    assert [v for v, _ in version_starts(done)] == [v for v, _ in starts[:-1]]
+
+
+def test_parts_of_an_action_keep_the_version_of_each_token():
+    versions = iter([(4, ()), (4, ((4, 9), (5, 55))), (6, ())])
+
+    async def part(ids, sampling):
+        lowest, runs = next(versions)
+        count = sampling.max_tokens
+        return Completion(
+            token_ids=(7,) * count,
+            logprobs=(-1.0,) * count,
+            finish_reason="length",
+            weights_version=lowest,
+            weights_versions=runs,
+        )
+
+    asked = Sampling(max_tokens=140, ends=lambda ids: len(ids) == 130)
+    done = asyncio.run(sample_parts(part, [3], asked))
+    assert done.weights_versions == ((4, 64 + 9), (5, 55), (6, 2))
+    assert done.weights_version == 4
+    check_completion(done, asked)
 
 
 def test_what_is_no_completion_is_refused():

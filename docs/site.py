@@ -1,0 +1,108 @@
+"""Pages of the site that are made from other files, and links to files outside of `docs`."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+COPIES = {
+    "index.md": "README.md",
+    "security.md": "SECURITY.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
+"""Pages of the site, and the files at the root that they show."""
+ROOMS = {
+    "gspo_env.env": "Environments",
+    "gspo_env.check": "Checks of environments",
+    "gspo_env.credit": "Credit",
+    "gspo_env.engines": "Engines",
+    "gspo_env.rollout": "Rollout",
+    "gspo_env.batch": "Batches",
+    "gspo_env.learner": "Learner",
+    "gspo_env.training": "Training",
+    "gspo_env.recipes": "Recipes",
+    "gspo_env.serving": "Serving",
+    "gspo_env.compare": "Comparisons",
+    "gspo_env.report": "Reports",
+    "gspo_env.tracking": "Tracking",
+    "gspo_env": "Records, errors and settings",
+}
+"""Packages whose public names the reference shows, and their headings."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are made from other files."""
+    made = {page: (ROOT / name).read_text() for page, name in COPIES.items()}
+    for page, text in (made | {"api.md": api(), "examples.md": examples()}).items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Points links to files outside of `docs` at the pages that show them."""
+    pages = {name: page for page, name in COPIES.items()}
+    prefix = "" if page.file.src_uri in COPIES else "../"
+
+    def link(match: re.Match[str]) -> str:
+        target, anchor = match[1], match[2] or ""
+        if not prefix and target.startswith("docs/"):
+            return f"]({target.removeprefix('docs/')}{anchor})"
+        if not target.startswith(prefix):
+            return match[0]
+        target = target.removeprefix(prefix)
+        if target in pages:
+            return f"]({pages[target]}{anchor})"
+        if target == "examples":
+            return "](examples.md)"
+        if target.startswith("examples/"):
+            return f"](examples.md#{heading_id(target)})"
+        return match[0] if (ROOT / "docs" / target).exists() else "](api.md)"
+
+    return re.sub(r"\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)", link, markdown)
+
+
+def heading_id(path: str) -> str:
+    """Returns the anchor of an example's heading."""
+    return re.sub(r"[^a-z0-9]+", "-", path.lower())
+
+
+def examples() -> str:
+    """Returns the page of the examples: each file with its first docstring or comment."""
+    parts = ["# Examples\n\nThe files of the folder `examples`. All of them run in the tests.\n"]
+    for path in sorted((ROOT / "examples").rglob("*")):
+        if path.suffix not in (".py", ".toml", ".js", ".json", ".jsonl") or path.stat().st_size > 20_000:
+            continue
+        name = path.relative_to(ROOT).as_posix()
+        parts.append(f"## `{name}` {{ #{heading_id(name)} }}\n")
+        parts.append(f"````{path.suffix[1:]}\n{path.read_text()}````\n")
+    return "\n".join(parts)
+
+
+def api() -> str:
+    """Returns the page of the public names of each room, from the stubs of their fronts."""
+    direct = ", ".join(f"`{path.rpartition('.')[2]}`" for path in public_names("gspo_env"))
+    parts = [f"# Python reference\n\nThese names can be imported from `gspo_env` itself: {direct}.\n"]
+    shown: set[str] = set()
+    for room, title in ROOMS.items():
+        new = [path for path in public_names(room) if path not in shown]
+        shown.update(new)
+        parts.append(f"## {title}: `{room}`\n")
+        parts += [f"::: {path}\n" for path in new]
+    return "\n".join(parts)
+
+
+def public_names(room: str) -> list[str]:
+    """Returns the full paths of the names that a package's `__init__.pyi` lists."""
+    stub = ast.parse((ROOT / room.replace(".", "/") / "__init__.pyi").read_text())
+    found: dict[str, str] = {}
+    for node in stub.body:
+        if isinstance(node, ast.ImportFrom):
+            module = f"{room}.{node.module}" if node.level else str(node.module)
+            found |= {str(a.asname or a.name): f"{module}.{a.name}" for a in node.names}
+    return [found[name] for name in sorted(found)]

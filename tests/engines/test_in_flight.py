@@ -1,0 +1,186 @@
+"""Weights that change while requests run, in the engines of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import threading
+
+import pytest
+import torch
+
+from gspo_env.engines.base import (
+    CopiesWeights,
+    Sampling,
+    Transformers,
+    UpdatesInFlight,
+    check_completion,
+)
+from gspo_env.engines.own_weights import OwnWeights
+from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.unbatched import UnbatchedEngine
+from gspo_env.errors import EngineError
+
+ENGINES = ["batched", "unbatched", "batched copy", "unbatched copy"]
+
+
+def other_weights(model, seed):
+    """The same architecture with other weights, by version."""
+    other = copy.deepcopy(model)
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn(parameter.shape, generator=rng))
+    return other
+
+
+def plain_logprobs(model, ids, count):
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        logits = plain(torch.tensor([ids])).logits[0].float()
+    rows = torch.log_softmax(logits, -1)[-count - 1 : -1]
+    return rows.gather(-1, torch.tensor(ids[-count:])[:, None])[:, 0]
+
+
+def versions_of(done):
+    runs = done.weights_versions or ((done.weights_version, len(done.token_ids)),)
+    return torch.tensor([v for v, tokens in runs for _ in range(tokens)])
+
+
+def greatest_difference(models, prompt, done):
+    """Between the engine's log-probability of each token and that of its version's model."""
+    by_version = torch.stack(
+        [plain_logprobs(m, [*prompt, *done.token_ids], len(done.token_ids)) for m in models]
+    )
+    expected = by_version[versions_of(done), torch.arange(len(done.token_ids))]
+    return float((torch.tensor(done.logprobs) - expected).abs().max())
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, model):
+    name, _, own = request.param.partition(" ")
+
+    def start(model):
+        if name == "batched":
+            return TransformersEngine(model, max_slots=4, max_context=300, max_step_tokens=40)
+        return UnbatchedEngine(model, max_slots=4, max_context=300)
+
+    return OwnWeights(model, start) if own else start(model)
+
+
+async def play(engine, model, models, updates, requests=6, turns=1):
+    """Plays conversations, with an update of the weights after every few tokens."""
+    log = []
+
+    async def converse(n):
+        rng = random.Random(n)
+        ids = [rng.randrange(1, 250) for _ in range(10 + n)] if n else [9, 8, 7]
+        for turn in range(turns):
+            sampling = Sampling(max_tokens=30, seed=10 * n + turn)
+            done = await engine.generate(list(ids), sampling, f"s{n}")
+            check_completion(done, sampling)
+            log.append((list(ids), done))
+            ids += [*done.token_ids, 5, 6]
+
+    jobs = [asyncio.create_task(converse(n)) for n in range(requests)]
+    for version in range(1, updates + 1):
+        for _ in range(8):
+            await asyncio.sleep(0)
+        model.load_state_dict(models[version].state_dict())
+        await engine.update_in_flight([], version)
+    await asyncio.gather(*jobs)
+    return log
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_each_token_has_the_log_probability_that_its_version_of_the_weights_gives(
+    engine, model, turns
+):
+    assert isinstance(engine, UpdatesInFlight)
+    models = [copy.deepcopy(model), *(other_weights(model, n) for n in (1, 2))]
+    log = asyncio.run(play(engine, model, models, updates=2, turns=turns))
+    assert any(len(done.weights_versions) == 3 for _, done in log)
+    assert {v for _, done in log for v in versions_of(done).tolist()} == {0, 1, 2}
+    assert max(greatest_difference(models, *each) for each in log) < 1e-4
+
+
+def test_keys_and_values_of_the_old_weights_would_be_noticed(model, monkeypatch):
+    engine = TransformersEngine(model, max_slots=4, max_context=300)
+    models = [copy.deepcopy(model), other_weights(model, 1)]
+
+    async def version_only(named_tensors, version):
+        for request in engine._running:
+            request.versions.append((version, len(request.token_ids)))
+        engine.weights_version = version
+
+    monkeypatch.setattr(engine, "update_in_flight", version_only)
+    log = asyncio.run(play(engine, model, models, updates=1))
+    assert max(greatest_difference(models, *each) for each in log) > 1e-2
+
+
+def test_after_an_update_in_flight_sampling_is_as_in_a_new_engine(engine, model):
+    models = [copy.deepcopy(model), other_weights(model, 1)]
+    asyncio.run(play(engine, model, models, updates=1, turns=2))
+    sampling = Sampling(max_tokens=20, seed=3)
+    fresh = TransformersEngine(copy.deepcopy(models[1]), max_slots=2, max_context=300)
+    after = asyncio.run(engine.generate([9, 8, 7], sampling))
+    expected = asyncio.run(fresh.generate([9, 8, 7], sampling))
+    assert after.token_ids == expected.token_ids
+    assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    assert (after.weights_version, after.weights_versions) == (1, ())
+
+
+def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model):
+    before = copy.deepcopy(model)
+    engine = Transformers(own_weights=True).start(model, max_slots=4, max_context=100)
+    assert isinstance(engine, CopiesWeights)
+    stop = threading.Event()
+
+    def learn():
+        while not stop.is_set():
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.01)
+
+    learner = threading.Thread(target=learn)
+    learner.start()
+    try:
+        done = asyncio.run(engine.generate([3, 4, 5], Sampling(max_tokens=40)))
+    finally:
+        stop.set()
+        learner.join()
+    assert greatest_difference([before], [3, 4, 5], done) < 1e-4
+    model.load_state_dict(other_weights(before, 1).state_dict())
+    asyncio.run(engine.update_weights([], 1))
+    again = asyncio.run(engine.generate([3, 4, 5], Sampling(max_tokens=40)))
+    assert greatest_difference([before, model], [3, 4, 5], again) < 1e-4
+
+
+def test_an_engine_on_the_learners_own_weights_does_not_say_that_it_has_a_copy(model):
+    engine = Transformers().start(model, max_slots=4, max_context=100)
+    assert not isinstance(engine, CopiesWeights)
+
+
+def test_an_update_of_a_copy_waits_for_requests_unless_it_is_in_flight(model):
+    engine = Transformers(own_weights=True).start(model, max_slots=4, max_context=100)
+
+    async def overlap():
+        running = asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=30)))
+        await asyncio.sleep(0)
+        model.load_state_dict(other_weights(model, 1).state_dict())
+        await engine.update_weights([], 1)
+        assert running.done()
+        return running.result()
+
+    assert asyncio.run(overlap()).weights_version == 0
+
+
+def test_a_model_that_got_an_adapter_after_the_start_is_refused(model):
+    from peft import LoraConfig, get_peft_model
+
+    engine = Transformers(own_weights=True).start(model, max_slots=4, max_context=100)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(EngineError, match="other weights than at the start"):
+        asyncio.run(engine.update_weights([], 1))
