@@ -28,6 +28,7 @@ from gspo_agents.start import (
     take_score,
     with_adapter,
 )
+from gspo_agents.workers import check_workers, open_collector
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.env.base import TextEnvironment, attribute
@@ -85,6 +86,7 @@ class GSPOAgent:
             self.config = replace(self.config, env=env)
         check_score(self.config)
         getattr(self.config.engine, "require", lambda: None)()
+        check_workers(self.config)
         self.env_id = resolve_env(self.config.env)
         limits = self.config.rollout
         own = limits.isolation == "process"  # then the child has limits of its own
@@ -382,7 +384,11 @@ class GSPOAgent:
         with self._pool() as pool:
             try:
                 size = self.model.get_input_embeddings().num_embeddings
-                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout, size)
+                if keep_engine:  # for one episode, workers are not worth their start
+                    yield Collector(self._new_engine(), self.chat, pool, self.config.rollout, size)
+                    return
+                with open_collector(self.config, self._new_engine, self.chat, pool, size) as made:
+                    yield made
             finally:
                 if not keep_engine:
                     self.close()

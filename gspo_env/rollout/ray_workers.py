@@ -41,6 +41,18 @@ _HEAD = "address"
 """The file in which the head of a local cluster writes its address."""
 
 
+def require_ray() -> None:
+    """Checks that Ray is installed.
+
+    Raises:
+        MissingExtraError: It is not.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError(
+            "the workers need Ray, which is not installed: pip install 'gspo-env[ray]'"
+        )
+
+
 class RayCluster:
     """A connection to Ray, and to the cluster that is started for it if no address is given.
 
@@ -55,10 +67,7 @@ class RayCluster:
 
     def __init__(self, count: int, address: str = "") -> None:
         """Begins to start the cluster; `connect` waits for it."""
-        if importlib.util.find_spec("ray") is None:
-            raise MissingExtraError(
-                "the workers need Ray, which is not installed: pip install 'gspo-env[ray]'"
-            )
+        require_ray()
         self._address = address
         self._ray: Any = None
         self._setup: Any = None
@@ -117,7 +126,7 @@ class RayCluster:
 
     def start(self, number: int) -> RayHandle:
         """Starts a worker; returns at once."""
-        actor = self._ray.remote(_Actor).options(
+        as_actor = self._ray.remote(
             num_cpus=1,
             max_concurrency=_CALLS,
             concurrency_groups={"beats": 4},
@@ -125,6 +134,7 @@ class RayCluster:
             max_task_retries=0,
             scheduling_strategy="SPREAD",
         )
+        actor = as_actor(_Actor)
         return RayHandle(self._ray, actor.remote(self._setup), local=self._guard is not None)
 
     def close(self) -> None:

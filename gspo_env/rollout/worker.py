@@ -42,13 +42,12 @@ _MOST_LINES = 100
 class WorkerSetup:
     """What a worker is made from."""
 
-    make_pool: Callable[[], EnvPool]
-    """Makes the pool of environments; a function that the worker can import."""
+    make_pool: Callable[[FaultLog], EnvPool]
+    """Makes the pool of environments with a log of failures; it can be pickled."""
     tokenizer: Any
     history: History
     """See `ChatTokenizer`."""
     config: RolloutConfig
-    """The rollout's settings, with the number of episodes in flight of one worker."""
     vocab_size: int | None
     fleet: Fleet
     """The servers at the start."""
@@ -104,12 +103,12 @@ class Worker:
             os.chdir(setup.folder)
         self._lines = _Lines()
         logging.getLogger("gspo_env").addHandler(self._lines)
-        self._engine = ServerClient(setup.fleet, setup.config.concurrency)
+        most = setup.config.worker_episodes
+        self._engine = ServerClient(setup.fleet, most)
         chat = ChatTokenizer(setup.tokenizer, history=setup.history)
-        self._pool = setup.make_pool()
-        self._pool.faults = _Unlogged()
+        self._pool = setup.make_pool(_Unlogged())
         self._collector = Collector(self._engine, chat, self._pool, setup.config, setup.vocab_size)
-        self._gate = asyncio.Semaphore(setup.config.concurrency)
+        self._gate = asyncio.Semaphore(most)
         # the trainer's log says who is waited for
         self._collector._heartbeat = Heartbeat(lambda: 0.0, str)
         self._playing = 0

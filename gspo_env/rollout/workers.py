@@ -15,6 +15,7 @@ from typing import Protocol
 from gspo_env.engines.vllm.requests import Fleet, ServerAddress
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, GroupJob
+from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.waits import SILENCE, Heartbeat
 from gspo_env.rollout.worker import Lines, Order, Pulse, from_bytes
 from gspo_env.types import Group
@@ -105,38 +106,30 @@ class Crew:
 
     Args:
         start: Starts the worker with a number and returns at once.
-        count: Number of workers.
         engine: The trainer's engine, which looks after the servers.
-        episodes: Most episodes that a worker plays at the same time.
-        max_restarts: How often a worker that died is started again, all together.
+        limits: The rollout's settings.
         start_timeout: Seconds until a new worker has to answer.
         answer_timeout: Seconds after which a worker that does not answer is killed.
-        stall_timeout: Seconds after which one is killed whose event loop does not turn.
     """
 
     def __init__(
         self,
         start: Callable[[int], Handle],
-        count: int,
         engine: ServesOthers,
+        limits: RolloutConfig,
         *,
-        episodes: int,
-        max_restarts: int = 10,
         start_timeout: float = 180.0,
         answer_timeout: float = 60.0,
-        stall_timeout: float = 1200.0,
     ) -> None:
         self.lost = self.restarts = self.reissued = 0
-        self._start, self._engine, self._episodes = start, engine, episodes
-        self._max_restarts = max_restarts
+        self._start, self._engine, self._limits = start, engine, limits
         self._start_timeout, self._answer_timeout = start_timeout, answer_timeout
-        self._stall_timeout = stall_timeout
         self._why_lost = ""
         self._moved = time.monotonic()
         self._lock = threading.RLock()
         """Held while the state of a worker changes."""
         self._queue: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
-        self._members = [_Member(number, start(number)) for number in range(count)]
+        self._members = [_Member(number, start(number)) for number in range(limits.ray_workers)]
         self._over = threading.Event()
         self._asking = threading.Thread(target=self._ask_all, name="workers", daemon=True)
         self._asking.start()
@@ -198,7 +191,11 @@ class Crew:
             )
         ready = [m for m in self._members if m.state is _State.READY]
         member = min(ready, key=lambda m: m.episodes, default=None)
-        return member if member is not None and member.episodes < self._episodes else None
+        return (
+            member
+            if member is not None and member.episodes < self._limits.worker_episodes
+            else None
+        )
 
     def idle(self) -> float:
         """Returns the seconds since an episode of a worker came further, as far as it is known."""
@@ -249,7 +246,7 @@ class Crew:
                 self._take(member, member.asked.result())
                 member.asked = handle.beat(fleet)
                 stalled = member.pulse.stalled if member.pulse is not None else 0.0
-                if stalled > self._stall_timeout:
+                if stalled > self._limits.episode_timeout + self._answer_timeout:
                     problem = f"its event loop has not turned for {stalled:.0f} s"
             else:
                 problem = f"{type(error).__name__}: {error}"
@@ -284,7 +281,7 @@ class Crew:
         handle.kill(member.pid)
         if not began:  # another one would fail in the same way
             return
-        if self.restarts >= self._max_restarts:
+        if self.restarts >= self._limits.max_worker_restarts:
             logger.error("worker %d is not started again: %d were", member.number, self.restarts)
             return
         self.restarts += 1
