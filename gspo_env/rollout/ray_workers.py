@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import re
 import secrets
 import signal
 import sys
@@ -179,13 +180,17 @@ class RayHandle:
         pulse: Future[Pulse] = call.remote(fleet).future()
         return pulse
 
+    def why(self, error: BaseException) -> str:
+        """Returns why a call failed."""
+        return _reason(error)
+
     def close(self) -> Future[Lines]:
         """Closes the environments."""
         lines: Future[Lines] = self._actor.close.remote().future()
         return lines
 
-    def kill(self, pid: int) -> None:
-        """Ends the process; one that is stopped does not hear Ray."""
+    def kill(self, pid: int = 0) -> None:
+        """Ends the process; with its id also one that is stopped and does not hear Ray."""
         with contextlib.suppress(Exception):  # it has ended
             self._ray.kill(self._actor)
         if self._local and pid:
@@ -211,13 +216,13 @@ class _Actor:
         return self._worker.close()
 
 
-def _reason(error: Exception) -> str:
-    """Returns what Ray says of a death, in one line."""
+def _reason(error: BaseException) -> str:
+    """Returns what Ray says of a death, in one sentence; it says much more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [
-        line for line in lines if line.startswith(("The actor died", "Worker exit", "The node"))
-    ]
-    return " ".join(told or lines[:1]) or type(error).__name__
+    if getattr(error, "actor_init_failed", False):
+        return lines[-1]  # of the traceback
+    found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", " ".join(lines))
+    return found[1] if found else " ".join(lines)[:300]
 
 
 @contextlib.contextmanager

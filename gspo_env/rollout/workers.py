@@ -46,8 +46,11 @@ class Handle(Protocol):
     def close(self) -> Future[Lines]:
         """Lets the worker close its environments; see `Worker.close`."""
 
-    def kill(self, pid: int) -> None:
-        """Ends the worker's process at once; its id is 0 if it has never answered."""
+    def why(self, error: BaseException) -> str:
+        """Returns in one sentence why a call failed."""
+
+    def kill(self, pid: int = 0) -> None:
+        """Ends the worker; with the id of its process also one that does not answer."""
 
 
 class ServesOthers(Protocol):
@@ -225,7 +228,7 @@ class Crew:
         for member in self._members:
             if member.state is not _State.LOST:
                 member.state = _State.LOST
-                member.handle.kill(member.pid)
+                member.handle.kill()
 
     def _ask_all(self) -> None:
         while not self._over.wait(_BEAT):
@@ -249,7 +252,7 @@ class Crew:
                 if stalled > self._limits.episode_timeout + self._answer_timeout:
                     problem = f"its event loop has not turned for {stalled:.0f} s"
             else:
-                problem = f"{type(error).__name__}: {error}"
+                problem = handle.why(error)
         elif member.state is _State.STARTING:
             if now - member.since > self._start_timeout:
                 problem = f"it has not started within {self._start_timeout:g} s"
@@ -275,7 +278,7 @@ class Crew:
         began = member.state is _State.READY
         played = ", ".join(f"{j.task.env_id} with seed {j.task.seed}" for j in member.jobs[:4])
         self.lost += 1
-        self._why_lost = f"{reason.strip().splitlines()[0]}; it played {played or 'nothing'}"
+        self._why_lost = f"{reason}; it played {played or 'nothing'}"
         logger.error("worker %d is lost: %s", member.number, self._why_lost)
         member.state = _State.LOST
         handle.kill(member.pid)

@@ -46,7 +46,7 @@ class Turns(TextEnv):
         if not self.once:
             return True
         try:
-            Path(self.once, f"{self.fails}").touch(exist_ok=False)
+            Path(self.once, f"{self.fails}-once").touch(exist_ok=False)
         except FileExistsError:
             return False
         return True
