@@ -148,6 +148,7 @@ class Worker:
     def close(self) -> Lines:
         """Closes the environments; returns the last lines of the log."""
         self._pool.close()
+        logging.getLogger("gspo_env").removeHandler(self._lines)
         return self._lines.take()
 
     async def _turn(self) -> None:
