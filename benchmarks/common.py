@@ -39,7 +39,7 @@ def make_player(steps: int = 100) -> Player:
     """Builds the default model and trains it on demonstrations for a few steps."""
     env = make_env(ENV)
     config = Tiny(demonstrations=1000, imitation_steps=steps)
-    model, tokenizer, demonstrations = build(env, ENV, config, 0)
+    model, tokenizer, demonstrations = build({ENV: env}, config, 0)
     chat = ChatTokenizer(tokenizer)
     warm_up(model, imitation_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return Player(model=model, tokenizer=tokenizer, chat=chat)

@@ -42,8 +42,8 @@ class Hybrid(Tiny):
 
     kind: str = "lfm2"
 
-    def build(self, env: Any, env_id: str, seed: int, limits: Any, show: Any) -> Any:
-        model, tokenizer, demonstrations = build(env, env_id, self, seed, limits, show)
+    def build(self, envs: Any, seed: int, limits: Any, show: Any) -> Any:
+        model, tokenizer, demonstrations = build(envs, self, seed, limits, show)
         shape = {
             name: getattr(model.config, name)
             for name in (

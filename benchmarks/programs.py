@@ -205,7 +205,7 @@ def imitating(folder: Path, count: int, steps: int, slips: float = 0.1) -> tuple
     answer one hop early.
     """
     config, native = Tiny(demonstrations=count, imitation_steps=steps), "gspo/Lookup-v0"
-    model, tokenizer, _ = build(make_env(native), native, config, 0)
+    model, tokenizer, _ = build({native: make_env(native)}, config, 0)
     env = make_env(ENV, **lookup(folder, **FORMS["openai"]))
     episodes = []
     for n in range(count):

@@ -31,10 +31,12 @@ from typing import Any
 import numpy as np
 import psutil
 
+from gspo_agents.environments import make_member
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
+from gspo_env.env.mix import Member
 from gspo_env.rollout.faults import FaultLog
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Episode, Fault, StopReason, Task
@@ -127,18 +129,20 @@ class Agent(GSPOAgent):
     attempts = Attempts()
     _calm = False
 
-    def _make_env(self) -> TextEnvironment:
+    @classmethod
+    def _make_env(cls, member: Member, config: Config) -> TextEnvironment:
         """The first environment plays the demonstrations, where a hang of a thread ends the run."""
-        env = super()._make_env()
-        if not self._calm and env.has_wrapper_attr("_rates"):
+        env = make_member(member, config)
+        if not cls._calm and env.has_wrapper_attr("_rates"):
             env.get_wrapper_attr("_rates")["hang"] = 0.0
-        self._calm = True
+        cls._calm = True
         return env
 
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
         self.attempts = Attempts()
-        pool = Pool(self._make_env, self._env, faults=self.attempts)
+        place = self.environments.first
+        pool = Pool(place.make, place.env, faults=self.attempts)
         try:
             yield pool
         finally:

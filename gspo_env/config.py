@@ -21,6 +21,7 @@ from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
 from gspo_env.env.curriculum import NoCurriculum
+from gspo_env.env.mix import Member, read_members
 from gspo_env.errors import ConfigError
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
@@ -95,10 +96,12 @@ class Config:
     instances of a class that `gspo_env.registry` finds by name.
     """
 
-    env: str = "gspo/Lookup-v0"
-    """Environment: a registered id, `module:id`, or `path/to/file.py:Class`."""
+    env: str | tuple[str, ...] = "gspo/Lookup-v0"
+    """Environment: a registered id, `module:id`, or `path/to/file.py:Class`. Several have weights
+    and, if two would have the same, names: `gspo/Lookup-v0:0.7 hard=gspo/Lookup-v0:0.3`."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the environment, such as `entries=12`; JSON values."""
+    """Arguments of the environment, such as `entries=12`; JSON values. With several environments,
+    `NAME.KEY=VALUE`, such as `hard.hops=4`, or in a file the table `[env_kwargs.hard]`."""
     model: str = ""
     """Model folder or hub id; empty takes the model that the recipe makes."""
     model_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -142,6 +145,18 @@ class Config:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
         if self.seed >= SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected a number below 2**63")
+        if not isinstance(self.env, str):  # a list of a user is as good
+            object.__setattr__(self, "env", tuple(self.env))
+        if len(self.environments) > 1 and not isinstance(self.curriculum, NoCurriculum):
+            raise ConfigError(
+                f"curriculum is {name_of('curriculum', self.curriculum)!r} with several "
+                "environments, whose resets have different options; expected 'none'"
+            )
+
+    @property
+    def environments(self) -> tuple[Member, ...]:
+        """The environments that `env` and `env_kwargs` name; nearly always one."""
+        return read_members(self.env, self.env_kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles nested dictionaries, so that another process finds a user's classes."""

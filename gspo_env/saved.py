@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gspo_env.config import Config, from_dict, to_toml
+from gspo_env.env.mix import add_kwargs, read_members
 from gspo_env.env.registration import find_builtin
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact
@@ -58,15 +59,16 @@ class Saved:
     """Why they need one."""
 
     @property
-    def env(self) -> str:
-        """The environment that was trained on."""
-        return str(self.refused.get("env", self.tree.get("env", Config().env)))
+    def env(self) -> str | tuple[str, ...]:
+        """The environment, or the several, that was trained on."""
+        named = self.refused.get("env", self.tree.get("env", Config().env))
+        return tuple(map(str, named)) if isinstance(named, list | tuple) else str(named)
 
     def settings(
         self,
         given: Mapping[str, Any] = MappingProxyType({}),
         *,
-        env: str = "",
+        env: str | tuple[str, ...] = "",
         playing: bool = False,
     ) -> dict[str, Any]:
         """Returns the settings, with those that the user gives, for `gspo_env.config.from_dict`.
@@ -74,14 +76,15 @@ class Saved:
         Args:
             given: Settings of the user by dotted name, or nested; they replace refused ones.
                 Arguments of the environment are added to the saved ones, if these are kept.
-            env: The environment, if the user names one. Saved arguments and the saved score are
-                kept if it is the saved one, or a class of the same name at another place.
+            env: The environment, or several, if the user names one. Saved arguments and the saved
+                score are kept if it is the saved one, or a class of the same name at another place.
             playing: Whether nothing is trained, so that refused estimators, losses and recipes are
                 left out instead.
 
         Raises:
             ConfigError: A refused setting is not given; the message names the flags to add.
         """
+        env = env if isinstance(env, str) else tuple(env)
         tree, refused = self._with_env(env) if env else (dict(self.tree), dict(self.refused))
         names = [name for name, value in flatten(given).items() if value != {}]
         refused = {k: v for k, v in refused.items() if not _covered(k, names)}
@@ -101,15 +104,16 @@ class Saved:
                 f"files and addresses, and {why.reason}; if you trust it, add {flags}"
             )
         if kwargs := given.get("env_kwargs"):
-            tree["env_kwargs"] = tree.get("env_kwargs", {}) | kwargs
+            env = tree.get("env") or env or self.env
+            tree["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), kwargs, env)
         return tree
 
-    def _with_env(self, env: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _with_env(self, env: str | tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the settings and the refused ones for an environment that the user names."""
         tree = dict(self.tree)
         refused = {k: v for k, v in self.refused.items() if k != "env"}
         if env != self.env:
-            if ":" not in env or env.rpartition(":")[2] != self.env.rpartition(":")[2]:
+            if not _alike(self.env, env):
                 tree.pop("env_kwargs", None)
                 refused = {k: v for k, v in refused.items() if not _covered(k, ("env_kwargs",))}
             if isinstance(credit := tree.get("credit"), Mapping):
@@ -226,8 +230,8 @@ def _refused(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     defaults = Config()
     hints = typing.get_type_hints(Config)
     env = tree.get("env", defaults.env)
-    environment = find_builtin(env) if isinstance(env, str) else None
-    if environment is None:
+    members = _members(env)
+    if not members or not all(members.values()):
         yield "env", env
     for name, value in tree.items():
         if name in ("env", "env_kwargs", "model", "output"):
@@ -240,13 +244,46 @@ def _refused(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         elif not _is_plain(value, hints.get(name), default):
             yield name, value
     kwargs = tree.get("env_kwargs", {})
+    if len(members) == 1 or not isinstance(kwargs, Mapping):
+        yield from _refused_kwargs("env_kwargs", kwargs, next(iter(members.values())))
+        return
+    for name, own in kwargs.items():
+        yield from _refused_kwargs(f"env_kwargs.{name}", own, members.get(name))
+
+
+def _alike(old: str | tuple[str, ...], new: str | tuple[str, ...]) -> bool:
+    """Returns whether environments are the same but for the place of files or modules."""
+    pairs = list(zip(read_members(old), read_members(new), strict=False))
+    return len(pairs) == len(read_members(old)) == len(read_members(new)) and all(
+        a.name == b.name
+        and (a.spec == b.spec or ":" in b.spec)
+        and a.spec.rpartition(":")[2] == b.spec.rpartition(":")[2]
+        for a, b in pairs
+    )
+
+
+def _members(env: Any) -> dict[str, str | None]:
+    """Returns the import string of each environment by its name, None of one that is not ours."""
+    if not isinstance(env, str) and not (
+        isinstance(env, list) and env and all(isinstance(entry, str) for entry in env)
+    ):
+        return {"": None}
+    try:
+        return {member.name: find_builtin(member.spec) for member in read_members(env)}
+    except ConfigError:
+        return {"": None}
+
+
+def _refused_kwargs(
+    section: str, kwargs: Any, environment: str | None
+) -> Iterator[tuple[str, Any]]:
     if not isinstance(kwargs, Mapping):
-        yield "env_kwargs", kwargs
+        yield section, kwargs
         return
     parameters, hints = _signature(environment) if environment else ({}, {})
     for name, value in kwargs.items():
         if not _is_plain(value, hints.get(name), parameters.get(name, MISSING)):
-            yield f"env_kwargs.{name}", value
+            yield f"{section}.{name}", value
 
 
 def _refused_choice(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -311,8 +348,12 @@ def _drop(tree: dict[str, Any], name: str) -> None:
     section, _, rest = name.partition(".")
     if not rest or rest == "name":
         tree.pop(section, None)
-    else:
-        tree[section] = {k: v for k, v in tree[section].items() if k != rest}
+        return
+    table = tree[section] = dict(tree[section])
+    outer, _, last = rest.rpartition(".")
+    if rest not in table and isinstance(table.get(outer), Mapping):  # of one among several
+        table[outer] = {k: v for k, v in table[outer].items() if k != last}
+    table.pop(rest, None)
 
 
 def _short(value: Any) -> str:
@@ -322,19 +363,27 @@ def _short(value: Any) -> str:
 
 def _found(name: str, value: Any, place: str) -> Any:
     """Returns the environment with the full path of its file, if that is in another folder."""
+    if name == "env" and isinstance(value, list | tuple):
+        return [_found(name, entry, place) for entry in value]
     if name != "env" or not place or not isinstance(value, str):
         return value
-    file, _, last = value.rpartition(":")
-    path = Path(place, file)
-    return f"{path}:{last}" if file.endswith(".py") and path.is_file() else value
+    named, equals, spec = value.rpartition("=")
+    file, _, rest = spec.partition(".py:")
+    path = Path(place, f"{file}.py")
+    return f"{named}{equals}{path}:{rest}" if rest and path.is_file() else value
 
 
 def _flag(name: str, value: Any) -> str:
     section, _, rest = name.partition(".")
+    if name == "env" and isinstance(value, list | tuple):
+        return f"--env {' '.join(shlex.quote(_shown(entry)) for entry in value)}"
+    if section == "env_kwargs" and rest:
+        return f"--env-kwargs {shlex.quote(f'{rest}={_shown(value)}')}"
+    flag = section if rest == "name" else name
+    return f"--{flag.replace('_', '-')} {shlex.quote(_shown(value))}"
+
+
+def _shown(value: Any) -> str:
     text = value if isinstance(value, str) else _short(value)
     text = visible(str(redact(text))).replace("\n", "\\n")  # the sentence is one line
-    text = text if len(text) <= _LONGEST else "…"
-    if section == "env_kwargs" and rest:
-        return f"--env-kwargs {shlex.quote(f'{rest}={text}')}"
-    flag = section if rest == "name" else name
-    return f"--{flag.replace('_', '-')} {shlex.quote(text)}"
+    return text if len(text) <= _LONGEST else "…"

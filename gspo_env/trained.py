@@ -126,7 +126,7 @@ def _describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     The folder is left out if files are all that the settings name: their contents are compared.
     """
     files = _files(settings)
-    alone = all({text, text.rpartition(":")[0]} & files.keys() for text in _texts(dict(settings)))
+    alone = all(_names(text) & files.keys() for text in _texts(dict(settings)))
     return {
         "settings": _digest(settings),
         "files": files,
@@ -140,10 +140,10 @@ def _digest(settings: Mapping[str, Any]) -> str:
 
 
 def _files(value: Any) -> dict[str, str]:
-    """Returns the digest of each file that settings name, as `FILE` or `FILE:NAME`."""
+    """Returns the digest of each file that settings name; see `_names`."""
     found = {}
     for text in _texts(value):
-        for name in {text, text.rpartition(":")[0]} - {""}:
+        for name in _names(text):
             try:
                 path = Path(name).expanduser()
                 if path.is_file():
@@ -151,6 +151,13 @@ def _files(value: Any) -> dict[str, str]:
             except (OSError, ValueError, RuntimeError):  # it cannot be the name of a file
                 continue
     return found
+
+
+def _names(text: str) -> set[str]:
+    """Returns what a text may name: `FILE`, `FILE:NAME` or `LABEL=FILE:NAME:WEIGHT`."""
+    whole = [text, text.partition("=")[2]]
+    parts = (part.split(":") for part in whole)
+    return {":".join(part[:end]) for part in parts for end in range(1, len(part) + 1)} - {""}
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -102,7 +102,7 @@ def player():
     config = Tiny(
         hidden_size=32, demonstrations=200, imitation_steps=60, imitation_learning_rate=1e-2
     )
-    tiny, words, demonstrations = build(env, env_id, config, seed=0)
+    tiny, words, demonstrations = build({env_id: env}, config, seed=0)
     chat = ChatTokenizer(words)
     samples = imitation_samples(demonstrations, chat)
     warm_up(tiny, samples, config, 0, lambda step, loss: None)

@@ -56,6 +56,7 @@ ELSEWHERE = {
     "gspo-env train --resume runs/Lookup-v0-seed0-1 --processes": "starts processes, as above",
     "torchrun": "starts processes, as above",
     "gspo-env view runs/Lookup-v0-seed0-1 --live": "serves until it is stopped; see tests/browser",
+    "gspo-env play": "waits for a person; see tests/cli/test_play.py",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
     "gspo-env train --env gspo/Program-v0": "needs tasks that a Python block writes",
     "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",
@@ -146,8 +147,8 @@ def type_in(command, trained):
         else:
             flags = SHORTER.get(arguments[0], {})
         arguments = shortened(arguments, flags)
-        if HUB in arguments and not Path("runs").exists():
-            shutil.copytree(trained, "runs", symlinks=True)
+        if HUB in arguments and not Path("runs/Lookup-v0-seed0-1").exists():
+            shutil.copytree(trained, "runs", symlinks=True, dirs_exist_ok=True)
         main(["runs/Lookup-v0-seed0-1" if a == HUB else a for a in arguments])
 
 

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,34 +15,32 @@ from typing import Any
 
 import torch
 
+from gspo_agents.environments import Environments, make_member
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import (
     check_learning,
     check_way,
     imitate,
-    make_environment,
     make_learner,
     make_start,
     read_talks,
-    take_score,
     with_adapter,
 )
+<<<<<<< HEAD
 from gspo_agents.workers import check_workers, open_collector
 from gspo_env.config import Config, check_score, from_dict, override, to_toml
+=======
+from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
+>>>>>>> main
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
-from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.info import try_out
-from gspo_env.env.registration import resolve_env
-from gspo_env.env.threads import in_thread
 from gspo_env.errors import ConfigError
 from gspo_env.learner.ranks import Ranks
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.faults import close_quietly
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import needs_flags, read_saved, record
 from gspo_env.tracking.base import MODEL
@@ -52,10 +50,10 @@ from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.launch import leave_run
 from gspo_env.training.loop import History, Loop, evaluate
 from gspo_env.training.signals import stop_on_signals
-from gspo_env.training.split import Split, hold_out, read_resets
+from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
 from gspo_env.training.watch import Problem, at_start, of_changed_files
-from gspo_env.types import Episode, Group, Prompt, ResetInfo, Role, Task
+from gspo_env.types import Episode, Group, Prompt, Role, Task
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +64,18 @@ class GSPOAgent:
     Args:
         model: A `transformers` causal LM, a folder or hub id; empty builds the embedded tiny model.
             A model is cast to `config.model_dtype`, unless that is `auto`.
-        env: Environment id or `file.py:Class`; the config's by default.
+        env: Environment id or `file.py:Class`, or several; the config's by default.
         config: All other settings.
         tokenizer: The tokenizer of `model`, if that is not a name.
         ranks: The ranks that train together, of which this process is the first.
     """
 
+    _make_env = staticmethod(make_member)
+
     def __init__(
         self,
         model: Any = "",
-        env: str = "",
+        env: str | Sequence[str] = "",
         config: Config | None = None,
         tokenizer: Any = None,
         ranks: Ranks | None = None,
@@ -83,9 +83,10 @@ class GSPOAgent:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
         if env:
-            self.config = replace(self.config, env=env)
+            self.config = replace(self.config, env=env if isinstance(env, str) else tuple(env))
         check_score(self.config)
         getattr(self.config.engine, "require", lambda: None)()
+<<<<<<< HEAD
         check_workers(self.config)
         self.env_id = resolve_env(self.config.env)
         limits = self.config.rollout
@@ -94,8 +95,16 @@ class GSPOAgent:
         self._env = self._guard(self._make_env)
         self._guard(try_out, self.env_id, self._env, limits.max_retries)
         self.config = take_score(self.config, self._env, self.env_id)
+=======
+        self.environments = Environments(self.config, self, self._make_env)
+        self.env_id = self.environments.env_id
+        declared = self.environments.scores
+        if len(declared) == 1:  # of several, each has its own
+            self.config = with_score(self.config, declared[self.env_id])
+>>>>>>> main
         self._demonstrations: list[Episode] = []
-        self._untrained = self._imitates = False
+        self._untrained: list[str] = []
+        self._imitates = False
         dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
@@ -104,9 +113,10 @@ class GSPOAgent:
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
             self._imitates = bool(getattr(self.config.recipe, "conversations", ""))
         else:
-            made = self._guard(make_start, self.config, self._env, self.env_id)
+            envs = self.environments.envs
+            made = self.environments.guard(make_start, self.config, envs)
             self.model, self.tokenizer = made.model, made.tokenizer
-            self._demonstrations, self._untrained = made.episodes, not made.demonstrated
+            self._demonstrations, self._untrained = made.episodes, made.undemonstrated
         rank = self.config.learner.lora_rank
         if rank and hasattr(self.model, "disable_adapter"):
             raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
@@ -118,13 +128,12 @@ class GSPOAgent:
         self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
         self.folder: Path | None = None
         self._ranks = ranks
-        self._splits: dict[int, Split] = {}
         self._trained, self._left_out = False, 0
         self._source = (model or self.config.model) if isinstance(model, str) else ""
         self._resumed: Resumed | None = None
         self._engine: Engine | None = None
         self._talk, self._calls, self._starting = local(), EngineLoop(), Lock()
-        self._guard(close_quietly, self._env)  # from here on, only what it declares is read
+        self.environments.close()  # from here on, only what they declare is read
 
     def train(self) -> History:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
@@ -144,7 +153,7 @@ class GSPOAgent:
             self._demonstrations, self._source = read_talks(config, self.chat, self.env_id), ""
         if resumed is None:
             begin = partial(at_start, untrained=self._untrained)
-            problems = self._guard(begin, config, self._env, self.env_id, self.chat)
+            problems = self.environments.guard(begin, config, self.environments.envs, self.chat)
         way = check_way(self.model, config)
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
@@ -186,10 +195,19 @@ class GSPOAgent:
             self.model = with_adapter(self.model, config)
         learner = make_learner(self.model, config, self._ranks)
         with self._collector() as collector, report.watch(collector):
-            loop = Loop(config, self.env_id, collector, learner, report, self.split(), keeper)
+            loop = Loop(
+                config=config,
+                weights=self.environments.weights,
+                declared=self.environments.scores,
+                collector=collector,
+                learner=learner,
+                report=report,
+                split=self.split(),
+                keeper=keeper,
+            )
             if resumed is not None:
                 loop.restore(resumed.saved)
-                report.go_on(loop.history, loop.score.score)
+                report.go_on(loop.history, loop.score.only)
             keeper.stop.graceful = True
             history = self._calls.run(loop.train())
             self.config = report.config
@@ -250,22 +268,12 @@ class GSPOAgent:
             tasks: 0 takes the config's number.
         """
         count = tasks or self.config.eval_tasks
-        if not self._trained or not (own := self._draw(self.config.eval_tasks)).held_out:
-            return self._draw(count)
+        draw = partial(self.environments.split, run=self._calls.run)
+        if not self._trained or not (own := draw(self.config.eval_tasks)).held_out:
+            return draw(count)
         if count > len(own.tasks):
             logger.warning("tasks is %d, and training held out only %s", count, own)
         return own.first(count)
-
-    def _draw(self, count: int) -> Split:
-        if count not in self._splits:
-            limits, number = self.config.rollout, attribute(self._env, "num_tasks", None)
-            with self._pool() as pool:
-
-                def read(tasks: Sequence[Task]) -> list[ResetInfo | None]:
-                    return self._calls.run(read_resets(pool, limits, tasks))
-
-                self._splits[count] = hold_out(self.env_id, count, read, number)
-        return self._splits[count]
 
     def metrics(self) -> dict[str, float]:
         """Returns the `eval/...` metrics on the tasks of `split`, sampled and greedy."""
@@ -283,11 +291,11 @@ class GSPOAgent:
         """Plays one episode of the agent's environment.
 
         Args:
-            task: The task, or only its seed.
+            task: The task, or only its seed, in the first environment if there are several.
             temperature: 0 is greedy.
         """
         if isinstance(task, int):
-            task = Task(env_id=self.env_id, seed=task)
+            task = Task(env_id=self.environments.first.env_id, seed=task)
         seed = self.config.seed
         with self._collector(keep_engine=True) as collector:
             played = collector.collect([task], seed=seed, group_size=1, temperature=temperature)
@@ -337,7 +345,7 @@ class GSPOAgent:
             save_adapter(self.model, folder / "adapter")
 
     @classmethod
-    def load(cls, path: str | Path, env: str = "", **changes: Any) -> GSPOAgent:
+    def load(cls, path: str | Path, env: str | Sequence[str] = "", **changes: Any) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
 
         The folder is data (`gspo_env.saved`). Playing needs no estimator, loss or tracker; those
@@ -345,13 +353,15 @@ class GSPOAgent:
 
         Args:
             path: The folder.
-            env: Another environment, to which neither saved arguments nor the score are taken over.
+            env: Another environment, or several, to which neither saved arguments nor the score are
+                taken over.
             changes: Fields of the config by name; a dictionary changes fields of a section.
 
         Raises:
             ConfigError: The saved settings are damaged, or name something that has to be given.
         """
         saved = read_saved(path)
+        env = env if isinstance(env, str) else tuple(env)
         folder = Path(path, "model") if Path(path, "model").is_dir() else path
         if saved is None:
             return cls(str(folder), env, override(Config(model=str(folder)), changes))
@@ -365,8 +375,8 @@ class GSPOAgent:
     def warm_up(self, progress: Progress | None = None) -> None:
         """Imitates the demonstrations; does nothing for a user's model, or when called again."""
         if self._demonstrations and self.config.recipe.imitation_steps:
-            held_out, episodes = self.split().held_out, self._demonstrations
-            kept = [e for e in episodes if e.reset.task_key not in held_out]
+            split, episodes = self.split(), self._demonstrations
+            kept = [e for e in episodes if not split.holds_out(e)]
             self._left_out, self._demonstrations = len(episodes) - len(kept), []
             imitate(self.model, self.chat, kept, self.config, progress or Progress(io.StringIO()))
 
@@ -393,13 +403,5 @@ class GSPOAgent:
                 if not keep_engine:
                     self.close()
 
-    def _make_env(self) -> TextEnvironment:
-        return make_environment(self.config, self.env_id)
-
-    @contextmanager
-    def _pool(self) -> Iterator[EnvPool]:
-        pool = EnvPool(self._make_env, self._env)
-        try:
-            yield pool
-        finally:
-            pool.close()
+    def _pool(self) -> AbstractContextManager[EnvPool | EnvPools]:
+        return self.environments.pool()

@@ -102,11 +102,12 @@ class Reporter:
         """Keeps groups of a training step, with what the update did to their tokens."""
         self.episodes.trained(step, groups, tokens)
 
-    def scored(self, score: Score, reason: str) -> None:
+    def scored(self, score: Score | None, reason: str) -> None:
         """Reports which rewards the run learns from and writes the config that has them."""
-        logger.info("credit.score is %r: %s", score, reason)
+        text = f"{score}: {reason}" if score else reason
+        logger.info("credit.score is %s", text)
         self.take_score(score)
-        self._tracker.text("score.txt", f"{score}: {reason}")
+        self._tracker.text("score.txt", text)
 
     def go_on(self, history: History, score: Score | None) -> None:
         """Takes over what a run that goes on has found."""

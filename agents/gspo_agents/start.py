@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_env.config import Config, to_toml, with_score
+from gspo_env.config import Config, to_toml
 from gspo_env.engines import Transformers
-from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.info import declared_score
-from gspo_env.env.isolated import IsolatedEnv
-from gspo_env.env.registration import make_env
+from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
 from gspo_env.learner.base import Trainer
@@ -40,11 +38,11 @@ class Start:
     tokenizer: Any
     episodes: list[Episode]
     """What the warm-up imitates."""
-    demonstrated: bool
-    """Whether the episodes come from the environment's demonstrator."""
+    undemonstrated: list[str]
+    """The environments that have no demonstrator, by the `env_id` of their tasks."""
 
 
-def make_start(config: Config, env: TextEnvironment, env_id: str) -> Start:
+def make_start(config: Config, envs: Mapping[str, TextEnvironment]) -> Start:
     """Makes the model of the config's recipe, and shows the progress if that takes long.
 
     Raises:
@@ -53,17 +51,19 @@ def make_start(config: Config, env: TextEnvironment, env_id: str) -> Start:
     recipe, seed = config.recipe, config.seed
     with Progress() as progress:
         show = progress.when_slow()
-        made = recipe.build(env, env_id, seed, config.rollout, show)
+        made = recipe.build(envs, seed, config.rollout, show)
         if made is None:
             raise ConfigError(
                 "model is '' and the recipe makes none; expected a model, or a recipe such as "
                 "Config.from_recipe('tiny')"
             )
         model, tokenizer, episodes = made
-        demonstrated = bool(episodes)
-        if not demonstrated:
-            episodes = recipe.babble(env, env_id, seed, show)
-    return Start(model=model, tokenizer=tokenizer, episodes=episodes, demonstrated=demonstrated)
+        shown = {episode.task.env_id for episode in episodes}
+        talks = bool(episodes) and not shown & envs.keys()  # conversations of no environment
+        without = [] if talks else [env_id for env_id in envs if env_id not in shown]
+        if without:
+            episodes += recipe.babble({env_id: envs[env_id] for env_id in without}, seed, show)
+    return Start(model=model, tokenizer=tokenizer, episodes=episodes, undemonstrated=without)
 
 
 def read_talks(config: Config, chat: ChatTokenizer, env_id: str) -> list[Episode]:
@@ -74,18 +74,6 @@ def read_talks(config: Config, chat: ChatTokenizer, env_id: str) -> list[Episode
     """
     recipe = config.recipe
     return read_demonstrations(recipe.conversations, recipe.min_reward, chat, env_id)
-
-
-def take_score(config: Config, env: TextEnvironment, env_id: str) -> Config:
-    """Returns the config with the score that the environment declares, unless it has one.
-
-    Raises:
-        ConfigError: The score is `sum`, and the environment declares that it has no outcome.
-    """
-    config = with_score(config, declared_score(env_id, env))
-    if config.credit.score == "sum" and attribute(env, "gives_outcome", None) is False:
-        raise ConfigError(f"credit.score is 'sum', but {env_id} gives no outcome; expected 'turns'")
-    return config
 
 
 def with_adapter(model: Any, config: Config) -> Any:
@@ -138,13 +126,6 @@ def check_way(model: Any, config: Config) -> Way:
     """Decides how the model is run; says so if the slower way is needed."""
     decide = check_engine if isinstance(config.engine, Transformers) else check_model
     return decide(model, max_context=config.rollout.max_context).way
-
-
-def make_environment(config: Config, env_id: str) -> TextEnvironment:
-    """Makes the environment of a run, in a process of its own if the config says so."""
-    if config.rollout.isolation == "process":
-        return IsolatedEnv(config.env, config.env_kwargs, config.rollout.episode_timeout)
-    return make_env(env_id, **config.env_kwargs)
 
 
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:

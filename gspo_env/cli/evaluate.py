@@ -22,8 +22,8 @@ class Evaluate:
     """A trained folder, a hub id, or `scripted`."""
     model_dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
     """The dtype of the weights; a trained folder's own setting by default."""
-    env: str = ""
-    """Environment; a trained folder's own by default."""
+    env: tuple[str, ...] = ()
+    """Environment, or several as in `train`; a trained folder's own by default."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment, such as `hops=4`; they are added to a folder's own."""
     engine: str = ""
@@ -48,17 +48,21 @@ class Evaluate:
             raise ConfigError(f"seed is {self.seed}; expected at least 0 and below 2**63")
         if not self.model:
             raise ConfigError("model is ''; expected a folder, a hub id or 'scripted'")
+        from gspo_env.cli.options import one_or_several
         from gspo_env.training.watch import of_success
 
         if self.model == "scripted":
-            agent = load_agent("scripted")(self.env or "gspo/Lookup-v0", **self.env_kwargs)
+            if len(self.env) > 1:
+                raise ConfigError(f"env is {' '.join(self.env)}; expected one for 'scripted'")
+            env = "".join(self.env) or "gspo/Lookup-v0"
+            agent = load_agent("scripted")(env, **self.env_kwargs)
             tasks = self.tasks or 256
             print_scores(agent.evaluate(tasks, self.samples), agent.split(tasks))
         else:
             print(f"gspo-env {__version__}: loading {self.model}", flush=True)
             names = ("model_dtype", "env_kwargs", "engine")
             given = {name: value for name in names if (value := getattr(self, name))}
-            agent = load_agent("gspo").load(self.model, self.env, **given)
+            agent = load_agent("gspo").load(self.model, one_or_several(self.env), **given)
             split = agent.split(self.tasks)
             print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
             groups = agent.evaluate(self.tasks, self.samples, self.seed)
@@ -70,6 +74,7 @@ class Evaluate:
 def print_scores(groups: Sequence[Group], split: Split) -> None:
     """Prints success, return, turns, pass@k and pass^k."""
     from gspo_env.compare.stats import pass_at_k, pass_hat_k, success_interval
+    from gspo_env.rollout.metrics import by_environment
 
     rows = [[e for e in group.episodes if not e.failed] for group in groups]
     lost = sum(len(group.episodes) for group in groups) - sum(map(len, rows))
@@ -83,6 +88,8 @@ def print_scores(groups: Sequence[Group], split: Split) -> None:
     size = min(map(len, wins))
     rate = sum(map(sum, wins)) / len(episodes)
     print(f"success  {rate:.1%}  (95 % interval {low:.1%} to {high:.1%})")
+    for name, stats in by_environment(groups).items():
+        print(f"         {stats.success:.1%} in {name} ({stats.episodes} episodes)")
     print(f"tasks    {split}" + (f"; {size} samples of each" if size > 1 else ""))
     print(f"return   {sum(float(e.rewards.sum()) for e in episodes) / len(episodes):.3f}")
     print(f"turns    {sum(len(e.turns) for e in episodes) / len(episodes):.2f}")

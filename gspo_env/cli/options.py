@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from gspo_env.config import Config, from_dict, override, read_toml, resolve
+from gspo_env.env.mix import add_kwargs
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
 from gspo_env.saved import read_saved
@@ -78,6 +79,11 @@ def _pair(text: str) -> tuple[str, Any]:
     return key, value
 
 
+def one_or_several(env: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Returns what the flag `--env` names, as the field `env` of a config has it."""
+    return env if len(env) > 1 else "".join(env)
+
+
 def _names(kind: str) -> Any:
     return tyro.conf.arg(metavar=f"{{{','.join(names(kind))}}}|FILE.py:CLASS")
 
@@ -108,7 +114,7 @@ class _Start(Choices):
 
     resume: str = ""
     model: str = ""
-    env: str = ""
+    env: tuple[str, ...] = ()
     env_kwargs: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
 
 
@@ -133,13 +139,15 @@ class Run:
         return _sections(self.settings, _checked)
 
     @classmethod
-    def saved(cls, folder: str, given: Mapping[str, Any], env: str) -> dict[str, Any]:
+    def saved(
+        cls, folder: str, given: Mapping[str, Any], env: str | tuple[str, ...]
+    ) -> dict[str, Any]:
         """Returns the settings of a run to go on with.
 
         Args:
             folder: Folder of the run.
             given: Settings of the user.
-            env: The environment, if the user names one.
+            env: The environment, or several, if the user names one.
 
         Raises:
             ConfigError: The command goes on with no run.
@@ -170,13 +178,14 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     if start.resume:
         pairs = dict(_pair(text) for texts in start.env_kwargs for text in texts)
         given = {k: v for k in BUILTIN if (v := getattr(start, k))} | {"env_kwargs": pairs}
-        tree = command.saved(start.resume, given, start.env)
+        tree = command.saved(start.resume, given, one_or_several(start.env))
         own |= {"resume": start.resume}
-    tree |= {key: value for key in ("model", "recipe", "env") if (value := getattr(start, key))}
+    tree |= {key: value for key in ("model", "recipe") if (value := getattr(start, key))}
+    tree |= {"env": one_or_several(start.env)} if start.env else {}
     known = {"help", *(f.name for f in dataclasses.fields(command))}
     config = from_dict(tree) if start.resume else _base(tree, start, rest, known)
     given = dict(_pair(text) for texts in start.env_kwargs for text in texts)
-    config = override(config, {"env_kwargs": config.env_kwargs | given})
+    config = override(config, {"env_kwargs": add_kwargs(config.env_kwargs, given, config.env)})
     for kind in BUILTIN:
         if chosen := getattr(start, kind):
             config = override(config, {kind: chosen})
@@ -246,14 +255,16 @@ def _base(
     saved = read_saved(model) if isinstance(model, str) and model else None
     if saved is None:
         return from_dict(tree if recipe is None else tree | {"recipe": recipe})
-    pairs = (_pair(text) for texts in start.env_kwargs for text in texts)
+    pairs = dict(_pair(text) for texts in start.env_kwargs for text in texts)
     chosen = {kind: value for kind in BUILTIN if (value := getattr(start, kind))}
     # flags may be settings of a class that is named instead of the folder's
-    config = override(override(from_dict(saved.tree), tree), chosen)
+    played = {name: value for name, value in saved.tree.items() if name != "env_kwargs"}
+    config = override(override(from_dict(played), tree), chosen)
     spelled = (_spell_out(flag, config, known) for flag in flags if flag.startswith("--"))
     paths = (flag[2:].partition("=")[0].replace("-", "_") for flag in spelled)
     given = tree | chosen | dict.fromkeys(paths, True)
-    given["env_kwargs"] = {**tree.get("env_kwargs", {}), **dict(pairs)}
+    env = tree.get("env") or saved.env
+    given["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), pairs, env)
     config = from_dict(saved.settings(given, env=tree.get("env", "")))
     if recipe is not None:
         config = override(config, {"recipe": recipe})
@@ -274,7 +285,7 @@ def _with_score_of_file(config: Config, start: _Start) -> Config:
     if start.config and start.env:
         logger.warning(
             "credit.score is %r, as in %s; --score auto takes that of %s",
-            *(score, start.config, start.env),
+            *(score, start.config, " ".join(start.env)),
         )
     return config
 

@@ -37,7 +37,9 @@ class Train(Run):
     """How often all processes go on from the last checkpoint after one of them has died."""
 
     @classmethod
-    def saved(cls, folder: str, given: Mapping[str, Any], env: str) -> dict[str, Any]:
+    def saved(
+        cls, folder: str, given: Mapping[str, Any], env: str | tuple[str, ...]
+    ) -> dict[str, Any]:
         """Returns the settings of a run to go on with."""
         from gspo_env.training.state import newest_settings
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_env.config import Config, check_score, override, resolve, to_dict
+from gspo_env.env.mix import label
 from gspo_env.errors import ConfigError
 
 _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
@@ -160,7 +161,7 @@ def parse(
     lists = {**tables.get("grid", {}), **dict(map(_axis, axes))}
     arms = list(grid(lists)) if lists else []
     arms += [Arm(name=name, changes=said) for name, said in tables.get("arms", {}).items()]
-    named = tables.get("problems") or {base.env.rpartition(":")[2].rpartition("/")[2]: {}}
+    named = tables.get("problems") or {label(base.env): {}}
     problems = {name: override(base, tree) for name, tree in named.items()}
     return Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **options)
 

@@ -117,7 +117,8 @@ def compare(
         TrainingError: An arm could learn nothing.
     """
     for config in comparison.problems.values():
-        resolve_env(config.env)
+        for member in config.environments:
+            resolve_env(member.spec)
     check_metric(comparison.metric)
     for name in comparison.problems:
         refuse_hopeless([comparison.config(name, arm, 0) for arm in comparison.arms])

@@ -5,8 +5,9 @@ Axis letters: G episodes, K turns, N model tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -68,7 +69,12 @@ class Credit:
         }
 
 
-def estimate(groups: Sequence[Group], estimator: Any, config: CreditConfig | None = None) -> Credit:
+def estimate(
+    groups: Sequence[Group],
+    estimator: Any,
+    config: CreditConfig | None = None,
+    scores: Mapping[str, Score] = MappingProxyType({}),
+) -> Credit:
     """Computes the advantages of every episode of every group.
 
     Args:
@@ -76,13 +82,15 @@ def estimate(groups: Sequence[Group], estimator: Any, config: CreditConfig | Non
         estimator: An `Estimator`, or any object with its method `advantages`.
         config: The score and the scaling of the whole batch; the score `auto` is decided from all
             groups together.
+        scores: The score of each environment, by the `env_id` of its tasks; the others have the
+            config's.
 
     Raises:
         ConfigError: The estimator returned arrays of a wrong shape, or with invalid values.
     """
     config = config or CreditConfig()
     score = _score_of(groups) if config.score == "auto" else config.score
-    groups = [replace(group, score=score) for group in groups]
+    groups = [replace(g, score=scores.get(g.task.env_id, score)) for g in groups]
     name = name_of("advantage", estimator)
     rows = [_of_played(name, group, estimator) for group in groups]
     if getattr(estimator, "scale", "") == "batch":

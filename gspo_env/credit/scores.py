@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.errors import ConfigError
-from gspo_env.types import Episode, FloatArray, Score, StopReason
+from gspo_env.types import Episode, FloatArray, Group, Score, StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -144,3 +144,53 @@ class ScoreChoice:
             "`credit_score` in the environment or set --score",
             *(self.env_id, what, self.score),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The choice of each environment that a run trains on, by the `env_id` of its tasks."""
+
+    choices: Mapping[str, ScoreChoice]
+
+    @property
+    def only(self) -> Score | None:
+        """The score of the only environment; None with several, or before it is decided."""
+        first = next(iter(self.choices.values()))
+        return first.score if len(self.choices) == 1 else None
+
+    @property
+    def by_environment(self) -> dict[str, Score]:
+        """The score of each environment, `turns` before it is decided."""
+        return {env_id: choice.score or "turns" for env_id, choice in self.choices.items()}
+
+    def see(self, groups: Sequence[Group], gives_outcome: Mapping[str, bool | None]) -> str:
+        """Takes further episodes into account; see `ScoreChoice.see`.
+
+        Args:
+            groups: The groups of a step.
+            gives_outcome: Whether finished episodes have an outcome, by environment.
+
+        Returns:
+            The reasons of scores that these episodes decided; empty if none.
+
+        Raises:
+            ConfigError: The score of an environment is `sum`, and it gives no outcome.
+        """
+        reasons = []
+        for env_id, choice in self.choices.items():
+            own = [e for g in groups if g.task.env_id == env_id for e in g.episodes]
+            if own and choice.see(own, gives_outcome.get(env_id)):
+                several = f"{env_id} has the score {choice.score!r}: "
+                reasons.append((several if len(self.choices) > 1 else "") + choice.reason)
+        return "; ".join(reasons)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what was decided and seen, for `restore`."""
+        states = {env_id: choice.state() for env_id, choice in self.choices.items()}
+        only = next(iter(states.values()))
+        return only if len(states) == 1 else {"score": None, "environments": states}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Takes over what other choices had decided and seen."""
+        for env_id, choice in self.choices.items():
+            choice.restore(saved["environments"][env_id] if len(self.choices) > 1 else saved)

@@ -23,11 +23,18 @@ class Recipe:
     """Values by config field, nested as in a TOML file."""
 
     def build(
-        self, env: TextEnvironment, env_id: str, seed: int, limits: RolloutConfig, show: Show
+        self, envs: Mapping[str, TextEnvironment], seed: int, limits: RolloutConfig, show: Show
     ) -> Any:
-        """Makes a model if the config names none; see `gspo_env.recipes.embedded.build`."""
+        """Makes a model if the config names none; see `gspo_env.recipes.embedded.build`.
+
+        Args:
+            envs: The environments of the run, by the `env_id` of their tasks; nearly always one.
+            seed: Seed of the run.
+            limits: The settings of the rollout.
+            show: Shows the progress.
+        """
         return None
 
-    def babble(self, env: TextEnvironment, env_id: str, seed: int, show: Show) -> list[Episode]:
-        """Makes episodes to imitate if the environment has no demonstrator."""
+    def babble(self, envs: Mapping[str, TextEnvironment], seed: int, show: Show) -> list[Episode]:
+        """Makes episodes to imitate for environments that have no demonstrator."""
         return []

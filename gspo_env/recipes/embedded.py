@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,22 +112,20 @@ def build_model(config: Tiny, vocabulary: int, eos_id: int, seed: int) -> Qwen3F
 
 
 def build(
-    env: TextEnvironment,
-    env_id: str,
+    envs: Mapping[str, TextEnvironment],
     config: Tiny,
     seed: int,
     limits: RolloutConfig | None = None,
     show: Show = lambda phase, step, total: None,
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Episode]]:
-    """Builds the tiny model and tokenizer for an environment, and plays the demonstrations.
+    """Builds the tiny model and tokenizer for environments, and plays the demonstrations.
 
     An environment without `expert_action` gives none: the vocabulary has only the words of its
-    prompts and first observations, and the model starts from random weights.
+    prompts and first observations. If none has one, the model starts from random weights.
 
     Args:
-        env: The environment.
-        env_id: Its id.
-        config: The shape of the model and the number of demonstrations.
+        envs: The environments, by the `env_id` of their tasks.
+        config: The shape of the model and the number of demonstrations, which they share equally.
         seed: Seed of the weights and of the tasks.
         limits: Limits of a demonstration, those of the rollout.
         show: Shows how many demonstrations were played.
@@ -136,28 +134,38 @@ def build(
         ConfigError: The conversations of the config cannot be read.
     """
     if config.conversations:
-        return _build_for_conversations(env_id, config, seed)
-    tasks = [
-        Task(env_id=env_id, seed=derive_seed("demonstration", seed, n) % 10**9)
-        for n in range(config.demonstrations)
-    ]
-    try:
-        demonstrations = demonstrate(env, tasks, config.slips, limits, show)
-        read = demonstrations
-    except NotImplementedError:
-        demonstrations, read = [], _looks(env, tasks, show)
+        return _build_for_conversations("+".join(envs), config, seed)
+    limits = limits or RolloutConfig()
+    demonstrations: list[Episode] = []
+    texts: set[str] = set()
+    calls: list[Sequence[str]] = []
+    for place, (env_id, env) in enumerate(envs.items()):
+        numbers = range(place, config.demonstrations, len(envs))
+        seeds = [derive_seed("demonstration", seed, n) % 10**9 for n in numbers] or [0]
+        tasks = [Task(env_id=env_id, seed=drawn) for drawn in seeds]
+        try:
+            read = demonstrate(env, tasks, config.slips, limits, show)
+            demonstrations += read
+        except NotImplementedError:
+            read = _looks(env, tasks, show)
+        tools = {tool.name: tool for episode in read for tool in episode.prompt.tools}
+        frames = [tool_call_frames(tool) for tool in tools.values()]
+        texts |= _texts(read) | _complaints(env, tasks[0], frames, limits)
+        calls += frames
+    tokenizer = build_tokenizer(texts, [frame for frames in calls for frame in frames])
+    model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
+    return model, tokenizer, demonstrations
+
+
+def _texts(read: Sequence[Episode]) -> set[str]:
+    """Returns the texts that the policy reads and writes in episodes."""
     prompts = [episode.prompt for episode in read]
     texts = {text for e in read for turn in e.turns for text in (turn.observation, turn.text)}
     texts |= {episode.final_observation for episode in read if not episode.turns}
     texts |= {prompt.system or "" for prompt in prompts}
     texts |= {message.content for prompt in prompts for message in prompt.messages}
     tools = {tool.name: tool for prompt in prompts for tool in prompt.tools}
-    texts |= {text for tool in tools.values() for text in (tool.name, tool.description)}
-    calls = [tool_call_frames(tool) for tool in tools.values()]
-    texts |= _complaints(env, tasks[0], calls, limits or RolloutConfig())
-    tokenizer = build_tokenizer(texts, [frame for frames in calls for frame in frames])
-    model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
-    return model, tokenizer, demonstrations
+    return texts | {text for t in tools.values() for text in (t.name, t.description)}
 
 
 def _build_for_conversations(

@@ -34,7 +34,7 @@ class Tiny(Recipe):
     heads: int = 4
     """Attention heads."""
     demonstrations: int = 4000
-    """Scripted episodes to imitate."""
+    """Scripted episodes to imitate; several environments share them equally."""
     slips: float = 0.1
     """Probability that a demonstrated action is wrong."""
     conversations: str = ""
@@ -65,15 +65,16 @@ class Tiny(Recipe):
             raise ConfigError("imitation_steps and imitation_learning_rate have to be positive")
 
     def build(
-        self, env: TextEnvironment, env_id: str, seed: int, limits: RolloutConfig, show: Show
+        self, envs: Mapping[str, TextEnvironment], seed: int, limits: RolloutConfig, show: Show
     ) -> Any:
         """Makes the model, its tokenizer and the demonstrations to imitate."""
         from gspo_env.recipes.embedded import build
 
-        return build(env, env_id, self, seed, limits, show)
+        return build(envs, self, seed, limits, show)
 
-    def babble(self, env: TextEnvironment, env_id: str, seed: int, show: Show) -> list[Episode]:
+    def babble(self, envs: Mapping[str, TextEnvironment], seed: int, show: Show) -> list[Episode]:
         """Makes short random actions to imitate, so that the model learns to end its turns."""
         from gspo_env.recipes.embedded import babble
 
-        return babble(env, env_id, self.demonstrations, seed, show)
+        count = max(1, self.demonstrations // len(envs))
+        return [e for n, env in envs.items() for e in babble(env, n, count, seed, show)]

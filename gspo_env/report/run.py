@@ -36,7 +36,8 @@ def opening(config: Config, env_id: str, model: Any, folder: Path, how_to_look: 
     size, tasks = config.rollout.group_size, config.tasks_per_step
     tracker = ", ".join(parts(config.tracker))
     rows = {
-        "environment": env_id + _arguments(config.env_kwargs),
+        "environment": (env_id if isinstance(config.env, str) else ", ".join(config.env))
+        + _arguments(config.env_kwargs),
         "model": f"{config.model or name_of('recipe', config.recipe)}, {_describe(model)}",
         "device": f"{_device(model)}, engine {name_of('engine', config.engine)}",
         "training": f"{_many(config.steps, 'step')} of {_many(tasks, 'task')} with "

@@ -14,6 +14,7 @@ from .play import conclude as conclude
 from .play import demonstrator as demonstrator
 from .play import play_now as play_now
 from .pool import EnvPool as EnvPool
+from .pool import EnvPools as EnvPools
 from .settings import RolloutConfig as RolloutConfig
 from .template import ChatTemplate as ChatTemplate
 from .transcript import ChatTokenizer as ChatTokenizer

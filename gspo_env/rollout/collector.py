@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from gspo_env.engines.base import Engine, Sampling, check_completion
 from gspo_env.errors import ChatTemplateError, EnvironmentContractError, RolloutError
 from gspo_env.rollout.conversation import Opening, Transcript
 from gspo_env.rollout.faults import EnvironmentFailed, describe, refuse_failures
 from gspo_env.rollout.play import ENDED, Move, Situation, conclude
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
@@ -38,17 +39,17 @@ class GroupJob:
     """Every draw follows from `seed`, `place`, and the indices of the episode and the turn."""
     group_size: int
     temperature: float
-    held_out: Collection[str] = ()
+    held_out: Mapping[str, Collection[str]] = field(default_factory=dict)
     """See `Collector.collect`."""
 
 
 @dataclass(slots=True)
 class Collector:
-    """Collects episodes of one environment through one engine."""
+    """Collects episodes of one environment, or of several, through one engine."""
 
     engine: Engine
     chat: ChatTokenizer
-    pool: EnvPool
+    pool: EnvPool | EnvPools
     config: RolloutConfig
     vocab_size: int | None = None
     """Number of ids of the model, which bounds what an engine may return; None if unknown."""
@@ -73,7 +74,7 @@ class Collector:
         seed: int,
         group_size: int | None = None,
         temperature: float | None = None,
-        held_out: Collection[str] = (),
+        held_out: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> list[Group]:
         """Samples a group of episodes for each task.
 
@@ -82,8 +83,8 @@ class Collector:
             seed: Every draw follows from it and from the indices of the task, episode and turn.
             group_size: Episodes per task; the config's by default.
             temperature: Sampling temperature; the config's by default, 0 is greedy.
-            held_out: Keys of tasks that are not played: a group whose task has one of them plays
-                another task, whose seed follows from the task's seed.
+            held_out: Keys of tasks that are not played, by environment: a group whose task has one
+                of them plays another task, whose seed follows from the task's seed.
 
         Raises:
             RolloutError: More episodes than `max_env_error_rate` failed in their environment, too
@@ -120,7 +121,7 @@ class Collector:
             RolloutError: Too many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of the task have different keys.
         """
-        draw = _Draw(job.task, job.held_out)
+        draw = _Draw(job.task, job.held_out.get(job.task.env_id, ()))
 
         async def one(member: int) -> Episode:
             async with gate:
@@ -200,20 +201,29 @@ class Collector:
 
         Only episodes that the environment itself finished count, not those that were cut.
         """
-        if self.pool.gives_outcome is not None:
-            return groups
-        ended = [e for g in groups for e in g.episodes if e.stop_reason in ENDED]
-        given = any(e.turns and e.turns[-1].info.episodic_reward is not None for e in ended)
-        if given or any(e.terminated for e in ended):
-            self.pool.gives_outcome = given
-        return [self._settled(group) for group in groups] if given else groups
+        for env_id in {group.task.env_id for group in groups}:
+            pool = self.pool.of(env_id)
+            own = [group for group in groups if group.task.env_id == env_id]
+            if pool.gives_outcome is None and _gives_outcome(pool, own):
+                groups = [_settled(g, pool) if g.task.env_id == env_id else g for g in groups]
+        return groups
 
-    def _settled(self, group: Group) -> Group:
-        episodes = []
-        for e in group.episodes:
-            outcome, success = conclude(e.turns, e.stop_reason, True, self.pool.outcome_if_cut)
-            episodes.append(replace(e, outcome=outcome, success=success))
-        return replace(group, episodes=tuple(episodes))
+
+def _gives_outcome(pool: EnvPool, groups: Sequence[Group]) -> bool:
+    """Returns whether an episode has an outcome of its own; notes what the episodes show."""
+    ended = [e for g in groups for e in g.episodes if e.stop_reason in ENDED]
+    given = any(e.turns and e.turns[-1].info.episodic_reward is not None for e in ended)
+    if given or any(e.terminated for e in ended):
+        pool.gives_outcome = given
+    return given
+
+
+def _settled(group: Group, pool: EnvPool) -> Group:
+    episodes = []
+    for e in group.episodes:
+        outcome, success = conclude(e.turns, e.stop_reason, True, pool.outcome_if_cut)
+        episodes.append(replace(e, outcome=outcome, success=success))
+    return replace(group, episodes=tuple(episodes))
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import get_args
 
 import numpy as np
@@ -15,6 +15,7 @@ from gspo_env.types import Episode, Fork, Group, StopReason
 class EpisodeStats:
     """Means over episodes."""
 
+    episodes: int
     mean_return: float
     """Mean sum of the turns' rewards."""
     return_std: float
@@ -31,6 +32,7 @@ class EpisodeStats:
         """Summarises episodes."""
         returns = [e.rewards.sum() for e in episodes]
         return cls(
+            episodes=len(episodes),
             mean_return=_mean(returns),
             return_std=float(np.std(returns)),
             outcome=_mean(e.outcome for e in episodes),
@@ -111,6 +113,8 @@ class RolloutStats:
     seconds: float
     redrawn: int | None = None
     """Tasks that were drawn again because they are held out; None if none are, by key."""
+    environments: Mapping[str, EpisodeStats] = field(default_factory=dict)
+    """Statistics of the episodes of each environment; empty if all are of one."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], seconds: float) -> RolloutStats:
@@ -128,6 +132,7 @@ class RolloutStats:
             malformed_calls=_mean(map(_malformed, played)) if played else 0.0,
             seconds=seconds,
             redrawn=sum(redrawn) if redrawn else None,
+            environments=by_environment(groups),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -137,6 +142,7 @@ class RolloutStats:
         redrawn = {} if self.redrawn is None else {"rollout/redrawn_tasks": float(self.redrawn)}
         return {
             **self.played.metrics("rollout"),
+            **_named(self.environments, "rollout"),
             **stops,
             **forks,
             "rollout/sequences_per_episode": self.sequences,
@@ -164,6 +170,9 @@ class Evaluation:
     """The sampled episodes."""
     greedy_groups: tuple[Group, ...] = ()
     """The greedy episodes of the same tasks."""
+    environments: Mapping[str, EpisodeStats] = field(default_factory=dict)
+    """Statistics of the sampled episodes of each environment; empty if all are of one."""
+    greedy_environments: Mapping[str, EpisodeStats] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sampled: Sequence[Group], greedy: Sequence[Group], seconds: float) -> Evaluation:
@@ -175,12 +184,38 @@ class Evaluation:
             seconds=seconds,
             groups=tuple(sampled),
             greedy_groups=tuple(greedy),
+            environments=by_environment(sampled),
+            greedy_environments=by_environment(greedy),
         )
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
         extra = {"eval/success_greedy": self.greedy.success, "time/eval": self.seconds}
+        own = self.greedy_environments
+        extra |= {f"eval/{name}/success_greedy": stats.success for name, stats in own.items()}
+        extra |= _named(self.environments, "eval")
         return self.sampled.metrics("eval") | self.faults.metrics("eval") | extra
+
+
+def by_environment(groups: Sequence[Group]) -> dict[str, EpisodeStats]:
+    """Summarises the episodes of each environment that has played any; empty if all are of one.
+
+    It is by the tasks' `env_id`, which in a run of several environments is a short name.
+    """
+    found: dict[str, list[Episode]] = {}
+    for group in groups:
+        found.setdefault(group.task.env_id, []).extend(_played([group]))
+    if len(found) < 2:
+        return {}
+    return {name: EpisodeStats.of(own) for name, own in found.items() if own}
+
+
+def _named(environments: Mapping[str, EpisodeStats], prefix: str) -> dict[str, float]:
+    metrics: dict[str, float] = {}
+    for name, stats in environments.items():
+        metrics |= stats.metrics(f"{prefix}/{name}")
+        metrics[f"{prefix}/{name}/episodes"] = float(stats.episodes)
+    return metrics
 
 
 def _episodes(groups: Sequence[Group]) -> list[Episode]:

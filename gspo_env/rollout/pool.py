@@ -1,4 +1,4 @@
-"""A pool of reused environments, which runs their calls on the event loop or in threads."""
+"""Pools of reused environments, which run their calls on the event loop or in threads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +67,10 @@ class EnvPool:
         """Reads the declarations of the sample."""
         if self.sample is not None:
             self._read(self.sample)
+
+    def of(self, env_id: str) -> EnvPool:
+        """Returns the pool of an environment, which is this one for every id."""
+        return self
 
     async def acquire(self, timeout: float | None = None) -> TextEnvironment:
         """Returns an environment that is not in use.
@@ -195,6 +199,34 @@ class EnvPool:
             seat.thread.stop()
             if stuck:
                 self._stuck.append(seat.thread)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvPools:
+    """The pools of several environments, by the `env_id` of their tasks."""
+
+    pools: Mapping[str, EnvPool]
+    faults: FaultLog = field(default_factory=FaultLog)
+    """Counts the failures in all of them."""
+
+    def of(self, env_id: str) -> EnvPool:
+        """Returns the pool of an environment.
+
+        Raises:
+            RolloutError: There is none.
+        """
+        try:
+            return self.pools[env_id]
+        except KeyError:
+            raise RolloutError(
+                f"a task has the env_id {env_id!r}; expected one of {', '.join(self.pools)}"
+            ) from None
+
+    def close(self) -> None:
+        """Closes every environment; a pool waits at most its `close_timeout`."""
+        for pool in self.pools.values():
+            pool.close()
+        self.faults.summarise()
 
 
 def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:

@@ -16,7 +16,7 @@ from gspo_env.rollout.faults import (
     failed_episode,
 )
 from gspo_env.rollout.play import ENDED, Policy, play, play_now
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.types import Episode, Fault, StopReason, Task
 
 logger = logging.getLogger(__name__)
@@ -46,18 +46,19 @@ async def play_again(
 
 
 async def play_pooled(
-    pool: EnvPool, task: Task, policy: Policy, *, timeout: float, **limits: Any
+    pool: EnvPool | EnvPools, task: Task, policy: Policy, *, timeout: float, **limits: Any
 ) -> Episode:
     """Plays one episode in an environment of a pool; one that fails leaves the pool.
 
     Args:
-        pool: The pool.
-        task: See `play`.
+        pool: The pool, or one for each environment.
+        task: See `play`; its `env_id` names the environment.
         policy: See `play`.
         timeout: Seconds after which the episode is cut, and seconds that a new environment may
             take.
         limits: Further arguments of `play`.
     """
+    pool = pool.of(task.env_id)
     try:
         env = await pool.acquire(timeout)
     except EnvironmentFailed as failure:

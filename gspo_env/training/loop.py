@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
-from gspo_env.credit.scores import ScoreChoice
+from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.engines.base import CopiesWeights, CountsFaults
 from gspo_env.env.curriculum import StepResult, next_options
 from gspo_env.learner.base import Trainer
@@ -23,11 +23,12 @@ from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
-from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.seeding import derive_seed
 from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, generators, set_generators
+from gspo_env.training.tasks import draw_tasks
 from gspo_env.training.watch import Problem, Watch
 from gspo_env.types import FloatArray, Group, Score, Task
 
@@ -59,8 +60,13 @@ class Reporter(Protocol):
         """Reports the groups to keep, by index, and what the update did to their tokens."""
         ...
 
-    def scored(self, score: Score, reason: str) -> None:
-        """Reports which rewards the run learns from, once its first episodes have decided it."""
+    def scored(self, score: Score | None, reason: str) -> None:
+        """Reports which rewards the run learns from, once its first episodes have decided it.
+
+        Args:
+            score: The score; None if each of several environments has its own.
+            reason: Why, and which score an environment has if there are several.
+        """
         ...
 
     def warned(self, problem: Problem) -> None:
@@ -73,7 +79,8 @@ class Loop:
     """One training run over parts that are already built."""
 
     config: Config
-    env_id: str
+    weights: Mapping[str, float]
+    """The weight of each environment, by the `env_id` of its tasks."""
     collector: Collector
     learner: Trainer
     report: Reporter
@@ -81,8 +88,10 @@ class Loop:
     keeper: Keeper | None = None
     """Saves the run; None saves nothing."""
     history: History = field(default_factory=list)
-    score: ScoreChoice = field(init=False)
-    """Which rewards the estimator learns from."""
+    declared: Mapping[str, Score | None] = field(default_factory=dict)
+    """The scores that environments declare, used if the config has none."""
+    score: Scores = field(init=False)
+    """Which rewards the estimator learns from, in each environment."""
     step: int = 0
     """Steps that are done."""
     played: int = 0
@@ -99,7 +108,8 @@ class Loop:
         """Takes the score of the config, if it has one."""
         self.watch = Watch(self.config, self.report.warned)
         given = self.config.credit.score
-        self.score = ScoreChoice(self.env_id, None if given == "auto" else given)
+        known = self.declared if given == "auto" else dict.fromkeys(self.weights, given)
+        self.score = Scores({name: ScoreChoice(name, known.get(name)) for name in self.weights})
 
     async def train(self) -> History:
         """Runs the steps that are left, until the keeper stops it; returns the metrics of each.
@@ -128,8 +138,15 @@ class Loop:
         config, step = self.config, self.step + 1
         started = time.perf_counter()
         options = next_options(config.curriculum, self.results)
+        tasks = draw_tasks(
+            self.weights,
+            seed=config.seed,
+            step=step,
+            count=config.tasks_per_step,
+            options=options,
+        )
         groups = await self.collector.collect(
-            self._tasks(step, options),
+            tasks,
             seed=derive_seed("rollout", config.seed, step),
             held_out=self.split.held_out,
         )
@@ -194,7 +211,7 @@ class Loop:
             "results": [asdict(result) for result in self.results],
             "warned": self._warned,
             "score": self.score.state(),
-            "gives_outcome": self.collector.pool.gives_outcome,
+            "gives_outcome": self._gives_outcome(),
             "said": self.collector._said,
             "learner": learner_numbers,
             "generators": random_numbers,
@@ -209,7 +226,8 @@ class Loop:
         self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
         self.results = [StepResult(**result) for result in numbers["results"]]
         self.score.restore(numbers["score"])
-        self.collector.pool.gives_outcome = numbers["gives_outcome"]
+        for env_id, known in numbers["gives_outcome"].items():
+            self.collector.pool.of(env_id).gives_outcome = known
         self.collector._said = bool(numbers["said"])
         self.learner.restore(saved.tensors(), numbers["learner"])
         set_generators(numbers["generators"], saved.tensors())
@@ -221,22 +239,26 @@ class Loop:
             groups: The groups to train on.
             seen: The groups whose episodes are new.
         """
-        settings = self.config.credit
+        settings, scores = self.config.credit, {}
         if getattr(self.config.advantage, "uses_score", True):
-            episodes = [episode for group in seen for episode in group.episodes]
-            if self.score.see(episodes, self.collector.pool.gives_outcome):
-                self.report.scored(self.score.score or "turns", self.score.reason)
-            settings = replace(settings, score=self.score.score or "turns")
-        credit = estimate(groups, self.config.advantage, settings)
+            if reason := self.score.see(seen, self._gives_outcome()):
+                self.report.scored(self.score.only, reason)
+            scores = self.score.by_environment
+        credit = estimate(groups, self.config.advantage, settings, scores)
         if credit.blind(groups) and not self._warned:
             self._warned = True
             logger.warning(
                 "every advantage of this step is 0, although the outcomes of episodes differ: "
-                "the rewards that %s reads (score %r) do not",
+                "the rewards that %s reads (score %s) do not",
                 name_of("advantage", self.config.advantage),
-                settings.score,
+                " and ".join(sorted({repr(score) for score in scores.values()}) or ["its own"]),
             )
         return credit
+
+    def _gives_outcome(self) -> dict[str, bool | None]:
+        """Returns whether finished episodes of each environment have an outcome, if known."""
+        pool = self.collector.pool
+        return {env_id: pool.of(env_id).gives_outcome for env_id in self.weights}
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""
@@ -247,13 +269,6 @@ class Loop:
         metrics |= self.collector.metrics()
         engine = self.collector.engine
         return metrics | (engine.metrics() if isinstance(engine, CountsFaults) else {})
-
-    def _tasks(self, step: int, options: Mapping[str, Any]) -> list[Task]:
-        seeds = (
-            derive_seed("task", self.config.seed, step, p)
-            for p in range(self.config.tasks_per_step)
-        )
-        return [Task(env_id=self.env_id, seed=seed % HELD_OUT, options=options) for seed in seeds]
 
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]

@@ -1,17 +1,17 @@
-"""Splits the tasks of an environment: those of the evaluation, and those that training may play."""
+"""Splits the tasks of environments: those of the evaluation, and those that training may play."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.play import look
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, derive_seed
@@ -40,12 +40,14 @@ class Split:
     tasks: tuple[Task, ...]
     keys: tuple[str, ...]
     """The key of each task, or its seed if it has no key."""
-    held_out: frozenset[str] = frozenset()
-    """The task keys that training does not play."""
+    held_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The task keys that training does not play, by environment."""
     num_tasks: int | None = None
     """The number of tasks that the environment declares."""
     known: bool = True
     """False if the tasks have no keys, so that it is unknown whether training plays them."""
+    parts: tuple[Split, ...] = ()
+    """The splits of several environments that this one has the tasks of; see `join`."""
 
     @property
     def distinct(self) -> int:
@@ -57,9 +59,11 @@ class Split:
 
         Example:
             >>> tasks = (Task(env_id="x", seed=8), Task(env_id="x", seed=9))
-            >>> str(Split(tasks=tasks, keys=("a", "a"), held_out=frozenset("a")))
+            >>> str(Split(tasks=tasks, keys=("a", "a"), held_out={"x": frozenset("a")}))
             '2 episodes of 1 held-out task'
         """
+        if self.parts:
+            return "; ".join(f"{part.tasks[0].env_id}: {part}" for part in self.parts)
         count, distinct = len(self.tasks), self.distinct
         if not self.known:
             return f"{_many(count)}, split by seed, overlap unknown"
@@ -71,7 +75,58 @@ class Split:
 
     def first(self, count: int) -> Split:
         """Returns the split with only the first tasks of the evaluation."""
+        if self.parts:
+            names = Counter(task.env_id for task in self.tasks[:count])
+            return join([p.first(n) for p in self.parts if (n := names[p.tasks[0].env_id])])
         return replace(self, tasks=self.tasks[:count], keys=self.keys[:count])
+
+    def holds_out(self, episode: Episode) -> bool:
+        """Returns whether training does not play the task of an episode.
+
+        The task of an episode of no environment of the split, such as a recorded conversation, is
+        one that any of the environments holds out.
+        """
+        own = self.held_out.get(episode.task.env_id)
+        held = frozenset().union(*self.held_out.values()) if own is None else own
+        return episode.reset.task_key in held
+
+
+def join(splits: Sequence[Split]) -> Split:
+    """Returns the split of several environments, whose tasks alternate in proportion.
+
+    So its first tasks are of all environments, too. The keys begin with the environment's name.
+    """
+    if len(splits) == 1:
+        return splits[0]
+    places = [
+        ((n + 0.5) / len(split.tasks), task, f"{task.env_id}/{key}")
+        for split in splits
+        for n, (task, key) in enumerate(zip(split.tasks, split.keys, strict=True))
+    ]
+    places.sort(key=lambda place: place[0])
+    numbers = [split.num_tasks for split in splits]
+    return Split(
+        tasks=tuple(task for _, task, _ in places),
+        keys=tuple(key for *_, key in places),
+        held_out={env_id: keys for split in splits for env_id, keys in split.held_out.items()},
+        num_tasks=None if None in numbers else sum(filter(None, numbers)),
+        known=all(split.known for split in splits),
+        parts=tuple(splits),
+    )
+
+
+def share_out(count: int, weights: Sequence[float]) -> list[int]:
+    """Shares tasks out in proportion to weights, at least one each.
+
+    Example:
+        >>> share_out(10, [0.7, 0.3]), share_out(3, [98, 1, 1])
+        ([7, 3], [1, 1, 1])
+    """
+    shares = [1] * len(weights)
+    for _ in range(count - len(weights)):  # to the one that is furthest behind
+        behind = [w / sum(weights) * count - n for w, n in zip(weights, shares, strict=True)]
+        shares[behind.index(max(behind))] += 1
+    return shares
 
 
 def hold_out(env_id: str, count: int, read: Read, num_tasks: int | None = None) -> Split:
@@ -113,7 +168,7 @@ def hold_out(env_id: str, count: int, read: Read, num_tasks: int | None = None) 
     return Split(
         tasks=tuple(task for task, _ in pairs),
         keys=tuple(key for _, key in pairs),
-        held_out=frozenset(held_out),
+        held_out={env_id: frozenset(held_out)} if held_out else {},
         num_tasks=num_tasks,
     )
 
@@ -166,7 +221,7 @@ def _keys(read: Read, tasks: Sequence[Task]) -> list[str | None]:
 
 
 async def read_resets(
-    pool: EnvPool, limits: RolloutConfig, tasks: Sequence[Task]
+    pool: EnvPool | EnvPools, limits: RolloutConfig, tasks: Sequence[Task]
 ) -> list[ResetInfo | None]:
     """Resets environments of a pool to the tasks; None for a reset that failed or timed out."""
     gate = asyncio.Semaphore(min(_READERS, limits.concurrency))

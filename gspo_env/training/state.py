@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.config import Config, from_dict, to_toml
+from gspo_env.env.mix import moved_only
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.saved import Saved, parse
 from gspo_env.tracking.base import MODEL, flatten
@@ -79,7 +80,7 @@ def read_config(run: Path, numbers: Mapping[str, Any], wanted: Config | None) ->
     saved = parse(run / "config.toml", numbers["config"])
     given = {} if wanted is None else flatten(tomllib.loads(to_toml(wanted)))
     same = {name: value for name, value in saved.refused.items() if given.get(name) == value}
-    moved = wanted is not None and _same_class(saved.env, wanted.env)
+    moved = wanted is not None and moved_only(saved.env, wanted.env)
     saved.settings(same, env=wanted.env if wanted is not None and moved else "")
     return from_dict(tomllib.loads(numbers["config"]))
 
@@ -116,7 +117,7 @@ def changed_config(run: Path, saved: Checkpoint, wanted: Config | None) -> Confi
         wanted = replace(wanted, credit=replace(wanted.credit, score=config.credit.score))
     old, new = flatten(config), flatten(wanted)
     for name in sorted({*old, *new}):
-        moved = name == "env" and _same_class(config.env, wanted.env)
+        moved = name == "env" and moved_only(config.env, wanted.env)
         if old.get(name) != new.get(name) and not (moved or name.startswith(_CHANGEABLE)):
             raise ConfigError(
                 f"{name} is {new.get(name)!r}, and {old.get(name)!r} in the run that goes on; only "
@@ -127,12 +128,6 @@ def changed_config(run: Path, saved: Checkpoint, wanted: Config | None) -> Confi
             f"steps is {wanted.steps}; expected at least {saved.step}, which are done"
         )
     return wanted
-
-
-def _same_class(old: str, new: str) -> bool:
-    """Returns whether two environments are classes of one name in files, which may be elsewhere."""
-    files = all(env.rpartition(":")[0].endswith(".py") for env in (old, new))
-    return files and old.rpartition(":")[2] == new.rpartition(":")[2]
 
 
 def run_facts(config: Config, model: Any, source: str, left_out: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,23 +52,26 @@ class Problem:
     """Whether nothing can be learned in any step."""
 
 
-def of_settings(config: Config, env: TextEnvironment) -> Iterator[Problem]:
-    """Yields what is wrong with settings and an environment before anything is played.
+def of_settings(config: Config, envs: Mapping[str, TextEnvironment]) -> Iterator[Problem]:
+    """Yields what is wrong with settings and environments before anything is played.
 
     Args:
         config: The settings.
-        env: The environment; a few of its episodes are played if groups have one episode.
+        envs: The environments by the `env_id` of their tasks; a few episodes are played if groups
+            have one episode.
     """
-    if attribute(env, "gives_reward", None) is False:
-        yield Problem(
-            name="no_reward",
-            text=f"{config.env} never gives a reward: name reward functions with "
-            "--env-kwargs rewards=file.py:function",
-            hopeless=True,
-        )
+    for env_id, env in envs.items():
+        if attribute(env, "gives_reward", None) is False:
+            key = "rewards" if len(envs) == 1 else f"{env_id}.rewards"
+            yield Problem(
+                name="no_reward",
+                text=f"{env_id} never gives a reward: name reward functions with "
+                f"--env-kwargs {key}=file.py:function",
+                hopeless=True,
+            )
     size, episodes = config.rollout.group_size, config.rollout.group_size * config.tasks_per_step
     estimator = config.advantage
-    if size == 1 and compares_episodes(estimator) and not _gives_advantages(env, config):
+    if size == 1 and compares_episodes(estimator) and not _give_advantages(envs, config):
         yield Problem(
             name="groups_of_one",
             text=f"rollout.group_size is 1, and the estimator {name_of('advantage', estimator)!r} "
@@ -173,42 +177,46 @@ def of_curriculum(config: Config, env: TextEnvironment, env_id: str) -> Problem 
 
 
 def refuse_hopeless(configs: Sequence[Config]) -> None:
-    """Refuses settings of runs in the same environment with which nothing can be learned.
+    """Refuses settings of runs in the same environments with which nothing can be learned.
 
     Raises:
         TrainingError: Nothing can be learned, or a run is strict and there is a problem.
     """
-    env = make_env(configs[0].env, **configs[0].env_kwargs)
+    envs: dict[str, TextEnvironment] = {}
     try:
+        for member in configs[0].environments:
+            envs[member.env_id] = make_env(member.spec, **member.kwargs)
         for config in configs:
-            for problem in of_settings(config, env):
+            for problem in of_settings(config, envs):
                 refuse(problem, config.strict)
     finally:
-        close_quietly(env)
+        for env in envs.values():
+            close_quietly(env)
 
 
 def at_start(
-    config: Config, env: TextEnvironment, env_id: str, chat: ChatTokenizer, *, untrained: bool
+    config: Config,
+    envs: Mapping[str, TextEnvironment],
+    chat: ChatTokenizer,
+    *,
+    untrained: Sequence[str],
 ) -> list[Problem]:
     """Returns why a run would learn nothing, or less than its settings say.
 
     Args:
         config: The settings.
-        env: The environment, whose episodes are played.
-        env_id: Its id.
+        envs: The environments by the `env_id` of their tasks; their episodes are played.
         chat: The tokenizer.
-        untrained: Whether the model has random weights and no demonstrations to imitate.
+        untrained: The environments without demonstrations for a model with random weights.
 
     Raises:
         TrainingError: Nothing can be learned, or the run is strict and there is a problem.
     """
-    found = list(of_settings(config, env))
-    if problem := of_curriculum(config, env, env_id):
-        found.append(problem)
-    if untrained:
-        found.append(_untrained(env_id))
-    room = of_prompts(env, env_id, chat, config.rollout)
-    found += [] if room is None else [room]
+    found = list(of_settings(config, envs))
+    for env_id, env in envs.items():
+        found += filter(None, [of_curriculum(config, env, env_id)])
+        found += [_untrained(env_id)] if env_id in untrained else []
+        found += filter(None, [of_prompts(env, env_id, chat, config.rollout)])
     for problem in found:
         refuse(problem, config.strict)
     return found
@@ -325,8 +333,8 @@ def _no_turn(episodes: Sequence[Episode], limits: RolloutConfig) -> str:
     return f"{text}; expected limits that leave room for an action"
 
 
-def _gives_advantages(env: TextEnvironment, config: Config) -> bool:
-    """Plays a few episodes; returns whether the environment gives the advantages of tokens."""
+def _give_advantages(envs: Mapping[str, TextEnvironment], config: Config) -> bool:
+    """Plays a few episodes; returns whether every environment gives the advantages of tokens."""
 
     def act(now: Situation) -> Move:
         try:
@@ -338,6 +346,9 @@ def _gives_advantages(env: TextEnvironment, config: Config) -> bool:
     def given(turns: Sequence[Turn]) -> bool:
         return any(turn.info.token_advantages is not None for turn in turns)
 
-    most = config.rollout.max_turns
-    tasks = [Task(env_id=config.env, seed=seed) for seed in range(_EPISODES)]
-    return any(given(play_now(env, task, act, max_turns=most).turns) for task in tasks)
+    def gives(env_id: str, env: TextEnvironment) -> bool:
+        tasks = [Task(env_id=env_id, seed=seed) for seed in range(_EPISODES)]
+        most = config.rollout.max_turns
+        return any(given(play_now(env, task, act, max_turns=most).turns) for task in tasks)
+
+    return all(itertools.starmap(gives, envs.items()))

@@ -83,7 +83,7 @@ class Breaks(TextEnv):
 def test_too_many_failures_stop_the_run_and_the_first_traceback_is_kept(tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS)
     agent = GSPOAgent(env=f"{tmp_path}/breaks.py:Breaks", config=tiny(output="run"))
-    type(agent._env.unwrapped).broken = True
+    type(agent.environments.first.env.unwrapped).broken = True
     with pytest.raises(RolloutError, match=r"16 of 16 .*gone \(breaks.py:\d+ in reset\)"):
         agent.train()
     kept = (tmp_path / "run" / "first-environment-error.txt").read_text()

@@ -81,7 +81,7 @@ def _folder(tmp_path, monkeypatch):
 
 def game(agent):
     """The class of the agent's environment."""
-    return type(agent._env.unwrapped)
+    return type(agent.environments.first.env.unwrapped)
 
 
 @pytest.mark.parametrize("name", ["Duel", "Asynchronous"])

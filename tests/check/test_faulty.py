@@ -54,6 +54,7 @@ def test_it_is_made_by_name_as_a_command_line_would():
     assert make_env("gspo_env.check.faulty:Faulty", env="gspo/Lookup-v0", rates={}).reset(seed=0)[0]
 
 
+@pytest.mark.slow
 def test_training_counts_exactly_what_was_injected(player, tmp_path):
     log = str(tmp_path / "log")
     rates = {"exception": 0.05, "exit": 0.03, "nan": 0.05, "type": 0.04, "hang": 0.03}

@@ -77,7 +77,7 @@ def test_what_a_program_said_and_got_is_recorded_and_can_be_imitated(files, tmp_
         assert row["reward"] in (0.5, 1.0)
         assert row["task_key"]
     model, tokenizer, episodes = build(
-        None, "gspo/Program-v0", Tiny(conversations=str(out), hidden_size=32), 0
+        {"gspo/Program-v0": None}, Tiny(conversations=str(out), hidden_size=32), 0
     )
     assert [t.text for t in episodes[0].turns] == [
         m["content"] for m in rows[0]["messages"] if m["role"] == "assistant"

@@ -70,6 +70,7 @@ def serve(folder, *flags, **variables):
     return child, given
 
 
+@pytest.mark.slow
 def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
     child, given = serve(folder, **{KEY: "open sesame"})
     try:

@@ -104,6 +104,7 @@ def histories(results):
     }
 
 
+@pytest.mark.slow
 def test_with_one_turn_the_turn_and_the_sequence_level_agree_to_the_last_digit(tmp_path):
     arms = grid({"ratio_level": ["sequence", "turn"]})
     results, _ = run(
@@ -151,6 +152,7 @@ def test_a_comparison_goes_on_where_it_stopped_and_tracks_nested_runs(tmp_path):
         run(Comparison(problems={"one": small(steps=3)}, arms=arms), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
@@ -449,6 +451,7 @@ def test_arms_that_change_the_recipe_or_the_model_get_a_start_of_their_own(tmp_p
     assert "2, 3, 4: another start than the first arm" in said
 
 
+@pytest.mark.slow
 def test_a_longer_imitation_is_what_its_arm_starts_from(tmp_path):
     arms = (Arm(name="none", changes={"imitation_steps": 0}), Arm(name="some", changes={}))
     comparison = Comparison(

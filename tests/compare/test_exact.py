@@ -59,6 +59,7 @@ def test_unscaled_estimators_are_unbiased_where_all_episodes_are_as_long(name, p
     assert result.cosine > 0.98
 
 
+@pytest.mark.slow
 def test_states_that_few_episodes_meet_weigh_less_in_gigpo():
     # its mean includes the episode itself: n visits reduce the signal of a state by (n - 1) / n
     estimator = GiGPO(scale="none")

@@ -45,7 +45,7 @@ def parts():
     """A model that plays, and its chat tokenizer."""
     env = make_env(ENV)
     config = Tiny(demonstrations=300, imitation_steps=60)
-    model, tokenizer, demonstrations = build(env, ENV, config, 0)
+    model, tokenizer, demonstrations = build({ENV: env}, config, 0)
     chat = ChatTokenizer(tokenizer)
     warm_up(model, imitation_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return model, chat

@@ -33,6 +33,7 @@ def run(program: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "threads"), [({}, "4\n1"), ({"OMP_NUM_THREADS": "2"}, "4\n4")])
 def test_a_small_model_computes_with_one_thread_unless_the_user_chose(own, threads):
     assert run(AGENT, **own) == threads

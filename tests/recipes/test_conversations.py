@@ -61,7 +61,7 @@ def test_a_line_that_is_read_and_written_is_the_same(tmp_path):
 def test_the_tiny_model_imitates_conversations_in_its_own_vocabulary(tmp_path):
     path = write(tmp_path / "c.jsonl", ROW)
     model, tokenizer, episodes = build(
-        None, "gspo/Program-v0", Tiny(conversations=path, hidden_size=32), 0
+        {"gspo/Program-v0": None}, Tiny(conversations=path, hidden_size=32), 0
     )
     assert model.config.vocab_size == len(tokenizer)
     frame = '<tool_call>{"name": "lookup", "arguments": {"key": "'

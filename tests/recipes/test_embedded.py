@@ -134,7 +134,7 @@ def test_a_demonstration_has_the_ids_that_a_rollout_of_its_actions_has(name, cha
 def test_the_tokenizer_knows_the_prompt_of_every_task():
     config = Tiny(hidden_size=32, demonstrations=30)
     env = Patient()
-    _, tokenizer, demonstrations = build(env, "test", config, 0)
+    _, tokenizer, demonstrations = build({"test": env}, config, 0)
     numbers = {episode.prompt.system.split()[-1].strip(".") for episode in demonstrations}
     assert len(numbers) > 20
     for word in (*numbers, "river", "stone"):
@@ -147,7 +147,7 @@ def test_the_words_of_prompts_are_known_without_a_demonstrator_too():
             raise NotImplementedError
 
     config = Tiny(hidden_size=32, demonstrations=30)
-    _, tokenizer, demonstrations = build(Silent(), "test", config, 0)
+    _, tokenizer, demonstrations = build({"test": Silent()}, config, 0)
     assert demonstrations == []
     assert len(tokenizer.encode("stone", add_special_tokens=False)) == 1
 
@@ -198,7 +198,7 @@ def test_failures_of_an_environment_do_not_change_the_model_that_is_made_for_it(
     def vocabulary(rate):
         env = faulty("gspo/Lookup-v0", {"exception": rate})
         limits = RolloutConfig(max_retries=50)
-        return build(env, "x", Tiny(hidden_size=32, demonstrations=5), 0, limits)[1].get_vocab()
+        return build({"x": env}, Tiny(hidden_size=32, demonstrations=5), 0, limits)[1].get_vocab()
 
     assert vocabulary(0.3) == vocabulary(0.0)
 
@@ -206,7 +206,7 @@ def test_failures_of_an_environment_do_not_change_the_model_that_is_made_for_it(
 def test_a_tool_without_parameters_has_a_model_too():
     env = make_env("gspo/SQL-v0")
     config = Tiny(hidden_size=32, demonstrations=5)
-    _, tokenizer, demonstrations = build(env, "gspo/SQL-v0", config, 0)
+    _, tokenizer, demonstrations = build({"gspo/SQL-v0": env}, config, 0)
     assert len(demonstrations) == 5
     call = '<tool_call>{"name": "tables", "arguments": {}}</tool_call>'
     assert len(tokenizer.encode(call, add_special_tokens=False)) == 1
@@ -215,7 +215,7 @@ def test_a_tool_without_parameters_has_a_model_too():
 def test_the_same_seed_builds_the_same_model(player):
     env = make_env(player.env_id)
     config = Tiny(hidden_size=32, demonstrations=20)
-    first, again, other = (build(env, player.env_id, config, seed)[0] for seed in (0, 0, 1))
+    first, again, other = (build({player.env_id: env}, config, seed)[0] for seed in (0, 0, 1))
     one, two, three = (next(m.parameters()) for m in (first, again, other))
     assert one.equal(two)
     assert one.shape != three.shape or not one.equal(three)
@@ -296,7 +296,7 @@ class Mute(Patient):
 def test_without_a_demonstrator_the_model_learns_to_end_its_turns():
     config = Tiny(hidden_size=32, demonstrations=200, imitation_steps=60)
     env = Mute()
-    model, tokenizer, _ = build(env, "test", config, 0)
+    model, tokenizer, _ = build({"test": env}, config, 0)
     chat = ChatTokenizer(tokenizer)
     samples = imitation_samples(babble(env, "test", 200, 0), chat)
     assert len(samples) == 200

@@ -81,11 +81,12 @@ def test_training_meets_no_task_of_the_evaluation(chat, env_id):
     split = split_of(running.pool, env_id, 64)
     tasks = training_tasks(env_id, 300)
     open_split = asyncio.run(running.collect(tasks, seed=0, group_size=1))
-    assert keys(open_split) & split.held_out  # a plain split by seed does not hold out
+    held = split.held_out[env_id]
+    assert keys(open_split) & held  # a plain split by seed does not hold out
     groups = asyncio.run(running.collect(tasks, seed=0, group_size=1, held_out=split.held_out))
-    assert not keys(groups) & split.held_out
+    assert not keys(groups) & held
     evaluation = asyncio.run(running.collect(split.tasks, seed=0, group_size=1))
-    assert keys(evaluation) == split.held_out == set(split.keys)
+    assert keys(evaluation) == held == set(split.keys)
     moved = [a for a, b in zip(groups, tasks, strict=True) if a.task.seed != b.seed]
     stats = RolloutStats.of(groups, 1.0)
     assert stats.metrics()["rollout/redrawn_tasks"] >= len(moved) > 0
@@ -134,10 +135,11 @@ def test_the_evaluation_plays_only_held_out_tasks_and_leaves_half_of_the_draws(
     assert split == hold_out("x", count, read, number if declared else None)
     assert split.distinct <= number + count * bool(broken)
     if split.held_out:
-        assert set(split.keys) <= split.held_out
+        held = split.held_out["x"]
+        assert set(split.keys) <= held
         draws = [key(derive_seed("other", n) % HELD_OUT) for n in range(2000)]
         # 64 probes estimate the share, so it may be somewhat above a half
-        assert sum(k in split.held_out for k in draws) / 2000 < 0.75
+        assert sum(k in held for k in draws) / 2000 < 0.75
     elif number > 1 and not broken:
         # one task has more than half of the draws, and no other was among the evaluation's
         assert len(set(split.keys)) < max(3, number)
@@ -171,7 +173,8 @@ def test_a_group_plays_one_task_whatever_the_concurrency(chat, blocking):
     for limit in (1, 7, 96):
         running = collector(chat, Slow, concurrency=limit)
         running.pool.blocking = blocking
-        groups = asyncio.run(running.collect(tasks, seed=0, group_size=4, held_out={"1", "2", "3"}))
+        held_out = {"x": {"1", "2", "3"}}
+        groups = asyncio.run(running.collect(tasks, seed=0, group_size=4, held_out=held_out))
         for group in groups:
             assert all(episode.task == group.task for episode in group.episodes)
             assert group.episodes[0].reset.task_key not in {"1", "2", "3"}
@@ -183,12 +186,13 @@ def test_a_group_plays_one_task_whatever_the_concurrency(chat, blocking):
 def test_options_stay_and_an_error_names_what_has_no_task_left(chat):
     running = collector(chat, lambda: make_env("gspo/Wordle-v0"))
     task = Task(env_id="gspo/Wordle-v0", seed=3, options={"word": "crane"})
+    held = {"gspo/Wordle-v0": {"crane"}}
     with pytest.raises(RolloutError, match=r"gspo/Wordle-v0.*'word': 'crane'.*held out"):
-        asyncio.run(running.collect([task], seed=0, group_size=2, held_out={"crane"}))
+        asyncio.run(running.collect([task], seed=0, group_size=2, held_out=held))
     hops = Task(env_id="gspo/Lookup-v0", seed=3, options={"hops": 3})
     lookup = collector(chat, lambda: make_env("gspo/Lookup-v0"))
     (plain,) = asyncio.run(lookup.collect([hops], seed=0, group_size=1))
-    held = {plain.episodes[0].reset.task_key}
+    held = {"gspo/Lookup-v0": {plain.episodes[0].reset.task_key}}
     (group,) = asyncio.run(lookup.collect([hops], seed=0, group_size=2, held_out=held))
     assert group.redrawn == 1
     assert group.task.options == {"hops": 3}
@@ -205,8 +209,9 @@ def test_a_key_that_does_not_follow_from_the_seed_is_an_error(chat):
             return "go", {"task_key": random.choice("ab")}
 
     running = collector(chat, Fickle)
+    tasks, held = training_tasks("x", 8), {"x": {"a"}}
     with pytest.raises(EnvironmentContractError, match="one task_key for each seed"):
-        asyncio.run(running.collect(training_tasks("x", 8), seed=0, group_size=8, held_out={"a"}))
+        asyncio.run(running.collect(tasks, seed=0, group_size=8, held_out=held))
 
 
 def test_a_failing_reset_costs_one_task_of_the_evaluation(caplog):
@@ -271,13 +276,13 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.py").write_text(FEW)
     agent = GSPOAgent(config=few(output="out"))
-    played = agent._env.unwrapped.stepped
+    played = agent.environments.first.env.unwrapped.stepped
     tasks = {e.reset.task_key for e in agent._demonstrations}
     assert len(tasks) > 15  # the demonstrations meet the tasks of the evaluation too
     played.clear()
     history = agent.train()
     held = {task for evaluation, task in played if evaluation}
-    assert held == set(map(int, agent.split().held_out))
+    assert held == set(map(int, agent.split().held_out[agent.env_id]))
     assert not held & {task for evaluation, task in played if not evaluation}
     said = " ".join(capsys.readouterr().out.split())
     assert f"Success on 12 episodes of {len(held)} held-out tasks" in said

@@ -220,6 +220,7 @@ def test_a_second_ctrl_c_stops_at_once():
     assert Path("status").read_text() == "KILLED"
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_no_more_costs_checkpoints_but_neither_training_nor_the_older_ones():
     process = start("--config", "run.toml", "--steps", "3")
     assert process.wait() == 0
@@ -251,6 +252,7 @@ def test_an_environment_that_does_not_close_does_not_cost_the_model(caplog):
     assert Path("status").read_text() == "FINISHED"
 
 
+@pytest.mark.slow
 def test_a_comparison_stopped_by_ctrl_c_leaves_no_worker_and_no_result():
     Path("wait").touch()
     arms = ("--arm", "advantage=outcome,returns_to_go", "--seeds", "1", "--workers", "2")

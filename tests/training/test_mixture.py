@@ -1,0 +1,225 @@
+"""Several environments in one run: tasks, credit, metrics, evaluation and resume by environment."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+
+import pytest
+
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.cli.main import main
+from gspo_env.config import Config
+from gspo_env.credit import CreditConfig, ReturnsToGo, estimate
+from gspo_env.errors import RolloutError
+from gspo_env.recipes import Tiny
+from gspo_env.rollout.pool import EnvPool, EnvPools
+from gspo_env.saved import read_saved
+from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.training import draw_tasks
+from gspo_env.training.split import Split, join, share_out
+from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Turn
+
+TWO = """
+from gspo_env import TextEnv
+
+class Turns(TextEnv):
+    \"\"\"Rewards each turn. `stepped` has the tasks that were played.\"\"\"
+    blocking = False
+    num_tasks = 20
+    gives_outcome = False
+    stepped = []
+
+    def __init__(self, bonus=0.0):
+        super().__init__()
+        self.bonus = bonus
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.seed, self.task = seed, self.draw()
+        return f"task {self.task}", {"task_key": self.task}
+
+    def draw(self):
+        return int(self.np_random.integers(20))
+
+    def step(self, action):
+        self.stepped.append((self.seed >= 10**9, self.task))
+        return "", self.bonus + (action == "yes"), True, False, {}
+
+    def expert_action(self, noise=0.0):
+        return "yes" if self.np_random.random() > 0.5 else "no"
+
+class Last(Turns):
+    \"\"\"Has the same task keys, other draws, and gives an outcome only.\"\"\"
+    gives_outcome = True
+    credit_score = "outcome"
+    stepped = []
+
+    def draw(self):
+        return 19 - int(self.np_random.integers(20))
+
+    def step(self, action):
+        self.stepped.append((self.seed >= 10**9, self.task))
+        return "", 0.0, True, False, {"episodic_reward": float(action == "no")}
+"""
+SMALL = {"hidden_size": 16, "layers": 1, "heads": 2, "demonstrations": 60, "imitation_steps": 40}
+
+
+def mixed(**changes):
+    return Config.from_recipe(
+        Tiny(**SMALL, imitation_learning_rate=0.02),
+        env=("two.py:Turns:3", "last=two.py:Last:1"),
+        steps=3,
+        tasks_per_step=8,
+        eval_tasks=12,
+        rollout={"group_size": 4},
+        tracker="none",
+        **changes,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.py").write_text(TWO)
+    return tmp_path
+
+
+def test_a_run_of_two_environments_has_the_tasks_scores_and_metrics_of_each(folder, capsys):
+    agent = GSPOAgent(config=mixed(output="out", env_kwargs={"Turns": {"bonus": 0.5}}))
+    assert {e.task.env_id for e in agent._demonstrations} == {"Turns", "last"}
+    places = agent.environments.places
+    assert agent.environments.scores == {"Turns": "turns", "last": "outcome"}
+    agent.warm_up()
+    for place in places.values():
+        place.env.unwrapped.stepped.clear()
+    history = agent.train()
+    split = agent.split()
+    for name, place in places.items():
+        stepped = place.env.unwrapped.stepped
+        held = set(map(int, split.held_out[name]))
+        assert {task for evaluation, task in stepped if evaluation} == held
+        assert not {task for evaluation, task in stepped if not evaluation} & held
+    assert split.held_out["Turns"] != split.held_out["last"]  # by environment: the keys collide
+    evaluations = [m for _, m in history if "eval/success" in m]
+    for metrics in evaluations:
+        both = metrics["eval/Turns/success"] * 9 + metrics["eval/last/success"] * 3
+        assert metrics["eval/success"] == pytest.approx(both / 12)
+        assert metrics["eval/Turns/episodes"] == 9
+        assert "eval/last/success_greedy" in metrics
+    steps = [m for _, m in history if "rollout/success" in m]
+    assert any("rollout/last/return" in m and "rollout/Turns/outcome" in m for m in steps)
+    assert all(m["rollout/Turns/return"] >= 0.5 for m in steps if "rollout/Turns/return" in m)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "two.py:Turns:3, last=two.py:Last:1" in said
+    main(["evaluate", "--model", "out"])
+    said = capsys.readouterr().out
+    assert "in Turns (9 episodes)" in said
+    assert "in last (3 episodes)" in said
+
+
+def test_a_mixed_run_goes_on_bit_for_bit(folder):
+    saves = {"save_every": 1, "keep": 3}
+    whole = GSPOAgent(config=mixed(output="out", eval_every=0, checkpoints=saves)).train()
+    shutil.rmtree("out/checkpoints/step-000003")
+    agent = GSPOAgent.resume("out")
+    assert agent._resumed.saved.step == 2
+    assert [timeless(m) for m in agent.train()] == [timeless(m) for m in whole]
+
+
+def timeless(row):
+    step, metrics = row
+    return step, {
+        k: v for k, v in metrics.items() if not k.startswith("time/") and "per_s" not in k
+    }
+
+
+def test_a_strangers_mixture_is_data(folder, capsys):
+    agent = GSPOAgent(config=mixed(env_kwargs={"last": {"bonus": 0.25}}))
+    agent.save("theirs")
+    assert read_saved("theirs").refused == {}  # the user's own record
+    for note in (folder / "state").rglob("*.json"):
+        note.unlink()
+    (folder / "two.py").write_text(TWO + "\nopen('proof', 'w').close()\n")
+    saved = read_saved("theirs")
+    assert saved.refused == {"env": ["two.py:Turns:3", "last=two.py:Last:1"]}
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--model", "theirs"])
+    said = capsys.readouterr().err
+    assert "--env two.py:Turns:3 last=two.py:Last:1" in said
+    assert not (folder / "proof").exists()
+    main(["evaluate", "--model", "theirs", "--env", "two.py:Turns:3", "last=two.py:Last:1"])
+    assert "in last (" in capsys.readouterr().out
+
+
+def test_the_weights_draw_the_environments_and_one_environment_draws_as_before():
+    tasks = draw_tasks({"a": 0.7, "b": 0.3}, seed=5, step=2, count=4000)
+    share = sum(task.env_id == "a" for task in tasks) / 4000
+    assert abs(share - 0.7) < 0.03
+    assert tasks == draw_tasks({"a": 7, "b": 3}, seed=5, step=2, count=4000)
+    assert tasks != draw_tasks({"a": 0.7, "b": 0.3}, seed=5, step=3, count=4000)
+    seeds = [derive_seed("task", 5, 2, p) % HELD_OUT for p in range(4)]
+    alone = draw_tasks({"x": 1.0}, seed=5, step=2, count=4, options={"hops": 2})
+    assert alone == [Task(env_id="x", seed=seed, options={"hops": 2}) for seed in seeds]
+
+
+def test_shares_add_up_and_every_environment_has_one():
+    for count, weights in itertools.product(range(3, 40), [[1, 1, 1], [0.7, 0.2, 0.1], [98, 1, 1]]):
+        shares = share_out(count, weights)
+        assert sum(shares) == count
+        assert min(shares) >= 1
+
+
+def test_the_first_tasks_of_a_joint_split_are_of_every_environment():
+    def split(name, count):
+        tasks = tuple(Task(env_id=name, seed=HELD_OUT + n) for n in range(count))
+        held = {name: frozenset({"1"})}
+        return Split(tasks=tasks, keys=("1",) * count, held_out=held, num_tasks=5)
+
+    joint = join([split("a", 9), split("b", 3)])
+    assert [t.env_id for t in joint.first(4).tasks].count("b") == 1
+    assert (joint.num_tasks, joint.distinct) == (10, 2)
+    assert str(joint) == "a: 9 episodes of 1 held-out task; b: 3 episodes of 1 held-out task"
+    assert str(joint.first(4)) == "a: 3 episodes of 1 held-out task; b: 1 held-out task"
+    played = group("b", [0.0], 0.0).episodes[0]
+    assert not joint.holds_out(played)
+
+
+def group(env_id, rewards, outcome):
+    task = Task(env_id=env_id, seed=0)
+    episodes = tuple(
+        Episode(
+            task=task,
+            turns=(
+                Turn(
+                    text="",
+                    observation="",
+                    reward=reward,
+                    action_ids=(1,),
+                    info=StepInfo(episodic_reward=outcome * n),
+                ),
+            ),
+            outcome=outcome * n,
+            stop_reason=StopReason.TERMINATED,
+            terminated=True,
+            truncated=False,
+        )
+        for n, reward in enumerate(rewards)
+    )
+    return Group(task=task, episodes=episodes)
+
+
+def test_each_group_has_the_score_of_its_environment():
+    groups = [group("a", [0.0, 1.0], -1.0), group("b", [0.0, 1.0], -1.0)]
+    scores = {"a": "turns", "b": "outcome"}
+    credit = estimate(groups, ReturnsToGo(), CreditConfig(), scores)
+    (low, high), (first, second) = credit.advantages
+    assert low[0] < 0 < high[0]
+    assert second[0] < 0 < first[0]
+
+
+def test_a_task_of_no_environment_of_the_pools_is_an_error():
+    pools = EnvPools({"a": EnvPool(lambda: None)})
+    with pytest.raises(RolloutError, match="env_id 'c'; expected one of a"):
+        asyncio.run(asyncio.sleep(0, pools.of("c")))
