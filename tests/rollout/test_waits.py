@@ -103,9 +103,9 @@ def test_nothing_is_said_while_something_comes(chat, caplog):
 
 
 def test_the_thread_ends_with_what_it_watches():
-    beat = Heartbeat(lambda: 0.0, str, 60.0)
+    beat, before = Heartbeat(lambda: 0.0, str, 60.0), set(threading.enumerate())
     with beat.watching(), beat.watching():
-        (thread,) = (t for t in threading.enumerate() if t.name == "heartbeat")
+        (thread,) = set(threading.enumerate()) - before
     thread.join(10)
     assert not thread.is_alive()
     with pytest.raises(ValueError, match="over"), beat.watching():

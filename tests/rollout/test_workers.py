@@ -150,12 +150,13 @@ def without_versions(groups):
 
 def test_held_out_tasks_are_drawn_again_as_in_one_process(chat, server):
     config, engine = settings("ray:2"), Engine(fleet(server))
+    held_out = {"test/Turns": {"1", "3"}}
     with closing(make_pool(config, FaultLog())) as pool:
         alone = Collector(engine, chat, pool, config.rollout)
-        played = alone.collect(TASKS, seed=1, group_size=2, held_out={"1", "3"})
+        played = alone.collect(TASKS, seed=1, group_size=2, held_out=held_out)
         expected = essence(asyncio.run(played))
     with crew_of(config, chat, engine) as (collector, _):
-        played = collector.collect(TASKS, seed=1, group_size=2, held_out={"1", "3"})
+        played = collector.collect(TASKS, seed=1, group_size=2, held_out=held_out)
         assert essence(asyncio.run(played)) == expected
     assert sum(group[1] for group in expected) == 2
 
