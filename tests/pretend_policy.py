@@ -34,7 +34,12 @@ class Handler(BaseHTTPRequestHandler):
         ids = [draw.randrange(20, 40) for _ in range(draw.randrange(1, asked["max_tokens"] - 1))]
         ids = [i for i in ids if i not in asked["stop_token_ids"]] + asked["stop_token_ids"][:1]
         content = [{"logprob": -draw.random()} for _ in ids]
-        choice = {"token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop"}
+        choice = {
+            "token_ids": ids,
+            "logprobs": {"content": content},
+            "finish_reason": "stop",
+            "weight_versions": [{"version": "4", "start": 0}],
+        }
         self.answer({"choices": [choice]})
 
     def answer(self, value):

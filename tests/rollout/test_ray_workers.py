@@ -27,16 +27,16 @@ MARK = "GSPO_ENV_RAY_TEST"
 
 
 def marked(value):
-    """Returns the commands of the processes that a program has started, however far away."""
+    """Returns the processes that a test has started, however far away; not its pretend server."""
     found = {}
     for place in Path("/proc").iterdir():
         if place.name.isdigit() and int(place.name) != os.getpid():
             try:
                 if f"{MARK}={value}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                    found[int(place.name)] = (place / "cmdline").read_bytes()[:80]
+                    found[int(place.name)] = (place / "cmdline").read_bytes()
             except OSError:
                 continue
-    return found
+    return {pid: command for pid, command in found.items() if b"pretend_policy" not in command}
 
 
 def all_gone(value, seconds=20.0):
@@ -139,13 +139,13 @@ import sys
 sys.path[:0] = {path!r}
 from test_ray_workers import *
 from conftest import *
+from gspo_env.engines.vllm.requests import ServerAddress
 chat = ChatTokenizer(build_tokenizer(WORDS, ["<tool_call>"]))
-with pretend_server({folder!r}, 0.5) as server:
-    with opened(settings("ray:2"), chat, Engine(fleet(server))) as collector:
-        print("begun", flush=True)
-        while True:
-            collect(collector)
-            print("played", flush=True)
+server = ServerAddress(address="http://vllm", socket={socket!r})
+with opened(settings("ray:2"), chat, Engine(fleet(server))) as collector:
+    while True:
+        collect(collector)
+        print("played", flush=True)
 """
 
 
@@ -154,16 +154,12 @@ def test_nothing_is_left_of_a_trainer_that_is_killed(mark, tmp_path, number):
     here = Path(__file__).parent
     path = [str(here), str(here.parent)]
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(path=path, folder=str(tmp_path)))
-    trainer = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
-    with trainer:
-        assert trainer.stdout.readline() == "begun\n"
+    with pretend_server(tmp_path, 0.1) as server:
+        program.write_text(PROGRAM.format(path=path, socket=server.socket))
+        command = [sys.executable, str(program)]
+        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert trainer.stdout.readline() == "played\n"
         assert len(marked(mark)) > 5
         trainer.send_signal(number)
         trainer.wait(30)
-        # the pretend server has no guard
-        for pid, command in marked(mark).items():
-            if b"pretend_policy" in command:
-                os.kill(pid, signal.SIGKILL)
         assert all_gone(mark)
