@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gspo_agents.environments import Environments, make_member
+from gspo_agents.environments import Environments
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import (
@@ -29,6 +29,7 @@ from gspo_agents.start import (
     warm_up,
     with_adapter,
 )
+from gspo_agents.workers import check_workers, make_member, open_collector
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.errors import ConfigError
@@ -83,6 +84,7 @@ class GSPOAgent:
             self.config = replace(self.config, env=env if isinstance(env, str) else tuple(env))
         check_score(self.config)
         getattr(self.config.engine, "require", lambda: None)()
+        check_workers(self.config)
         self.environments = Environments(self.config, self, self._make_env)
         self.env_id = self.environments.env_id
         declared = self.environments.scores
@@ -380,7 +382,11 @@ class GSPOAgent:
         with self._pool() as pool:
             try:
                 size = self.model.get_input_embeddings().num_embeddings
-                yield Collector(self._new_engine(), self.chat, pool, self.config.rollout, size)
+                if keep_engine:  # for one episode, workers are not worth their start
+                    yield Collector(self._new_engine(), self.chat, pool, self.config.rollout, size)
+                    return
+                with open_collector(self.config, self._new_engine, self.chat, pool, size) as made:
+                    yield made
             finally:
                 if not keep_engine:
                     self.close()

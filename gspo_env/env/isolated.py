@@ -145,7 +145,7 @@ class IsolatedEnv(TextEnv):
         """Takes what the environment declares."""
         for name, value in told.items():
             setattr(self, name, value)
-        self.tools = tuple(_tool(**tool) for tool in told["tools"])
+        self.tools = tuple(described_tool(**tool) for tool in told["tools"])
         self.observation_space = UnicodeText(told["longest"])
 
     def _release(self) -> None:
@@ -177,19 +177,24 @@ def _with_tools(info: dict[str, Any]) -> dict[str, Any]:
     """Returns the `info` with the tools that it lists."""
     if info.get("tools") is None:
         return info
-    return {**info, "tools": [_tool(**tool) for tool in info["tools"]]}
+    return {**info, "tools": [described_tool(**tool) for tool in info["tools"]]}
 
 
-def _tool(name: str, description: str, parameters: dict[str, Any]) -> Tool:
-    """Returns a tool that the policy reads; the child calls it."""
+def described_tool(
+    name: str, description: str, parameters: dict[str, Any], strict: bool = False
+) -> Tool:
+    """Returns a tool that the policy reads; the process of its environment calls it."""
     return Tool(
         name=name,
         description=description,
         parameters=parameters,
         function=_elsewhere,
         validator=TypeAdapter(dict[str, Any]),
+        strict=strict,
     )
 
 
 def _elsewhere(**arguments: Any) -> str:
-    raise NotImplementedError("the tools of an isolated environment are called by its step()")
+    raise NotImplementedError(
+        "the tools of an environment in another process are called by its step()"
+    )

@@ -26,6 +26,7 @@ from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.stragglers import Pace
 from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.rollout.waits import Heartbeat, Wait, Waits
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.types import Episode, Group, ResetInfo, StopReason, Task
 
@@ -67,6 +68,16 @@ class Collector:
     _pace: Pace = field(default_factory=Pace)
     _weights_stay: asyncio.Event = field(default_factory=lambda: _set())
     """Unset while the engine takes new weights: episodes wait with their next action."""
+    _waits: Waits = field(default_factory=Waits)
+    _heartbeat: Heartbeat = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Lets the log say who is waited for."""
+        self._heartbeat = Heartbeat(self._waits.idle, self._waits.describe)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of those who play, since their start."""
+        return {}
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
         """Gives the engine the learner's weights while episodes go on.
@@ -155,10 +166,11 @@ class Collector:
                 finally:  # of one that is left out as well, or the limit would shrink
                     self._pace.seconds.append(clock() - started[member])
 
-        async with _one_error(), asyncio.TaskGroup() as running:
-            played = [running.create_task(one(g)) for g in range(job.group_size)]
-            if job.straggler_quantile < 1:
-                await self._pace.leave_slowest(played, started, job.straggler_quantile)
+        with self._heartbeat.watching():
+            async with _one_error(), asyncio.TaskGroup() as running:
+                played = [running.create_task(one(g)) for g in range(job.group_size)]
+                if job.straggler_quantile < 1:
+                    await self._pace.leave_slowest(played, started, job.straggler_quantile)
         ended = [episode.result() for episode in played if not episode.cancelled()]
         return draw.group(ended, job.group_size)
 
@@ -191,7 +203,8 @@ class Collector:
         return await play_again(attempt, retries, self.pool.faults)
 
     async def _attempt(self, draw: _Draw, seed: int, temperature: float) -> Episode:
-        policy = _EnginePolicy(self, draw.task, seed, temperature)
+        wait = self._waits.begin(draw.task)
+        policy = _EnginePolicy(self, wait, seed, temperature)
         try:
             episode = await play_pooled(
                 self.pool,
@@ -203,6 +216,7 @@ class Collector:
             )
         finally:
             policy.release()
+            self._waits.end(wait)
         if policy.unfit is not None:
             self._unfit.append(policy.unfit)
         return episode
@@ -309,8 +323,9 @@ class _Draw:
 class _EnginePolicy:
     """Samples the actions of one episode from an engine, token-exact."""
 
-    def __init__(self, collector: Collector, task: Task, seed: int, temperature: float) -> None:
+    def __init__(self, collector: Collector, wait: Wait, seed: int, temperature: float) -> None:
         self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
+        self.wait, task = wait, wait.task
         self.session = f"{task.env_id}:{task.seed}:{seed}"
         self.sessions = {self.session}
         self.seed, self.temperature = seed, temperature
@@ -339,7 +354,9 @@ class _EnginePolicy:
         await self.weights_stay.wait()
         started = time.perf_counter()
         session = self._session(self.transcript, opening.session)
+        self.wait.on("the engine", now.turn)
         done = await self.engine.generate(opening.ids, sampling, session)
+        self.wait.on("their environments", now.turn)
         check_completion(done, sampling, self.vocab_size)
         saying = self.transcript.write(done.token_ids)
         return Move(

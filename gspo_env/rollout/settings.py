@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,25 @@ class RolloutConfig:
     """Times that an episode is played again, in another environment, if its environment failed."""
     max_env_error_rate: float = 0.5
     """The run stops if a larger share of a rollout's episodes failed after every retry, or all."""
+    workers: str = "asyncio"
+    """Where episodes are played: `asyncio` in this process, or `ray:8` in 8 Ray actors, which
+    sample on the servers of the engine `vllm-server`."""
+    ray_address: str = ""
+    """Address of a running Ray cluster of which this machine is a part, such as `10.0.0.1:6379`;
+    empty starts one on this machine for the run."""
+    max_worker_restarts: int = 10
+    """How often workers that died are started again, all together in a run."""
+
+    @property
+    def ray_workers(self) -> int:
+        """Number of Ray actors; 0 plays in this process."""
+        found = re.fullmatch(r"ray:([1-9]\d{0,3})", self.workers)
+        return int(found[1]) if found else 0
+
+    @property
+    def worker_episodes(self) -> int:
+        """Maximum number of episodes in flight of one worker."""
+        return self.concurrency // max(1, self.ray_workers)
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
@@ -48,6 +68,18 @@ class RolloutConfig:
         if not 0 <= self.max_env_error_rate <= 1:
             raise ConfigError(
                 f"max_env_error_rate is {self.max_env_error_rate!r}; expected a number from 0 to 1"
+            )
+        if not isinstance(self.max_worker_restarts, int) or self.max_worker_restarts < 0:
+            raise ConfigError(
+                f"max_worker_restarts is {self.max_worker_restarts!r}; expected an integer from 0 "
+                "on"
+            )
+        if self.workers != "asyncio" and not self.ray_workers:
+            raise ConfigError(f"workers is {self.workers!r}; expected 'asyncio', or 'ray:8'")
+        if self.ray_workers > self.concurrency:
+            raise ConfigError(
+                f"workers is {self.workers!r} and concurrency {self.concurrency}; expected at "
+                "least one episode in flight for each worker"
             )
         for name in ("temperature", "episode_timeout"):
             value = getattr(self, name)

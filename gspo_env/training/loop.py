@@ -306,6 +306,7 @@ class Loop:
                 await self.collector.engine.update_weights(named, version)
         seconds = time.perf_counter() - started
         metrics = {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
+        metrics |= self.collector.metrics()
         engine = self.collector.engine
         return metrics | (engine.metrics() if isinstance(engine, CountsFaults) else {})
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import httpx2 as httpx
 
-from gspo_env.engines.base import Completion, Sampling, check_room, sample_parts
+from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, sample_parts
 from gspo_env.engines.vllm.calls import read_completion, sampling_fields
 from gspo_env.engines.vllm.process import Server, State
 from gspo_env.errors import EngineError
@@ -190,6 +190,16 @@ class ServerClient(ServerRequests):
         """Returns the servers that failed since the last call, with the reasons."""
         failed, self._failed = self._failed, {}
         return failed
+
+    async def sleep(self) -> None:
+        """Does nothing: servers have their own memory."""
+
+    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
+        """Raises an error: only the process that looks after the servers updates them."""
+        raise EngineError("weights are sent by the process that started the servers")
+
+    def close(self) -> None:
+        """Does nothing: the servers belong to another process."""
 
     def _require_one(self, *states: State) -> None:
         if self._fleet.lost:

@@ -1,0 +1,113 @@
+"""The log says who is waited for when nothing has come for some time, and only then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+
+import pytest
+
+from gspo_env.engines.base import Completion
+from gspo_env.env.base import TextEnv
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.waits import Heartbeat
+from gspo_env.types import Task
+
+
+class Held(TextEnv):
+    """Waits in its second step, or not at all."""
+
+    def __init__(self, blocking, gate=None):
+        self.blocking, self.gate, self.turn = blocking, gate, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.turn = 0
+        return "go on", {}
+
+    def step(self, action):
+        self.turn += 1
+        if self.gate is not None and self.turn == 2:
+            self.gate.wait(20)
+        return "go on", 0.0, self.turn == 3, False, {}
+
+
+class Engine:
+    """Answers at once, or when it is allowed to."""
+
+    def __init__(self, gate=None):
+        self.gate = gate
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        while self.gate is not None and not self.gate.is_set():
+            await asyncio.sleep(0.01)
+        return Completion(
+            token_ids=(sampling.stop_ids[0],),
+            logprobs=(-1.0,),
+            finish_reason="stop",
+            weights_version=0,
+        )
+
+    def release(self, session):
+        pass
+
+
+def collected(chat, engine, make, seconds, caplog, release=None):
+    """Plays two groups; returns the lines of the heartbeat. `release` is set after the first."""
+    settings = RolloutConfig(max_turn_tokens=8, max_context=256)
+    running = Collector(engine, chat, EnvPool(make), settings)
+    running._heartbeat = Heartbeat(running._waits.idle, running._waits.describe, seconds)
+    tasks = [Task(env_id="test/Held", seed=n) for n in range(2)]
+    caplog.set_level(logging.WARNING)
+
+    def let_go():
+        while not lines(caplog) and threading.main_thread().is_alive():
+            time.sleep(0.01)
+        release.set()
+
+    if release is not None:
+        threading.Thread(target=let_go, daemon=True).start()
+    asyncio.run(running.collect(tasks, seed=0, group_size=2))
+    running.pool.close()
+    return lines(caplog)
+
+
+def lines(caplog):
+    return [line for line in caplog.messages if line.startswith("nothing has come")]
+
+
+def test_the_engine_is_named_with_the_episode_that_waits_longest(chat, caplog):
+    gate = threading.Event()
+    first = collected(chat, Engine(gate), lambda: Held(False), 0.1, caplog, gate)[0]
+    assert "4 episodes wait for the engine (longest: 0 s, test/Held with seed 0, turn 0)" in first
+
+
+def test_environments_in_threads_are_named(chat, caplog):
+    gate = threading.Event()
+    first = collected(chat, Engine(), lambda: Held(True, gate), 0.1, caplog, gate)[0]
+    assert "4 episodes wait for their environments (longest" in first
+    assert "turn 1)" in first
+
+
+def test_an_environment_that_holds_up_the_event_loop_is_named(chat, caplog):
+    gate = threading.Event()
+    first = collected(chat, Engine(), lambda: Held(False, gate), 0.1, caplog, gate)[0]
+    assert "wait for their environments" in first
+
+
+def test_nothing_is_said_while_something_comes(chat, caplog):
+    assert collected(chat, Engine(), lambda: Held(False), 5.0, caplog) == []
+
+
+def test_the_thread_ends_with_what_it_watches():
+    beat, before = Heartbeat(lambda: 0.0, str, 60.0), set(threading.enumerate())
+    with beat.watching(), beat.watching():
+        (thread,) = set(threading.enumerate()) - before
+    thread.join(10)
+    assert not thread.is_alive()
+    with pytest.raises(ValueError, match="over"), beat.watching():
+        raise ValueError("over")
+    assert beat._over is None
