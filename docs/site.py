@@ -3,7 +3,6 @@
 import ast
 import re
 from pathlib import Path
-from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -76,7 +75,10 @@ def examples() -> str:
     """Returns the page of the examples: each file with its first docstring or comment."""
     parts = ["# Examples\n\nThe files of the folder `examples`. All of them run in the tests.\n"]
     for path in sorted((ROOT / "examples").rglob("*")):
-        if path.suffix not in (".py", ".toml", ".js", ".json", ".jsonl") or path.stat().st_size > 20_000:
+        if (
+            path.suffix not in (".py", ".toml", ".js", ".json", ".jsonl")
+            or path.stat().st_size > 20_000
+        ):
             continue
         name = path.relative_to(ROOT).as_posix()
         parts.append(f"## `{name}` {{ #{heading_id(name)} }}\n")
@@ -87,7 +89,9 @@ def examples() -> str:
 def api() -> str:
     """Returns the page of the public names of each room, from the stubs of their fronts."""
     direct = ", ".join(f"`{path.rpartition('.')[2]}`" for path in public_names("gspo_env"))
-    parts = [f"# Python reference\n\nThese names can be imported from `gspo_env` itself: {direct}.\n"]
+    parts = [
+        f"# Python reference\n\nThese names can be imported from `gspo_env` itself: {direct}.\n"
+    ]
     shown: set[str] = set()
     for room, title in ROOMS.items():
         new = [path for path in public_names(room) if path not in shown]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,18 @@ WORDS = [
 
 @pytest.fixture(scope="session", autouse=True)
 def _state(tmp_path_factory):
-    """Records of trained folders do not go to the home of who runs the tests."""
+    """Records of trained folders and warm-ups do not go to the home of who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory, monkeypatch):
+    """A test finds no warm-up of another test."""
+    name = f"cache-{uuid.uuid4().hex}"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / name))
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,13 @@ from gspo_agents.environments import Environments, make_member
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import (
+    Start,
     check_learning,
     check_way,
-    imitate,
     make_learner,
     make_start,
     read_talks,
+    warm_up,
     with_adapter,
 )
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
@@ -86,7 +87,7 @@ class GSPOAgent:
         declared = self.environments.scores
         if len(declared) == 1:  # of several, each has its own
             self.config = with_score(self.config, declared[self.env_id])
-        self._demonstrations: list[Episode] = []
+        self._made: Start | None = None
         self._untrained: list[str] = []
         self._imitates = False
         dtype = self.config.model_dtype
@@ -98,9 +99,9 @@ class GSPOAgent:
             self._imitates = bool(getattr(self.config.recipe, "conversations", ""))
         else:
             envs = self.environments.envs
-            made = self.environments.guard(make_start, self.config, envs)
+            self._made = made = self.environments.guard(make_start, self.config, envs)
             self.model, self.tokenizer = made.model, made.tokenizer
-            self._demonstrations, self._untrained = made.episodes, made.undemonstrated
+            self._untrained = made.undemonstrated
         rank = self.config.learner.lora_rank
         if rank and hasattr(self.model, "disable_adapter"):
             raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
@@ -134,7 +135,8 @@ class GSPOAgent:
         check_learning(self.model, config)
         problems: list[Problem] = []
         if self._imitates:  # the run begins with the model that has imitated
-            self._demonstrations, self._source = read_talks(config, self.chat, self.env_id), ""
+            talks, self._source = read_talks(config, self.chat, self.env_id), ""
+            self._made = Start(model=self.model, tokenizer=self.tokenizer, episodes=talks)
         if resumed is None:
             begin = partial(at_start, untrained=self._untrained)
             problems = self.environments.guard(begin, config, self.environments.envs, self.chat)
@@ -358,11 +360,10 @@ class GSPOAgent:
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Imitates the demonstrations; does nothing for a user's model, or when called again."""
-        if self._demonstrations and self.config.recipe.imitation_steps:
-            split, episodes = self.split(), self._demonstrations
-            kept = [e for e in episodes if not split.holds_out(e)]
-            self._left_out, self._demonstrations = len(episodes) - len(kept), []
-            imitate(self.model, self.chat, kept, self.config, progress or Progress(io.StringIO()))
+        if self._made is not None:
+            made, self._made = self._made, None
+            shown = progress or Progress(io.StringIO())
+            self._left_out = warm_up(made, self.chat, self.config, self.split, shown)
 
     def _new_engine(self) -> Engine:
         if self._engine is None:

@@ -30,6 +30,7 @@ from gspo_env.engines.base import (
 )
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
+from gspo_env.model.direct import Direct, fast_forward
 from gspo_env.model.kv_cache import KVCache
 
 
@@ -87,6 +88,7 @@ class TransformersEngine:
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._cache = KVCache(model, max_slots, max_context)
+        self._direct = fast_forward(model)
         self._pump: asyncio.Task[None] | None = None
         self._closed = False
         self.weights_version = 0
@@ -142,6 +144,8 @@ class TransformersEngine:
             EngineError: Requests still run after minutes.
         """
         await self.drain()
+        if self._direct is not None and not Direct.fits(self._model):
+            self._direct = None  # such as after an adapter was added
         self._prefixes.clear()
         self._sessions.clear()
         self._slots = [_Slot(slot.index) for slot in self._slots]
@@ -247,7 +251,8 @@ class TransformersEngine:
         slots = [r.slot for r in rows if r.slot is not None]
         feeds = self._feeds(rows)
         starts = [len(s.tokens) for s in slots]
-        logits = self._cache.forward(self._model, [s.index for s in slots], starts, feeds)
+        direct = self._direct if self._direct and self._direct.usable else None
+        logits = self._cache.forward(self._model, [s.index for s in slots], starts, feeds, direct)
         self.fed_tokens += sum(map(len, feeds))
         for request, slot, feed in zip(rows, slots, feeds, strict=True):
             slot.tokens.extend(feed)

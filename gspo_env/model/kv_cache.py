@@ -5,6 +5,7 @@ Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -14,11 +15,17 @@ from torch import Tensor
 
 from gspo_env.batch.upload import upload
 from gspo_env.errors import EngineError
-from gspo_env.model.attention import sdpa
+from gspo_env.model.attention import Ragged, sdpa
 
 _FIRST_CAPACITY = 128
 _MAX_SPAN_RATIO = 2
 """Attend over a contiguous range of slots if it has at most this many slots per decoding row."""
+_MOST_SCORES = 1 << 22
+"""Scores that are held at once; with more, the fused kernel holds blocks of them."""
+
+Forward = Callable[[Tensor, Tensor, Tensor, Ragged], Tensor]
+"""A forward pass: takes ids (T,), positions (T,), the tokens to predict behind (B,) and the
+attention; returns logits (B, V)."""
 
 
 class KVCache:
@@ -43,12 +50,27 @@ class KVCache:
 
     @torch.inference_mode()
     def forward(
-        self, model: Any, slots: list[int], starts: list[int], feeds: list[list[int]]
+        self,
+        model: Any,
+        slots: list[int],
+        starts: list[int],
+        feeds: list[list[int]],
+        direct: Forward | None = None,
     ) -> Tensor:
-        """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V)."""
+        """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V).
+
+        Args:
+            model: The causal LM.
+            slots: (B,) the slots.
+            starts: (B,) how many tokens each slot holds before.
+            feeds: (B,) the new tokens.
+            direct: Runs the forward pass in place of the model.
+        """
         sizes = [len(feed) for feed in feeds]
         self._reserve(max(a + n for a, n in zip(starts, sizes, strict=True)))
         step = _Step(self, slots, starts, feeds)
+        if direct is not None:
+            return direct(step.ids_T, step.positions_T, step.last_B, step)
         if model.training:
             model.eval()
         output = model(
@@ -101,6 +123,7 @@ class _Step:
         self.ids_T, self.positions_T, self.last_B, self._slot_T, restore_T = islice(tensors, 5)
         for group in groups:
             group.place(*islice(tensors, len(group.arrays)))
+        self._written: dict[int, Tensor] = {}
         self._groups, self._restore = groups, restore_T if len(groups) > 1 else None
 
     def attend(
@@ -114,10 +137,20 @@ class _Step:
     ) -> Tensor:
         """See `Ragged.attend`."""
         keys, values = self._cache.layer(layer, key)
-        keys[self._slot_T, :, self.positions_T] = key
-        values[self._slot_T, :, self.positions_T] = value
+        rows = self._rows(keys)
+        for held, new in ((keys, key), (values, value)):
+            held.view(-1, held.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
         outs = [group.attend(query, keys, values, scale, window) for group in self._groups]
         return outs[0] if self._restore is None else torch.cat(outs).index_select(0, self._restore)
+
+    def _rows(self, keys: Tensor) -> Tensor:
+        """Returns where keys are written, as rows of all slots, heads and positions, (T * H,)."""
+        _, heads, capacity, _ = keys.shape
+        if heads not in self._written:
+            head = torch.arange(heads, device=keys.device)
+            row_TH = (self._slot_T[:, None] * heads + head) * capacity + self.positions_T[:, None]
+            self._written[heads] = row_TH.flatten()
+        return self._written[heads]
 
 
 class _Rows:
@@ -137,6 +170,7 @@ class _Rows:
         inside = column < size_B[:, None]
         positions = start_B[:, None] + column
         if self._span:
+            self._dense = bool((np.diff(slot_B) == 1).all())
             span = np.zeros((high - low, 1), dtype=np.int64)
             span[slot_B - low] = positions
             positions = span
@@ -165,7 +199,7 @@ class _Rows:
             return self._attend_one(query, keys, values, scale, mask)
         q = query[self._index].transpose(1, 2)
         k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
-        out = sdpa(q, k, v, scale, mask, causal=False).transpose(1, 2).flatten(0, 1)
+        out = _few_queries(q, k, v, scale, mask).transpose(1, 2).flatten(0, 1)
         return out if self._real is None else out.index_select(0, self._real)
 
     def _attend_one(
@@ -175,11 +209,30 @@ class _Rows:
         q = query.index_select(0, self._index[:, 0]).view(
             len(self._index), keys.shape[1], -1, query.shape[-1]
         )
-        k, v = (t[:, :, : self._length] for t in (keys, values))
         if self._span is None:
-            k, v = (t.index_select(0, self._slots) for t in (k, v))
-            return sdpa(q, k, v, scale, mask, causal=False).flatten(1, 2)
+            k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
+            return _few_queries(q, k, v, scale, mask).flatten(1, 2)
         low, high = self._span
-        spread = q.new_zeros(high - low, *q.shape[1:]).index_copy_(0, self._slots, q)
-        out = sdpa(spread, k[low:high], v[low:high], scale, mask, causal=False)
-        return out.index_select(0, self._slots).flatten(1, 2)
+        if not self._dense:
+            q = q.new_zeros(high - low, *q.shape[1:]).index_copy_(0, self._slots, q)
+        k, v = (t[low:high, :, : self._length] for t in (keys, values))
+        out = _few_queries(q, k, v, scale, mask)
+        return (out if self._dense else out.index_select(0, self._slots)).flatten(1, 2)
+
+
+def _few_queries(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """Attends with a few queries per row, (B, H, Q, D); keys and values are (B, Hkv, L, D).
+
+    On a CPU in float32 two batched products take about half of the time of the fused kernel, whose
+    blocks are made for many queries. The queries of a group share their keys in one product.
+    """
+    rows, heads, queries, size = q.shape
+    shared, length = k.shape[1:3]
+    few = rows * heads * queries * length <= _MOST_SCORES
+    if q.device.type != "cpu" or q.dtype is not torch.float32 or not few:
+        return sdpa(q, k, v, scale, mask, causal=False)
+    hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    hidden = hidden.expand(-1, heads, queries, -1).reshape(rows * shared, -1, length)
+    flat = q.reshape(rows * shared, -1, size)
+    scores = torch.baddbmm(hidden, flat, k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(q.shape)

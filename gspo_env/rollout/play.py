@@ -137,7 +137,7 @@ async def play(
             raise
         stop = StopReason.TIMEOUT
         if game.calling:
-            fault = hang(game.calling, timeout)
+            fault = hang(str(game.calling), timeout)
     except EnvironmentFailed as failure:
         fault = failure.fault
     return game.episode(fault.reason if fault else stop, fault, gives_outcome)
@@ -209,6 +209,16 @@ def conclude(
     return outcome, outcome > 0 if last.success is None else last.success
 
 
+@dataclass(frozen=True, slots=True)
+class _StepName:
+    """The name of a call of `step`, which is written only where a fault names it."""
+
+    action: Action
+
+    def __str__(self) -> str:
+        return f"step({reprlib.repr(self.action)})"
+
+
 class _Game:
     """The state of one running episode."""
 
@@ -222,7 +232,7 @@ class _Game:
         self.takes_cuts = bool(attribute(env, "takes_cut_actions", False))
         self.refused = 0
         """Prompts in a row that did not fit."""
-        self.calling = ""
+        self.calling: str | _StepName = ""
         """The call that the environment has not returned from."""
 
     async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
@@ -293,7 +303,9 @@ class _Game:
             observation=before,
             reward=reward,
             info=info,
-            timing=Timing(generate=move.seconds, step=seconds),
+            timing=Timing(
+                generate=move.seconds, step=seconds, began=time.time() - seconds - move.seconds
+            ),
             weights_version=move.weights_version,
             weights_versions=move.weights_versions,
             state_key=key,
@@ -305,7 +317,7 @@ class _Game:
         self, action: Action, tokens: int | None
     ) -> tuple[StopReason | None, float, StepInfo]:
         """Steps the environment; returns why the episode ends, if it does, and what it gave."""
-        result = await self._call(f"step({reprlib.repr(action)})", self.env.step, action)
+        result = await self._call(_StepName(action), self.env.step, action)
         try:
             self.observation, reward, terminated, truncated, info = parse_step(
                 self.task.env_id, result, tokens
@@ -342,7 +354,7 @@ class _Game:
         return stop
 
     async def _call(
-        self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+        self, name: str | _StepName, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         self.calling = name
         try:
@@ -351,7 +363,7 @@ class _Game:
             else:
                 result = await self.call(function, *args, **kwargs)
         except Exception as error:
-            raise EnvironmentFailed(describe(name, error)) from error
+            raise EnvironmentFailed(describe(str(name), error)) from error
         self.calling = ""
         return result
 

@@ -149,9 +149,12 @@ class Parser:
             stop: Texts that end it and are not part of its content.
         """
         ids = tuple(action_ids)
-        literal = self._texts.decode(ids)
         ended = bool(ids) and ids[-1] in stop_ids
-        text = self._texts.decode(ids[:-1]) if ended else literal
+        text = self._texts.decode(ids[:-1] if ended else ids)
+        literal = text
+        if ended:  # a control token is decoded apart from what is before it
+            control = self._texts.text.controls.get(ids[-1])
+            literal = self._texts.decode(ids) if control is None else text + control.content
         places = [p for p in (text.find(self._texts.hide(word)) for word in stop) if p >= 0]
         text = text[: min(places)] if places else text
         fields: dict[str, Any] = {}

@@ -153,7 +153,7 @@ def with_learner(config, **changes):
 
 def test_the_warm_up_trains_every_weight_and_the_adapter_comes_after_it():
     plain, lora = Losses(), Losses()
-    config = tiny(steps=1, eval_tasks=2, recipe=SHORT)
+    config = tiny(steps=1, eval_tasks=2, recipe=dataclasses.replace(SHORT, cache=False))
     GSPOAgent(config=config).warm_up(plain)
     agent = GSPOAgent(config=with_learner(config, lora_rank=2))
     agent.warm_up(lora)

@@ -51,10 +51,20 @@ def played(engine, episodes=8):
     return found
 
 
+def numbers(played):
+    """The ids and the log-probabilities of all actions, those of the last episode behind."""
+    first, last = played
+    done = [each for episode in [*first, last] for each in episode]
+    return [d.token_ids for d in done], [x for d in done for x in d.logprobs]
+
+
 def test_episodes_are_those_of_the_cpu(model):
-    expected = played(batched(copy.deepcopy(model)))
+    ids, logprobs = numbers(played(batched(copy.deepcopy(model))))
     with pretend_gpu():
-        assert played(batched(copy.deepcopy(model).to("cuda"))) == expected
+        there, found = numbers(played(batched(copy.deepcopy(model).to("cuda"))))
+    assert there == ids
+    # the CPU multiplies with other kernels, so the last bits differ
+    assert found == pytest.approx(logprobs, rel=1e-5, abs=1e-6)
 
 
 def test_episodes_of_a_hybrid_model_are_those_of_the_cpu():

@@ -88,7 +88,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_run_of_two_environments_has_the_tasks_scores_and_metrics_of_each(folder, capsys):
     agent = GSPOAgent(config=mixed(output="out", env_kwargs={"Turns": {"bonus": 0.5}}))
-    assert {e.task.env_id for e in agent._demonstrations} == {"Turns", "last"}
+    assert {e.task.env_id for e in agent._made.episodes} == {"Turns", "last"}
     places = agent.environments.places
     assert agent.environments.scores == {"Turns": "turns", "last": "outcome"}
     agent.warm_up()
@@ -112,7 +112,7 @@ def test_a_run_of_two_environments_has_the_tasks_scores_and_metrics_of_each(fold
     assert any("rollout/last/return" in m and "rollout/Turns/outcome" in m for m in steps)
     assert all(m["rollout/Turns/return"] >= 0.5 for m in steps if "rollout/Turns/return" in m)
     said = " ".join(capsys.readouterr().out.split())
-    assert "two.py:Turns:3, last=two.py:Last:1" in said
+    assert "two.py:Turns:3 last=two.py:Last:1" in said
     main(["evaluate", "--model", "out"])
     said = capsys.readouterr().out
     assert "in Turns (9 episodes)" in said

@@ -277,7 +277,7 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     (tmp_path / "few.py").write_text(FEW)
     agent = GSPOAgent(config=few(output="out"))
     played = agent.environments.first.env.unwrapped.stepped
-    tasks = {e.reset.task_key for e in agent._demonstrations}
+    tasks = {e.reset.task_key for e in agent._made.episodes}
     assert len(tasks) > 15  # the demonstrations meet the tasks of the evaluation too
     played.clear()
     history = agent.train()

@@ -1,0 +1,202 @@
+"""The forward pass of a Llama-like model in float32 on a CPU, without its modules.
+
+A model of less than a million parameters spends much of its time between its matrix products: in
+the calls of its modules, and in tensors for each operation of a norm or an activation. Its products
+are those of MKL, which uses half of the vector width of some processors. Here, each product is one
+call of oneDNN with the activation, the product or the sum behind it. The weights are the model's
+own; nothing is copied. `fast_forward` compares it with the model before it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, rms_norm
+
+from gspo_env.model.attention import Ragged
+from gspo_env.model.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = {f"transformers.models.{m}.modeling_{m}" for m in ("llama", "qwen2", "qwen3")}
+"""Modules of the models that the pass is written for."""
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose angles follow from the position alone."""
+_BOUND = 1e-4
+"""Largest difference of a log-probability, in nats, from the model's own pass."""
+_MANY = 128
+"""Rows from which a number of rows is rounded up by an eighth at most."""
+
+
+class Direct:
+    """Runs the forward pass; see `fits` for the models that it can run."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._body = model.model
+        config = model.config
+        self._eps = float(config.rms_norm_eps)
+        self._size = int(self._body.layers[0].self_attn.head_dim)
+        self._hooks = _hooks(model)
+        self._angles = torch.empty(0, 2, self._size)
+        self._linear: Any = torch.ops.mkldnn._linear_pointwise
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Returns whether this is a plain float32 model on a CPU that oneDNN runs on."""
+        kind = type(model)
+        if kind.__module__ not in _PLAIN or not kind.__name__.endswith("ForCausalLM"):
+            return False
+        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+            return False
+        if any(p.dtype is not torch.float32 or p.device.type != "cpu" for p in model.parameters()):
+            return False
+        if any(type(p) is not nn.Parameter for p in model.parameters()):
+            return False  # a shard, or a quantised weight
+        if any("forward" in vars(m) or getattr(m, "is_quantized", False) for m in model.modules()):
+            return False  # somebody has replaced the pass of a module
+        names = ("_proj", "lm_head")
+        linear = (m for name, m in model.named_modules() if name.endswith(names))
+        if not all(type(m) is nn.Linear for m in linear):
+            return False
+        if type(model.model.embed_tokens) is not nn.Embedding:
+            return False
+        rope = getattr(model.model.rotary_emb, "rope_type", None)
+        return model.config.hidden_act == "silu" and rope in _STATIC_ROPE
+
+    @property
+    def usable(self) -> bool:
+        """Whether the model's modules have no hooks, which this pass would not call."""
+        return not any(self._hooks)
+
+    def __call__(
+        self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, ragged: Ragged
+    ) -> Tensor:
+        """See `gspo_env.model.kv_cache.Forward`."""
+        count = len(ids_T)
+        # oneDNN compiles a kernel for each number of rows, so there are few of them
+        padding = rounded(count) - count
+        if padding:
+            ids_T = torch.cat([ids_T, ids_T.new_zeros(padding)])
+        h = embedding(ids_T, self._body.embed_tokens.weight)
+        angles = self._angles_of(positions_T)
+        heads = h.new_zeros(len(h), self._model.config.num_attention_heads * self._size)
+        for number, layer in enumerate(self._body.layers):
+            attention = layer.self_attn
+            x = self._norm(layer.input_layernorm, h)
+            q = self._heads(attention, "q", x, count, angles)
+            k = self._heads(attention, "k", x, count, angles)
+            v = self._heads(attention, "v", x, count, None)
+            window = getattr(attention, "sliding_window", None)
+            out = ragged.attend(number, q, k, v, attention.scaling, window)
+            heads[:count] = out.flatten(1)
+            h = self._product(attention.o_proj, heads, "add", h)
+            mlp, x = layer.mlp, self._norm(layer.post_attention_layernorm, h)
+            gate = self._linear(x, mlp.gate_proj.weight, mlp.gate_proj.bias, "swish", [1.0], "")
+            h = self._product(mlp.down_proj, self._product(mlp.up_proj, x, "mul", gate), "add", h)
+        return self._logits(h, last_B)
+
+    def _logits(self, h: Tensor, last_B: Tensor) -> Tensor:
+        rows = rounded(len(last_B))
+        if rows < len(h) or len(last_B) != len(h):
+            last = h.index_select(0, last_B)
+            h = torch.cat([last, last.new_zeros(rows - len(last), last.shape[1])])
+        h = self._norm(self._body.norm, h)
+        logits: Tensor = self._product(self._model.lm_head, h)
+        return logits[: len(last_B)]
+
+    def _norm(self, module: Any, x: Tensor) -> Tensor:
+        return rms_norm(x, (x.shape[-1],), module.weight, self._eps)
+
+    def _product(
+        self, module: Any, x: Tensor, then: str = "", other: Tensor | None = None
+    ) -> Tensor:
+        """Returns the output of a linear module, added to or multiplied with another tensor."""
+        if other is None:
+            out: Tensor = self._linear(x, module.weight, module.bias, "none", [], "")
+            return out
+        fused: Tensor = self._linear.binary(x, other, module.weight, module.bias, then)
+        return fused
+
+    def _heads(
+        self, attention: Any, name: str, x: Tensor, count: int, angles: Tensor | None
+    ) -> Tensor:
+        """Returns queries, keys or values (T, H, D), normed and rotated as the model does."""
+        out = self._product(getattr(attention, f"{name}_proj"), x)[:count]
+        out = out.view(count, -1, self._size)
+        if angles is None:
+            return out
+        norm = attention._modules.get(f"{name}_norm")
+        if norm is not None:
+            out = rms_norm(out, (self._size,), norm.weight, self._eps)
+        cos, sin = angles[:, 0, None], angles[:, 1, None]
+        return torch.addcmul(out * cos, out.roll(self._size // 2, -1), sin)
+
+    def _angles_of(self, positions_T: Tensor) -> Tensor:
+        """Returns cosines and signed sines, (T, 2, D)."""
+        longest = int(positions_T.max()) + 1
+        if len(self._angles) < longest:
+            places = torch.arange(2 * longest)[None]
+            cos, sin = self._body.rotary_emb(torch.empty(0), places)
+            sin = sin[0] * torch.ones(self._size).index_fill_(
+                0, torch.arange(self._size // 2), -1.0
+            )
+            self._angles = torch.stack([cos[0], sin], 1)
+        return self._angles.index_select(0, positions_T)
+
+
+def fast_forward(model: Any) -> Direct | None:
+    """Returns the direct pass of a model with ragged attention, if it gives the model's numbers.
+
+    Two random sequences are fed to both, their prompts first.
+    """
+    if not Direct.fits(model):
+        return None
+    try:
+        direct = Direct(model)
+        difference = _difference(model, direct)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AttributeError, TypeError) as error:  # another version of a library
+        logger.warning("the model runs with its own modules: the direct pass fails with %s", error)
+        return None
+    if not difference <= _BOUND:
+        logger.warning(
+            "the model runs with its own modules: the direct pass changes log-probabilities by "
+            "%.2g, expected at most %g",
+            *(difference, _BOUND),
+        )
+        return None
+    return direct
+
+
+def _difference(model: Any, direct: Direct) -> float:
+    rng = np.random.default_rng(0)
+    caches = [KVCache(model, 2, 24) for _ in range(2)]
+    worst = 0.0
+    for starts, sizes in (((0, 0), (15, 9)), ((15, 9), (1, 5)), ((16, 14), (1, 1))):
+        feeds = [rng.integers(0, model.config.vocab_size, size).tolist() for size in sizes]
+        own = caches[0].forward(model, [0, 1], list(starts), feeds)
+        other = caches[1].forward(model, [0, 1], list(starts), feeds, direct)
+        gap = float((own.log_softmax(-1) - other.log_softmax(-1)).abs().max())
+        worst = gap if not gap <= worst else worst
+    return worst
+
+
+def rounded(count: int) -> int:
+    """Returns a number of rows that is not smaller, of which there are few.
+
+    Below 128 these are the multiples of 16; above, there are eight between a power of two and the
+    next.
+    """
+    step = 16 if count <= _MANY else 1 << (int(count - 1).bit_length() - 4)
+    return -(-count // step) * step
+
+
+def _hooks(model: Any) -> list[Any]:
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    return [getattr(module, name) for module in model.modules() for name in names]
