@@ -152,10 +152,9 @@ class Config:
         if not isinstance(self.env, str):  # a list of a user is as good
             object.__setattr__(self, "env", tuple(self.env))
         if len(self.environments) > 1 and not isinstance(self.curriculum, NoCurriculum):
-            raise ConfigError(
-                f"curriculum is {name_of('curriculum', self.curriculum)!r} with several "
-                "environments, whose resets have different options; expected 'none'"
-            )
+            chosen = name_of("curriculum", self.curriculum)
+            text = f"curriculum is {chosen!r} with several environments; expected 'none'"
+            raise ConfigError(f"{text}, since their resets have different options")
 
     @property
     def environments(self) -> tuple[Member, ...]:

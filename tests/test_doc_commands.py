@@ -41,6 +41,7 @@ SHORTER = {
         **{"--steps": "4", "--tasks": "2", "--group": "2", "--eval-tasks": "4", "--lengths": "2"},
         **{"--hidden": "16", "--demonstrations": "16", "--imitation-steps": "2"},
     },
+    "simulate.py": {},
 }
 """Flags of the other commands that take long."""
 HUB = "Qwen/Qwen3-0.6B"
@@ -58,6 +59,8 @@ ELSEWHERE = {
     "gspo-env view runs/Lookup-v0-seed0-1 --live": "serves until it is stopped; see tests/browser",
     "gspo-env play": "waits for a person; see tests/cli/test_play.py",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
+    "gspo-env train --config one-gpu.toml": "needs vLLM and a GPU",
+    "python benchmarks/simulate.py --check": "takes minutes, and a machine that does nothing else",
     "gspo-env train --env gspo/Program-v0": "needs tasks that a Python block writes",
     "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gspo_env.cli.main import parse
-from gspo_env.config import Config, to_toml
+from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import ENTRY_POINT_GROUP
 
 ROOT = Path(__file__).parents[1]
@@ -126,12 +126,25 @@ def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
     saved = tmp_path / "runs/Lookup-v0-seed0-1/checkpoints/step-000001"
     saved.mkdir(parents=True)
     (saved / "state.json").write_text(json.dumps({"config": to_toml(Config.from_recipe())}))
+    for code in blocks(path, "toml"):
+        if named := re.match(r"\n*# ([\w-]+\.toml)\n", code):
+            (tmp_path / named[1]).write_text(code)
     text = path.read_text()
     commands = [c for block in blocks(path, "bash") for c in COMMAND.findall(block)]
     for command in {*commands, *SPAN.findall(BLOCK.sub("", text))}:
         arguments = shlex.split(command, comments=True)
         if "--help" not in arguments:
             parse(["0" if argument == "N" else argument for argument in arguments])
+
+
+def test_the_sizes_of_scaling_out_are_settings_of_a_run():
+    one, node, nodes = (
+        from_dict(tomllib.loads(code)) for code in blocks(ROOT / "docs/scaling-out.md", "toml")
+    )
+    assert [len(config.environments) for config in (one, node, nodes)] == [2, 1, 2]
+    assert [config.supply.max_staleness for config in (one, node, nodes)] == [0, 1, 2]
+    assert (len(node.engine.addresses), len(nodes.engine.addresses)) == (6, 24)
+    assert nodes.rollout.ray_workers == 64
 
 
 def _messages():
