@@ -1,4 +1,4 @@
-"""The command line: train, evaluate, compare, view, serve, capture, sync, envs, play, doctor."""
+"""The command line; `COMMANDS` lists the commands."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ COMMANDS = {
     "evaluate": "gspo_env.cli.evaluate:Evaluate",
     "compare": "gspo_env.cli.compare:Compare",
     "view": "gspo_env.cli.view:View",
+    "diagnose": "gspo_env.cli.diagnose:Diagnose",
+    "report": "gspo_env.cli.report:Report",
     "serve": "gspo_env.cli.serve:Serve",
     "capture": "gspo_env.cli.capture:Capture",
     "sync": "gspo_env.cli.sync:Sync",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from gspo_env.compare.areas import by_arm, curves
 from gspo_env.compare.sequential import Difference
 from gspo_env.config import to_toml
 from gspo_env.redaction import redact, redact_text, write_text
+from gspo_env.report import page_html
 from gspo_env.report.comparison_figure import curves_figure
 from gspo_env.types import BoolArray, FloatArray
 
@@ -270,18 +270,6 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #333; max-width: 80rem; margin: 2rem auto;
-  padding: 0 1rem; }
-img { max-width: 100%; }
-div.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.9rem; }
-th, td { text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid #e3e6ea;
-  white-space: nowrap; font-variant-numeric: tabular-nums; }
-tr:nth-child(2) td { font-weight: 600; }
-"""
-
-
 def write_report(
     comparison: Comparison,
     results: Sequence[Result],
@@ -307,25 +295,18 @@ def write_report(
         picture = folder / f"curves-{name.replace('/', '-')}.png"
         curves_figure(comparison, name, rows).savefig(picture)
         paths.append(picture)
-        data = base64.b64encode(picture.read_bytes()).decode()
-        alt = html.escape(f"Learning curves of {name}")
         body.append(f"<h2>{html.escape(name)}</h2>")
         body.append(f"<p>{html.escape(_about(comparison, name, rows).replace('`', ''))}</p>")
         body.append(f"<p><strong>{html.escape(verdict(rows))}</strong></p>")
-        body.append(f'<img alt="{alt}" src="data:image/png;base64,{data}">')
-        body.append(_html_table(table(comparison, rows)))
+        body.append(page_html.picture(picture, f"Learning curves of {name}"))
+        body.append(page_html.table(table(comparison, rows), "first"))
     failed = [r for r in results if r.error]
     if failed:
         items = "".join(f"<li>{html.escape(f'{r.run.name}: {r.error}')}</li>" for r in failed)
         body.append(f"<h2>Failed runs</h2><ul>{items}</ul>")
     body.append(_origin(comparison, command))
     page = folder / "report.html"
-    write_text(
-        page,
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width"><title>Comparison</title>'
-        f"<style>{_STYLE}</style>{''.join(body)}</html>",
-    )
+    write_text(page, page_html.page("Comparison", body))
     return [page, *paths]
 
 
@@ -341,20 +322,9 @@ def _origin(comparison: Comparison, command: str) -> str:
         for name, text in changes.items()
     )
     settings = "".join(
-        f"<details><summary>{html.escape(name)}</summary>"
-        f"<pre>{html.escape(to_toml(config))}</pre></details>"
-        for name, config in comparison.problems.items()
+        page_html.folded(name, to_toml(config)) for name, config in comparison.problems.items()
     )
     return (
         f"<h2>How it was made</h2><p>gspo_env {gspo_env.__version__}, {made}{by}.</p>"
         f"<p>Arms</p><ul>{arms}</ul><p>Settings of each problem</p>{settings}"
     )
-
-
-def _html_table(lines: Sequence[Sequence[str]]) -> str:
-    def row(kind: str, line: Sequence[str]) -> str:
-        cells = "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line)
-        return f"<tr>{cells}</tr>"
-
-    rows = row("th", lines[0]) + "".join(row("td", line) for line in lines[1:])
-    return f'<div class="scroll"><table>{rows}</table></div>'

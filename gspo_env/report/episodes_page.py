@@ -241,12 +241,13 @@ def read_points(run: Path) -> dict[str, list[list[float]]]:
     for line in lines:
         try:
             record = json.loads(line)
-            step, metrics = int(record["step"]), dict(record["metrics"])
-        except (ValueError, KeyError, TypeError) as error:
+            step = int(record["step"])
+            metrics = {str(name): float(value) for name, value in record["metrics"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             logger.warning("a line of %s is damaged and left out: %s", METRICS, error)
             continue
         for name, value in metrics.items():
-            found.setdefault(name, {})[step] = float(value)
+            found.setdefault(name, {})[step] = value
     return {
         name: [list(steps), list(steps.values())]
         for name, points in found.items()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from textwrap import indent
 
+from gspo_env.report.episodes import EpisodeRecord
 from gspo_env.types import Episode, Turn
 from gspo_env.visible import visible
 
 _WIDTH = 80
+_MOST = 4000
+"""Characters of one text of a kept episode."""
 
 
 def render_episode(episode: Episode) -> str:
@@ -20,6 +25,46 @@ def render_episode(episode: Episode) -> str:
     parts += [_turn(number, turn) for number, turn in enumerate(episode.turns, start=1)]
     parts.append(_footer(episode))
     return "\n\n".join(parts) + "\n"
+
+
+def render_record(record: EpisodeRecord) -> str:
+    """Renders a kept episode like `render_episode`; long texts are cut."""
+    options = f", {record.options}" if record.options else ""
+    parts = [_rule(f"{record.env}, seed {record.seed}{options}"), *_told(record)]
+    for number, turn in enumerate(record.turns, start=1):
+        title = f"turn {number}: reward {turn.reward:+.4g}"
+        advantages = [value for value in turn.advantages or () if value is not None]
+        if advantages:
+            title += f", mean advantage {sum(advantages) / len(advantages):+.4g}"
+        if turn.action_ids:
+            title += f", {len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
+        blocks = [
+            _block("observation", _cut(turn.observation)),
+            _block("action", _cut(turn.action)),
+        ]
+        parts.append("\n".join([_rule(title, "-"), *blocks]))
+    verdict = {True: "success", False: "no success", None: "no verdict"}[record.success]
+    end = f"{verdict}: return {record.total_reward:+.4g}, outcome {record.outcome:+.4g}"
+    parts.append(_rule(f"{end}, stopped by {record.stop_reason}"))
+    if record.final_observation:
+        parts.append(_block("final observation", _cut(record.final_observation)))
+    if record.error is not None:
+        parts.append(_block("error", _cut(record.error)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _told(record: EpisodeRecord) -> Iterator[str]:
+    """Yields the messages before the first observation."""
+    try:
+        messages = json.loads((record.turns[0].messages if record.turns else None) or "[]")
+        for message in messages:
+            yield _block(f"{message['role']} message", _cut(str(message.get("content", ""))))
+    except (ValueError, TypeError, KeyError, AttributeError):  # of a file that was changed
+        yield _block("messages", "(not readable)")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST else f"{text[:_MOST]}\n({len(text) - _MOST} more characters)"
 
 
 def _header(episode: Episode) -> str:

@@ -4,6 +4,7 @@
     RUN/checkpoints/step-000045/  manifest.json, state.json, state-00001.safetensors, ...
     RUN/checkpoints/best          a link to the best by `eval/success`, which also has `model/`
     RUN/checkpoints/lock          locked while a process trains
+    RUN/failure.txt               the error that ended the run, if one did
 
 A folder is written beside its place, synced and renamed; its manifest has a checksum of each file.
 """
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gspo_env.config import CheckpointConfig, read_toml
 from gspo_env.errors import ConfigError, OutputError
+from gspo_env.redaction import write_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 START = "start"
 """The folder of the model before training."""
+FAILURE = "failure.txt"
+"""The file in the run's folder that says which error ended the run; gone when the run goes on."""
 _FORMAT = 1
 _SHARE = 0.02
 """Largest share of the time that checkpoints take, if `save_every` is 0."""
@@ -133,10 +137,19 @@ class Checkpoints:
 
     @contextmanager
     def named_on_failure(self) -> Iterator[None]:
-        """Returns a context that logs where the last checkpoint is if it is left by an error."""
+        """Returns a context that logs where the last checkpoint is if it is left by an error.
+
+        The error is also written to `failure.txt`, so that `gspo-env diagnose` finds it.
+        """
+        note = self.run / FAILURE
+        self.attempt(FAILURE, partial(note.unlink, missing_ok=True))
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                said = f"{type(error).__name__}: {error}\n"
+                text = said.encode(errors="backslashreplace").decode()  # lone surrogates
+                self.attempt(FAILURE, partial(write_text, note, text))
             if self.last is not None:
                 place = self.folder / f"step-{self.last:06d}"
                 logger.error("the last checkpoint is %s. %s", place, self.how_to_resume)

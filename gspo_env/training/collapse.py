@@ -81,7 +81,28 @@ def may_be_chance(best: Level, last: Level, evaluations: int) -> bool:
     The best of many evaluations is high by selection, so the level is divided by their number.
     """
     sure = NormalDist().inv_cdf(1 - 0.05 / max(1, evaluations))
-    return _success_z(best, last) < sure
+    return success_fall(best, last) < sure
+
+
+def fallen(levels: Sequence[Level]) -> str:
+    """Says what the policy has lost since its best level and not regained; empty if nothing.
+
+    The thresholds are those of `CollapseWatch`, applied to the last level alone.
+    """
+    if len(levels) < 2:
+        return ""
+
+    def fall(count: int, least: float) -> str:
+        before = levels[:count]
+        best = max(before, key=lambda level: level.success)
+        highest = max(before, key=lambda level: level.mean_return)
+        return _fall(levels[0], best, highest, levels[count], least)
+
+    last = len(levels) - 1
+    text = fall(last, _SURE)
+    if not text and last > 1 and fall(last - 1, _LIKELY):
+        text = fall(last, _LIKELY)
+    return text
 
 
 @dataclass(slots=True)
@@ -135,7 +156,7 @@ def _fall(first: Level, best: Level, highest: Level, now: Level, least: float) -
     scale = gain / 2 if gain > 0 else abs(highest.mean_return) / 2
     lost = best.success - now.success, highest.mean_return - now.mean_return
     large = best.success / 2, max(scale, highest.spread, now.spread)
-    sure = _success_z(best, now) >= least, _return_z(highest, now) >= least
+    sure = success_fall(best, now) >= least, return_fall(highest, now) >= least
     if sure[0] and lost[0] >= large[0]:
         return _say("success", f"{now.success:.1%}", f"{best.success:.1%}", now, best)
     if sure[1] and lost[1] >= large[1]:
@@ -163,14 +184,14 @@ def _say(what: str, value: str, before: str, now: Level, then: Level, verb: str 
     return f"{what} {verb} to {value} after step {now.step}, from {before} after step {then.step}"
 
 
-def _success_z(best: Level, now: Level) -> float:
-    """Standard errors between two shares of successes."""
+def success_fall(best: Level, now: Level) -> float:
+    """Returns the standard errors by which success is lower than at the best; 0 if it is not."""
     spreads = [level.success * (1 - level.success) for level in (best, now)]
     return _z(best.success - now.success, spreads, best, now)
 
 
-def _return_z(best: Level, now: Level) -> float:
-    """Standard errors between two mean returns."""
+def return_fall(best: Level, now: Level) -> float:
+    """Returns the standard errors by which the return is lower than at the best, or 0."""
     return _z(best.mean_return - now.mean_return, [best.spread**2, now.spread**2], best, now)
 
 

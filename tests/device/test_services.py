@@ -38,7 +38,11 @@ class Recorder:
         self.loaded = {n: t.cpu() if self.copies else t for n, t in kwargs["weights"]}
         return [{"unread": [], "stale": []}]
 
-    def reset_prefix_cache(self):
+    def set_weight_version(self, version):
+        self.calls.append(("version", version))
+
+    def reset_prefix_cache(self, reset_running_requests):
+        assert reset_running_requests
         self.calls.append("reset")
         return self.resets
 
@@ -81,9 +85,11 @@ def test_vllm_sleeps_during_the_update_and_wakes_with_the_new_weights(model, sta
         ("sleep", 2),
         ("wake", "weights"),
         "load_checked",
+        ("version", "1"),
         ("wake", "kv_cache"),
         "reset",
         "load_checked",
+        ("version", "2"),
         "reset",
         "shutdown",
     ]
@@ -97,9 +103,55 @@ def test_vllm_stays_awake_where_it_is_told_to(model, started):
     with pretend_gpu():
         engine = started(copy.deepcopy(model).to("cuda"), sleep_during_update=False)
         asyncio.run(engine.sleep())
-        assert engine._engine.calls == ["load_checked"]
+        assert engine._engine.calls == ["load_checked", ("version", "0")]
         assert not hasattr(engine._engine.arguments, "enable_sleep_mode")
         engine.close()
+
+
+def test_weights_in_flight_wait_for_the_steps_that_a_gpu_still_computes(model, started):
+    with pretend_gpu():
+        moved = copy.deepcopy(model).to("cuda")
+        engine = started(moved)
+        recorder = engine._engine
+        steps = ["b", "a"]  # two steps were begun; the request ends with the second
+
+        def step():
+            recorder.calls.append(f"step {steps[-1]}")
+            return [ended] if steps.pop() == "b" else []
+
+        sampled = SimpleNamespace(
+            token_ids=[5, 6],
+            logprobs=[{5: SimpleNamespace(logprob=-1.0)}, {6: SimpleNamespace(logprob=-2.0)}],
+            finish_reason="length",
+            weight_versions=[SimpleNamespace(version="0", start=0)],
+        )
+        ended = SimpleNamespace(finished=True, request_id="1", outputs=[sampled])
+        recorder.step, recorder.calls = step, []
+        recorder.engine_core.engine_core = SimpleNamespace(
+            batch_queue=steps,
+            pause_scheduler=lambda *how: recorder.calls.append(("pause", *how)),
+            resume_scheduler=lambda: recorder.calls.append("resume"),
+        )
+
+        async def update():
+            future = asyncio.get_running_loop().create_future()
+            engine._running["1"] = SimpleNamespace(future=future)
+            await engine.update_in_flight(named_weights(moved), 3)
+            return await future
+
+        done = asyncio.run(update())
+        engine.close()
+    assert (done.token_ids, done.weights_version, done.weights_versions) == ((5, 6), 0, ())
+    assert recorder.calls == [
+        ("pause", "keep", False),
+        "step a",
+        "step b",
+        "load_checked",
+        ("version", "3"),
+        "reset",
+        "resume",
+        "shutdown",
+    ]
 
 
 def test_a_prefix_cache_that_is_not_reset_is_an_error_and_keeps_the_version(model, started):

@@ -1,7 +1,9 @@
 """Answers like a vLLM server, for tests of the fleet without vLLM; standard library only.
 
-An action has one id, which follows from the weights that were loaded. A file with the name of a
-fault beside the socket changes an answer, once for each character in it.
+The ids of an action follow from the weights that were loaded. A request, and the cache for its
+prompt, keep those of their start until the cache is reset. A file with the name of a fault beside
+the socket changes an answer, once for each character in it. With `slow`, long actions last until
+the weights have changed.
 """
 
 import fcntl
@@ -9,6 +11,8 @@ import json
 import os
 import socketserver
 import sys
+import threading
+import time
 import zlib
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -36,29 +40,59 @@ def takes(fault):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    loaded = -1
+    loaded = cached = -1
+    resets = 0
+    version = "default"
+    going = threading.Event()
 
     def do_GET(self):
         self.answer({"vllm_config": INFO})
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        if self.path == "/collective_rpc":
+        path, _, query = self.path.partition("?")
+        if path == "/collective_rpc":
             folder = Path(json.loads(body)["kwargs"]["folder"])
             data = b"".join(p.read_bytes() for p in sorted(folder.glob("*.safetensors")))
             Handler.loaded = zlib.crc32(data) % 1000
-            self.answer({"results": [{"unread": [], "stale": []}]})
-        elif self.path == "/reset_prefix_cache":
+            self.answer({"results": [{"unread": ["w"] * takes("refuses"), "stale": []}]})
+        elif path == "/reset_prefix_cache":
+            Handler.cached = Handler.loaded
+            Handler.resets += query == "reset_running_requests=true"
             self.answer({"success": not takes("held")})
+        elif path == "/pause":
+            Handler.going.clear()
+            time.sleep(0.01)  # until the current step is done
+            self.answer({})
+        elif path == "/resume":
+            Handler.going.set()
+            self.answer({})
+        elif path == "/update_weight_version":
+            Handler.version = json.loads(body)["new_version"]
+            self.answer({})
         elif takes("dies"):
             os._exit(1)
         else:
-            choice = {
-                "token_ids": [Handler.loaded],
-                "logprobs": {"content": [{"logprob": -1.0}]},
-                "finish_reason": "abort" if takes("abort") else "length",
-            }
+            choice = self.sample(json.loads(body)["sampling_params"]["max_tokens"])
+            choice["finish_reason"] = "abort" if takes("abort") else "length"
             self.answer({"choices": [{}] if takes("empty") else [choice]})
+
+    def sample(self, tokens):
+        weights, resets, ids, spans = Handler.cached, Handler.resets, [], []
+        for n in range(tokens):
+            Handler.going.wait()
+            if resets != Handler.resets:
+                weights, resets = Handler.cached, Handler.resets
+            if not spans or spans[-1]["version"] != Handler.version:
+                spans.append({"version": Handler.version, "start": n})
+            ids.append(weights)
+            while n == 40 and Handler.version == "0" and SOCKET.with_name("slow").exists():
+                time.sleep(0.01)
+        return {
+            "token_ids": ids,
+            "logprobs": {"content": [{"logprob": -1.0}] * tokens},
+            "weight_versions": spans,
+        }
 
     def answer(self, value):
         data = json.dumps(value).encode()

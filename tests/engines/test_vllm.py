@@ -13,12 +13,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.batch.sample import to_samples
+from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo, estimate
-from gspo_env.engines.base import Sampling
+from gspo_env.engines.base import Sampling, UpdatesInFlight
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.env.registration import make_env
@@ -113,13 +114,131 @@ def test_the_agreement_would_notice(parts, engine, monkeypatch, fault):
     sync(engine, learner, 1)
     update(learner, collect(engine, parts[1]))
     if fault == "weights not loaded":
-        monkeypatch.setattr(engine, "_load", lambda weights: None)
+        monkeypatch.setattr(engine, "_load", lambda weights, version: None)
     else:
-        monkeypatch.setattr(engine._engine, "reset_prefix_cache", lambda: True)
+        monkeypatch.setattr(engine, "_reset_cache", lambda: None)
     sync(engine, learner, 2)
     assert update(learner, collect(engine, parts[1]))["train/logprob_diff_max"] > 1e-3
     monkeypatch.undo()
     sync(engine, learner_of(parts), 3)
+
+
+def other_weights(model, seed):
+    """The same architecture with other weights."""
+    other = copy.deepcopy(model)
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1 + 0.1 * torch.randn(parameter.shape, generator=rng))
+    return other
+
+
+def trainer_logprobs(model, prompt, done):
+    """Log-probabilities of a completion by the trainer with these weights, (N,)."""
+    learner = Learner(model, GSPO(), LearnerConfig(learning_rate=1e-3), total_steps=1)
+    sample = Sample(
+        token_ids=np.array([*prompt, *done.token_ids]),
+        turn_ids=np.array([-1] * len(prompt) + [0] * len(done.token_ids)),
+        advantages=np.zeros(len(done.token_ids)),
+    )
+    return learner.logprobs(learner.pack([sample])).double().numpy()
+
+
+def difference_by_version(models, log):
+    """Greatest difference from the log-probability by the weights that sampled each token."""
+    found = []
+    for prompt, done in log:
+        runs = done.weights_versions or ((done.weights_version, len(done.token_ids)),)
+        versions = [v for v, tokens in runs for _ in range(tokens)]
+        by_version = np.array([trainer_logprobs(model, prompt, done) for model in models])
+        expected = by_version[versions, np.arange(len(versions))]
+        found.append(np.abs(expected - done.logprobs).max())
+    return max(found)
+
+
+async def sample_while_weights_change(engine, chat, models, running, tokens=420, requests=6):
+    """Sends the weights of each model while long completions run; returns prompts, completions."""
+    await engine.update_weights(named_weights(models[0]), 0)
+    texts = [f'Follow {n} links from "amber".' for n in range(requests)]
+    prompts = [chat.start(text) for text in texts]
+    jobs = [
+        asyncio.create_task(engine.generate(prompt, Sampling(max_tokens=tokens, seed=n)))
+        for n, prompt in enumerate(prompts)
+    ]
+    async with asyncio.timeout(300):
+        while not running(requests):
+            await asyncio.sleep(0.01)
+        for version, model in enumerate(models[1:], 1):
+            await asyncio.sleep(0.3)
+            await engine.update_in_flight(named_weights(model), version)
+        done = await asyncio.gather(*jobs)
+        later = await engine.generate(prompts[0], Sampling(max_tokens=8))
+    assert later.weights_version == len(models) - 1
+    assert later.weights_versions == ()
+    return [*zip(prompts, done, strict=True), (prompts[0], later)]
+
+
+def test_weights_in_flight_each_token_agrees_with_the_trainer_of_its_version(parts, engine):
+    models = [parts[0], *(other_weights(parts[0], n) for n in (1, 2))]
+    play = sample_while_weights_change(
+        engine, parts[1], models, lambda count: len(engine._running) == count
+    )
+    log = asyncio.run(play)
+    assert isinstance(engine, UpdatesInFlight)
+    assert all(done.weights_versions for _, done in log[:-1])
+    assert difference_by_version(models, log) < 1e-4
+
+
+def test_weights_in_flight_without_a_reset_of_the_cache_would_be_noticed(
+    parts, engine, monkeypatch
+):
+    models = [parts[0], other_weights(parts[0], 1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_reset_cache", lambda: None)
+        play = sample_while_weights_change(
+            engine, parts[1], models, lambda count: len(engine._running) == count
+        )
+        log = asyncio.run(play)
+    assert difference_by_version(models, log) > 1e-3
+    sync(engine, learner_of(parts), 3)
+
+
+def test_weights_that_cannot_be_loaded_in_flight_end_the_requests(parts, engine):
+    wrong = [("model.no_such_weight", torch.zeros(1))]
+
+    async def play():
+        job = asyncio.create_task(engine.generate([5, 6, 7], Sampling(max_tokens=400)))
+        await asyncio.sleep(0.1)
+        with pytest.raises(EngineError, match=r"no_such_weight|no new values"):
+            await engine.update_in_flight(wrong, 1)
+        with pytest.raises(EngineError, match="vLLM failed"):
+            await job
+
+    asyncio.run(play())
+    asyncio.run(engine.update_in_flight(named_weights(parts[0]), 4))
+    log = collect(engine, parts[1], tasks=2)
+    assert update(learner_of(parts), log)["train/logprob_diff_max"] < 1e-4
+
+
+@pytest.mark.parametrize("transfer", ["folder", "gloo"])
+def test_two_servers_take_weights_in_flight_by_either_transfer(parts, transfer):
+    fleet = VLLMServer(replicas=2, transfer=transfer, enforce_eager=True)
+    servers = VLLMServerEngine(parts[0], fleet, max_slots=8, max_context=2048)
+    models = [parts[0], *(other_weights(parts[0], n) for n in (1, 2))]
+    try:
+        play = sample_while_weights_change(
+            servers,
+            parts[1],
+            models,
+            lambda count: sum(len(server.requests) for server in servers._servers) == count,
+            tokens=1900,
+        )
+        log = asyncio.run(play)
+        assert servers.servers_lost == 0
+        assert sum(bool(done.weights_versions) for _, done in log) >= 4
+        assert difference_by_version(models, log) < 1e-4
+    finally:
+        servers.close()
 
 
 def test_500_episodes_extend_their_prompts_by_exactly_the_sampled_ids(parts, engine):

@@ -46,6 +46,25 @@ async def ask(engine, count):
     return [done.token_ids[0] for done in await asyncio.gather(*jobs)]
 
 
+async def ask_long(engine, count, meanwhile):
+    """Asks for long actions, and does something when each server has some of them."""
+    jobs = [
+        asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=90, seed=n)))
+        for n in range(count)
+    ]
+    async with asyncio.timeout(30):
+        while not all(server.requests for server in engine._servers):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        await meanwhile
+        return await asyncio.gather(*jobs)
+
+
+def ids_of(*versions):
+    """The ids of an action, from (id, tokens) of each version."""
+    return tuple(token for token, tokens in versions for _ in range(tokens))
+
+
 async def all_serve(engine, count):
     async with asyncio.timeout(30):
         while engine.copies < count:
@@ -88,6 +107,89 @@ def test_a_killed_server_is_started_again_and_has_the_current_weights_at_its_fir
         "rollout/servers_lost": 1.0,
         "rollout/server_restarts": 1.0,
     }
+
+
+def change(model):
+    model.get_input_embeddings().weight.data.mul_(1.5)
+
+
+def test_weights_change_in_flight_on_every_server_and_each_token_has_its_version(start, model):
+    engine = start(replicas=2)
+    fault(engine, "slow")
+    before = in_folder(engine)
+    change(model)
+    update = engine.update_in_flight(named_weights(model), 5)
+    log = asyncio.run(ask_long(engine, 6, update))
+    after = in_folder(engine)
+    assert before != after
+    for done in log:
+        (old, first), (new, rest) = done.weights_versions
+        assert (old, new, done.weights_version, first) == (0, 5, 0, 41)
+        assert done.token_ids == ids_of((before, first), (after, rest))
+    assert engine.weights_version == 5
+    assert engine.servers_lost == 0
+
+
+def test_a_forgotten_reset_of_the_cache_would_be_noticed(start, model, monkeypatch):
+    engine = start(replicas=2)
+    fault(engine, "slow")
+    monkeypatch.setattr("gspo_env.engines.vllm.server.reset_cache", lambda client: "")
+    change(model)
+    log = asyncio.run(ask_long(engine, 6, engine.update_in_flight(named_weights(model), 5)))
+    assert all(in_folder(engine) not in done.token_ids for done in log)
+    assert asyncio.run(ask(engine, 2)) != [in_folder(engine)] * 2
+
+
+def test_a_server_killed_during_an_update_in_flight_loses_no_request_and_rejoins(start, model):
+    engine = start(replicas=2)
+    fault(engine, "slow")
+    before = in_folder(engine)
+
+    async def kill_and_update():
+        os.kill(engine.pids[0], signal.SIGKILL)
+        change(model)
+        await engine.update_in_flight(named_weights(model), 1)
+
+    async def play():
+        log = await ask_long(engine, 6, kill_and_update())
+        await all_serve(engine, 2)
+        return log, await ask(engine, 6)
+
+    log, later = asyncio.run(play())
+    after = in_folder(engine)
+    for done in log:
+        runs = done.weights_versions or ((done.weights_version, 90),)
+        assert done.token_ids == ids_of(*(((before, after)[v], tokens) for v, tokens in runs))
+    assert later == [after] * 6
+    assert engine.servers_lost == engine.server_restarts == 1
+
+
+def test_requests_of_a_server_that_refuses_the_weights_go_to_the_other_at_once(start, model):
+    engine = start(replicas=2)
+    fault(engine, "slow")
+    fault(engine, "refuses")
+    change(model)
+    log = asyncio.run(ask_long(engine, 6, engine.update_in_flight(named_weights(model), 1)))
+    assert len(log) == 6
+    assert engine.copies == engine.servers_lost == 1
+    assert log[0].weights_versions or log[1].weights_versions
+    assert {log[0].weights_version, log[1].weights_version} == {0, 1}
+
+
+def test_a_server_that_a_dead_trainer_left_paused_goes_on_with_the_next_weights(start, model):
+    engine = start()
+    with engine._servers[0].client(5.0) as client:
+        client.post("/pause").raise_for_status()
+    asyncio.run(engine.update_weights(named_weights(model), 1))
+    assert asyncio.run(ask(engine, 2)) == [in_folder(engine)] * 2
+
+
+def test_a_server_that_got_other_weights_behind_our_back_is_not_used(start):
+    engine = start(replicas=2)
+    with engine._servers[0].client(5.0) as client:  # as one that somebody started again
+        client.post("/update_weight_version", json={"new_version": "default"}).raise_for_status()
+    assert asyncio.run(ask(engine, 4)) == [in_folder(engine)] * 4
+    assert engine.servers_lost == 1
 
 
 def test_requests_wait_for_the_only_server_to_be_started_again(start):

@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx2 as httpx
 
-from gspo_env.engines.base import Completion, Sampling
+from gspo_env.engines.base import Completion, Sampling, version_runs
 from gspo_env.engines.vllm.process import Server
 from gspo_env.engines.vllm.settings import EXTENSION
 from gspo_env.errors import EngineError
 
 RESET_SECONDS = 60.0
-"""Maximum time until a server has aborted the requests that were cancelled here."""
+"""Maximum time until a server has reset its cache."""
 
 
 def call(client: httpx.Client, method: str, **keywords: str) -> Any:
@@ -22,13 +22,30 @@ def call(client: httpx.Client, method: str, **keywords: str) -> Any:
     return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
 
 
-def reset_cache(client: httpx.Client) -> str:
-    """Resets a server's prefix cache; returns an error message, or an empty string.
+def pause(client: httpx.Client) -> None:
+    """Stops sampling on a server once its current step is done; keeps its requests."""
+    keep = {"mode": "keep", "clear_cache": "false"}  # `reset_cache` clears it, after the update
+    client.post("/pause", params=keep).raise_for_status()
 
-    It fails while the server still aborts requests that were cancelled here.
+
+def resume(client: httpx.Client) -> None:
+    """Lets a paused server go on with its requests."""
+    client.post("/resume").raise_for_status()
+
+
+def set_version(client: httpx.Client, version: int) -> None:
+    """Names the weights of a server, for `Completion.weights_versions`."""
+    client.post("/update_weight_version", json={"new_version": str(version)}).raise_for_status()
+
+
+def reset_cache(client: httpx.Client) -> str:
+    """Resets a paused server's prefix cache; returns an error message, or an empty string.
+
+    Requests in flight lose their keys and values too, and compute them anew when they go on.
     """
     deadline = time.monotonic() + RESET_SECONDS
-    while not client.post("/reset_prefix_cache").raise_for_status().json().get("success"):
+    every = {"reset_running_requests": "true"}
+    while not client.post("/reset_prefix_cache", params=every).raise_for_status().json()["success"]:
         if time.monotonic() > deadline:
             return f"it did not reset its prefix cache within {RESET_SECONDS:g} s"
         time.sleep(0.05)
@@ -72,8 +89,8 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
     }
 
 
-def read_completion(server: Server, response: httpx.Response, version: int) -> Completion | None:
-    """Reads an answer; None if the server aborted the request, as it does when it is stopped.
+def read_completion(server: Server, response: httpx.Response) -> Completion | str:
+    """Reads an answer; returns why the server cannot be used any more if it gave no completion.
 
     Raises:
         EngineError: The server refused the request, or the answer cannot be read.
@@ -85,15 +102,21 @@ def read_completion(server: Server, response: httpx.Response, version: int) -> C
         )
     try:
         choice = response.json()["choices"][0]
-        if choice["finish_reason"] == "abort":
-            return None
+        if choice["finish_reason"] == "abort":  # as a server does when it is stopped
+            return "aborted a request"
+        ids = tuple(choice["token_ids"])
+        spans = [(span["version"], span["start"]) for span in choice["weight_versions"]]
+        if others := [version for version, _ in spans if not version.isdecimal()]:
+            return f"has the weights {others[0]!r}, which this run did not send"
+        lowest, runs = version_runs([(int(version), n) for version, n in spans], len(ids))
         return Completion(
-            token_ids=tuple(choice["token_ids"]),
+            token_ids=ids,
             logprobs=tuple(place["logprob"] for place in choice["logprobs"]["content"]),
             finish_reason=choice["finish_reason"],
-            weights_version=version,
+            weights_version=lowest,
+            weights_versions=runs,
         )
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise EngineError(
             f"vLLM server {server.name} gave an answer that cannot be read "
             f"({type(error).__name__}: {error}): {response.text[:300]}"

@@ -25,6 +25,7 @@ from gspo_env.engines.base import (
     check_room,
     drained,
     sample_parts,
+    version_runs,
 )
 from gspo_env.engines.vllm.calls import sampling_fields
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT
@@ -74,7 +75,6 @@ def tolerance(config: VLLMSettings) -> float | None:
 class _Request:
     prompt: list[int]
     params: Any
-    version: int
     future: asyncio.Future[Completion]
 
 
@@ -106,7 +106,7 @@ class VLLMEngine:
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._new: dict[str, _Request] = {}
         self._running: dict[str, _Request] = {}
-        self._count = 0
+        self._count = self._updates = 0
         self._pump: asyncio.Task[None] | None = None
         # vLLM binds its compute threads to the thread that starts it, so one thread runs it all
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
@@ -139,7 +139,6 @@ class VLLMEngine:
         request = _Request(
             prompt=list(prompt_ids),
             params=self._params(**sampling_fields(sampling)),
-            version=self.weights_version,
             future=loop.create_future(),
         )
         self._new[str(self._count)] = request
@@ -176,12 +175,34 @@ class VLLMEngine:
         await self._drain()
         if self._asleep:
             await self._call(self._engine.wake_up, ["weights"])
-        await self._call(self._load, named_tensors)
+        await self._call(self._load, named_tensors, version)
         if self._asleep:
             await self._call(self._engine.wake_up, ["kv_cache"])
             self._asleep = False
-        if not await self._call(self._engine.reset_prefix_cache):
-            raise EngineError("vLLM did not reset its prefix cache: some sequences still use it")
+        await self._call(self._reset_cache)
+        self.weights_version = version
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Copies the learner's weights; see `UpdatesInFlight.update_in_flight`.
+
+        Raises:
+            EngineError: The cache could not be reset, or a weight is left out. The requests in
+                flight fail as well.
+            ModelError: The weights cannot be exported; see `named_weights`.
+        """
+        if self._asleep:
+            await self.update_weights(named_tensors, version)
+            return
+        self._updates += 1
+        try:
+            ended = await self._call(self._exchange, named_tensors, version)
+        except Exception as error:
+            self._fail(error)
+            raise
+        finally:
+            self._updates -= 1
+        for output in ended:
+            self._finish(output)
         self.weights_version = version
 
     def close(self) -> None:
@@ -213,9 +234,39 @@ class VLLMEngine:
         self._exporter.config.save_pretrained(folder)
         self._engine = LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
         self.dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
-        self._load(named_weights(model))
+        self._load(named_weights(model), 0)
 
-    def _load(self, named_tensors: NamedTensors) -> None:
+    def _exchange(self, named_tensors: NamedTensors, version: int) -> list[Any]:
+        """Changes the weights between two steps; returns the outputs of requests that ended."""
+        ended = self._pause()
+        self._load(named_tensors, version)
+        self._reset_cache()
+        self._tell("resume_scheduler")
+        return ended
+
+    def _pause(self) -> list[Any]:
+        """Stops scheduling; returns the outputs of requests that ended with the current step."""
+        ended: list[Any] = []
+        self._tell("pause_scheduler", "keep", False)
+        if self._in_place:
+            while self._engine.engine_core.engine_core.batch_queue:  # a GPU still computes a step
+                ended += [output for output in self._engine.step() if output.finished]
+        return ended
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Calls a method of vLLM's core, in this process or in its own."""
+        client = self._engine.engine_core
+        if self._in_place:
+            getattr(client.engine_core, method)(*args)
+        else:
+            client.call_utility(method, *args)
+
+    def _reset_cache(self) -> None:
+        """Resets the prefix cache, and the keys and values of requests in flight."""
+        if not self._engine.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM did not reset its prefix cache: some sequences still use it")
+
+    def _load(self, named_tensors: NamedTensors, version: int) -> None:
         keywords: dict[str, Any] = {"weights": self._exporter.weights(named_tensors)}
         if not self._in_place:
             folder = self._folder.path / "model"
@@ -230,6 +281,7 @@ class VLLMEngine:
                 f"vLLM does not take the weights: {type(error).__name__}: {str(error)[:300]}"
             ) from error
         check_loaded(reports)
+        self._engine.set_weight_version(str(version))
 
     def _stop(self) -> None:
         core = self._engine.engine_core
@@ -250,23 +302,29 @@ class VLLMEngine:
                 for name in gone:
                     self._running.pop(name, None)
         except Exception as error:
-            failure = EngineError(f"vLLM failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            for request in (self._running | self._new).values():
-                if not request.future.done():
-                    request.future.set_exception(failure)
-            self._running.clear()
-            self._new.clear()
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        failure = EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        for request in (self._running | self._new).values():
+            if not request.future.done():
+                request.future.set_exception(failure)
+        self._running.clear()
+        self._new.clear()
 
     def _step(self, added: dict[str, _Request], gone: list[str]) -> list[Any]:
         if gone:
             self._engine.abort_request(gone)
         for name, request in added.items():
             self._engine.add_request(name, {"prompt_token_ids": request.prompt}, request.params)
-        while True:  # returns to the event loop only for an ended, new or cancelled request
+        # returns to the event loop only for new weights, or an ended, new or cancelled request
+        while self._engine.has_unfinished_requests():
             ended = [output for output in self._engine.step() if output.finished]
-            if ended or self._new or any(r.future.done() for r in list(self._running.values())):
+            changed = self._updates or self._new
+            if ended or changed or any(r.future.done() for r in list(self._running.values())):
                 return ended
+        return []
 
     def _finish(self, output: Any) -> None:
         request = self._running.pop(output.request_id, None)
@@ -275,11 +333,14 @@ class VLLMEngine:
         sampled = output.outputs[0]
         ids = tuple(sampled.token_ids)
         logprobs = tuple(entry[i].logprob for entry, i in zip(sampled.logprobs, ids, strict=True))
+        starts = [(int(span.version), span.start) for span in sampled.weight_versions]
+        lowest, runs = version_runs(starts, len(ids))
         completion = Completion(
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=sampled.finish_reason,
-            weights_version=request.version,
+            weights_version=lowest,
+            weights_versions=runs,
         )
         request.future.set_result(completion)
 

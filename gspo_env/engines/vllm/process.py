@@ -6,6 +6,7 @@ weights has no access control of its own. Its guard ends it with this process.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.util
 import json
@@ -65,7 +66,7 @@ class Server:
     """Dtype of its weights; empty until the first weights are sent."""
     channel: Any = None
     """Sends weights with vLLM's transfer API; None until the first transfer."""
-    running: int = 0
+    requests: set[asyncio.Future[Any]] = field(default_factory=set)
     """Requests in flight."""
     failures: int = 0
     """Requests whose connection broke since the last weights."""

@@ -55,16 +55,19 @@ class ServerRequests:
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
         while True:
             server = await self._choose()
-            version = self.weights_version
-            server.running += 1
+            post = self._client(server).post("/inference/v1/generate", json=body)
+            request = asyncio.ensure_future(post)
+            server.requests.add(request)
+            if server.state is not State.SERVING:  # lost by another thread
+                request.cancel()
             try:
-                response = await self._client(server).post("/inference/v1/generate", json=body)
+                response = await request
                 reason = f"answered {response.status_code}"
                 if response.status_code < 500:
-                    done = read_completion(server, response, version)
-                    if done is not None:
+                    done = read_completion(server, response)
+                    if isinstance(done, Completion):
                         return done
-                    reason = "aborted a request"
+                    reason = done
                 self._lose(server, reason)
             except httpx.TransportError as error:
                 # one connection may break; the server is lost if it is not healthy either
@@ -72,8 +75,12 @@ class ServerRequests:
                 usable = server.failures <= _MAX_FAILURES
                 if not (usable and await asyncio.to_thread(server.is_healthy)):
                     self._lose(server, f"{type(error).__name__}: {error}")
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise  # else `_redirect` cancelled the request
             finally:
-                server.running -= 1
+                server.requests.discard(request)
 
     def release(self, session: str) -> None:
         """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
@@ -83,9 +90,17 @@ class ServerRequests:
         while True:
             serving = [server for server in self._servers if server.state is State.SERVING]
             if serving:
-                return min(serving, key=lambda server: server.running)
+                return min(serving, key=lambda server: len(server.requests))
             self._require_one(State.STARTING)
             await asyncio.sleep(0.1)
+
+    def _redirect(self, server: Server) -> None:
+        """Sends the requests of a server that is not used any more to other ones; in any thread.
+
+        It may be paused or hang, so that they would wait for it.
+        """
+        for request in tuple(server.requests):
+            request.get_loop().call_soon_threadsafe(request.cancel)
 
     def _require_one(self, *states: State) -> None:
         """Raises an error if no server has one of the states."""
@@ -165,7 +180,11 @@ class ServerClient(ServerRequests):
                 server.failures = 0
         self._fleet = fleet
         self.weights_version = fleet.weights_version
+        before = self._servers
         self._servers = [self._known[address] for address in fleet.servers]
+        for server in before:
+            if server not in self._servers:
+                self._redirect(server)
 
     def take_failed(self) -> dict[ServerAddress, str]:
         """Returns the servers that failed since the last call, with the reasons."""
@@ -178,5 +197,6 @@ class ServerClient(ServerRequests):
 
     def _lose(self, server: Server, reason: str) -> None:
         server.state = State.LOST  # until it is seen with another process id
+        self._redirect(server)
         address = ServerAddress(address=server.address, socket=server.socket, pid=server.pid)
         self._failed[address] = reason

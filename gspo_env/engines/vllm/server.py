@@ -24,7 +24,15 @@ import torch
 
 from gspo_env.children import PrivateFolder
 from gspo_env.engines.base import NamedTensors, drained
-from gspo_env.engines.vllm.calls import RESET_SECONDS, call, check_server, reset_cache
+from gspo_env.engines.vllm.calls import (
+    RESET_SECONDS,
+    call,
+    check_server,
+    pause,
+    reset_cache,
+    resume,
+    set_version,
+)
 from gspo_env.engines.vllm.local import check_loaded, engine_arguments, tolerance
 from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
 from gspo_env.engines.vllm.requests import Fleet, ServerAddress, ServerRequests
@@ -33,6 +41,9 @@ from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
 
 logger = logging.getLogger(__name__)
+
+_SEND_SECONDS = 600.0
+"""Maximum time of each call by which a server takes weights."""
 
 
 class VLLMServerEngine(ServerRequests):
@@ -60,11 +71,15 @@ class VLLMServerEngine(ServerRequests):
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._private = PrivateFolder("gspo-env-fleet-")
         self._folder = Path(config.shared_folder or self._private.path) / "weights"
-        self._transfer = _transfer(config, next(model.parameters()).device)
+        self._transfer = config.transfer_for(next(model.parameters()).device.type)
         self._source: Any = None
         self._why_lost = ""
         self._sending = threading.Lock()
         """Held while weights are written or sent."""
+        self._sent = 0
+        """Version of the weights that were written or sent last."""
+        self._changing = threading.Lock()
+        """Held while the state of a server changes."""
         self._closed = threading.Event()
         self._restarts: list[threading.Thread] = []
         self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
@@ -72,7 +87,7 @@ class VLLMServerEngine(ServerRequests):
             if not self._servers:
                 self._start_servers(next(model.parameters()).dtype)
             wait(self._servers, config.server_start_timeout)
-            self._send(named_weights(model))
+            self._send(named_weights(model), 0)
         except BaseException:
             self.close()
             raise
@@ -145,8 +160,18 @@ class VLLMServerEngine(ServerRequests):
         Raises:
             EngineError: Requests still run after minutes, or no server took the weights.
         """
-        await drained(lambda: sum(server.running for server in self._servers))
-        await asyncio.to_thread(self._send, named_tensors)
+        await drained(lambda: sum(len(server.requests) for server in self._servers))
+        await self.update_in_flight(named_tensors, version)
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Pauses each server while it takes the weights; see `UpdatesInFlight.update_in_flight`.
+
+        A server that fails to take them is no longer used: its requests go to another one.
+
+        Raises:
+            EngineError: No server took the weights.
+        """
+        await asyncio.to_thread(self._send, named_tensors, version)
         self.weights_version = version
         for server in self._servers:
             server.failures = 0
@@ -178,14 +203,16 @@ class VLLMServerEngine(ServerRequests):
 
     def _lose(self, server: Server, reason: str, *, restart: bool = True) -> None:
         """Stops using a server; one that was started here is started again, if that may help."""
-        if server.state in (State.STARTING, State.LOST):
-            return
-        self.servers_lost += 1
-        self._why_lost = reason
-        logger.error("vLLM server %s is no longer used: %s", server.name, reason)
-        server.state = State.LOST
-        if restart and server.guard is not None and self._may_restart():
-            server.state = State.STARTING
+        with self._changing:
+            if server.state in (State.STARTING, State.LOST):
+                return
+            self.servers_lost += 1
+            self._why_lost = reason
+            logger.error("vLLM server %s is no longer used: %s", server.name, reason)
+            again = restart and server.guard is not None and self._may_restart()
+            server.state = State.STARTING if again else State.LOST
+        self._redirect(server)
+        if again:
             thread = threading.Thread(target=self._restart, args=(server,), daemon=True)
             self._restarts.append(thread)
             thread.start()
@@ -234,10 +261,11 @@ class VLLMServerEngine(ServerRequests):
             environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         return environment
 
-    def _send(self, named_tensors: NamedTensors) -> None:
+    def _send(self, named_tensors: NamedTensors, version: int) -> None:
         """Sends the weights to the servers that run; waits for one that starts if none does."""
         states = {State.SERVING, State.READY}
         with self._sending:
+            self._sent = version
             if self._transfer == "folder":
                 self._exporter.write(named_tensors, self._folder)
             else:
@@ -259,8 +287,10 @@ class VLLMServerEngine(ServerRequests):
             for server, problem in zip(servers, pool.map(self._send_to, servers), strict=True):
                 if problem:
                     self._lose(server, problem, restart=not server.is_healthy())
-                else:
-                    server.state = State.SERVING
+                    continue
+                with self._changing:
+                    if server.state in states:  # it may be lost since
+                        server.state = State.SERVING
 
     def _prepare_source(self, named_tensors: NamedTensors) -> None:
         if self._source is None:
@@ -277,9 +307,10 @@ class VLLMServerEngine(ServerRequests):
     def _send_to(self, server: Server) -> str:
         """Sends the weights to one server; returns an error message, or an empty string."""
         try:
-            with server.client(600.0) as client:
+            with server.client(_SEND_SECONDS) as client:
                 if not server.dtype:
                     server.dtype = check_server(client, self._transfer)
+                pause(client)
                 if self._transfer == "folder":
                     check_loaded(call(client, "load_checked", folder=str(self._folder)))
                 else:
@@ -287,7 +318,11 @@ class VLLMServerEngine(ServerRequests):
                     call(client, "start_checking")
                     server.channel.send_weights()
                     check_loaded(call(client, "stop_checking"))
-                return reset_cache(client)
+                set_version(client, self._sent)
+                problem = reset_cache(client)
+                if not problem:
+                    resume(client)
+                return problem
         except Exception as error:  # NCCL, Gloo and HTTP have no common base class
             return f"it did not take the weights: {type(error).__name__}: {error}"
 
@@ -297,11 +332,3 @@ class VLLMServerEngine(ServerRequests):
         if server.channel is None:
             workers = client.get("/get_world_size").raise_for_status().json()["world_size"]
             server.channel = open_channel(self._transfer, server, workers, self._source)
-
-
-def _transfer(config: VLLMServer, device: torch.device) -> str:
-    if config.transfer != "auto":
-        return config.transfer
-    if device.type == "cpu":
-        return "folder"
-    return "nccl" if config.addresses else "ipc"

@@ -112,6 +112,14 @@ class VLLMServer(VLLMSettings):
         urls = all(address.startswith(("http://", "https://")) for address in self.addresses)
         self._check("addresses", urls, "http://HOST:PORT for each")
 
+    def transfer_for(self, device: str) -> str:
+        """Returns the transfer for a model on a device, such as `cpu`."""
+        if self.transfer != "auto":
+            return self.transfer
+        if device == "cpu":
+            return "folder"
+        return "nccl" if self.addresses else "ipc"
+
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
         """Starts or joins the servers with the weights of a model; see `Transformers.start`."""
         from gspo_env.engines.vllm.server import VLLMServerEngine

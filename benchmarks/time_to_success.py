@@ -1,0 +1,283 @@
+"""Time and episodes until the agent is good: TRL's trainer and ours from the same warmed-up model.
+
+    pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
+        httpx httpcore jinja2
+    python benchmarks/time_to_success.py DIR [--seeds 3] [--steps 70] [--goal 0.9]
+
+The task is the look-up environment, the reward the return of an episode (0.2 a hop, 1 for the right
+answer), a step 32 tasks of 8 episodes, the loss GSPO's with the same clip range and learning rate.
+TRL plays it by its own environment interface (`environment_factory`) with `transformers`, as on any
+machine without vLLM. Ours runs with credit by turn (the default) and with credit by outcome, which
+is what TRL can express. Each training is a process of its own with one thread; arms take turns. A
+run has reached the goal after the first step whose training episodes and those of the two steps
+before it have that mean success. Its time is the seconds of the process's processor from the first
+step on; wall-clock seconds are printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import numpy as np
+
+TASKS, GROUP, RATE, CLIP = 32, 8, 1e-3, (0.03, 0.05)
+TURN, CONTEXT = 32, 512
+ARMS = ("ours, turns", "ours, outcome", "TRL")
+
+
+def make_start(folder: Path) -> None:
+    """Saves the model of the default recipe after its imitation."""
+    from gspo_agents.gspo import GSPOAgent
+
+    agent = GSPOAgent()
+    agent.warm_up()
+    agent.save(folder)
+
+
+class Clock:
+    """Writes a line for each step: success, and seconds of the processor and of the wall."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.began = time.process_time(), time.perf_counter()
+
+    def step(self, success: float) -> None:
+        """Notes that a step is done."""
+        line = {
+            "success": success,
+            "processor": time.process_time() - self.began[0],
+            "wall": time.perf_counter() - self.began[1],
+        }
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def ours(start: Path, out: Path, advantage: str, seed: int, steps: int) -> None:
+    """Trains with this package."""
+    from gspo_agents.gspo import GSPOAgent
+    from gspo_env.config import Config
+    from gspo_env.training.loop import Loop
+
+    config = Config.from_recipe(
+        model=str(start),
+        recipe="none",
+        advantage=advantage,
+        seed=seed,
+        steps=steps,
+        tasks_per_step=TASKS,
+        eval_every=0,
+        eval_tasks=1,
+        tracker="none",
+        rollout={"group_size": GROUP, "max_turn_tokens": TURN, "max_context": CONTEXT},
+        loss={"clip_low": CLIP[0], "clip_high": CLIP[1]},
+        learner={"learning_rate": RATE, "warmup_steps": 60, "schedule": "cosine"},
+        checkpoints={"keep": 0},
+        episodes={"keep_episodes": "none"},
+        output=str(out.with_suffix(".run")),
+    )
+    agent = GSPOAgent(env="gspo/Lookup-v0", config=config)
+    train_step, clocks = Loop._train_step, []
+
+    async def timed(loop: Loop, *args: Any) -> None:
+        if not clocks:
+            clocks.append(Clock(out))
+        await train_step(loop, *args)
+        success = [m["rollout/success"] for _, m in loop.history if "rollout/success" in m]
+        clocks[0].step(success[-1])
+
+    Loop._train_step = timed  # type: ignore[method-assign]
+    agent.train()
+
+
+class Lookup:
+    """The look-up environment as TRL wants it: its methods are the tools."""
+
+    def __init__(self) -> None:
+        from gspo_env.env.registration import make_env
+
+        self._env = make_env("gspo/Lookup-v0")
+
+    def reset(self, seed: int = 0, **row: Any) -> str:
+        """Begins the episode of a row's seed."""
+        observation, _ = self._env.reset(seed=seed)
+        self._earned, self._done, self._success = 0.0, False, False
+        return str(observation)
+
+    def lookup(self, key: str) -> str:
+        """Look up the word that a word links to; unknown key where there is none.
+
+        Args:
+            key: The word to look up.
+        """
+        from gspo_env.env.tools import format_tool_call
+
+        return self._act(format_tool_call("lookup", {"key": key}))
+
+    def _act(self, action: str) -> str:
+        if self._done:
+            return ""
+        observation, reward, terminated, truncated, info = self._env.step(action)
+        self._earned += float(reward)
+        self._done = terminated or truncated
+        self._success = bool(info.get("success", False))
+        return str(observation)
+
+
+def theirs(start: Path, out: Path, seed: int, steps: int) -> None:
+    """Trains with TRL."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.chat_template_utils import qwen3_template
+
+    from gspo_env.env.registration import make_env
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(start)
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    tokenizer.response_template = qwen3_template  # the same form of calls as Qwen3's
+    system = make_env("gspo/Lookup-v0").get_wrapper_attr("system_prompt")
+    chat = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
+    draw = np.random.default_rng(seed)
+    rows = [{"prompt": chat, "seed": int(draw.integers(10**9))} for _ in range(TASKS * steps)]
+    found: list[float] = []
+
+    def earned(completions: Any, environments: Any, **kwargs: Any) -> list[float]:
+        for completion, env in zip(completions, environments, strict=True):
+            last = completion[-1]
+            if last["role"] == "assistant" and not last.get("tool_calls"):
+                env._act(str(last.get("content") or ""))
+        found.append(float(np.mean([env._success for env in environments])))
+        return [env._earned for env in environments]
+
+    class Timer(TrainerCallback):  # type: ignore[misc]
+        """Notes each optimiser step."""
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            """Starts the clock."""
+            self.clock = Clock(out)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            """Notes the success of the step's episodes."""
+            self.clock.step(found[-1])
+
+    settings = GRPOConfig(
+        output_dir=str(out.with_suffix(".trl")),
+        use_cpu=True,
+        bf16=False,
+        seed=seed,
+        max_steps=steps,
+        per_device_train_batch_size=TASKS * GROUP,
+        num_generations=GROUP,
+        learning_rate=RATE,
+        lr_scheduler_type="cosine",
+        warmup_steps=60,
+        max_grad_norm=1.0,
+        importance_sampling_level="sequence",
+        loss_type="grpo",
+        epsilon=CLIP[0],
+        epsilon_high=CLIP[1],
+        beta=0.0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        max_completion_length=160,
+        max_tool_calling_iterations=16,
+        shuffle_dataset=False,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        logging_steps=10**6,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        args=settings,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        reward_funcs=[earned],
+        environment_factory=Lookup,
+        callbacks=[Timer()],
+    )
+    trainer.train()
+
+
+def reached(lines: list[Mapping[str, float]], goal: float) -> int | None:
+    """Returns the step after which the mean of three steps is at the goal."""
+    for step in range(2, len(lines)):
+        if np.mean([line["success"] for line in lines[step - 2 : step + 1]]) >= goal:
+            return step + 1
+    return None
+
+
+def show(found: dict[str, list[list[Mapping[str, float]]]], goal: float) -> None:
+    """Prints a row for each arm, and the ratios."""
+    print(f"\n| arm | seed | first and last success | steps to {goal:.0%} | processor s | wall s |")
+    print("|---|---|---|---|---|---|")
+    times: dict[str, list[float]] = {}
+    for arm, runs in found.items():
+        for seed, lines in enumerate(runs):
+            step = reached(lines, goal)
+            at = lines[step - 1] if step else None
+            times.setdefault(arm, []).append(at["processor"] if at else float("inf"))
+            ends = f"{lines[0]['success']:.0%}, {np.mean([x['success'] for x in lines[-3:]]):.0%}"
+            when = f"{step} | {at['processor']:.0f} | {at['wall']:.0f}" if at else "- | - | -"
+            print(f"| {arm} | {seed} | {ends} | {when} |")
+    medians = {arm: float(np.median(values)) for arm, values in times.items()}
+    for arm in ARMS[:2]:
+        print(f"{arm}: {medians[arm] / medians['TRL']:.3f} of TRL's time (medians of the seeds)")
+    steps = {
+        arm: np.median([lines[-1]["processor"] / len(lines) for lines in r])
+        for arm, r in found.items()
+    }
+    print("processor seconds a step: " + ", ".join(f"{arm} {s:.2f}" for arm, s in steps.items()))
+
+
+def main() -> None:
+    """Runs the arms in turns."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("packages", help="the folder with TRL")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--goal", type=float, default=0.9)
+    parser.add_argument("--start", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--out", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--arm", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.arm == "TRL":
+        sys.path.append(chosen.packages)
+        theirs(Path(chosen.start), Path(chosen.out), chosen.seed, chosen.steps)
+        return
+    if chosen.arm:
+        kind = "outcome" if "outcome" in chosen.arm else "returns_to_go"
+        ours(Path(chosen.start), Path(chosen.out), kind, chosen.seed, chosen.steps)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="time-to-success-"))
+    make_start(folder / "start")
+    found: dict[str, list[list[Mapping[str, float]]]] = {arm: [] for arm in ARMS}
+    for seed in range(chosen.seeds):
+        for arm in ARMS:
+            out = folder / f"{arm.replace(', ', '-')}-{seed}.jsonl"
+            flags = [f"--{k}={v}" for k, v in {"arm": arm, "seed": seed, "out": out}.items()]
+            flags += [f"--start={folder / 'start'}", f"--steps={chosen.steps}"]
+            subprocess.run([sys.executable, __file__, chosen.packages, *flags], check=True)
+            found[arm].append([json.loads(line) for line in out.read_text().splitlines()])
+    show(found, chosen.goal)
+    print(f"every step is in {folder}")
+
+
+if __name__ == "__main__":
+    main()

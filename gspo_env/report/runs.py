@@ -1,0 +1,240 @@
+"""Reads the folder of a run as data: settings, metrics, warnings and how it ended.
+
+The run may be finished, killed, still going on, or of an older version. Nothing in the folder is
+run, and what is missing or damaged is left out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_env.config import Config
+from gspo_env.errors import OutputError
+from gspo_env.redaction import redact_text
+from gspo_env.report.episodes_page import read_points
+from gspo_env.tracking.base import MODEL, flatten
+from gspo_env.tracking.journal import METRICS
+from gspo_env.training.checkpoints import FAILURE
+from gspo_env.training.collapse import Level
+from gspo_env.types import FloatArray, IntArray
+
+CONFIG = "config.toml"
+"""Settings that are not known there count as the defaults of `Config`."""
+_MOST_TEXT = 1 << 20
+"""Bytes of a text file that are read."""
+_MOST = 1 << 53
+"""A step below which every number is exact; only a damaged file has more."""
+_LATE = 0.25
+"""Share of the steps that the beginning and the end of a run have."""
+_FEWEST = 3
+"""Steps that both have at least, so that one step of chance does not decide."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """The finite values of a metric."""
+
+    steps: IntArray
+    """(N,) in ascending order."""
+    values: FloatArray
+    """(N,)"""
+
+    def at(self, step: int) -> float | None:
+        """Returns the value of a step; None if it has none."""
+        found = np.flatnonzero(self.steps == step)
+        return float(self.values[found[0]]) if len(found) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What the folder of a run says."""
+
+    folder: Path
+    name: str
+    settings: Mapping[str, Any]
+    """By dotted name; empty if the folder has no settings."""
+    config: str
+    """The text of `config.toml`."""
+    series: Mapping[str, Series]
+    """By name of the metric."""
+    warnings: tuple[str, ...]
+    """What the run said while it went on, as `name: sentence`."""
+    failure: str
+    """The error that ended the run; empty if none did."""
+    environment_error: str
+    """The first failure of an environment; empty if none failed."""
+    model: bool
+    """Whether the folder has a trained model, as after the last step."""
+
+    @property
+    def steps(self) -> IntArray:
+        """The training steps that were logged."""
+        found = [s.steps for name, s in self.series.items() if name.startswith("rollout/")]
+        return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+
+    @property
+    def window(self) -> int:
+        """Number of steps that count as the beginning, and as the end."""
+        count = len(self.steps)
+        return max(1, min(count // 2, max(_FEWEST, math.ceil(_LATE * count))))
+
+    def number(self, name: str) -> float | None:
+        """Returns a setting that is a finite number, else None."""
+        value = self.settings.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return float(value) if math.isfinite(value) else None
+
+    def text(self, name: str) -> str:
+        """Returns a setting as text, empty if it is not known."""
+        return str(self.settings.get(name, ""))
+
+    def early(self, name: str) -> float | None:
+        """Returns the mean of a metric over the first steps; None if it was not logged there."""
+        return self.mean(name, self.steps[: self.window])
+
+    def late(self, name: str) -> float | None:
+        """Returns the mean of a metric over the last steps; None if it was not logged there."""
+        return self.mean(name, self.steps[-self.window :])
+
+    def total(self, name: str) -> float:
+        """Returns the sum of a metric over all steps."""
+        return float(self.series[name].values.sum()) if name in self.series else 0.0
+
+    def mean(self, name: str, steps: IntArray) -> float | None:
+        """Returns the mean of a metric over some steps; None if it was not logged there."""
+        if name not in self.series:
+            return None
+        found = self.series[name]
+        values = found.values[np.isin(found.steps, steps)]
+        return float(values.mean()) if len(values) else None
+
+    @property
+    def episodes_per_step(self) -> float:
+        """Mean number of training episodes of a step."""
+        before = self.series.get("rollout/episodes_before")
+        if before is not None and len(before.steps) > 1 and np.ptp(before.values):
+            return float(np.ptp(before.values) / np.ptp(before.steps))
+        usual = Config()
+        tasks = self.number("tasks_per_step") or usual.tasks_per_step
+        return max(1.0, tasks * (self.number("rollout.group_size") or usual.rollout.group_size))
+
+    @property
+    def evaluations(self) -> list[Level]:
+        """The evaluations in order, as far as the metrics say."""
+        count = max(1, int(self.number("eval_tasks") or Config().eval_tasks))
+        evaluated = self.series.get("eval/success")
+        steps: Iterable[int] = () if evaluated is None else evaluated.steps.tolist()
+        return [
+            Level.recorded(
+                step,
+                {
+                    name: value
+                    for name, series in self.series.items()
+                    if name.startswith("eval/") and (value := series.at(step)) is not None
+                },
+                count,
+            )
+            for step in steps
+        ]
+
+    def training(self, *, late: bool) -> Level | None:
+        """Returns how good the policy was in the first or in the last steps of training."""
+        mean = self.late if late else self.early
+        success = mean("rollout/success")
+        if success is None:
+            return None
+        steps = self.steps[-self.window :] if late else self.steps[: self.window]
+        return Level(
+            step=int(steps[-1]),
+            episodes=round(self.window * self.episodes_per_step),
+            success=success,
+            mean_return=mean("rollout/return") or 0.0,
+            spread=mean("rollout/return_std") or 0.0,
+            turns=mean("rollout/turns"),
+        )
+
+    @property
+    def progress(self) -> str:
+        """The steps that were logged, of those that the settings ask for."""
+        done, planned = int(max(self.steps, default=0)), self.number("steps")
+        return f"{done} steps" if planned is None else f"{done} of {planned:.0f} steps"
+
+    @property
+    def state(self) -> str:
+        """Says in a few words how far the run came."""
+        if self.failure:
+            return f"{self.progress}, ended by an error"
+        if max(self.steps, default=0) < (self.number("steps") or 0):
+            return f"{self.progress}, stopped early or still going on"
+        return self.progress if self.model else f"{self.progress}, no trained model in the folder"
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """Reads a run.
+
+    Raises:
+        OutputError: This is not the folder of a run.
+    """
+    path = Path(folder)
+    try:
+        if not (path / METRICS).is_file():
+            raise OutputError(f"{str(folder)!r} has no {METRICS}; expected the folder of a run")
+        points = read_points(path)
+    except OSError as error:
+        raise OutputError(f"cannot read {str(path / METRICS)!r}: {error.strerror}") from error
+    config = _read(path / CONFIG)
+    return RunRecord(
+        folder=path,
+        name=path.resolve().name,
+        settings=_settings(config),
+        config=config,
+        series={name: s for name, pair in points.items() if len((s := _series(*pair)).steps)},
+        warnings=tuple(line for line in _read(path / "warnings.txt").splitlines() if line),
+        failure=_read(path / FAILURE).strip(),
+        environment_error=_read(path / "first-environment-error.txt").strip(),
+        model=(path / MODEL).is_dir(),
+    )
+
+
+def _series(steps: list[float], values: list[float]) -> Series:
+    kept = [(n, v) for n, v in zip(steps, values, strict=True) if math.isfinite(v) and n < _MOST]
+    return Series(
+        steps=np.asarray([n for n, _ in kept], np.int64), values=np.asarray([v for _, v in kept])
+    )
+
+
+def _settings(text: str) -> dict[str, Any]:
+    try:
+        return flatten(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return {}
+
+
+def _read(path: Path) -> str:
+    """Reads the beginning of a text, without secrets; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            return redact_text(file.read(_MOST_TEXT).decode(errors="replace"))
+    except OSError:
+        return ""
+
+
+def trained_dtype(run: RunRecord) -> str:
+    """Returns the dtype of the weights as the settings or a saved model name it, else nothing."""
+    named = run.text("model_dtype")
+    if named not in ("", "auto"):
+        return named
+    places = [run.folder / MODEL, *sorted(run.folder.glob("checkpoints/*/model"))]
+    for place in places:
+        if found := re.search(r'"(?:torch_)?dtype"\s*:\s*"(\w+)"', _read(place / "config.json")):
+            return found[1]
+    return ""

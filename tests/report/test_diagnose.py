@@ -1,0 +1,353 @@
+"""`gspo-env diagnose`: every rule on both sides of its threshold, and real runs that fail."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gspo_env.cli.main import main
+from gspo_env.config import Config, override, to_toml
+from gspo_env.errors import OutputError
+from gspo_env.report.diagnose import RULES, diagnose, lines
+from gspo_env.report.runs import read_run
+from gspo_env.training.checkpoints import Checkpoints
+
+ROOT = Path(__file__).parents[2]
+
+GOOD = {
+    "rollout/success": (0.1, 0.8),
+    "rollout/return": (0.2, 0.9),
+    "rollout/return_std": (0.4, 0.4),
+    "rollout/turns": (3.0, 3.0),
+    "rollout/tokens": (768.0, 768.0),
+    "rollout/malformed_calls": (0.0, 0.0),
+    "rollout/lost_episodes": (0.0, 0.0),
+    "rollout/env_errors": (0.0, 0.0),
+    "rollout/env_timeouts": (0.0, 0.0),
+    "rollout/stop/terminated": (1.0, 1.0),
+    "rollout/stop/max_turn_tokens": (0.0, 0.0),
+    "rollout/stop/max_context": (0.0, 0.0),
+    "rollout/stop/max_turns": (0.0, 0.0),
+    "rollout/stop/timeout": (0.0, 0.0),
+    "rollout/zero_variance_groups": (0.1, 0.3),
+    "train/clipped_fraction": (0.05, 0.1),
+    "train/entropy": (0.5, 0.2),
+    "train/grad_norm": (0.3, 0.2),
+    "train/advantage_rms": (0.5, 0.4),
+    "train/skipped_steps": (0.0, 0.0),
+    "train/logprob_diff_mean": (1e-7, 1e-7),
+    "train/ratio_min": (0.9, 0.9),
+    "train/ratio_max": (1.1, 1.1),
+    "eval/success": (0.1, 0.8),
+    "eval/return": (0.2, 0.9),
+    "eval/return_std": (0.4, 0.4),
+}
+"""A sound run: each metric at its beginning and at its end."""
+STUCK = {
+    "rollout/success": (0.3, 0.3),
+    "rollout/return": (0.3, 0.3),
+    "eval/success": (0.3, 0.3),
+    "eval/return": (0.3, 0.3),
+}
+"""Changes to it: nothing rises."""
+
+
+def write(
+    folder: Path,
+    changes: Mapping[str, Sequence[float]] | None = None,
+    *,
+    steps: int = 20,
+    settings: Mapping[str, Any] | None = None,
+) -> Path:
+    """Writes a run whose metrics go straight from their beginning to their end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    base = {"steps": steps, "tasks_per_step": 8, "model_dtype": "float32", "eval_tasks": 256}
+    config = override(Config.from_recipe(), {**base, **(settings or {})})
+    (folder / "config.toml").write_text(to_toml(config))
+    metrics, rows = {**GOOD, **(changes or {})}, []
+    for step in range(steps + 1):
+        at = step / steps
+        own = {
+            name: ends[0] + at * (ends[1] - ends[0])
+            for name, ends in metrics.items()
+            if (step % 5 == 0 if name.startswith("eval/") else step > 0)
+        }
+        rows.append({"step": step, "time": 0, "metrics": own})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def found(folder: Path) -> list[str]:
+    return [finding.name for finding in diagnose(read_run(folder)).findings]
+
+
+def test_nothing_is_found_in_a_run_that_learns(tmp_path: Path) -> None:
+    diagnosis = diagnose(read_run(write(tmp_path)))
+    assert diagnosis.findings == ()
+    assert set(diagnosis.not_judged) == {"few_turns", "memorised"}  # no episodes are kept
+    assert "Nothing wrong was found by 21 rules." in lines(diagnosis)
+
+
+CASES = [
+    ("environment", {"rollout/lost_episodes": (4.0, 4.0)}, {"rollout/lost_episodes": (3.0, 3.0)}),
+    ("no_turns", {"rollout/turns": (0.0, 0.0)}, {"rollout/turns": (1.0, 1.0)}),
+    ("non_finite", {"train/skipped_steps": (0.1, 0.1)}, {"train/skipped_steps": (0.03, 0.03)}),
+    (
+        "engine",
+        {"train/logprob_diff_mean": (2e-3, 2e-3)},
+        {"train/logprob_diff_mean": (5e-4, 5e-4)},
+    ),
+    (
+        "collapse",
+        dict.fromkeys(("eval/success", "eval/return", "rollout/success"), (0.9, 0.1)),
+        dict.fromkeys(("eval/success", "eval/return", "rollout/success"), (0.9, 0.88)),
+    ),
+    (
+        "malformed",
+        {"rollout/malformed_calls": (0.1, 0.6)},
+        {"rollout/malformed_calls": (0.0, 0.2)},
+    ),
+    (
+        "lengths",
+        {**STUCK, "rollout/tokens": (768.0, 6144.0)},
+        {"rollout/tokens": (768.0, 6144.0)},  # success rises too
+    ),
+    (
+        "hacking",
+        {
+            **{"eval/success": (0.6, 0.2), "eval/return": (0.2, 0.9)},
+            **{"rollout/success": (0.6, 0.2), "rollout/return": (0.2, 0.9)},
+        },
+        {"eval/success": (0.6, 0.55), "eval/return": (0.2, 0.9)},
+    ),
+    (
+        "cut_actions",
+        {"rollout/stop/max_turn_tokens": (0.3, 0.3)},
+        {"rollout/stop/max_turn_tokens": (0.2, 0.2)},
+    ),
+    (
+        "context",
+        {"rollout/stop/max_context": (0.12, 0.12)},
+        {"rollout/stop/max_context": (0.08, 0.08)},
+    ),
+    (
+        "turn_limit",
+        {"rollout/stop/max_turns": (0.3, 0.3)},
+        {"rollout/stop/max_turns": (0.2, 0.2)},
+    ),
+    ("timeouts", {"rollout/stop/timeout": (0.1, 0.1)}, {"rollout/stop/timeout": (0.01, 0.01)}),
+    (
+        "too_hard",
+        dict.fromkeys(STUCK, (0.0, 0.0)),
+        {name: (0.0, 0.0) for name in STUCK if "success" in name},  # the return rises
+    ),
+    (
+        "too_easy",
+        {"eval/success": (0.96, 0.99), "rollout/success": (0.96, 0.99)},
+        {"eval/success": (0.94, 0.99), "rollout/success": (0.94, 0.99)},
+    ),
+    (
+        "clipped",
+        {"train/clipped_fraction": (0.4, 0.4)},  # of at most 3/4 with 4 minibatches
+        {"train/clipped_fraction": (0.3, 0.3)},
+    ),
+    ("no_gradient", {"train/grad_norm": (0.0, 0.0)}, {"train/grad_norm": (1e-9, 1e-9)}),
+    (
+        "entropy",
+        {**STUCK, "train/entropy": (0.5, 0.0), "rollout/zero_variance_groups": (0.8, 1.0)},
+        {"train/entropy": (0.5, 0.0), "rollout/success": (0.1, 1.0), "eval/success": (0.1, 1.0)},
+    ),
+    (
+        "no_variance",
+        {**STUCK, "rollout/zero_variance_groups": (0.95, 0.95)},
+        {
+            **{"rollout/zero_variance_groups": (0.95, 0.95)},
+            **{"rollout/success": (0.1, 1.0), "eval/success": (0.1, 1.0)},
+        },
+    ),
+    (
+        "hardly_moves",
+        {**STUCK, "train/ratio_min": (1 - 1e-4, 1 - 1e-4), "train/ratio_max": (1.0001, 1.0001)},
+        {"train/ratio_min": (1 - 1e-4, 1 - 1e-4), "train/ratio_max": (1.0001, 1.0001)},
+    ),
+    ("no_progress", STUCK, {"rollout/success": (0.3, 0.3)}),
+]
+
+
+@pytest.mark.parametrize(("name", "bad", "good"), CASES, ids=[case[0] for case in CASES])
+def test_a_rule_names_its_cause_beyond_the_threshold_and_is_silent_below(
+    tmp_path: Path, name: str, bad: dict[str, Any], good: dict[str, Any]
+) -> None:
+    assert found(write(tmp_path / "bad", bad))[:1] == [name]
+    assert name not in found(write(tmp_path / "good", good))
+
+
+def test_every_rule_has_a_case_or_a_real_run() -> None:
+    names = {rule.name for rule in RULES}
+    assert names - {case[0] for case in CASES} == {"failed", "few_turns", "memorised"}
+    known = {name for rule in RULES for name in rule.explains}
+    assert known <= names
+    order = [rule.name for rule in RULES]
+    for place, rule in enumerate(RULES):  # a cause comes before its consequences
+        assert all(order.index(name) > place for name in rule.explains), rule.name
+
+
+def test_every_advice_names_settings_that_exist(tmp_path: Path) -> None:
+    from gspo_env.config import resolve
+
+    flags = set()
+    for name, bad, _ in CASES:
+        for finding in diagnose(read_run(write(tmp_path / name, bad))).findings:
+            flags |= set(re.findall(r"--([a-z][\w.-]+)", finding.advice))
+    flags -= {"check", "resume"}  # of gspo-env envs and train
+    owners = {"aggregation": "loss", "correction": "loss", "gamma": "advantage"}
+    for flag in flags:
+        plain = flag.replace("-", "_")
+        last = plain.rpartition(".")[2]
+        resolve(Config(), plain if last not in owners else f"{owners[last]}.{last}")
+
+
+def test_a_default_run_that_wobbles_in_its_middle_is_not_blamed(tmp_path: Path) -> None:
+    folder = write(tmp_path, steps=40)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[18:22]:
+        row["metrics"] |= {"rollout/stop/max_turn_tokens": 0.7, "rollout/success": 0.1}
+        row["metrics"] |= {"train/clipped_fraction": 0.6, "rollout/zero_variance_groups": 1.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert found(folder) == []
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
+def test_a_run_of_few_steps_is_judged_without_an_error(tmp_path: Path, steps: int) -> None:
+    folder = write(tmp_path, STUCK)
+    rows = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(rows[: steps + 1]))
+    diagnosis = diagnose(read_run(folder))
+    assert [finding.name for finding in diagnosis.findings] == []
+    assert f"{steps} of 20 steps, stopped early or still going on" in lines(diagnosis)[0]
+
+
+def test_a_killed_run_with_half_a_line_damage_and_numbers_that_are_none_is_read(
+    tmp_path: Path,
+) -> None:
+    folder = write(tmp_path)
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 21, "metrics": {"rollout/return": NaN, "train/loss": Infinity}}\n')
+        file.write(b'{"step": 22, "metrics": {"rollout/return": null}}\n\xff\xfe\n[3]\n')
+        file.write(b'{"step": 1e400, "metrics": {"rollout/return": 1}}\n')
+        file.write(b'{"step": 99999999999999999999, "metrics": {"rollout/return": 1}}\n')
+        file.write(b'{"step": 23, "metrics": {"rollout/re')
+    (folder / "config.toml").write_text("steps = = 3")
+    diagnosis = diagnose(read_run(folder))
+    assert diagnosis.findings == ()
+    assert "settings are not known" in " ".join(diagnosis.notes)
+
+
+def test_a_run_of_an_older_version_says_what_cannot_be_judged(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "time": 0, "metrics": {"train/return": 0.5, "loss": 1.0}}\n'
+    )
+    diagnosis = diagnose(read_run(tmp_path))
+    assert diagnosis.findings == ()
+    assert len(diagnosis.not_judged) == len(RULES) - 1
+    assert any("no training step" in note for note in diagnosis.notes)
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(OutputError, match=r"has no metrics\.jsonl; expected the folder of a run"):
+        read_run(tmp_path)
+    for arguments in ([str(tmp_path)], [str(tmp_path / "none")], []):
+        with pytest.raises(SystemExit) as end:
+            main(["diagnose", *arguments])
+        assert end.value.code == 2
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_the_command_prints_sentences_or_json_and_hides_what_acts_on_a_terminal(
+    tmp_path: Path, capsys: Any
+) -> None:
+    folder = write(tmp_path / "run", {"rollout/lost_episodes": (10.0, 10.0)})
+    evil = "step('\x1b]0;title\x07') raised \u202eOSError <script>alert(1)</script>"
+    (folder / "first-environment-error.txt").write_text(f"{evil}\n\nTraceback")
+    (folder / "warnings.txt").write_text("no_turn: \x1b[31mred\n")
+    main(["diagnose", str(folder)])
+    shown = capsys.readouterr().out
+    assert "1. The environment fails: 16% of the episodes are lost in the last 5 of 20" in shown
+    assert "   Try: Mend the environment" in shown
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+    main(["diagnose", str(folder), "--json"])
+    tree = json.loads(capsys.readouterr().out)
+    assert [finding["name"] for finding in tree["findings"]] == ["environment"]
+    assert tree["not_judged"] == ["few_turns", "memorised"]
+
+
+def test_the_error_that_ended_a_run_is_kept_until_it_goes_on(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    with (
+        Checkpoints(folder, Config().checkpoints) as checkpoints,
+        pytest.raises(ValueError, match="key"),
+        checkpoints.named_on_failure(),
+    ):
+        raise ValueError("the key sk-" + "a" * 40 + " is \ud800 wrong")
+    assert "sk-aaaa" not in (folder / "failure.txt").read_text()
+    run = read_run(folder)
+    assert found(folder) == ["failed"]
+    assert "An error ended the run after step 20: ValueError: the key [redacted] is" in (
+        diagnose(run).findings[0].text
+    )
+    with (
+        Checkpoints(folder, Config().checkpoints) as checkpoints,
+        pytest.raises(KeyboardInterrupt),
+        checkpoints.named_on_failure(),
+    ):
+        raise KeyboardInterrupt
+    assert found(folder) == []
+
+
+def benchmark() -> Any:
+    path = ROOT / "benchmarks" / "diagnose.py"
+    spec = importlib.util.spec_from_file_location("diagnose_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
+
+BENCHMARK = benchmark()
+FAST = ("no_variance", "few_turns", "failed")
+"""Rules whose real run is part of the main tests."""
+
+
+def case_of(case: Any) -> Any:
+    fast = case.expected in FAST or case.name == "small, outcome"
+    return pytest.param(case, id=case.name, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [case_of(c) for c in (*BENCHMARK.FAILING, *BENCHMARK.GOOD)])
+def test_a_real_run_that_fails_is_named_by_its_cause_and_a_good_one_is_not_blamed(
+    tmp_path: Path, case: Any
+) -> None:
+    run = BENCHMARK.play(case.name, case.tree, tmp_path, stops=case.stops)
+    assert found(run)[:1] == ([case.expected] if case.expected else [])
+
+
+def test_the_documentation_lists_the_rules_with_their_thresholds_and_reasons() -> None:
+    page = (ROOT / "docs" / "diagnose.md").read_text()
+    rows = [
+        f"| `{rule.name}` | {str(rule.check.__doc__).partition(chr(10))[0].rstrip('.')} "
+        f"| {rule.limit:g} | {rule.reason} |"
+        for rule in RULES
+    ]
+    table = [line for line in page.splitlines() if line.startswith("| `")]
+    assert table == rows
