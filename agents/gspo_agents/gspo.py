@@ -25,6 +25,7 @@ from gspo_agents.start import (
     make_learner,
     make_start,
     read_talks,
+    start_engine,
     warm_up,
     with_adapter,
 )
@@ -180,6 +181,9 @@ class GSPOAgent:
             self.close()  # an engine that `play` started holds the model without the adapter
             self.model = with_adapter(self.model, config)
         learner = make_learner(self.model, config, self._ranks)
+        if config.supply.max_staleness:
+            self.close()  # one that `play` started may share the learner's weights
+            self._engine = start_engine(self.model, config, ahead=True)
         with self._collector() as collector, report.watch(collector):
             loop = Loop(
                 config=config,
@@ -367,10 +371,7 @@ class GSPOAgent:
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
-            limits = self.config.rollout
-            self._engine = self.config.engine.start(
-                self.model, max_slots=limits.concurrency, max_context=limits.max_context
-            )
+            self._engine = start_engine(self.model, self.config)
         return self._engine
 
     @contextmanager
