@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -55,9 +56,13 @@ def make_collector(player: Player, config: RolloutConfig) -> Collector:
 
 def collect(collector: Collector, tasks: int = 32, seed: int = 0) -> list[Group]:
     """Collects one rollout batch with an empty cache."""
-    asyncio.run(collector.engine.update_weights([], seed))
     batch = [Task(env_id=ENV, seed=n) for n in range(tasks)]
-    return asyncio.run(collector.collect(batch, seed=seed))
+    asyncio.run(collector.engine.update_weights([], seed))
+    gc.freeze()  # as a run does
+    try:
+        return asyncio.run(collector.collect(batch, seed=seed))
+    finally:
+        gc.unfreeze()
 
 
 def alternate(rounds: int, *programs: Callable[[], float]) -> list[list[float]]:

@@ -330,7 +330,7 @@ def sample(
     logits = logits if rows is None else logits.index_select(0, chosen)
     logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
     # float64, because rounding in a float32 sum would make the last ids of a large vocabulary rarer
-    total = logprobs.double().exp().cumsum(-1)
+    total = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = draw * total[:, -1]
     ids = torch.searchsorted(total, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
     if 0 in temperatures:
