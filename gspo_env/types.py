@@ -193,6 +193,8 @@ class Timing:
 
     generate: float = 0.0
     step: float = 0.0
+    began: float = 0.0
+    """When the turn began, in seconds since 1970; 0 if that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

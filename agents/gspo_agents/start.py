@@ -27,6 +27,7 @@ from gspo_env.recipes.cache import WarmUp, WarmUpCache, make_key
 from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.tracking.panel import Numbers
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import check_trackers
 from gspo_env.training.launch import plan_of
@@ -195,7 +196,7 @@ def imitate(
 
     def show(step: int, loss: float) -> None:
         if step % 20 == 0 or step == total:
-            progress.update(phase="imitation", step=step, total=total, loss=loss)
+            progress.update("imitation", step, total, Numbers(loss=loss))
 
     embedded.warm_up(model, samples, settings, config.seed, show)
 
