@@ -146,6 +146,31 @@ def test_no_malformed_completion_of_any_engine_reaches_an_episode(player, fault)
         asyncio.run(collector.collect([Task(env_id="test", seed=0)], seed=0, group_size=2))
 
 
+def test_the_turns_of_an_episode_have_the_version_of_each_token(player):
+    class Changing:
+        async def generate(self, prompt_ids, sampling, session=None):
+            stop = sampling.stop_ids[0]
+            return Completion(
+                token_ids=(5, 6, stop),
+                logprobs=(-1.0,) * 3,
+                finish_reason="stop",
+                weights_version=2,
+                weights_versions=((2, 1), (4, 2)),
+            )
+
+        def release(self, session):
+            pass
+
+    limits = RolloutConfig(max_turn_tokens=8, max_context=256, max_turns=2)
+    pool = EnvPool(lambda: make_env("gspo/Lookup-v0"))
+    collector = Collector(Changing(), player.chat, pool, limits)
+    tasks = [Task(env_id="test", seed=0)]
+    [group] = asyncio.run(collector.collect(tasks, seed=0, group_size=2))
+    for episode in group.episodes:
+        assert {turn.weights_versions for turn in episode.turns} == {((2, 1), (4, 2))}
+        assert episode.weights_versions == (2, 4)
+
+
 def test_the_wait_for_requests_in_flight_is_bounded():
     with pytest.raises(EngineError, match=r"2 still run after 0\.01 s"):
         asyncio.run(drained(lambda: 2, 0.01))
