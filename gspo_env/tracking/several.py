@@ -52,7 +52,7 @@ class Several:
         fed = {n: choice for n, choice in choices.items() if not isinstance(choice, NoTracker)}
         tags = {name: redact_text(value) for name, value in run.tags.items()}
         run = replace(run, params=flatten(redact(run.params)), tags=tags)
-        self.traces = max([int(getattr(choice, "traces", 0)) for choice in fed.values()], default=0)
+        self.traces = max(map(_traces, fed.values()), default=0)
         """Episodes of each step and evaluation that a tracker wants as traces."""
         self._journal = Journal(run, files=bool(fed), traces=self.traces > 0)
         self._folder, run = run.folder, self._journal.run
@@ -201,6 +201,11 @@ class Several:
         if name not in self._errors:
             _log.error("tracker %s failed, the run continues: %s", name, message)
         self._errors.setdefault(name, []).append(message)
+
+
+def _traces(choice: Any) -> int:
+    """Returns how many traces of a step a tracker wants, by its settings."""
+    return int(choice.traces) if hasattr(type(choice), "traces") else 0
 
 
 def _number(value: Any) -> float:
