@@ -18,3 +18,5 @@ from .pool import EnvPools as EnvPools
 from .settings import RolloutConfig as RolloutConfig
 from .template import ChatTemplate as ChatTemplate
 from .transcript import ChatTokenizer as ChatTokenizer
+from .workers import Crew as Crew
+from .workers import WorkerCollector as WorkerCollector
