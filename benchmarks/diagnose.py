@@ -1,6 +1,6 @@
 """Trains runs that fail in known ways, and good ones, and prints what `gspo-env diagnose` says.
 
-    python benchmarks/diagnose.py [--only NAME] [--long] [--keep FOLDER]
+    python benchmarks/diagnose.py [--only NAME] [--long] [--seed N] [--keep FOLDER]
 
 A failing run is right if its cause is named first, a good one if nothing is named. Without
 `--long`, the good runs are small ones of some seconds; with it, they are the default run and two
@@ -189,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="runs whose name or cause contains this")
     parser.add_argument("--long", action="store_true", help="good runs of the usual length")
+    parser.add_argument("--seed", type=int, default=0, help="added to the seed of each run")
     parser.add_argument("--keep", default="", help="keep the runs in this folder")
     arguments = parser.parse_args()
     cases = [(case.name, case.expected, case.tree, case.stops) for case in FAILING]
@@ -201,6 +202,7 @@ def main() -> None:
     for name, expected, tree, stops in cases:
         if arguments.only not in f"{name} {expected}":
             continue
+        tree["seed"] = tree.get("seed", 0) + arguments.seed
         started = time.monotonic()
         run = play(name, tree, place, stops=stops)
         found = diagnose(read_run(run))
@@ -214,6 +216,11 @@ def main() -> None:
     print(f"{'run':28} {'cause':14} {'found':32} right  seconds")
     for name, expected, found_, right, seconds in rows:
         print(f"{name:28} {expected:14} {found_:32} {'yes' if right else 'NO':5} {seconds:8.1f}")
+    for kind, rows_ in (
+        ("failing", [r for r in rows if r[1] != "-"]),
+        ("good", [r for r in rows if r[1] == "-"]),
+    ):
+        print(f"{kind}: {sum(row[3] for row in rows_)} of {len(rows_)} right")
     if not arguments.keep:
         shutil.rmtree(place)
     sys.exit(min(wrong, 1))

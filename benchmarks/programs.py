@@ -5,7 +5,9 @@ once, and then 1,000 episodes. It prints our own processor time a turn and what 
 `... faults` trains while 20 % of the programs crash, hang or send garbage, and compares our counts
 with those of the programs. `... forms` trains the four look-up agents of `examples/agents` and the
 native environment from one start that imitated captured conversations; it needs the extra `agents`
-and node, and takes an hour. `--steps`, `--seeds` and `--tasks` make it shorter.
+and node. One training takes 40 s of the processor for the native environment, 5 minutes for a
+Python agent, of which most is its client, and longer for node, of which each episode is a process:
+more than an hour in all. `--arms`, `--seeds`, `--steps` and `--tasks` make it shorter.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import copy
 import gc
 import json
 import logging
+import math
 import random
 import tempfile
 import threading
@@ -29,6 +32,7 @@ import numpy as np
 import psutil
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env.cli.capture import to_lines
 from gspo_env.config import Config
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
@@ -198,20 +202,18 @@ def lookup(folder: Path, **kwargs: Any) -> dict[str, Any]:
     return {"data": str(data), "rewards": rewards, "success": 1.0, "max_turns": 8, **kwargs}
 
 
-def imitating(folder: Path, count: int, steps: int, slips: float = 0.1) -> tuple[Any, Any]:
-    """Builds the tiny model and lets it imitate captured conversations of the plain agent.
+def captured(folder: Path, count: int, slips: float = 0.1, early: float = 0.5) -> Path:
+    """Plays the plain agent with a scripted policy and writes the conversations to a file.
 
-    A scripted policy plays them: a word is wrong with probability `slips`, and half of the episodes
-    answer one hop early.
+    A word is wrong with probability `slips`, and a share of the episodes answers one hop early. The
+    file has the form that `gspo-env capture` writes and `--conversations` reads.
     """
-    config, native = Tiny(demonstrations=count, imitation_steps=steps), "gspo/Lookup-v0"
-    model, tokenizer, _ = build({native: make_env(native)}, config, 0)
     env = make_env(ENV, **lookup(folder, **FORMS["openai"]))
     episodes = []
     for n in range(count):
         rng, row = random.Random(n), n % 1800
         task = TASKS.make_task(row)
-        hops = len(task["path"]) - (rng.random() < 0.5)
+        hops = len(task["path"]) - (rng.random() < early)
 
         def act(now: Any, task: Any = task, hops: int = hops, rng: Any = rng) -> str:
             word = now.observation.split('"')[1] if now.turn == 0 else now.observation
@@ -222,10 +224,20 @@ def imitating(folder: Path, count: int, steps: int, slips: float = 0.1) -> tuple
 
         episodes.append(play_now(env, Task(env_id=ENV, seed=n, options={"row": row}), act))
     env.close()
-    played = [e for e in episodes if not e.failed]
-    right = np.mean([bool(e.success) for e in played])
+    played = [episode for episode in episodes if not episode.failed]
+    right = np.mean([bool(episode.success) for episode in played])
     print(f"captured {len(played)} of {count} conversations, {right:.0%} of them right", flush=True)
-    samples = imitation_samples(played, ChatTokenizer(tokenizer))
+    path = folder / "captured.jsonl"
+    path.write_text("".join(f"{line}\n" for episode in played for line in to_lines(episode)))
+    return path
+
+
+def imitating(folder: Path, options: argparse.Namespace) -> tuple[Any, Any]:
+    """Builds the tiny model and lets it imitate captured conversations of the plain agent."""
+    path, native = captured(folder, options.captured), "gspo/Lookup-v0"
+    config = Tiny(conversations=str(path), imitation_steps=options.imitation_steps)
+    model, tokenizer, episodes = build({native: make_env(native)}, config, 0)
+    samples = imitation_samples(episodes, ChatTokenizer(tokenizer))
     warm_up(model, samples, config, 0, lambda step, loss: None)
     return model, tokenizer
 
@@ -245,7 +257,10 @@ def train(
         eval_tasks=options.eval_tasks,
         rollout=LIMITS,
         loss={"clip_low": 0.03, "clip_high": 0.05},
-        learner={"learning_rate": 1e-3, "warmup_steps": options.steps // 2},
+        learner={
+            "learning_rate": options.learning_rate,
+            "warmup_steps": options.warmup_steps,
+        },
         tracker="none",
         output=tempfile.mkdtemp(prefix="programs-"),
     )
@@ -258,7 +273,7 @@ def train(
 def faults(options: argparse.Namespace) -> None:
     """Trains while one program in five fails, and compares the counts of both sides."""
     with tempfile.TemporaryDirectory() as name:
-        start = imitating(Path(name), options.captured, options.imitation_steps)
+        start = imitating(Path(name), options)
         kwargs = lookup(Path(name), program=unreliable, silence=SILENCE)
         agent, history = train(start, ENV, kwargs, 0, options)
     agent.close()
@@ -280,9 +295,9 @@ def forms(options: argparse.Namespace) -> None:
     """Trains each form of the agent and the native environment from one start."""
     results: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        start = imitating(Path(name), options.captured, options.imitation_steps)
+        start = imitating(Path(name), options)
         arms = {form: lookup(Path(name), **program) for form, program in FORMS.items()}
-        for arm in ("native", *arms):
+        for arm in options.arms:
             for seed in range(options.seeds):
                 began = time.perf_counter()
                 env = "gspo/Lookup-v0" if arm == "native" else ENV
@@ -298,7 +313,7 @@ def forms(options: argparse.Namespace) -> None:
                 )
     print(f"| form | success after {options.steps} steps | difference to native, points |")
     print("|---|---|---|")
-    native = float(np.mean(results["native"]))
+    native = float(np.mean(results.get("native", [math.nan])))
     for arm, found in results.items():
         mean = float(np.mean(found))
         print(f"| {arm} | {mean:.1%} | {100 * (mean - native):+.1f} |")
@@ -309,11 +324,14 @@ def main() -> None:
     parser.add_argument("what", choices=("load", "faults", "forms"))
     parser.add_argument("--command", default="", help="load: a command in place of the function")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--tasks", type=int, default=32, help="tasks of a step")
+    parser.add_argument("--tasks", type=int, default=16, help="tasks of a step")
     parser.add_argument("--eval-tasks", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--captured", type=int, default=4000, help="conversations to imitate")
-    parser.add_argument("--imitation-steps", type=int, default=450)
+    parser.add_argument("--arms", nargs="+", choices=("native", *FORMS), default=["native", *FORMS])
+    parser.add_argument("--captured", type=int, default=1000, help="conversations to imitate")
+    parser.add_argument("--imitation-steps", type=int, default=250)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--warmup-steps", type=int, default=5)
     options = parser.parse_args()
     logging.getLogger("gspo_env").setLevel(logging.CRITICAL)
     {"load": load, "faults": faults, "forms": forms}[options.what](options)

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gspo_agents.environments import make_member
 from gspo_agents.gspo import GSPOAgent
+from gspo_agents.workers import make_member
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv

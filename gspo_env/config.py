@@ -28,7 +28,7 @@ from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, check_literals, find, name_of
-from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
 from gspo_env.tracking.base import flatten
 from gspo_env.tracking.mlflow import MLflow
@@ -122,11 +122,15 @@ class Config:
     """Held-out tasks of an evaluation."""
     strict: bool = False
     """Stop with an error where a run would only warn that it learns nothing so far."""
+    profile: bool = False
+    """Write `trace.json` into the folder of the run: what rollout and learner did when. Perfetto
+    and Chrome open it."""
     output: str = ""
     """Folder for the results; by default a new one under `runs`, or `comparisons/comparison`."""
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    supply: SupplyConfig = field(default_factory=SupplyConfig)
     advantage: Any = field(default_factory=ReturnsToGo)
     credit: CreditConfig = field(default_factory=CreditConfig)
     loss: Any = field(default_factory=GSPO)

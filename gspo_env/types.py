@@ -193,6 +193,8 @@ class Timing:
 
     generate: float = 0.0
     step: float = 0.0
+    began: float = 0.0
+    """When the turn began, in seconds since 1970; 0 if that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,6 +345,8 @@ class Group:
     """The rewards to learn from, for `gspo_env.credit.turn_rewards`; `estimate` sets it."""
     redrawn: int | None = None
     """Tasks drawn before this one that are held out; None if no tasks are held out by key."""
+    left_out: int = 0
+    """Slowest episodes that the group went on without."""
 
 
 def bare_episode(

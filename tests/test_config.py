@@ -159,3 +159,19 @@ def test_parameters_are_flat_and_complete():
         for v in (getattr(Config(), f.name) for f in dataclasses.fields(Config))
     )
     assert len(flat) == leaves
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_staleness": -1}, "max_staleness is -1; expected an integer of at least 0"),
+        ({"max_staleness": 1.5}, "max_staleness is 1.5"),
+        ({"max_resamples": -1}, "max_resamples is -1"),
+        ({"max_resamples": 1, "min_success": 0.9, "max_success": 0.1}, "min_success is 0.9"),
+        ({"max_success": 0.9}, "max_resamples 0, so they have no effect"),
+        ({"straggler_quantile": 0.0}, "straggler_quantile is 0.0; expected a number above 0"),
+    ],
+)
+def test_an_invalid_setting_of_the_supply_is_named_with_what_is_allowed(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        from_dict({"supply": wrong})

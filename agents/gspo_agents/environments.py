@@ -10,9 +10,8 @@ from typing import Any
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score, try_out
-from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.mix import Member, label
-from gspo_env.env.registration import make_env, resolve_env
+from gspo_env.env.registration import resolve_env
 from gspo_env.env.threads import in_thread
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.faults import FaultLog, close_quietly
@@ -166,10 +165,3 @@ class Environments:
             replace(split, held_out={env_id: held[spec]} if held[spec] else {})
             for env_id, spec, split in zip(self.places, ids, splits, strict=True)
         ]
-
-
-def make_member(member: Member, config: Config) -> TextEnvironment:
-    """Makes an environment of a config, in a process of its own if the config says so."""
-    if config.rollout.isolation == "process":
-        return IsolatedEnv(member.spec, dict(member.kwargs), config.rollout.episode_timeout)
-    return make_env(member.spec, **member.kwargs)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gspo_agents.environments import Environments, make_member
+from gspo_agents.environments import Environments
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import (
@@ -25,10 +25,11 @@ from gspo_agents.start import (
     make_learner,
     make_start,
     read_talks,
+    start_engine,
     warm_up,
     with_adapter,
 )
-from gspo_agents.workers import check_workers, open_collector
+from gspo_agents.workers import check_workers, make_member, open_collector
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.errors import ConfigError
@@ -182,6 +183,9 @@ class GSPOAgent:
             self.close()  # an engine that `play` started holds the model without the adapter
             self.model = with_adapter(self.model, config)
         learner = make_learner(self.model, config, self._ranks)
+        if config.supply.max_staleness:
+            self.close()  # one that `play` started may share the learner's weights
+            self._engine = start_engine(self.model, config, ahead=True)
         with self._collector() as collector, report.watch(collector):
             loop = Loop(
                 config=config,
@@ -369,10 +373,7 @@ class GSPOAgent:
 
     def _new_engine(self) -> Engine:
         if self._engine is None:
-            limits = self.config.rollout
-            self._engine = self.config.engine.start(
-                self.model, max_slots=limits.concurrency, max_context=limits.max_context
-            )
+            self._engine = start_engine(self.model, self.config)
         return self._engine
 
     @contextmanager

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gspo_env.config import Config, to_dict, to_toml, with_score
+from gspo_env.env.base import attribute
 from gspo_env.errors import OutputError
 from gspo_env.learner.tokens import TokenValues
 from gspo_env.model.check import Way
 from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
+from gspo_env.report.episodes import Phase
 from gspo_env.report.episodes_log import EpisodeLog
 from gspo_env.report.episodes_page import PAGE, write_page
+from gspo_env.report.inputs import inputs
 from gspo_env.report.run import closing, opening
+from gspo_env.report.traces import traces
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, RunInfo, begin_run
+from gspo_env.tracking.panel import Numbers
 from gspo_env.tracking.progress import Progress
+from gspo_env.tracking.provenance import commit, two_words, versions
 from gspo_env.tracking.several import Several
+from gspo_env.tracking.system import SystemMetrics
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.collapse import CollapseWatch, Level
 from gspo_env.training.loop import History, Place
@@ -55,8 +63,11 @@ class Reporter:
         self._warnings = known.read_text().splitlines() if known.is_file() else []
         said = any(line.startswith("collapse:") for line in self._warnings)
         self._collapse = CollapseWatch(self.warned, said)
-        self._best: float | None = None
-        """The best success of an evaluation."""
+        self._best: tuple[float, int] | None = None
+        """The best success of an evaluation, and its step."""
+        self._system = SystemMetrics()
+        self._num_tasks: dict[str, int | None] = {}
+        """The number of tasks that each environment declares."""
         self.take_score(None)
 
     def begin(self, model: Any, env_id: str, problems: Sequence[Problem]) -> None:
@@ -64,6 +75,7 @@ class Reporter:
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
         self._progress.line(opening(self.config, env_id, model, folder, look))
+        self._progress.begin("start", 0, self.config.steps, title=str(folder))
         for problem in problems:
             self.warned(problem)
 
@@ -77,20 +89,32 @@ class Reporter:
 
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Reports an update, with every metric of the step."""
-        self._tracker.log(metrics, step)
+        self._tracker.log({**metrics, **self._system.take()}, step)
         speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
         more = {"tokens_per_second": speed, "clipped": clipped}
         self._show("train", step, stats.played, lost=stats.faults.lost, **more)
+        every, last = self.config.eval_every, self.config.steps
+        if step == last or (every and step % every == 0):
+            self._progress.begin("evaluate", step, last)
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Reports an evaluation and keeps its episodes."""
         self._tracker.log(evaluation.metrics(), step)
-        self._best = max(self._best or 0.0, evaluation.sampled.success)
-        if step == 0 and (problem := of_success(evaluation.groups)):
-            self.warned(problem)
+        if self._best is None or evaluation.sampled.success > self._best[0]:
+            self._best = evaluation.sampled.success, step
+        if step == 0:
+            for source in inputs(self.config, evaluation.groups, self._num_tasks):
+                self._tracker.input(source)
+            if problem := of_success(evaluation.groups):
+                self.warned(problem)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost)
+        self._progress.begin("train", step, self.config.steps)
+        self._example(step, evaluation.groups)
         self._collapse.see(Level.of(step, evaluation))
         self.episodes.evaluated(step, evaluation)
+        if self.config.episodes.keep_episodes != "none":
+            self._trace(step, "eval", dict(enumerate(evaluation.groups)))
+            self._trace(step, "greedy", dict(enumerate(evaluation.greedy_groups)))
 
     def kept(self, groups: int) -> Collection[int]:
         """Returns the indices of the training groups to keep the episodes of."""
@@ -101,6 +125,8 @@ class Reporter:
     ) -> None:
         """Keeps groups of a training step, with what the update did to their tokens."""
         self.episodes.trained(step, groups, tokens)
+        self._trace(step, "train", groups)
+        self._example(step, list(groups.values()))
 
     def scored(self, score: Score | None, reason: str) -> None:
         """Reports which rewards the run learns from and writes the config that has them."""
@@ -112,7 +138,8 @@ class Reporter:
     def go_on(self, history: History, score: Score | None) -> None:
         """Takes over what a run that goes on has found."""
         evaluations = [(step, m) for step, m in history if "eval/success" in m]
-        self._best = max((m["eval/success"] for _, m in evaluations), default=None)
+        scores = [(m["eval/success"], step) for step, m in evaluations]
+        self._best = max(scores, key=lambda pair: pair[0], default=None)
         for step, metrics in evaluations:
             self._collapse.see(Level.recorded(step, metrics, self.config.eval_tasks))
         self.take_score(score)
@@ -174,8 +201,15 @@ class Reporter:
 
     @contextmanager
     def watch(self, collector: Collector) -> Iterator[None]:
-        """Keeps the first failure of an environment; names the last checkpoint on an error."""
-        with self._checkpoints.named_on_failure():
+        """Reads the machine and keeps the first failure of an environment.
+
+        On an error, it names the last checkpoint.
+        """
+        for member in self.config.environments:
+            sample = collector.pool.of(member.env_id).sample
+            if sample is not None:
+                self._num_tasks[member.env_id] = attribute(sample, "num_tasks", None)
+        with self._checkpoints.named_on_failure(), self._system:
             try:
                 yield
             finally:
@@ -184,17 +218,37 @@ class Reporter:
                     self.write(name, f"{first.message}\n\n{first.traceback}")
                     self._tracker.artifact(self._checkpoints.run / name)
 
+    def _trace(self, step: int, phase: Phase, groups: Mapping[int, Group]) -> None:
+        for trace in traces(step, phase, groups, self._tracker.traces):
+            self._tracker.trace(trace)
+
+    def _example(self, step: int, groups: Sequence[Group]) -> None:
+        """Keeps the first episode for the terminal."""
+        episodes = [episode for group in groups for episode in group.episodes]
+        if not episodes:
+            return
+        one = episodes[0]
+        how = "solved" if one.success else "not solved"
+        title = f"step {step}, task {one.task.seed}: {how}, return {one.rewards.sum():.3f}"
+        said = [("system", one.prompt.system)] if one.prompt.system else []
+        for k, turn in enumerate(one.turns):
+            role = one.turns[k - 1].info.observation_role if k else "user"
+            said += [(role, turn.observation), ("policy", turn.text)]
+        if one.final_observation:
+            said.append(("end", one.final_observation))
+        self._progress.exchange(f"{title}, {one.stop_reason.value}", said)
+
     def _show(self, phase: str, step: int, what: EpisodeStats, **more: float | None) -> None:
-        self._progress.update(
-            phase=phase,
-            step=step,
-            total=self.config.steps,
+        best, best_step = self._best or (None, None)
+        numbers = Numbers(
             success=what.success,
-            best=self._best,
+            best=best,
+            best_step=best_step,
             return_=what.mean_return,
             spread=what.return_std,
             **more,
         )
+        self._progress.update(phase, step, self.config.steps, numbers)
 
 
 def run_info(
@@ -209,14 +263,16 @@ def run_info(
         folder: Folder of the run.
         ids: The id of a run that goes on in each tracker, else nothing.
     """
+    key = uuid.uuid4().hex
     estimator = name_of("advantage", config.advantage).rpartition(":")[2]
     return RunInfo(
-        name=f"{env_id.split('/')[-1]}-{estimator}-seed{config.seed}",
+        name=f"{two_words(key)}-{folder.absolute().name}",
         folder=folder,
         params=to_dict(config),
-        tags={"env": env_id, "way": way.value},
+        tags={"env": env_id, "advantage": estimator, "way": way.value, **versions(), **commit()},
         resume=ids,
         started=begin_run(),
+        key=key,
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic_core import to_jsonable_python
 from tokenizers import Tokenizer
 
 from gspo_env.config import Config, to_toml
-from gspo_env.engines import Transformers
+from gspo_env.engines import CopiesWeights, Engine, Transformers
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
@@ -26,7 +26,9 @@ from gspo_env.recipes import embedded
 from gspo_env.recipes.cache import WarmUp, WarmUpCache, make_key
 from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.registry import name_of
 from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.tracking.panel import Numbers
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import check_trackers
 from gspo_env.training.launch import plan_of
@@ -195,7 +197,7 @@ def imitate(
 
     def show(step: int, loss: float) -> None:
         if step % 20 == 0 or step == total:
-            progress.update(phase="imitation", step=step, total=total, loss=loss)
+            progress.update("imitation", step, total, Numbers(loss=loss))
 
     embedded.warm_up(model, samples, settings, config.seed, show)
 
@@ -206,6 +208,33 @@ def check_way(model: Any, config: Config) -> Way:
     return decide(model, max_context=config.rollout.max_context).way
 
 
+def start_engine(model: Any, config: Config, *, ahead: bool = False) -> Engine:
+    """Starts the engine of the config.
+
+    Args:
+        model: The model.
+        config: The settings.
+        ahead: Whether the engine samples while the learner updates its weights.
+
+    Raises:
+        ConfigError: The engine has no weights of its own, and is to sample meanwhile.
+    """
+    chosen, limits = config.engine, config.rollout
+    if ahead and isinstance(chosen, Transformers):
+        chosen = replace(chosen, own_weights=True)
+    engine: Engine = chosen.start(
+        model, max_slots=limits.concurrency, max_context=limits.max_context
+    )
+    if ahead and not isinstance(engine, CopiesWeights):
+        engine.close()
+        raise ConfigError(
+            f"supply.max_staleness is {config.supply.max_staleness}, and the engine "
+            f"{name_of('engine', chosen)!r} shares the weights of the learner; expected 0, or an "
+            "engine with weights of its own (gspo_env.engines.CopiesWeights)"
+        )
+    return engine
+
+
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:
     """Makes the learner of a run.
 
@@ -214,12 +243,13 @@ def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trai
         config: The settings.
         ranks: Those of the run, of which this is the first; None for one process.
     """
+    plan = plan_of(config)
     if ranks is not None:
-        return Controller(ranks, model, plan_of(config), to_toml(config))
+        return Controller(ranks, model, plan, to_toml(config))
     return Learner(
         model,
-        config.loss,
-        config.learner,
-        total_steps=config.steps * config.learner.minibatches,
-        temperature=config.rollout.temperature,
+        plan.loss,
+        plan.config,
+        total_steps=plan.total_steps,
+        temperature=plan.temperature,
     )

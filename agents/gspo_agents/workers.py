@@ -14,12 +14,13 @@ from gspo_env.config import Config
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.env.base import TextEnvironment
 from gspo_env.env.isolated import IsolatedEnv
-from gspo_env.env.registration import make_env, resolve_env
+from gspo_env.env.mix import Member
+from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.faults import FaultLog
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.transcript import ChatTokenizer
 
 
@@ -54,7 +55,7 @@ def open_collector(
     config: Config,
     start_engine: Callable[[], Any],
     chat: ChatTokenizer,
-    pool: EnvPool,
+    pool: EnvPool | EnvPools,
     vocab_size: int,
 ) -> Iterator[Collector]:
     """Yields what collects the episodes of a config; ends its workers afterwards.
@@ -90,13 +91,17 @@ def open_collector(
             yield WorkerCollector(engine, chat, pool, limits, vocab_size, crew=crew)
 
 
-def make_pool(config: Config, faults: FaultLog) -> EnvPool:
+def make_pool(config: Config, faults: FaultLog) -> EnvPool | EnvPools:
     """Makes the environments of a worker."""
-    env_id = resolve_env(config.env)
-    return EnvPool(partial(_make_environment, config, env_id), faults=faults)
+    made = {
+        member.env_id: EnvPool(partial(make_member, member, config), faults=faults)
+        for member in config.environments
+    }
+    return EnvPools(made, faults) if len(made) > 1 else next(iter(made.values()))
 
 
-def _make_environment(config: Config, env_id: str) -> TextEnvironment:
+def make_member(member: Member, config: Config) -> TextEnvironment:
+    """Makes an environment of a config, in a process of its own if the config says so."""
     if config.rollout.isolation == "process":
-        return IsolatedEnv(config.env, config.env_kwargs, config.rollout.episode_timeout)
-    return make_env(env_id, **config.env_kwargs)
+        return IsolatedEnv(member.spec, dict(member.kwargs), config.rollout.episode_timeout)
+    return make_env(member.spec, **member.kwargs)

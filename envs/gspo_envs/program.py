@@ -33,6 +33,7 @@ from gspo_envs.program_commands import CommandRun
 from gspo_envs.program_functions import start_function
 from gspo_envs.program_rewards import Exchange, read_result, to_attempt
 from gspo_envs.program_runs import Asked, Ended, Run, Started
+from gspo_envs.program_sandbox import SandboxRun, read_sandbox
 from gspo_envs.rewards import judge, load_reward, name_weights
 from gspo_envs.rows import TaskRows, begin_chat
 
@@ -84,10 +85,12 @@ class ProgramEnv(TextEnv):
             policy does not learn to avoid it.
         max_turns: Requests before the episode is truncated.
         env: Additional environment variables of a command.
-        sandbox: Not supported for programs.
+        sandbox: Run a command in the sandbox: True, or limits that differ from `LIMITS` of
+            `gspo_envs.program_sandbox`, such as `{"readable": ["agent"]}`. See docs/sandbox.md.
 
     Raises:
         ConfigError: An argument is invalid.
+        SandboxUnavailableError: `sandbox` is set, and this machine cannot isolate commands.
     """
 
     observation_space = UnicodeText(MAX_OBSERVATION)
@@ -113,22 +116,17 @@ class ProgramEnv(TextEnv):
         ends: Sequence[str | int] = LIMITS,
         max_turns: int | None = None,
         env: Mapping[str, str] | None = None,
-        sandbox: bool = False,
+        sandbox: bool | Mapping[str, Any] = False,
     ) -> None:
         """Loads the program, the tasks and the rewards."""
         super().__init__(max_turns)
         if data is None:
             raise ConfigError("Program: data is missing, expected tasks, such as a .jsonl file.")
-        if sandbox:
-            raise ConfigError(
-                "Program: sandbox is True, but code in the sandbox has no network and cannot reach "
-                "the policy; expected False, or the whole run in a container."
-            )
         for name, value in (("timeout", timeout), ("silence", silence)):
             if not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ConfigError(f"Program: {name} is {value!r}, expected seconds above 0.")
         self.timeout, self.silence, self.success_from = timeout, silence, success
-        self._start = _read_program(program, command, dict(env or {}))
+        self._start = _read_program(program, command, dict(env or {}), sandbox)
         self._ends = _read_ends(ends)
         many = isinstance(rewards, (list, tuple))
         self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
@@ -300,12 +298,17 @@ def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
 
 
 def _read_program(
-    program: str | Callable[..., Any] | None, command: Sequence[str], variables: dict[str, str]
+    program: str | Callable[..., Any] | None,
+    command: Sequence[str],
+    variables: dict[str, str],
+    sandbox: bool | Mapping[str, Any],
 ) -> Callable[..., Run]:
     """Returns what starts the program, given a task, a session and an inbox.
 
     Raises:
-        ConfigError: There is not exactly one program, or it does not take the address.
+        ConfigError: There is not exactly one program, it does not take the address, or it cannot
+            run in the sandbox.
+        SandboxUnavailableError: This machine has no sandbox for it.
     """
     if (program is None) == (not command):
         given = "neither" if program is None else "both"
@@ -316,7 +319,15 @@ def _read_program(
             raise ConfigError(
                 f'Program: command is {command!r}, expected a list such as ["node", "agent.js"].'
             )
-        return partial(CommandRun, tuple(command), variables=variables)
+        if sandbox is False:
+            return partial(CommandRun, tuple(command), variables=variables)
+        box, inside = read_sandbox(sandbox, command)
+        return partial(SandboxRun, box, inside, variables=variables)
+    if sandbox is not False:
+        raise ConfigError(
+            f"Program: sandbox is {sandbox!r}, but a function runs in this process; expected a "
+            "command, or no sandbox."
+        )
     if variables:
         raise ConfigError("Program: env is for a command, expected none with a function.")
     function = load_function(program, "program") if isinstance(program, str) else program

@@ -48,7 +48,7 @@ class CommandRun:
             ConfigError: The task has what JSON does not.
         """
         self._inbox = inbox
-        text = clean(_as_json(task)).encode()
+        text = write_task(task).encode()
         launcher = str(Path(__file__).with_name("program_launcher.py"))
         folder = str(Path(gspo_env.children.__file__).parent)
         head = [sys.executable, "-I", "-S", launcher, folder, str(os.getpid()), str(GRACE)]
@@ -93,15 +93,26 @@ def _read_report(report: bytes) -> Ended:
         code, stdout, stderr = told["code"], str(told["stdout"]), str(told["stderr"])
     except (ValueError, TypeError, KeyError):
         return Ended(code=None, stderr="its launcher was killed")
+    return Ended(code=code, result=read_output(stdout), stderr=stderr)
+
+
+def read_output(stdout: str) -> Any:
+    """Returns the result of a command: the last line of its output, as JSON or else as text."""
     lines = [line for line in stdout.splitlines() if line.strip()]
-    return Ended(code=code, result=_value(lines[-1].strip()) if lines else None, stderr=stderr)
-
-
-def _value(line: str) -> Any:
+    line = lines[-1].strip() if lines else "null"
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
         return line
+
+
+def write_task(task: Mapping[str, Any]) -> str:
+    """Returns what a command reads from its standard input.
+
+    Raises:
+        ConfigError: The task has what JSON does not.
+    """
+    return clean(_as_json(task))
 
 
 def fill(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
@@ -147,7 +158,7 @@ def _as_json(value: Any) -> str:
 
 def _environment(session: Session, variables: Mapping[str, str]) -> dict[str, str]:
     """Returns our environment variables with the address of the episode."""
-    found = {**os.environ, **variables, **session.environment, "OPENAI_API_BASE": session.url}
+    found = {**os.environ, **variables, **session.environment()}
     found.pop("ANTHROPIC_AUTH_TOKEN", None)  # the SDK would send it in place of the key
     hosts = [found.get("NO_PROXY") or found.get("no_proxy") or "", "127.0.0.1,localhost"]
     found["NO_PROXY"] = found["no_proxy"] = ",".join(filter(None, hosts))

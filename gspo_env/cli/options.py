@@ -17,7 +17,7 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from gspo_env.config import Config, from_dict, override, read_toml, resolve
-from gspo_env.env.mix import add_kwargs
+from gspo_env.env.mix import add_kwargs, written
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
 from gspo_env.saved import read_saved
@@ -285,7 +285,7 @@ def _with_score_of_file(config: Config, start: _Start) -> Config:
     if start.config and start.env:
         logger.warning(
             "credit.score is %r, as in %s; --score auto takes that of %s",
-            *(score, start.config, " ".join(start.env)),
+            *(score, start.config, written(start.env)),
         )
     return config
 

@@ -143,6 +143,8 @@ class Ladder:
         level = 0
         recent: list[float] = []
         for result in results:
+            if result.options.get(self.option, self.values[level]) != self.values[level]:
+                continue  # of groups that were drawn before the last change
             recent = [*recent, result.success][-self.window :]
             enough = len(recent) == self.window and sum(recent) / self.window >= self.success
             if enough and level + 1 < len(self.values):

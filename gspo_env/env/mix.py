@@ -92,6 +92,11 @@ def read_members(
     )
 
 
+def written(env: str | Sequence[str]) -> str:
+    """Returns environments as the flag `--env` has them."""
+    return env if isinstance(env, str) else " ".join(env)
+
+
 def label(env: str | Sequence[str]) -> str:
     """Returns a short name of the environments of a run, such as `Lookup-v0+Wordle-v0`."""
     names = [last_part(m.spec) if not m.name else m.name for m in read_members(env)]

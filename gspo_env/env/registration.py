@@ -99,6 +99,11 @@ def resolve_env(spec: str) -> str:
     source, separator, name = spec.rpartition(":")
     if not separator:
         raise UnknownEnvironmentError(f"no environment is named {spec!r}{_near(spec)}.")
+    if source in registry:
+        raise UnknownEnvironmentError(
+            f"{name!r} behind {source!r} is no weight; expected a number above 0, and each of "
+            "several environments as an argument of its own"
+        )
     try:
         module = load_module(source)
     except ImportError as error:

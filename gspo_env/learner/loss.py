@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypedDict
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from gspo_env.errors import ConfigError
 from gspo_env.registry import check_literals
@@ -170,8 +170,9 @@ class ClippedLoss(ClipSettings, Loss):
     old_logprobs: OldLogprobs = "trainer"
     """Whose log-probabilities are pi_old. The engine's save a forward pass, but then a mismatch
     enters the ratio."""
-    correction: Correction = "none"
-    """Importance weights for the train/inference mismatch; only with the trainer's pi_old."""
+    correction: Literal["auto", "none", "truncated", "mask"] = "auto"
+    """Importance weights for the train/inference mismatch; only with the trainer's pi_old. `auto`
+    is `truncated` if `supply.max_staleness` is above 0, else `none`."""
     correction_cap: float = 2.0
     """The largest correction weight C."""
 
@@ -180,7 +181,7 @@ class ClippedLoss(ClipSettings, Loss):
         ClipSettings.__post_init__(self)  # slots=True makes a new class, which breaks `super()`
         if not self.correction_cap >= 1:
             raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
-        if self.correction != "none" and self.old_logprobs == "engine":
+        if self.decided != "none" and self.old_logprobs == "engine":
             raise ConfigError(
                 f"correction is {self.correction!r} with old_logprobs 'engine'; expected 'none', "
                 "because the ratio already holds the mismatch"
@@ -194,7 +195,12 @@ class ClippedLoss(ClipSettings, Loss):
     @property
     def needs_engine_logprobs(self) -> bool:
         """Whether they are pi_old, or a mismatch with them is corrected."""
-        return self.old_logprobs == "engine" or self.correction != "none"
+        return self.old_logprobs == "engine" or self.decided != "none"
+
+    @property
+    def decided(self) -> Correction:
+        """The correction, `none` where it is `auto`; see `decide_correction`."""
+        return "none" if self.correction == "auto" else self.correction
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -206,12 +212,12 @@ class ClippedLoss(ClipSettings, Loss):
         from gspo_env.learner.objectives import importance_weights, packed_policy_loss
 
         weights_N = None
-        if self.correction != "none" and inputs.engine_logprobs_N is not None:
+        if self.decided != "none" and inputs.engine_logprobs_N is not None:
             weights_N = importance_weights(
                 inputs.old_logprobs_N,
                 inputs.engine_logprobs_N,
                 inputs.episode_N,
-                kind=self.correction,
+                kind=self.decided,
                 cap=self.correction_cap,
                 num_sequences=inputs.num_episodes,
             )
@@ -228,6 +234,18 @@ class ClippedLoss(ClipSettings, Loss):
             normaliser=inputs.tokens if self.aggregation == "token_mean" else inputs.episodes,
             **{f.name: getattr(self, f.name) for f in fields(ClipSettings)},
         )
+
+
+def decide_correction(loss: Any, max_staleness: int) -> Any:
+    """Returns the loss of a run, whose `correction` is not `auto`.
+
+    Tokens that older weights sampled have rho = pi_old(trainer) / pi(engine) other than 1, also
+    without any mismatch. Where the engine's log-probabilities are pi_old, the ratio has it already.
+    """
+    if not isinstance(loss, ClippedLoss) or loss.correction != "auto":
+        return loss
+    stale = max_staleness > 0 and loss.old_logprobs == "trainer"
+    return replace(loss, correction="truncated" if stale else "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -52,22 +52,34 @@ class Band:
 
 
 def arms_of(runs: Sequence[RunRecord]) -> list[RunArm]:
-    """Groups runs by their settings; a run without settings is an arm of its own."""
-    keys = [_key(run) for run in runs]
+    """Groups runs by their settings; a run without settings is an arm of its own.
+
+    An arm has the name of its run if all arms are single runs, else of the settings that differ.
+    """
     groups: dict[str, list[RunRecord]] = {}
-    for run, key in zip(runs, keys, strict=True):
-        groups.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
+    for run in runs:
+        key = json.dumps(_key(run), sort_keys=True, default=str)
+        groups.setdefault(key, []).append(run)
+    if len(groups) == len(runs):
+        return _distinct([RunArm(name=run.name, runs=(run,)) for run in runs])
     trees = [json.loads(text) for text in groups]
-    names = {name for tree in trees for name in tree}
-    differ = [n for n in sorted(names) if len({str(tree.get(n)) for tree in trees}) > 1]
+    differ = _differences(trees)
     found = []
     for tree, members in zip(trees, groups.values(), strict=True):
         shown = [f"{n.removesuffix('.name')} {_short(tree.get(n))}" for n in differ[:_MOST_NAMED]]
-        name = ", ".join(shown) if "folder" not in tree else members[0].name
-        if not differ:
-            name = members[0].name if len(members) == 1 else str(tree.get("env", "all runs"))
-        found.append(RunArm(name=name, runs=tuple(members)))
+        name = ", ".join(shown) or str(tree.get("env", "all runs"))
+        found.append(RunArm(name=members[0].name if "folder" in tree else name, runs=(*members,)))
     return _distinct(found)
+
+
+def _differences(trees: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the settings that differ, choices first, without those that another choice lacks."""
+    names = dict.fromkeys(name for tree in trees for name in tree)
+    found = [n for n in names if len({str(tree.get(n)) for tree in trees}) > 1]
+    choices = [n for n in found if n.endswith(".name") or n == "env"]
+    sections = [n.removesuffix("name") for n in choices if n != "env"]
+    rest = [n for n in found if n not in choices and not n.startswith(tuple(sections))]
+    return [*choices, *rest]
 
 
 def _key(run: RunRecord) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from gspo_env.errors import OutputError
 from gspo_env.report import diagnose_rules as first
 from gspo_env.report import diagnose_signal as signal
 from gspo_env.report.diagnose_rules import Evidence, Said, quote, share
-from gspo_env.report.episodes import EpisodeRecord, episode_files, read_episodes
+from gspo_env.report.episodes import EpisodeFile, EpisodeRecord, episode_files, read_episodes
 from gspo_env.report.runs import RunRecord
 from gspo_env.training.collapse import may_be_chance
 from gspo_env.training.probe import HALF_TOLERANCE, TOLERANCE
@@ -22,6 +23,8 @@ from gspo_env.training.watch import _NEARLY_ALL
 
 _MOST_FILES = 8
 """Steps whose training episodes are read, at the beginning and at the end."""
+_MOST = 16 * 10**6
+"""Bytes of their files, for runs that keep all episodes of large batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,8 +224,9 @@ RULES = (
         name="few_turns",
         check=signal.few_turns,
         limit=0.4,
-        reason="share of the turns with an advantage, in episodes of 3 turns or more; estimators "
-        "that carry credit back give one to nearly all turns before the last choice",
+        reason="share of the turns with an advantage, in episodes of 3 turns or more; it is 96 % "
+        "or more all over the default run, and 25 % where 4 turns share a last reward without "
+        "credit",
         episodes=True,
         explains=("no_progress",),
     ),
@@ -303,18 +307,21 @@ def diagnose(run: RunRecord) -> Diagnosis:
 
 def _kept(run: RunRecord) -> tuple[Sequence[EpisodeRecord], Sequence[EpisodeRecord]]:
     """Reads training episodes of the first and of the last steps; empty if none are kept."""
-    steps = [file.step for file in episode_files(run.folder) if file.phase == "train"]
+    files = [file for file in episode_files(run.folder) if file.phase == "train"]
     count = min(_MOST_FILES, run.window)
-    early, late = steps[:count], steps[-count:]
+    late = _steps(files[: -count - 1 : -1])
+    early = [step for step in _steps(files[:count]) if step not in late]
     try:
-        read = read_episodes(run.folder, phases=["train"], steps={*early, *late}) if steps else []
-    except OutputError:  # a run that goes on has just deleted them
+        found = list(read_episodes(run.folder, phases=["train"], steps={*early, *late}))
+    except OutputError:  # none are kept
         return (), ()
-    found = list(read)
-    return (
-        [e for e in found if e.step in early and e.step not in late],
-        [e for e in found if e.step in late],
-    )
+    return [e for e in found if e.step in early], [e for e in found if e.step in late]
+
+
+def _steps(files: Sequence[EpisodeFile]) -> list[int]:
+    """Returns the steps of the first files, as many as have few bytes; at least one."""
+    sizes = accumulate(file.size for file in files)
+    return [f.step for n, (f, s) in enumerate(zip(files, sizes, strict=True)) if not n or s < _MOST]
 
 
 def _notes(run: RunRecord) -> list[str]:

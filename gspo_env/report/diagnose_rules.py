@@ -8,6 +8,7 @@ thresholds with their reasons.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -47,13 +48,12 @@ class Evidence:
         return f"in the last {window} of {count} steps"
 
     @property
-    def levels(self) -> list[Level]:
+    def levels(self) -> Sequence[Level]:
         """The evaluations, or the beginning and the end of training without two of them."""
-        found = self.run.evaluations
-        if len(found) < 2:
-            pair = [self.run.training(late=late) for late in (False, True)]
-            found = [level for level in pair if level is not None]
-        return found
+        if len(self.run.evaluations) > 1:
+            return self.run.evaluations
+        pair = [self.run.training(late=late) for late in (False, True)]
+        return [level for level in pair if level is not None]
 
     @property
     def solved(self) -> bool:
@@ -178,7 +178,7 @@ def collapse(found: Evidence, limit: float) -> Said | None:
     levels = found.run.evaluations
     fixed = found.run.text("curriculum.name") in ("", "none")  # else training becomes harder
     text = ""
-    for known in (levels, list(_chunks(found)) if fixed else []):
+    for known in (levels, tuple(_chunks(found)) if fixed else ()):
         if not text and len(known) > 1 and return_fall(known[-1], known[0]) < limit:
             text = fallen(known)
     if not text:
@@ -206,7 +206,7 @@ def _chunks(found: Evidence) -> Iterator[Level]:
                 episodes=round((stop - start) * run.episodes_per_step),
                 success=means[0],
                 mean_return=means[1] or 0.0,
-                spread=means[2] or 0.0,
+                spread=math.inf if means[2] is None else means[2],
                 turns=means[3],
             )
 

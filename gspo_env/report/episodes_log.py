@@ -264,7 +264,7 @@ def _turns(
                 "role": "user" if info is None else info.observation_role,
                 "observation": clean(turn.observation),
                 "action": clean(turn.text),
-                "tool_calls": clean.json(_calls(turn.text, callable_now)),
+                "tool_calls": clean.json(tool_calls(turn.text, callable_now)),
                 "reward": float(turn.reward),
                 "reward_parts": clean.json(dict(turn.info.reward_parts)),
                 "messages": clean.json([_message(message) for message in messages or ()]),
@@ -344,7 +344,7 @@ def _sequences(parents: Sequence[int | None]) -> list[int]:
     return found
 
 
-def _calls(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
+def tool_calls(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns the tool calls of an action, of any family of models, and what is malformed."""
     if not tools and "<tool_call>" not in text:
         return []

@@ -40,6 +40,8 @@ _UPDATE = {
     "train/advantage_rms": "size of the advantages",
     "train/logprob_diff_mean": "engine and trainer apart (nats)",
 }
+_WIDTH = 90
+"""Characters of the names in a line of the legend."""
 _FAR = 100
 """Factor between values from which the axis is logarithmic."""
 _FEWEST = 2
@@ -69,7 +71,7 @@ def episodes_figure(arms: Sequence[RunArm]) -> Figure:
     seen: dict[StopReason, Any] = {}
     for axis, arm in zip(axes, shown, strict=False):
         seen |= _ends(axis, arm)
-        _dress(axis, "end reasons" + (f": {arm.name}" if len(arms) > 1 else ""), bool(seen))
+        _dress(axis, _shortened(arm.name) if len(arms) > 1 else "end reasons", bool(seen))
         _rates(axis)
     if seen:
         axes[0].legend(
@@ -86,6 +88,11 @@ def episodes_figure(arms: Sequence[RunArm]) -> Figure:
         _dress(axis, title, any(drawn))
         axis.set_ylim(bottom=0)
     return _finish(figure, arms)
+
+
+def _shortened(name: str) -> str:
+    name = f"ends: {name}"
+    return name if len(name) <= _WIDTH // 2 else f"{name[: _WIDTH // 2 - 3]}..."
 
 
 def _per_episode(arm: RunArm) -> float:
@@ -235,12 +242,13 @@ def _finish(figure: Figure, arms: Sequence[RunArm]) -> Figure:
             Line2D([], [], color=COLOURS[n % len(COLOURS)], linewidth=2) for n in range(len(arms))
         ]
         # a label that begins with _ would be left out
-        names = [f"\u200a{plain(arm.name)} ({len(arm.runs)})" for arm in arms]
+        counts = [f" ({len(arm.runs)})" if len(arm.runs) > 1 else "" for arm in arms]
+        names = [f"\u200a{plain(arm.name)}{n}" for arm, n in zip(arms, counts, strict=True)]
         figure.legend(
             handles,
             names,
             loc="outside lower center",
-            ncols=min(3, len(arms)),
+            ncols=min(len(arms), max(1, _WIDTH // max(map(len, names)))),
             frameon=False,
             fontsize=10,
             labelcolor=INK,

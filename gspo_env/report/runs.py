@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,6 @@ class Series:
     values: FloatArray
     """(N,)"""
 
-    def at(self, step: int) -> float | None:
-        """Returns the value of a step; None if it has none."""
-        found = np.flatnonzero(self.steps == step)
-        return float(self.values[found[0]]) if len(found) else None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
@@ -65,6 +60,10 @@ class RunRecord:
     """The text of `config.toml`."""
     series: Mapping[str, Series]
     """By name of the metric."""
+    steps: IntArray
+    """The training steps that were logged."""
+    evaluations: tuple[Level, ...]
+    """The evaluations in order, as far as the metrics say."""
     warnings: tuple[str, ...]
     """What the run said while it went on, as `name: sentence`."""
     failure: str
@@ -73,12 +72,6 @@ class RunRecord:
     """The first failure of an environment; empty if none failed."""
     model: bool
     """Whether the folder has a trained model, as after the last step."""
-
-    @property
-    def steps(self) -> IntArray:
-        """The training steps that were logged."""
-        found = [s.steps for name, s in self.series.items() if name.startswith("rollout/")]
-        return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
 
     @property
     def window(self) -> int:
@@ -127,25 +120,6 @@ class RunRecord:
         tasks = self.number("tasks_per_step") or usual.tasks_per_step
         return max(1.0, tasks * (self.number("rollout.group_size") or usual.rollout.group_size))
 
-    @property
-    def evaluations(self) -> list[Level]:
-        """The evaluations in order, as far as the metrics say."""
-        count = max(1, int(self.number("eval_tasks") or Config().eval_tasks))
-        evaluated = self.series.get("eval/success")
-        steps: Iterable[int] = () if evaluated is None else evaluated.steps.tolist()
-        return [
-            Level.recorded(
-                step,
-                {
-                    name: value
-                    for name, series in self.series.items()
-                    if name.startswith("eval/") and (value := series.at(step)) is not None
-                },
-                count,
-            )
-            for step in steps
-        ]
-
     def training(self, *, late: bool) -> Level | None:
         """Returns how good the policy was in the first or in the last steps of training."""
         mean = self.late if late else self.early
@@ -158,7 +132,7 @@ class RunRecord:
             episodes=round(self.window * self.episodes_per_step),
             success=success,
             mean_return=mean("rollout/return") or 0.0,
-            spread=mean("rollout/return_std") or 0.0,
+            spread=_known(mean("rollout/return_std")),
             turns=mean("rollout/turns"),
         )
 
@@ -178,6 +152,11 @@ class RunRecord:
         return self.progress if self.model else f"{self.progress}, no trained model in the folder"
 
 
+def _known(spread: float | None) -> float:
+    """Returns a spread; one that is not known is infinite, so that no difference counts."""
+    return math.inf if spread is None else spread
+
+
 def read_run(folder: str | Path) -> RunRecord:
     """Reads a run.
 
@@ -192,12 +171,17 @@ def read_run(folder: str | Path) -> RunRecord:
     except OSError as error:
         raise OutputError(f"cannot read {str(path / METRICS)!r}: {error.strerror}") from error
     config = _read(path / CONFIG)
+    settings = _settings(config)
+    series = {name: s for name, pair in points.items() if len((s := _series(*pair)).steps)}
+    trained = [each.steps for name, each in series.items() if name.startswith("rollout/")]
     return RunRecord(
         folder=path,
         name=path.resolve().name,
-        settings=_settings(config),
+        settings=settings,
         config=config,
-        series={name: s for name, pair in points.items() if len((s := _series(*pair)).steps)},
+        series=series,
+        steps=np.unique(np.concatenate(trained)) if trained else np.zeros(0, np.int64),
+        evaluations=tuple(_evaluations(series, settings.get("eval_tasks"))),
         warnings=tuple(line for line in _read(path / "warnings.txt").splitlines() if line),
         failure=_read(path / FAILURE).strip(),
         environment_error=_read(path / "first-environment-error.txt").strip(),
@@ -212,6 +196,18 @@ def _series(steps: list[float], values: list[float]) -> Series:
     )
 
 
+def _evaluations(series: Mapping[str, Series], tasks: object) -> Iterator[Level]:
+    count = tasks if isinstance(tasks, int) and tasks > 0 else Config().eval_tasks
+    rows: dict[int, dict[str, float]] = {}
+    for name, each in series.items():
+        if name.startswith("eval/"):
+            for step, value in zip(each.steps.tolist(), each.values.tolist(), strict=True):
+                rows.setdefault(step, {})[name] = value
+    for step, metrics in sorted(rows.items()):
+        if "eval/success" in metrics:
+            yield Level.recorded(step, {"eval/return_std": _known(None), **metrics}, count)
+
+
 def _settings(text: str) -> dict[str, Any]:
     try:
         return flatten(tomllib.loads(text))
@@ -221,6 +217,8 @@ def _settings(text: str) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     """Reads the beginning of a text, without secrets; empty if there is none."""
+    if not path.is_file():  # a pipe or a device may never end
+        return ""
     try:
         with path.open("rb") as file:
             return redact_text(file.read(_MOST_TEXT).decode(errors="replace"))

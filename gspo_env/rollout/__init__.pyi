@@ -3,6 +3,7 @@ from .collector import GroupJob as GroupJob
 from .conversation import Opening as Opening
 from .conversation import Transcript as Transcript
 from .conversation import tokenize as tokenize
+from .gate import Gate as Gate
 from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
@@ -16,6 +17,7 @@ from .play import play_now as play_now
 from .pool import EnvPool as EnvPool
 from .pool import EnvPools as EnvPools
 from .settings import RolloutConfig as RolloutConfig
+from .settings import SupplyConfig as SupplyConfig
 from .template import ChatTemplate as ChatTemplate
 from .transcript import ChatTokenizer as ChatTokenizer
 from .workers import Crew as Crew

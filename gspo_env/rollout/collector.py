@@ -10,7 +10,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from gspo_env.engines.base import Engine, Sampling, check_completion
+from gspo_env.engines.base import (
+    Engine,
+    NamedTensors,
+    Sampling,
+    UpdatesInFlight,
+    check_completion,
+)
 from gspo_env.errors import ChatTemplateError, EnvironmentContractError, RolloutError
 from gspo_env.rollout.conversation import Opening, Transcript
 from gspo_env.rollout.faults import EnvironmentFailed, describe, refuse_failures
@@ -18,6 +24,7 @@ from gspo_env.rollout.play import ENDED, Move, Situation, conclude
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.rollout.stragglers import Pace
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.rollout.waits import Heartbeat, Wait, Waits
 from gspo_env.seeding import HELD_OUT, derive_seed
@@ -41,6 +48,8 @@ class GroupJob:
     temperature: float
     held_out: Mapping[str, Collection[str]] = field(default_factory=dict)
     """See `Collector.collect`."""
+    straggler_quantile: float = 1.0
+    """See `gspo_env.rollout.SupplyConfig.straggler_quantile`."""
 
 
 @dataclass(slots=True)
@@ -54,8 +63,11 @@ class Collector:
     vocab_size: int | None = None
     """Number of ids of the model, which bounds what an engine may return; None if unknown."""
     _unfit: list[int] = field(default_factory=list)
-    """Tokens of each first prompt of this collection that does not fit."""
+    """Tokens of each first prompt that does not fit, since the last batch."""
     _said: bool = False
+    _pace: Pace = field(default_factory=Pace)
+    _weights_stay: asyncio.Event = field(default_factory=lambda: _set())
+    """Unset while the engine takes new weights: episodes wait with their next action."""
     _waits: Waits = field(default_factory=Waits)
     _heartbeat: Heartbeat = field(init=False)
 
@@ -66,6 +78,28 @@ class Collector:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of those who play, since their start."""
         return {}
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Gives the engine the learner's weights while episodes go on.
+
+        An engine that can changes them between two tokens. Otherwise the actions that are being
+        sampled end with the old weights, and the next ones wait for the new.
+
+        Args:
+            named_tensors: See `Engine.update_weights`.
+            version: See `Engine.update_weights`.
+
+        Raises:
+            EngineError: An action was sampled for minutes.
+        """
+        if isinstance(self.engine, UpdatesInFlight):
+            await self.engine.update_in_flight(named_tensors, version)
+            return
+        self._weights_stay.clear()
+        try:
+            await self.engine.update_weights(named_tensors, version)
+        finally:
+            self._weights_stay.set()
 
     async def collect(
         self,
@@ -91,7 +125,6 @@ class Collector:
                 many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of one task have different keys.
         """
-        self._unfit.clear()
         size = group_size or self.config.group_size
         heat = self.config.temperature if temperature is None else temperature
         gate = asyncio.Semaphore(self.config.concurrency)
@@ -122,17 +155,24 @@ class Collector:
             EnvironmentContractError: Episodes of the task have different keys.
         """
         draw = _Draw(job.task, job.held_out.get(job.task.env_id, ()))
+        clock, started = asyncio.get_running_loop().time, dict[int, float]()
 
         async def one(member: int) -> Episode:
             async with gate:
-                return await self._episode(
-                    draw, derive_seed(job.seed, job.place, member), job.temperature
-                )
+                started[member] = clock()
+                seed = derive_seed(job.seed, job.place, member)
+                try:
+                    return await self._episode(draw, seed, job.temperature)
+                finally:  # of one that is left out as well, or the limit would shrink
+                    self._pace.seconds.append(clock() - started[member])
 
         with self._heartbeat.watching():
             async with _one_error(), asyncio.TaskGroup() as running:
                 played = [running.create_task(one(g)) for g in range(job.group_size)]
-        return draw.group([episode.result() for episode in played])
+                if job.straggler_quantile < 1:
+                    await self._pace.leave_slowest(played, started, job.straggler_quantile)
+        ended = [episode.result() for episode in played if not episode.cancelled()]
+        return draw.group(ended, job.group_size)
 
     def accept(self, groups: list[Group]) -> list[Group]:
         """Returns the groups of a batch with their outcomes settled.
@@ -143,6 +183,7 @@ class Collector:
         everything = [e for group in groups for e in group.episodes]
         refuse_failures(everything, self.config.max_env_error_rate)
         self._check_room(len(everything))
+        self._unfit.clear()
         return self._settle(groups)
 
     async def _episode(self, draw: _Draw, seed: int, temperature: float) -> Episode:
@@ -226,6 +267,12 @@ def _settled(group: Group, pool: EnvPool) -> Group:
     return replace(group, episodes=tuple(episodes))
 
 
+def _set() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
 @asynccontextmanager
 async def _one_error() -> AsyncIterator[None]:
     """Raises the first of a group of errors."""
@@ -260,7 +307,7 @@ class _Draw:
             self.task = replace(task, seed=derive_seed("redraw", task.seed) % HELD_OUT)
         return self.task
 
-    def group(self, episodes: Sequence[Episode]) -> Group:
+    def group(self, episodes: Sequence[Episode], size: int) -> Group:
         for episode in episodes:
             if episode.turns and episode.task != self.task:
                 raise EnvironmentContractError(
@@ -268,7 +315,9 @@ class _Draw:
                     "task keys; expected one task_key for each seed and options."
                 )
         redrawn = self._count if self._held_out else None
-        return Group(task=self.task, episodes=tuple(episodes), redrawn=redrawn)
+        return Group(
+            task=self.task, episodes=tuple(episodes), redrawn=redrawn, left_out=size - len(episodes)
+        )
 
 
 class _EnginePolicy:
@@ -280,7 +329,7 @@ class _EnginePolicy:
         self.session = f"{task.env_id}:{task.seed}:{seed}"
         self.sessions = {self.session}
         self.seed, self.temperature = seed, temperature
-        self.vocab_size = collector.vocab_size
+        self.vocab_size, self.weights_stay = collector.vocab_size, collector._weights_stay
         self.transcript: Transcript | None = None
         self.unfit: int | None = None
 
@@ -302,6 +351,7 @@ class _EnginePolicy:
             ends=self.chat.ends(now.request.stop),
             seed=derive_seed(self.seed, now.turn),
         )
+        await self.weights_stay.wait()
         started = time.perf_counter()
         session = self._session(self.transcript, opening.session)
         self.wait.on("the engine", now.turn)

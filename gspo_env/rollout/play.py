@@ -303,7 +303,9 @@ class _Game:
             observation=before,
             reward=reward,
             info=info,
-            timing=Timing(generate=move.seconds, step=seconds),
+            timing=Timing(
+                generate=move.seconds, step=seconds, began=time.time() - seconds - move.seconds
+            ),
             weights_version=move.weights_version,
             weights_versions=move.weights_versions,
             state_key=key,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -9,6 +11,7 @@ from typing import Any
 
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.threads import attempt, foreign
+from gspo_env.errors import RolloutError
 from gspo_env.rollout.faults import (
     EnvironmentFailed,
     FaultLog,
@@ -48,7 +51,9 @@ async def play_again(
 async def play_pooled(
     pool: EnvPool | EnvPools, task: Task, policy: Policy, *, timeout: float, **limits: Any
 ) -> Episode:
-    """Plays one episode in an environment of a pool; one that fails leaves the pool.
+    """Plays one episode in an environment of a pool.
+
+    An environment that fails leaves the pool, and so does that of an episode that is cancelled.
 
     Args:
         pool: The pool, or one for each environment.
@@ -63,15 +68,20 @@ async def play_pooled(
         env = await pool.acquire(timeout)
     except EnvironmentFailed as failure:
         return failed_episode(task, failure.fault)
-    episode = await play(
-        env,
-        task,
-        policy,
-        timeout=timeout,
-        call=pool.call,
-        gives_outcome=pool.gives_outcome,
-        **limits,
-    )
+    try:
+        episode = await play(
+            env,
+            task,
+            policy,
+            timeout=timeout,
+            call=pool.call,
+            gives_outcome=pool.gives_outcome,
+            **limits,
+        )
+    except asyncio.CancelledError:
+        with contextlib.suppress(RolloutError):  # that too many hang is said by the next failure
+            pool.discard(env, stuck=True)
+        raise
     if episode.failed:
         pool.discard(env, stuck=episode.stop_reason is StopReason.ENV_TIMEOUT)
         return episode

@@ -1,4 +1,4 @@
-"""The rollout's settings."""
+"""The settings of the rollout, and of the groups that training takes from it."""
 
 from __future__ import annotations
 
@@ -89,4 +89,47 @@ class RolloutConfig:
             raise ConfigError(
                 f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "
                 f"({self.max_context})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SupplyConfig:
+    """Which groups a training step takes, and how old they may be."""
+
+    max_staleness: int = 0
+    """Updates that a group may miss between its first action and its own update. 0 plays and
+    updates in turn. Above 0 the rollout goes on while the learner updates, on a copy of the
+    weights; `loss.correction` is then `truncated` unless it is set."""
+    max_resamples: int = 0
+    """Times that another task is played in place of a group whose advantages are all 0, or whose
+    success is outside of `min_success` to `max_success`; 0 trains on every group."""
+    min_success: float = 0.0
+    """Least share of successful episodes of a group; see `max_resamples`."""
+    max_success: float = 1.0
+    """Greatest share of successful episodes of a group; see `max_resamples`."""
+    straggler_quantile: float = 1.0
+    """A group goes on without its slowest episode once that takes longer than this share of the
+    last episodes did, such as 0.99. That favours short episodes, so it is counted. 1 waits."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        for name in ("max_staleness", "max_resamples"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} is {value!r}; expected an integer of at least 0")
+        low, high = self.min_success, self.max_success
+        if not 0 <= low <= high <= 1:
+            raise ConfigError(
+                f"min_success is {low!r} and max_success {high!r}; expected numbers from 0 to 1, "
+                "the first not above the second"
+            )
+        if (low, high) != (0.0, 1.0) and not self.max_resamples:
+            raise ConfigError(
+                f"min_success is {low!r} and max_success {high!r} with max_resamples 0, so they "
+                "have no effect; expected max_resamples of at least 1"
+            )
+        if not 0 < self.straggler_quantile <= 1:
+            raise ConfigError(
+                f"straggler_quantile is {self.straggler_quantile!r}; expected a number above 0, at "
+                "most 1"
             )

@@ -23,7 +23,7 @@ from gspo_env.env.tools import Tool
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, GroupJob
 from gspo_env.rollout.faults import FaultLog
-from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer, History
 from gspo_env.rollout.waits import Heartbeat
@@ -42,7 +42,7 @@ _MOST_LINES = 100
 class WorkerSetup:
     """What a worker is made from."""
 
-    make_pool: Callable[[FaultLog], EnvPool]
+    make_pool: Callable[[FaultLog], EnvPool | EnvPools]
     """Makes the pool of environments with a log of failures; it can be pickled."""
     tokenizer: Any
     history: History
@@ -119,7 +119,7 @@ class Worker:
         """Plays a group; returns a pickled `Played`."""
         self._engine.see(order.fleet)
         if order.gives_outcome is not None:
-            self._pool.gives_outcome = order.gives_outcome
+            self._pool.of(order.job.task.env_id).gives_outcome = order.gives_outcome
         self._turning = self._turning or asyncio.create_task(self._turn())
         self._playing += 1
         try:

@@ -321,7 +321,8 @@ class WorkerCollector(Collector):
             RolloutError: See `Collector.play`; or no worker is left.
         """
         with self._heartbeat.watching():
-            played = from_bytes(await self.crew.play(job, self.pool.gives_outcome))
+            known = self.pool.of(job.task.env_id).gives_outcome
+            played = from_bytes(await self.crew.play(job, known))
         for episode in played.group.episodes:
             for fault in episode.faults:
                 self.pool.faults.note(episode.task, fault)

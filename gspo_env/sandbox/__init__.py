@@ -1,19 +1,17 @@
-"""Run untrusted Python code, isolated by the operating system; see docs/sandbox.md."""
+"""Run untrusted code and commands, isolated by the operating system; see docs/sandbox.md."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-import marshal
 import os
-import secrets
 import selectors
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,15 +19,23 @@ from typing import Any
 
 from gspo_env.children import PrivateFolder
 from gspo_env.errors import ConfigError, SandboxUnavailableError
+from gspo_env.sandbox.commands import PORT, CommandEnd, JailedCommand, jailed
+from gspo_env.sandbox.launcher import ask, begin, exit_code, launch
 
+__all__ = [
+    "PORT",
+    "CommandEnd",
+    "JailedCommand",
+    "Sandbox",
+    "SandboxResult",
+    "Stop",
+    "find_missing",
+    "find_missing_for_commands",
+]
 logger = logging.getLogger(__name__)
 
-_FOLDER = str(Path(__file__).parent)
-_INNER_ID = 1000  # as in jail.py, which only the launcher imports because it needs Linux
-_START = f"import sys; sys.path.insert(0, {_FOLDER!r}); import jail; del sys.path[0]; jail.main()"
-_SETUP_SECONDS = 30.0
-_GRACE_SECONDS = 5.0
-_MIB = 1 << 20
+_FOLDER = Path(__file__).parent
+_TRIAL_SECONDS = 20.0
 
 
 class Stop(StrEnum):
@@ -88,7 +94,7 @@ class Sandbox:
     """Size of standard output and of standard error. A run that exceeds one ends, and the result
     omits the other, because its length at that moment is random."""
     readable: tuple[str, ...] = ()
-    """Additional folders that the code may read and import from."""
+    """Additional folders and files that the code may read and import from."""
     allow_unsafe: bool = False
     """Run without isolation if this machine has none: with limits, but without protection."""
 
@@ -103,9 +109,9 @@ class Sandbox:
             low = 64 if name == "memory_mib" else 1 if isinstance(value, int) else 0.01
             if name not in ("readable", "allow_unsafe") and not low <= value < 1 << 24:
                 raise ConfigError(f"Sandbox: {name} is {value}, expected at least {low}.")
-        for folder in self.readable:
-            if not os.path.isdir(folder):
-                raise ConfigError(f"Sandbox: readable folder {folder!r} does not exist.")
+        for path in self.readable:
+            if not os.path.exists(path):
+                raise ConfigError(f"Sandbox: readable path {path!r} does not exist.")
 
     def check(self) -> bool:
         """Tests once per process whether this machine can isolate code.
@@ -115,8 +121,18 @@ class Sandbox:
         """
         missing = find_missing()
         if missing is not None and not self.allow_unsafe:
-            raise SandboxUnavailableError(_refusal(missing))
+            unsafe = ", or pass allow_unsafe=True to run code that you trust without isolation."
+            raise SandboxUnavailableError(refusal(missing) + unsafe)
         return missing is None
+
+    def check_commands(self) -> None:
+        """Tests once per process whether this machine can isolate commands.
+
+        Raises:
+            SandboxUnavailableError: It cannot; `allow_unsafe` does not help.
+        """
+        if (missing := find_missing_for_commands()) is not None:
+            raise SandboxUnavailableError(refusal(missing))
 
     def run(self, code: str, *, stdin: str = "", echo: bool = False) -> SandboxResult:
         """Runs Python code in a new process.
@@ -130,6 +146,34 @@ class Sandbox:
             SandboxUnavailableError: It cannot be isolated, and `allow_unsafe` is not set.
         """
         return _run(self, code, stdin, echo, self.check())
+
+    @contextlib.contextmanager
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: str = "",
+        variables: Mapping[str, str] | None = None,
+        port: int = PORT,
+    ) -> Iterator[JailedCommand]:
+        """Starts a command, which ends with the block; `seconds` and `output_kib` do not count.
+
+        It may start the programs in `/usr/bin`, `/bin` and `readable`, and it has a loopback
+        interface of its own, on which nothing is reached but what listens there. The caller gets a
+        socket that listens on it. The thread of the caller has to live as long as the command.
+
+        Args:
+            command: The program and its arguments.
+            stdin: Its standard input.
+            variables: Its environment variables, beside `HOME`, `TMPDIR`, `LANG` and `PATH`.
+            port: The port of the socket, at 127.0.0.1 inside.
+
+        Raises:
+            SandboxUnavailableError: It cannot be isolated; `allow_unsafe` does not help.
+        """
+        self.check_commands()
+        with jailed(self, command, stdin, variables or {}, port) as started:
+            yield started
 
 
 @functools.cache
@@ -149,141 +193,51 @@ def find_missing() -> str | None:
 
 
 @functools.cache
+def find_missing_for_commands() -> str | None:
+    """Names what this machine lacks to isolate commands; None if a trial was isolated."""
+    if (missing := find_missing()) is not None:
+        return missing
+    trial = [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-I", "-S", "-"]
+    box = Sandbox(cpu_seconds=20, memory_mib=512, processes=4, readable=(trial[0],))
+    code = Path(_FOLDER, "probe_command.py").read_text()
+    try:
+        with jailed(box, trial, code, {}, PORT) as started:
+            ended = started.wait(_TRIAL_SECONDS)
+    except SandboxUnavailableError as error:
+        return str(error)
+    if ended is not None and ended.stdout == "isolated\n":
+        return None
+    told = "it did not end" if ended is None else (ended.stdout or ended.stderr).strip()
+    return f"a trial command was not isolated: {told or 'it printed nothing'}"
+
+
+@functools.cache
 def _folders() -> PrivateFolder:
     """Holds the folders of runs without isolation, which a kill of this process would leave."""
     return PrivateFolder("gspo-env-sandbox-")
 
 
-def _refusal(missing: str) -> str:
+def refusal(missing: str) -> str:
+    """Returns why nothing can be isolated, and what to do."""
     return (
         f"code cannot be isolated on this machine, which lacks: {missing}. Allow unprivileged user "
         "namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
         "kernel.apparmor_restrict_unprivileged_userns; in Docker --security-opt "
-        "seccomp=unconfined --security-opt apparmor=unconfined), or pass allow_unsafe=True to "
-        "run code that you trust without isolation."
+        "seccomp=unconfined --security-opt apparmor=unconfined)"
     )
 
 
 def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> SandboxResult:
-    request: dict[str, Any] = {
-        "code": code.encode("utf-8", "replace").decode(),
-        "stdin": stdin.encode("utf-8", "replace"),
-        "echo": echo,
-        "readable": [os.path.realpath(folder) for folder in box.readable],
-        "parent": os.getpid(),
-        "disk": box.disk_mib * _MIB,
-        "folder": None,
-    }
     with contextlib.ExitStack() as stack:
+        folder = None
         if not isolated:
             logger.warning("running code without isolation, because allow_unsafe is set")
-            folder = tempfile.TemporaryDirectory(dir=_folders().path)
-            request["folder"] = stack.enter_context(folder)
-        process, status = _launch(stack, isolated, request["folder"])
-        _expect(status, "unshared")
-        request["groups"] = isolated and _map_ids(process.pid)
-        request["limits"] = _limits(box, isolated, unused_id=bool(request["groups"]))
-        with contextlib.suppress(BrokenPipeError):  # the status pipe carries the cause
-            process.stdin.write(marshal.dumps(request))
-            process.stdin.close()
-        _expect(status, "running")
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=_folders().path))
+        source = code.encode("utf-8", "replace").decode()
+        request = {**ask(box, stdin), "code": source, "echo": echo, "folder": folder}
+        process, status = launch(stack, isolated, folder)
+        begin(box, process, status, request)
         return _collect(box, process, status, isolated)
-
-
-def _launch(stack: contextlib.ExitStack, isolated: bool, folder: str | None) -> tuple[Any, int]:
-    """Starts the process that isolates itself; returns it and the status pipe."""
-    home = folder or "/sandbox"
-    # With a fixed hash seed a program prints its sets in the same order each time.
-    environment = {"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    # A thread counts as a process, and libraries start one per core.
-    environment |= {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    status, child_end = os.pipe()
-    stack.callback(os.close, status)
-    # The process id is not read; it shows in a process list which process started this one.
-    arguments = (str(child_end), "isolated" if isolated else "unsafe", str(os.getpid()))
-    try:
-        process = subprocess.Popen(
-            [python, "-P", "-s", "-S", "-X", "utf8", "-c", _START, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            env=environment,
-            pass_fds=(child_end,),
-            start_new_session=True,
-        )
-    finally:
-        os.close(child_end)
-    stack.enter_context(process)
-    stack.callback(_stop, process, isolated)
-    return process, status
-
-
-def _stop(process: Any, isolated: bool) -> None:
-    """Stops the run; the launcher of an isolated run ends after all processes inside."""
-    if isolated:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
-            return
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _expect(status: int, expected: str) -> None:
-    """Waits for a line on the status pipe."""
-    line, deadline = b"", time.monotonic() + _SETUP_SECONDS
-    with selectors.DefaultSelector() as selector:
-        selector.register(status, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(deadline - time.monotonic()):
-                raise SandboxUnavailableError(
-                    f"the set-up did not finish within {_SETUP_SECONDS:.0f} seconds"
-                )
-            if not (byte := os.read(status, 1)):
-                break
-            line += byte
-    text = line.decode("utf-8", "replace").strip()
-    if text != expected:
-        raise SandboxUnavailableError(text.removeprefix("error ") or "the set-up process died")
-
-
-def _map_ids(pid: int) -> bool:
-    """Maps the user and group inside to ids outside; True if those belong to no other user.
-
-    Root is mapped to an unused id, because the kernel does not limit the processes of root.
-    """
-    user, group = os.geteuid(), os.getegid()
-    known = Path("/proc/self/uid_map").read_text().splitlines()
-    last = max(int(first) + int(count) - 1 for first, _, count in map(str.split, known))
-    unused = user == 0 and last >= 65534
-    if unused:
-        nobody = 65534 if last < 1 << 31 else (1 << 30) + secrets.randbelow(1 << 20)
-        maps = dict.fromkeys(("uid_map", "gid_map"), f"0 0 1\n{_INNER_ID} {nobody} 1\n")
-    else:
-        maps = {"setgroups": "deny"}
-        maps |= {"uid_map": f"{_INNER_ID} {user} 1\n", "gid_map": f"{_INNER_ID} {group} 1\n"}
-    for name, text in maps.items():
-        try:
-            Path(f"/proc/{pid}/{name}").write_text(text)
-        except OSError as error:
-            raise SandboxUnavailableError(f"{name} cannot be written: {error}") from error
-    return unused
-
-
-def _limits(box: Sandbox, isolated: bool, *, unused_id: bool) -> dict[str, Any]:
-    limits: dict[str, Any] = {
-        "CPU": (box.cpu_seconds, box.cpu_seconds + 1),
-        "FSIZE": box.file_mib * _MIB,
-        "NOFILE": 64,
-        "CORE": 0,
-    }
-    if sys.platform == "linux":
-        limits |= {"AS": box.memory_mib * _MIB, "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64}
-    if isolated:  # the launcher and process 1 count if they run as the same user
-        limits["NPROC"] = box.processes + (0 if unused_id else 2)
-    return limits
 
 
 def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> SandboxResult:
@@ -309,7 +263,7 @@ def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> Sandbox
             elif not ready and process.poll() is not None:
                 break  # without isolation a process outside the group may hold the pipe open
     seconds = time.monotonic() - started
-    code = None if stopped else _exit_code(bytes(received[status]), process, isolated)
+    code = None if stopped else exit_code(bytes(received[status]), process, isolated)
     if code == -signal.SIGXCPU:
         stopped, code = Stop.CPU, None
     texts = [bytes(received[s]) for s in (process.stdout, process.stderr)]
@@ -324,11 +278,3 @@ def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> Sandbox
         seconds=seconds,
         isolated=isolated,
     )
-
-
-def _exit_code(status: bytes, process: Any, isolated: bool) -> int:
-    if not isolated:
-        return int(process.wait(_GRACE_SECONDS))
-    word, _, number = status.decode("ascii", "replace").partition(" ")
-    # If process 1 reports nothing, the kernel has killed it because memory ran out.
-    return int(number) if word == "exit" else -signal.SIGKILL

@@ -1,5 +1,4 @@
 from .address import Address as Address
-from .address import Session as Session
 from .address import address as address
 from .calls import parse_message as parse_message
 from .calls import read_action as read_action
@@ -8,3 +7,4 @@ from .records import LateRewardError as LateRewardError
 from .records import RefusedError as RefusedError
 from .records import Reply as Reply
 from .records import Request as Request
+from .session import Session as Session

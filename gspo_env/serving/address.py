@@ -6,154 +6,31 @@ import asyncio
 import atexit
 import hashlib
 import hmac
-import itertools
 import logging
 import os
 import secrets
 import socket
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from gspo_env.errors import ConfigError
-from gspo_env.serving.records import Answer, RefusedError, Reply, Request, Reward
+from gspo_env.serving.records import Answer, RefusedError, Reward
+from gspo_env.serving.session import ANSWER_SECONDS, Session, gone
 
 logger = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 3600.0
-"""Default of the time in which an answer has to come."""
 _CLOSED = 4096
 """Closed sessions whose keys are remembered, so that they get 410 instead of 401."""
 _END_SECONDS = 5.0
 """Time that the thread of a server has to end."""
+_LISTEN_SECONDS = 60.0
+"""Time in which the thread of the server has to take a further socket."""
+_BACKLOG = 128
+"""Connections of such a socket that wait to be accepted."""
 _KEEP_ALIVE = 75
 """Seconds of an idle connection; more than the pools of clients keep one."""
-
-
-class Session:
-    """One place of the address: a key, and what answers the requests with it.
-
-    Attributes:
-        url: The base URL of OpenAI's clients, which ends with `/v1`.
-        key: The key of all requests.
-        model: The model's name in `/v1/models`.
-        counts: Requests by what they asked for without effect, such as `temperature`.
-        connections: Those with a request in flight, or with an answer that is not read yet.
-    """
-
-    def __init__(
-        self, address: Address, answer: Answer, reward: Reward | None, key: str, **terms: Any
-    ) -> None:
-        """Makes a session; use `Address.open`."""
-        self.url, self.key = f"{address.url}/v1", key
-        self.training: bool = terms["training"]
-        self.model: str = terms["model"]
-        self.seconds: float = terms["seconds"]
-        self.counts: Counter[str] = Counter()
-        self.connections: set[Any] = set()
-        self.closed = False
-        self.reward = reward
-        self._address, self._answer = address, answer
-        self._tasks: set[asyncio.Future[Reply]] = set()
-        self._numbers, self._calls = itertools.count(1), itertools.count(1)
-        self._answered: set[str] = set()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """The variables in which programs look for an address and a key."""
-        base = self._address.url
-        return {
-            "OPENAI_BASE_URL": self.url,
-            "OPENAI_API_KEY": self.key,
-            "ANTHROPIC_BASE_URL": base,
-            "ANTHROPIC_API_KEY": self.key,
-        }
-
-    def close(self) -> None:
-        """Ends the open requests and refuses later ones; may be called again, from any thread."""
-        self._address.forget(self)
-
-    def new_id(self, prefix: str) -> str:
-        """Returns the id of the next answer; the same requests get the same ids."""
-        return f"{prefix}{next(self._numbers):06d}"
-
-    async def ask(self, request: Request) -> Reply:
-        """Gets the answer to a request, in the event loop of the server.
-
-        Raises:
-            RefusedError: The session was closed, the answer took too long, or was refused.
-        """
-        if self.training:
-            if request.temperature is not None:
-                self._count("temperature")
-            request = replace(request, temperature=None, seed=None)
-        if self.closed:
-            raise gone()
-        future = _as_future(self._answer(request))
-        self._tasks.add(future)
-        try:
-            async with asyncio.timeout(self.seconds):
-                reply = await future
-        except TimeoutError:
-            raise RefusedError(
-                f"the policy did not answer within {self.seconds:g} s", status=504
-            ) from None
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self.closed or task is None or not task.cancelling():
-                raise gone() from None
-            raise
-        finally:
-            self._tasks.discard(future)
-            future.cancel()
-        return self._finish(request, reply)
-
-    def take_reward(self, name: str, value: float) -> None:
-        """Passes a reward on.
-
-        Raises:
-            KeyError: No answer has this id.
-            LateRewardError: The step of its turn has returned.
-        """
-        if name not in self._answered or self.reward is None:
-            raise KeyError(name)
-        self.reward(name, value)
-
-    def end(self) -> None:
-        """Ends what runs; called in the event loop of the server, once the session is closed."""
-        for task in list(self._tasks):
-            task.cancel()
-        for connection in list(self.connections):
-            connection.end()
-
-    def _count(self, name: str) -> None:
-        self.counts[name] += 1
-        if name not in _SAID:
-            _SAID.add(name)
-            logger.warning(
-                "A program asked for a %s; in training the rollout's holds (said once).", name
-            )
-
-    def _finish(self, request: Request, reply: Reply) -> Reply:
-        """Returns the reply with all ids and the reason that wire formats have."""
-        calls = tuple(
-            call if call.id else replace(call, id=f"call{next(self._calls):05d}")
-            for call in reply.message.tool_calls
-        )
-        reason = reply.finish_reason
-        reason = "tool_calls" if reason == "stop" and calls else reason
-        reply = replace(
-            reply,
-            message=replace(reply.message, tool_calls=calls),
-            finish_reason=reason,
-            id=reply.id or request.id,
-        )
-        if reason != "context":
-            self._answered.add(reply.id)
-        return reply
 
 
 class Address:
@@ -220,13 +97,38 @@ class Address:
             self._closed.pop(_digest(key), None)
         return session
 
-    def find(self, key: str) -> Session:
+    def listen(self, session: Session, listener: socket.socket) -> None:
+        """See `Session.listen`."""
+        work = self._listen(session, listener)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(_LISTEN_SECONDS)
+
+    async def _listen(self, session: Session, listener: socket.socket) -> None:
+        from gspo_env.serving.connection import Connection
+
+        def connect() -> Connection:
+            state = {"server_state": self._server.server_state, "app_state": {}}
+            connection = Connection(config=self._server.config, _loop=self._loop, **state)
+            connection.only = session
+            return connection
+
+        server = await self._loop.create_server(connect, sock=listener, backlog=_BACKLOG)
+        session.listeners.append((listener, server))
+        if session.closed:
+            session.end()
+
+    def find(self, key: str, only: Session | None = None) -> Session:
         """Returns the session of a key.
+
+        Args:
+            key: The key.
+            only: The only session that counts.
 
         Raises:
             RefusedError: No session has it, or its session has ended.
         """
         name = _digest(key)  # a digest tells nothing of how much of a guess is right
+        if only is not None and name != _digest(only.key):
+            name = self._nobody
         session = self._sessions.get(name)
         known = hmac.compare_digest(name, name if session is not None else self._nobody)
         if known and session is not None:
@@ -268,6 +170,9 @@ class Address:
         """Closes the sockets that a forked child shares with its parent."""
         from gspo_env.serving.connection import forget
 
+        for session in self._sessions.values():
+            for listener, _ in session.listeners:
+                listener.close()
         self._socket.close()
         forget(self._server.server_state.connections)
 
@@ -304,23 +209,10 @@ class Address:
             runner.run(self._server.serve(sockets=[self._socket]))
 
 
-def gone() -> RefusedError:
-    """Returns the error of a request to a session that has ended."""
-    return RefusedError("the episode of this key has ended", status=410, code="session_closed")
-
-
 def _digest(key: str) -> str:
     return hashlib.sha256(key.encode(errors="replace")).hexdigest()
 
 
-def _as_future(answer: Awaitable[Reply] | Future[Reply]) -> asyncio.Future[Reply]:
-    if isinstance(answer, Future):
-        return asyncio.wrap_future(answer)
-    return asyncio.ensure_future(answer)
-
-
-_SAID: set[str] = set()
-"""What the log has said once."""
 _LOCK = threading.Lock()
 _SHARED: list[Address] = []
 

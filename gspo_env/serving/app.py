@@ -24,7 +24,8 @@ from gspo_env.serving.responses import Responses
 from gspo_env.serving.wire import Ask, Fields, Json, Wire, agent_name, parse_json
 
 if TYPE_CHECKING:
-    from gspo_env.serving.address import Address, Session
+    from gspo_env.serving.address import Address
+    from gspo_env.serving.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +127,9 @@ def _reward(session: Session, body: Json) -> Response:
 def _session(address: Address, http: HttpRequest) -> Session:
     scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
     key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
-    session = address.find(key)
-    if (connection := http.scope.get(SCOPE)) is not None:
+    connection = http.scope.get(SCOPE)
+    session = address.find(key, None if connection is None else connection.only)
+    if connection is not None:
         connection.use(session)
     return session
 

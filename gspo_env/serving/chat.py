@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gspo_env.env.tools import Tool
-from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.serving.records import RefusedError, Reply
+from gspo_env.serving.tools import make_tool
 from gspo_env.serving.wire import (
     Ask,
     Fields,
     Json,
-    agent_name,
     arguments,
     call_name,
-    check_conversation,
     content,
     format_arguments,
-    make_tool,
+    make_ask,
     stops,
 )
 from gspo_env.types import Message, ToolCall
@@ -54,29 +54,24 @@ class Chat:
         """See `Wire.read`."""
         fields = Fields(body)
         tools = read_tools(fields.items("tools"))
-        may_call = read_choice(fields, ("auto", "none")) != "none"
-        metadata = fields.values.get("metadata")
-        named = metadata.get("agent") if isinstance(metadata, dict) else None
         newer, older = fields.count("max_completion_tokens"), fields.count("max_tokens")
-        request = Request(
-            messages=check_conversation(read_messages(fields.items("messages"))),
-            tools=tuple(tools) if may_call else (),
+        ask = make_ask(
+            fields,
+            name,
+            agent,
+            messages=read_messages(fields.items("messages")),
+            tools=tools,
             max_tokens=newer if newer is not None else older,
             stop=stops(fields, "stop"),
-            agent=agent_name(agent, named, fields.values.get("user")),
-            id=name,
-            temperature=fields.number("temperature", 0, 2),
             seed=fields.take("seed", int, "an integer"),
         )
-        model = fields.text("model")
-        stream = bool(fields.take("stream", bool, "true or false"))
         usage = bool((fields.take("stream_options", dict, "an object") or {}).get("include_usage"))
         fields.ignore(HARMLESS)
         fields.only({"response_format": ({"type": "text"},)}, FORMAT)
         fields.only(NEUTRAL, DISTRIBUTION)
         fields.only(_PLAIN, "answers are text without log-probabilities")
         fields.done()
-        return Ask(request=request, model=model, stream=stream, usage=usage)
+        return replace(ask, usage=usage)
 
     def write(self, ask: Ask, reply: Reply) -> Json:
         """See `Wire.write`."""
@@ -154,19 +149,6 @@ def write_message(message: Message) -> Json:
         told["tool_calls"] = calls
     names = {"tool_call_id": message.tool_call_id, "name": message.name}
     return told | {key: value for key, value in names.items() if value is not None}
-
-
-def read_choice(fields: Fields, allowed: Sequence[str]) -> str:
-    """Returns `tool_choice`, which may not force a call."""
-    value = fields.values.pop("tool_choice", "auto")
-    name: Any = value
-    known = {"type", "disable_parallel_tool_use"}
-    if isinstance(value, dict) and value.keys() <= known:
-        name = None if value.get("disable_parallel_tool_use") else value.get("type")
-    if not isinstance(name, str) or name not in allowed:
-        expected = " or ".join(f'"{word}"' for word in allowed)
-        fields.refuse("tool_choice", value, f"{expected}, because calls are the policy's choice")
-    return str(name)
 
 
 def _head(ask: Ask, reply: Reply, kind: str) -> Json:

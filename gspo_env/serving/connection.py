@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 if TYPE_CHECKING:
-    from gspo_env.serving.address import Session
+    from gspo_env.serving.session import Session
 
 SCOPE = "gspo_env.connection"
 """Key of the connection in the scope of a request."""
@@ -20,6 +20,8 @@ STALL_SECONDS = 60.0
 """Time for which a client may leave an answer unread."""
 MOST = 4096
 """Open connections; a further one takes the place of the one that was idle for the longest time."""
+MOST_OF_ONE = 64
+"""Open connections of a socket that serves one session only."""
 
 
 class Connection(H11Protocol):
@@ -29,6 +31,8 @@ class Connection(H11Protocol):
     """
 
     session: Session | None = None
+    only: Session | None = None
+    """The session of the socket from which it comes; None where it may be any."""
     idle_since = 0.0
     """Time of the loop since which it has no request."""
     _head: asyncio.TimerHandle | None = None
@@ -38,8 +42,12 @@ class Connection(H11Protocol):
         """Closes a connection too many: the longest idle one, or this one if all are in use."""
         super().connection_made(transport)
         self.idle_since = self.loop.time()
-        if len(self.connections) > MOST:
-            idle = [c for c in self.connections if isinstance(c, Connection) and c.is_idle()]
+        others, most = self.connections, MOST
+        if self.only is not None:
+            others, most = self.only.opened, MOST_OF_ONE
+            others.add(self)
+        if len(others) > most:
+            idle = [c for c in others if isinstance(c, Connection) and c.is_idle()]
             min(idle, key=lambda c: c.idle_since, default=self).transport.abort()
         self._watch()
 
@@ -68,6 +76,8 @@ class Connection(H11Protocol):
             if timer is not None:
                 timer.cancel()
         self.use(None)
+        if self.only is not None:
+            self.only.opened.discard(self)
         super().connection_lost(exc)
 
     def use(self, session: Session | None) -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gspo_env.serving.chat import DISTRIBUTION, FORMAT, read_choice
-from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.serving.chat import DISTRIBUTION, FORMAT
+from gspo_env.serving.records import RefusedError, Reply
+from gspo_env.serving.tools import make_tool
 from gspo_env.serving.wire import (
     Ask,
     Fields,
     Json,
-    agent_name,
     arguments,
     call_name,
-    check_conversation,
     content,
     format_arguments,
-    make_tool,
+    make_ask,
     stops,
 )
 from gspo_env.types import Message, ToolCall
@@ -50,9 +49,6 @@ class Messages:
         """See `Wire.read`."""
         fields = Fields(body)
         tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
-        may_call = read_choice(fields, ("auto", "none")) != "none"
-        metadata = fields.values.get("metadata")
-        named = metadata.get("agent") if isinstance(metadata, dict) else None
         system = content(fields.values.pop("system", None), "system", _TEXT)
         messages = [Message(role="system", content=system)] if system else []
         for n, message in enumerate(fields.items("messages")):
@@ -60,22 +56,21 @@ class Messages:
         most = fields.count("max_tokens")
         if most is None:
             raise RefusedError("max_tokens is missing; expected an integer", param="max_tokens")
-        request = Request(
-            messages=check_conversation(messages),
-            tools=tuple(tools) if may_call else (),
+        ask = make_ask(
+            fields,
+            name,
+            agent,
+            messages=messages,
+            tools=tools,
+            hottest=1.0,
             max_tokens=most,
             stop=stops(fields, "stop_sequences"),
-            agent=agent_name(agent, named),
-            id=name,
-            temperature=fields.number("temperature", 0, 1),
         )
-        model = fields.text("model")
-        stream = bool(fields.take("stream", bool, "true or false"))
         fields.ignore(_HARMLESS)
         fields.only({"output_config": ({},), "output_format": ()}, FORMAT)
         fields.only(_NEUTRAL, DISTRIBUTION)
         fields.done()
-        return Ask(request=request, model=model, stream=stream)
+        return ask
 
     def write(self, ask: Ask, reply: Reply) -> Json:
         """See `Wire.write`."""

@@ -7,19 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from gspo_env.serving.chat import DISTRIBUTION, FORMAT, HARMLESS, openai_fault, read_choice
-from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.serving.chat import DISTRIBUTION, FORMAT, HARMLESS, openai_fault
+from gspo_env.serving.records import RefusedError, Reply
+from gspo_env.serving.tools import make_tool
 from gspo_env.serving.wire import (
     Ask,
     Fields,
     Json,
-    agent_name,
     arguments,
     call_name,
-    check_conversation,
     content,
     format_arguments,
-    make_tool,
+    make_ask,
 )
 from gspo_env.types import Message, ToolCall
 
@@ -47,29 +46,24 @@ class Responses:
         """See `Wire.read`."""
         fields = Fields(body)
         tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
-        may_call = read_choice(fields, ("auto", "none")) != "none"
-        metadata = fields.values.get("metadata")
-        named = metadata.get("agent") if isinstance(metadata, dict) else None
         told = fields.text("instructions")
         given = fields.need("input", (str, list), "a string or a list of items")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else given
         messages = [Message(role="system", content=told)] if told else []
-        request = Request(
-            messages=check_conversation(messages + _read_items(items)),
-            tools=tuple(tools) if may_call else (),
+        ask = make_ask(
+            fields,
+            name,
+            agent,
+            messages=messages + _read_items(items),
+            tools=tools,
             max_tokens=fields.count("max_output_tokens"),
-            agent=agent_name(agent, named, fields.values.get("user")),
-            id=name,
-            temperature=fields.number("temperature", 0, 2),
         )
-        model = fields.text("model")
-        stream = bool(fields.take("stream", bool, "true or false"))
         fields.ignore((*HARMLESS, "include", "stream_options"))
         _check_text(fields)
         fields.only(_FORGOTTEN, _STATE)
         fields.only(_NEUTRAL, DISTRIBUTION)
         fields.done()
-        return Ask(request=request, model=model, stream=stream)
+        return ask
 
     def write(self, ask: Ask, reply: Reply) -> Json:
         """See `Wire.write`."""

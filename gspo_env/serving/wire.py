@@ -7,10 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, NoReturn, Protocol
-
-from pydantic import AfterValidator, TypeAdapter
+from typing import Any, NoReturn, Protocol
 
 from gspo_env.env.base import clean
 from gspo_env.env.tools import Tool
@@ -272,67 +269,6 @@ def call_name(value: Any, where: str) -> str:
     return value
 
 
-def make_tool(fields: Fields, schema: str) -> Tool:
-    """Returns a tool from its name, its description and the field with its JSON schema."""
-    name = call_name(fields.take("name", object, ""), fields.name("name"))
-    description = fields.text("description")
-    parameters = fields.take(schema, dict, "a JSON schema") or {}
-    parameters = {"type": "object", "properties": {}, **parameters}
-    strict = bool(fields.take("strict", bool, "true or false"))
-    return Tool(
-        name=name,
-        description=description,
-        parameters=parameters,
-        function=_belongs_to_the_program,
-        validator=_fitting(parameters, fields.name("strict")) if strict else _any_arguments(),
-        strict=strict,
-    )
-
-
-@cache
-def _any_arguments() -> TypeAdapter[dict[str, Any]]:
-    return TypeAdapter(dict[str, Any])
-
-
-def _fitting(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
-    """Returns the validator of a strict tool: JSON schema, with references inside of it only.
-
-    Raises:
-        RefusedError: The schema is none, or `jsonschema` is not installed.
-    """
-    try:
-        from jsonschema import Draft202012Validator, SchemaError
-        from jsonschema_specifications import REGISTRY
-    except ImportError:
-        raise RefusedError(
-            f"{where} is true, which needs the package jsonschema; expected false, or "
-            "pip install 'gspo-env[agents]' for the trainer",
-            code="unsupported_parameter",
-            param=where,
-        ) from None
-    try:
-        Draft202012Validator.check_schema(schema)
-    except (SchemaError, RecursionError) as error:
-        told = getattr(error, "message", "it is nested too deeply")
-        raise RefusedError(f"the schema of a strict tool is none: {told[:200]}") from None
-    checker = Draft202012Validator(schema, registry=REGISTRY)
-
-    def check(arguments: dict[str, Any]) -> dict[str, Any]:
-        try:
-            fits = checker.is_valid(arguments)
-        except Exception as error:  # a reference leads nowhere: jsonschema raises many kinds
-            raise ValueError(f"the schema cannot be used: {error}") from None
-        if not fits:
-            raise ValueError("they do not fit the schema")
-        return arguments
-
-    return TypeAdapter(Annotated[dict[str, Any], AfterValidator(check)])
-
-
-def _belongs_to_the_program(**arguments: Any) -> NoReturn:
-    raise RefusedError("the tools of a request are run by the program that made it")
-
-
 def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Checks that a conversation can be answered.
 
@@ -348,6 +284,53 @@ def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
             param="messages",
         )
     return tuple(messages)
+
+
+def make_ask(
+    fields: Fields,
+    name: str,
+    agent: str | None,
+    *,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    hottest: float = 2.0,
+    **terms: Any,
+) -> Ask:
+    """Returns a request; takes the fields that all wire formats have.
+
+    Args:
+        fields: The body.
+        name: The id of the answer.
+        agent: The name of the agent, if a header gives it.
+        messages: The conversation.
+        tools: The tools; with `tool_choice` none, the policy sees none.
+        hottest: Largest temperature.
+        terms: Further fields of the request.
+    """
+    metadata = fields.values.get("metadata")
+    named = metadata.get("agent") if isinstance(metadata, dict) else None
+    request = Request(
+        messages=check_conversation(messages),
+        tools=tuple(tools) if _may_call(fields) else (),
+        agent=agent_name(agent, named, fields.values.get("user")),
+        id=name,
+        temperature=fields.number("temperature", 0, hottest),
+        **terms,
+    )
+    stream = bool(fields.take("stream", bool, "true or false"))
+    return Ask(request=request, model=fields.text("model"), stream=stream)
+
+
+def _may_call(fields: Fields) -> bool:
+    """Reads `tool_choice`, which may not force a call."""
+    value: Any = fields.values.pop("tool_choice", "auto")
+    name = value
+    if isinstance(value, dict) and value.keys() <= {"type", "disable_parallel_tool_use"}:
+        name = None if value.get("disable_parallel_tool_use") else value.get("type")
+    if name not in ("auto", "none"):
+        expected = '"auto" or "none", because calls are the policy\'s choice'
+        fields.refuse("tool_choice", value, expected)
+    return bool(name == "auto")
 
 
 def agent_name(*names: Any) -> str | None:

@@ -1,3 +1,4 @@
+from .base import Input as Input
 from .base import NoTracker as NoTracker
 from .base import Point as Point
 from .base import Repeatable as Repeatable
@@ -5,11 +6,14 @@ from .base import RunInfo as RunInfo
 from .base import Tracker as Tracker
 from .base import TrackerChoice as TrackerChoice
 from .mlflow import MLflow as MLflow
+from .panel import Numbers as Numbers
 from .progress import Progress as Progress
 from .several import Several as Several
 from .several import check_trackers as check_trackers
 from .several import combine as combine
 from .several import start as start
 from .tensorboard import TensorBoard as TensorBoard
+from .traces import Span as Span
+from .traces import Trace as Trace
 from .trackio import Trackio as Trackio
 from .wandb import WandB as WandB

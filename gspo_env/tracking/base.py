@@ -66,6 +66,21 @@ class Point:
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input:
+    """What a run learns from or is measured on, without secrets."""
+
+    name: str
+    """Such as the id of an environment."""
+    digest: str
+    """Equal for equal inputs; at most 36 characters."""
+    context: Literal["training", "evaluation"]
+    source: Mapping[str, Any] = field(default_factory=dict)
+    """Where it comes from, such as the arguments of an environment."""
+    profile: Mapping[str, Any] = field(default_factory=dict)
+    """How much there is of it, such as the number of tasks."""
+
+
 class Tracker(Protocol):
     """Records one run; see `Repeatable` for one that a network or a server is part of.
 
@@ -99,6 +114,8 @@ class Repeatable(Tracker, Protocol):
     """A tracker whose calls can be repeated: the same call twice records the same as once.
 
     A call that fails for a passing reason is repeated until it succeeds, also by a later process.
+    If it has a method `log_input`, that gets each `Input`. If its settings have a field `traces`
+    above 0, its method `log_traces` gets sequences of `gspo_env.tracking.traces.Trace`.
     """
 
     def open(self) -> str:

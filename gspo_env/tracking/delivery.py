@@ -12,15 +12,16 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from gspo_env.redaction import redact_text
-from gspo_env.tracking.base import Repeatable, RunInfo, Tracker
+from gspo_env.tracking.base import Input, Repeatable, RunInfo, Tracker
 from gspo_env.tracking.journal import FOLDER, METRICS, Event, Journal, write_atomically
+from gspo_env.tracking.traces import Trace
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ _MESSAGE = 400
 """Maximum number of characters of an error."""
 _POINTS = 200
 """Maximum number of steps in one call."""
+_TRACES = 16
+"""Maximum number of traces in one call."""
+_TRACES_WAIT = 20.0
+"""Seconds between calls, since one call for many traces is much cheaper."""
+_TRACES_SHARE = 0.005
+"""Share of the time that sending traces may compute. More wait until training is over."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,6 +58,8 @@ class Cursor:
     """Bytes of `metrics.jsonl`."""
     files: int = 0
     """Bytes of `tracking/files.jsonl`."""
+    traces: int = 0
+    """Bytes of `tracking/traces.jsonl`."""
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Cursor:
@@ -71,7 +80,11 @@ class Cursor:
 
     def at_end(self, folder: Path) -> bool:
         """Whether the tracker has received everything that is in a run's folder."""
-        files = (folder / METRICS, self.metrics), (folder / FOLDER / "files.jsonl", self.files)
+        files = (
+            (folder / METRICS, self.metrics),
+            (folder / FOLDER / "files.jsonl", self.files),
+            (folder / FOLDER / "traces.jsonl", self.traces),
+        )
         return all(not path.exists() or path.stat().st_size <= size for path, size in files)
 
 
@@ -118,7 +131,10 @@ class Delivery:
         if self._repeatable is None:
             self._cursor.id = str(inspect.getattr_static(tracker, "id", "")) or self._cursor.id
         self._opened = self._repeatable is None
-        self._lanes = {name: _Lane() for name in ("start", "points", "files")}
+        self._lanes = {name: _Lane() for name in ("start", "points", "files", "traces")}
+        self._takes_traces = self._repeatable is not None and hasattr(type(tracker), "log_traces")
+        self._began = self._traced = time.monotonic()
+        self._traces_cost = 0.0
         self._news, self._ending, self._stopped = (threading.Event() for _ in range(3))
         self._alive = time.monotonic()
         self._allowance = 0.0
@@ -150,12 +166,14 @@ class Delivery:
         """A sentence about what the tracker has not received; empty if it has everything."""
         points = sum(len(p.metrics) for _, p in self._journal.points(self._cursor.metrics))
         files = sum(not e.status for _, e in self._journal.events(self._cursor.files))
+        traces = len(list(self._new_traces())) if self._takes_traces else 0
         if not self._left():
             return ""
         reason = next((lane.reason for lane in self._lanes.values() if lane.reason), "")
+        what = f"{points} points, {files} files" if traces else f"{points} points and {files} files"
         return (
-            f"{self.name} has not received {points} points and {files} files, which wait in "
-            f"{self._folder}: {reason or 'it does not answer'}"
+            f"{self.name} has not received {what}{f' and {traces} traces' if traces else ''}, "
+            f"which wait in {self._folder}: {reason or 'it does not answer'}"
         )
 
     def notify(self) -> None:
@@ -201,8 +219,8 @@ class Delivery:
     def _left(self) -> bool:
         """Whether something has not arrived."""
         journal, cursor = self._journal, self._cursor
-        found = next(journal.points(cursor.metrics), None), next(journal.events(cursor.files), None)
-        return found != (None, None) or not self._opened
+        lanes = journal.points(cursor.metrics), journal.events(cursor.files), self._new_traces()
+        return any(next(lane, None) for lane in lanes) or not self._opened
 
     def _deliver(self) -> bool:
         """Sends the next points or the next event; returns whether something was sent."""
@@ -211,10 +229,13 @@ class Delivery:
         place, event = next(self._journal.events(self._cursor.files), (0, None))
         if self._send_points(None if event is None else event.after):
             return True
-        if event is None or self._lanes["points"].left:
+        if self._lanes["points"].left:
             return False
+        last = event is not None and bool(event.status)
+        if event is None or last:
+            return self._send_traces() or (event is not None and self._send_event(event, place))
         # A store for files that fails does not keep the points behind them.
-        return self._send_event(event, place) or self._send_points(None)
+        return self._send_event(event, place) or self._send_points(None) or self._send_traces()
 
     def _open(self) -> bool:
         """Begins or goes on with the run in a repeatable tracker; returns whether it is open."""
@@ -226,7 +247,7 @@ class Delivery:
             return False
         self._opened = True
         if found and found[0] != cursor.id:  # a new run, which has nothing yet
-            cursor.id, cursor.metrics, cursor.files = found[0], 0, 0
+            cursor.id, cursor.metrics, cursor.files, cursor.traces = found[0], 0, 0, 0
             self._save()
         return True
 
@@ -251,11 +272,35 @@ class Delivery:
                 self._save()
         return True
 
+    def _new_traces(self) -> Iterator[tuple[int, Trace]]:
+        return self._journal.traces(self._cursor.traces) if self._takes_traces else iter(())
+
+    def _send_traces(self) -> bool:
+        """Sends traces now and then, as many together as possible, unless that costs too much."""
+        lane, tracker, now = self._lanes["traces"], self.tracker, time.monotonic()
+        early = now < self._traced + _TRACES_WAIT
+        dear = self._traces_cost > _TRACES_SHARE * (now - self._began)
+        if lane.left or ((early or dear) and not self._ending.is_set()):
+            return False
+        before, sent = time.thread_time(), False
+        found = list(islice(self._new_traces(), _TRACES))
+        if found:
+            traces = [trace for _, trace in found]
+            sent = self._call(lane, "traces", lambda: tracker.log_traces(traces))  # type: ignore[attr-defined]
+        self._traces_cost += time.thread_time() - before
+        if len(found) < _TRACES:
+            self._traced = now
+        if sent:
+            self._cursor.traces = found[-1][0]
+            self._save()
+        return sent
+
     def _send_event(self, event: Event, place: int) -> bool:
         lane = self._lanes["files"]
         if lane.left:
             return False
         what = "finish" if event.status else "text" if event.name else "artifact"
+        what = "input" if event.input is not None else what
         if not self._call(lane, what, lambda: self._send(event, place)):
             return False
         self._cursor.files = place
@@ -271,6 +316,9 @@ class Delivery:
             size = sum(file.stat().st_size for file in files if file.is_file())
             self._allowance += size / _SLOWEST_UPLOAD
             self.tracker.artifact(path, event.folder)
+        elif event.input is not None:
+            if hasattr(type(self.tracker), "log_input"):
+                self.tracker.log_input(Input(**event.input))  # type: ignore[attr-defined]
         elif event.status and not next(self._journal.events(place), None):
             self.tracker.finish(event.status, event.reason)  # the run was not resumed after it
 

@@ -2,8 +2,8 @@
 
 `metrics.jsonl` has a line for each call of `log`: the step, the time in milliseconds since 1970 and
 the metrics. `tracking/files.jsonl` has one for each text, each file or folder, and the end of the
-run. `tracking/run.json` describes the run, and `tracking/NAME.json` is the place in both files up
-to which the tracker NAME has received them.
+run, `tracking/traces.jsonl` has one for each trace, `tracking/run.json` describes the run, and
+`tracking/NAME.json` is the place in these files up to which the tracker NAME has received them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gspo_env.errors import OutputError
-from gspo_env.tracking.base import Point, RunInfo, Status
+from gspo_env.tracking.base import Input, Point, RunInfo, Status
+from gspo_env.tracking.traces import Trace, read_trace
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def _whole_lines(file: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """A text, a file, a folder, or the end of the run."""
+    """A text, a file, a folder, an input, or the end of the run."""
 
     after: int
     """Bytes of `metrics.jsonl` that were written before it."""
@@ -161,6 +162,8 @@ class Event:
     """A file or a folder; relative paths are in the run's folder."""
     folder: str = ""
     """The artifact folder of `path`."""
+    input: Mapping[str, Any] | None = None
+    """The fields of an `Input`."""
     status: Status | None = None
     reason: str = ""
 
@@ -168,12 +171,13 @@ class Event:
 class Journal:
     """The record of a run on disk."""
 
-    def __init__(self, run: RunInfo, *, files: bool) -> None:
+    def __init__(self, run: RunInfo, *, files: bool, traces: bool = False) -> None:
         """Opens the files in a run's folder.
 
         Args:
             run: The run; it goes on where it stopped if its `resume` is not empty.
             files: Whether a tracker reads the texts and files.
+            traces: Whether a tracker reads traces.
 
         Raises:
             OutputError: A file cannot be written, or belongs to another run.
@@ -192,6 +196,10 @@ class Journal:
         self.files: Lines | None = None
         if files:
             self.files = Lines(self.folder / FOLDER / "files.jsonl", private=True)
+        self._traces: Lines | None = None
+        if traces:
+            self._traces = Lines(self.folder / FOLDER / "traces.jsonl", private=True)
+        self._traced = {trace.key for _, trace in self.traces(0)}
         self._outside: set[str] = set()
         self.run = self._describe(run) if files else run
 
@@ -219,6 +227,16 @@ class Journal:
             self._outside.add(str(path))
         self._note(path=str(path), folder=folder)
 
+    def input(self, source: Input) -> None:
+        """Notes an input of the run; errors as in `log`."""
+        self._note(input=asdict(source))
+
+    def trace(self, trace: Trace) -> None:
+        """Writes a trace that no earlier part of the run wrote; errors as in `log`."""
+        if self._traces is not None and trace.key not in self._traced:
+            self._traced.add(trace.key)
+            self._traces.append(asdict(trace))
+
     def end(self, status: Status, reason: str) -> None:
         """Notes the end of the run; errors as in `log`."""
         self._note(status=status, reason=reason)
@@ -230,6 +248,10 @@ class Journal:
     def events(self, offset: int) -> Iterator[tuple[int, Event]]:
         """Returns the events from a byte on, each with the byte at which the next one begins."""
         return iter(()) if self.files is None else self.files.read(Event, offset)
+
+    def traces(self, offset: int) -> Iterator[tuple[int, Trace]]:
+        """Returns the traces from a byte on, each with the byte at which the next one begins."""
+        return iter(()) if self._traces is None else self._traces.read(read_trace, offset)
 
     def find(self, path: str) -> Path:
         """Returns the place of an event's file.
@@ -245,13 +267,16 @@ class Journal:
     @property
     def missing(self) -> int:
         """Number of lines that could not be written."""
-        return self.metrics.missing + (0 if self.files is None else self.files.missing)
+        return sum(lines.missing for lines in self._lines)
 
     def close(self) -> None:
         """Closes the files for writing."""
-        self.metrics.close()
-        if self.files is not None:
-            self.files.close()
+        for lines in self._lines:
+            lines.close()
+
+    @property
+    def _lines(self) -> list[Lines]:
+        return [each for each in (self.metrics, self.files, self._traces) if each is not None]
 
     def _note(self, **event: Any) -> None:
         if self.files is not None:

@@ -1,11 +1,12 @@
-"""Tracking with MLflow: the only file that imports it.
+"""Tracking with MLflow: the only file that imports it, but for `mlflow_traces.py`.
 
-Every call can be repeated: a run is found again by its key, and MLflow's database keeps a metric of
-the same name, step, time and value once.
+Every call can be repeated: a run is found again by its key, MLflow's database keeps a metric of the
+same name, step, time and value once, and the id of a trace is made of the run's and its own key.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -19,8 +20,10 @@ from urllib.parse import unquote, urlsplit
 
 from gspo_env.errors import ConfigError, OutputError, TrackingError
 from gspo_env.tracking.address import check_address
-from gspo_env.tracking.base import MODEL, Point, RunInfo, Status
+from gspo_env.tracking.base import MODEL, Input, Point, RunInfo, Status
 from gspo_env.tracking.delivery import Cursor
+from gspo_env.tracking.mlflow_traces import TraceWriter
+from gspo_env.tracking.traces import Trace
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -31,11 +34,18 @@ _MAX_TAG_VALUE = 8000
 _MAX_KEY = 250
 _PARAMS_PER_BATCH = 100
 _METRICS_PER_BATCH = 1000
+_MAX_INPUT_NAME = 500
+_MAX_INPUT_SOURCE = 65_535
 _KEY_REFUSED = re.compile(r"[^\w\-. /]")
 
 _KEY_TAG = "gspo_env.key"
-_BOUNDS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-"""Limits of a request; with the defaults, 120 s and 7 retries, one call can take minutes."""
+_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+"""MLflow's settings, unless they are set. With its own limits of a request, 120 s and 7 retries,
+one call can take minutes; its telemetry reports to its makers."""
 _REFUSALS = {"BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_ALREADY_EXISTS"}
 """MLflow's errors that a repetition does not change."""
 _GONE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
@@ -49,15 +59,31 @@ class MLflow:
     experiment: str = "gspo_env"
     """The experiment that the run belongs to; created if it does not exist."""
     run_name: str = ""
-    """Name of the run; empty names its environment, estimator and seed."""
+    """Name of the run; empty is two words and the name of the run's folder."""
     tracking_uri: str = ""
     """The store; empty is MLflow's default: `MLFLOW_TRACKING_URI`, else ./mlflow.db."""
     log_model: bool = True
     """Whether the trained model's files become artifacts of the run. A store on the same disk gets
     links to them, no copies."""
+    register: str = ""
+    """Name of a registered model, of which the trained model becomes a new version."""
+    traces: int = 2
+    """Number of the episodes that the run keeps of each training step and of each evaluation,
+    sampled and greedy, that become traces; 0 for none."""
 
     def __post_init__(self) -> None:
-        """Refuses an experiment without a name."""
+        """Refuses an experiment without a name, and a model to register that is not logged."""
+        if self.traces < 0:
+            raise ConfigError(f"tracker.traces is {self.traces}; expected 0 or more")
+        if self.register and not self.log_model:
+            raise ConfigError(
+                f"tracker.register is {self.register!r} and tracker.log_model is false; expected "
+                "true, since only a model in the store can be registered"
+            )
+        if self.register and (not self.register.strip() or set(self.register) & set("/:")):
+            raise ConfigError(
+                f"tracker.register is {self.register!r}; expected a name without / and :"
+            )
         if not self.experiment.strip():
             raise ConfigError(
                 f"tracker.experiment is {self.experiment!r}; expected a name, such as 'gspo_env'"
@@ -104,13 +130,15 @@ class MLflowTracker:
     def __init__(self, settings: MLflow, info: RunInfo) -> None:
         self._settings, self._info = settings, info
         self._run: _Run | None = None
+        self._writer: TraceWriter | None = None
         self._tried = bool(info.resume)
 
     def open(self) -> str:
         """Opens the store, if it is not open, and makes the run or goes on with it."""
         if self._run is None:
             tried, self._tried = self._tried, True
-            self._run = _open_run(self._settings, self._info, self.id, search=tried)
+            self._run = run = _open_run(self._settings, self._info, self.id, search=tried)
+            self._writer = TraceWriter(run.client, run.experiment_id, run.run_id, self._info.key)
         return self._run.run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -139,10 +167,32 @@ class MLflowTracker:
         if folder == MODEL and not self._settings.log_model:
             return
         run = self._opened
-        if folder == MODEL and _link(path, run.artifacts, folder):
-            return
-        log = run.client.log_artifacts if path.is_dir() else run.client.log_artifact
-        log(run.run_id, str(path), folder or None)
+        if folder != MODEL or not _link(path, run.artifacts, folder):
+            log = run.client.log_artifacts if path.is_dir() else run.client.log_artifact
+            log(run.run_id, str(path), folder or None)
+        if folder == MODEL and self._settings.register:
+            _register(run, self._settings.register)
+
+    def log_input(self, source: Input) -> None:
+        """Records an input as a dataset; MLflow keeps one of this name and digest once."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(
+            name=source.name[:_MAX_INPUT_NAME],
+            digest=source.digest,
+            source_type="gspo_env",
+            source=json.dumps(source.source, default=repr)[:_MAX_INPUT_SOURCE],
+            profile=json.dumps(source.profile, default=repr),
+        )
+        tags = [InputTag("mlflow.data.context", source.context)]
+        run = self._opened
+        run.client.log_inputs(run.run_id, datasets=[DatasetInput(dataset, tags)])
+
+    def log_traces(self, traces: Sequence[Trace]) -> None:
+        """Records traces, many in a request; the same trace again replaces the first."""
+        if self._writer is None:
+            raise TrackingError("the store is not open")
+        self._writer.write(traces)
 
     def finish(self, status: Status, reason: str) -> None:
         """Ends the run; the tag `error` says why it failed."""
@@ -201,7 +251,7 @@ def _open_run(settings: MLflow, info: RunInfo, run_id: str, *, search: bool) -> 
         run_id: Id of the run that goes on; empty if it is not known.
         search: Whether the run may exist although its id is not known.
     """
-    for name, value in _BOUNDS.items():
+    for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     from mlflow.tracking import MlflowClient
 
@@ -261,6 +311,21 @@ def _resume(client: MlflowClient, run_id: str) -> bool:
             return False
         raise
     return True
+
+
+def _register(run: _Run, name: str) -> None:
+    """Makes the model of a run a version of a registered model, once."""
+    from mlflow.exceptions import MlflowException
+
+    client = run.client
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    versions = client.search_model_versions(f"run_id = '{run.run_id}'")
+    if not any(version.name == name for version in versions):
+        client.create_model_version(name, f"{run.artifacts.rstrip('/')}/{MODEL}", run.run_id)
 
 
 def _link(path: Path, address: str, folder: str) -> bool:

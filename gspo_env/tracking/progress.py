@@ -1,110 +1,100 @@
-"""Progress on the terminal: a live line per phase; plain lines if stdout is not a terminal."""
+"""Progress on the terminal: a live panel; plain lines where that is not wanted or not possible."""
 
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TextIO
 
-import rich.progress
 from rich.console import Console
-from rich.progress import TaskID, TextColumn
-from rich.table import Column
 from rich.text import Text
 
 from gspo_env.redaction import redact_text
+from gspo_env.tracking.live import Panel
+from gspo_env.tracking.panel import Numbers, Pace
 
 
 class Progress:
     """Shows the phase, step, success, return, tokens per second and time left.
 
+    A live panel if the stream is a terminal; plain lines if it is not, in CI, on a dumb terminal,
+    and with `NO_COLOR`. Everything that is printed while the panel is shown goes above it.
+
     Example:
         with Progress() as progress:
-            progress.update("train", 3, 100, success=0.5, return_=0.4, tokens_per_second=900)
+            progress.update("train", 3, 100, Numbers(success=0.5, tokens_per_second=900))
             progress.line("saved runs/example/step-3")
     """
 
     def __init__(self, stream: TextIO | None = None, *, live: bool | None = None) -> None:
         """Writes to `stream` (stdout by default); `live` is by default whether it is a terminal."""
         stream = sys.stdout if stream is None else stream
-        terminal = stream.isatty() if live is None else live
+        terminal = (stream.isatty() and _wanted()) if live is None else live
         self._console = Console(file=stream, highlight=False, force_terminal=terminal)
-        self._tasks: dict[str, TaskID] = {}
-        # Estimates the time left in both modes; displays the live lines.
-        self._rich = rich.progress.Progress(
-            TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            speed_estimate_period=math.inf,
-            disable=not self._console.is_interactive,
-        )
+        self._paces: dict[str, Pace] = {}
+        self._panel: Panel | None = None
+        self._lives = self._console.is_interactive
 
     def __enter__(self) -> Progress:
-        """Returns itself; a live line appears with the first update of its phase."""
+        """Returns itself; the panel appears with the first phase."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Removes the live lines, also after an exception, and restores the cursor."""
-        self._rich.stop()
+        """Removes the panel, also after an exception, and restores the terminal."""
+        if self._panel is not None:
+            self._panel.stop()
+            self._panel = None
 
-    def update(
-        self,
-        phase: str,
-        step: int,
-        total: int,
-        success: float | None = None,
-        return_: float | None = None,
-        tokens_per_second: float | None = None,
-        loss: float | None = None,
-        best: float | None = None,
-        spread: float | None = None,
-        clipped: float | None = None,
-        lost: float | None = None,
-    ) -> None:
+    def begin(self, phase: str, step: int, total: int, title: str = "") -> None:
+        """Shows in the panel what happens now, before there are numbers.
+
+        Args:
+            phase: Its name, as in `update`.
+            step: Parts that are done.
+            total: All parts.
+            title: Name of the run; the one before by default.
+        """
+        if (panel := self._shown) is not None:
+            screen = panel.screen
+            screen.phase, screen.step, screen.total = phase, step, total
+            screen.title = title or screen.title
+            panel.wake()
+
+    def update(self, phase: str, step: int, total: int, numbers: Numbers | None = None) -> None:
         """Shows the progress of a phase ("imitation", "train", "evaluate"): `step` of `total`.
 
         Args:
             phase: Its name.
             step: Parts that are done.
             total: All parts.
-            success: Share of the episodes.
-            return_: Mean return of the episodes.
-            tokens_per_second: Sampled tokens.
-            loss: Of the warm-up.
-            best: The best success of an evaluation so far.
-            spread: Standard deviation of the returns.
-            clipped: Share of the tokens whose ratio was clipped.
-            lost: Episodes whose environment failed; shown if there are any.
+            numbers: What it has reached.
         """
-        values = {
-            "loss {:.4f}": loss,
-            "success {:.1%}": success,
-            "best {:.1%}": best,
-            "return {:.3f}": return_,
-            "spread {:.3f}": spread,
-            "clipped {:.1%}": clipped,
-            "{:,.0f} tokens/s": tokens_per_second,
-            "{:.0f} lost": lost or None,
-        }
-        parts = [form.format(value) for form, value in values.items() if value is not None]
-        if phase not in self._tasks:
-            self._tasks[phase] = self._rich.add_task(phase)
-        task = self._rich.tasks[self._tasks[phase]]
-        if step < task.completed:  # the phase began again
-            self._rich.reset(task.id)
-        self._rich.update(task.id, completed=step, total=total)
-        if task.time_remaining:  # a narrow terminal cuts the line at its end
-            parts.insert(0, f"{timedelta(seconds=task.time_remaining)} left")
-        task.description = "  ".join([f"{phase} {step}/{total}", *parts])
-        if self._rich.disable:
-            self.line(task.description)
-        else:
-            self._rich.start()
-            self._rich.refresh()
+        numbers = numbers or Numbers()
+        pace = self._paces.get(phase)
+        if pace is None or step < pace.last:  # the phase began, or began again
+            pace = self._paces[phase] = Pace(first=step, last=step)
+        pace.see(step)
+        if (panel := self._shown) is not None:
+            panel.show(phase, step, total, numbers, pace)
+        if panel is None or phase == "evaluate":
+            parts = [f"{phase} {step}/{total}"]
+            if (left := pace.left(total)) is not None:
+                parts.append(f"{timedelta(seconds=math.ceil(left))} left")
+            self.line("  ".join(filter(None, [*parts, numbers.line])))
+
+    def exchange(self, title: str, said: Sequence[tuple[str, str]]) -> None:
+        """Keeps an episode for the key `v`.
+
+        Args:
+            title: What it is.
+            said: Who said what.
+        """
+        if self._panel is not None:
+            self._panel.screen.exchange = title, said
 
     def when_slow(self, seconds: float = 2.0) -> Callable[[str, int, int], None]:
         """Returns a function that shows the progress of a phase, but only every few seconds.
@@ -130,3 +120,19 @@ class Progress:
     def encoding(self) -> str:
         """The encoding of the terminal or the file."""
         return self._console.encoding
+
+    @property
+    def _shown(self) -> Panel | None:
+        """The panel, which appears now if it has not; None where lines are printed."""
+        if self._panel is not None and self._panel.lost:
+            self._panel.stop()
+            self._panel, self._lives = None, False
+        if self._panel is None and self._lives:
+            self._panel = Panel(self._console)
+            self._panel.start()
+        return self._panel
+
+
+def _wanted() -> bool:
+    """Returns whether the user's environment allows a display that changes."""
+    return not (os.environ.get("CI") or os.environ.get("NO_COLOR"))

@@ -14,9 +14,10 @@ from typing import Any, Self
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.redaction import redact, redact_text
 from gspo_env.registry import find, name_of
-from gspo_env.tracking.base import NoTracker, RunInfo, Status, TrackerChoice, flatten
+from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, TrackerChoice, flatten
 from gspo_env.tracking.delivery import Cursor, Delivery
 from gspo_env.tracking.journal import METRICS, Journal
+from gspo_env.tracking.traces import Trace
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,9 @@ class Several:
         fed = {n: choice for n, choice in choices.items() if not isinstance(choice, NoTracker)}
         tags = {name: redact_text(value) for name, value in run.tags.items()}
         run = replace(run, params=flatten(redact(run.params)), tags=tags)
-        self._journal = Journal(run, files=bool(fed))
+        self.traces = max([int(getattr(choice, "traces", 0)) for choice in fed.values()], default=0)
+        """Episodes of each step and evaluation that a tracker wants as traces."""
+        self._journal = Journal(run, files=bool(fed), traces=self.traces > 0)
         self._folder, run = run.folder, self._journal.run
         for name, choice in fed.items():
             known = Cursor.read(run.folder, name).id or run.resume.get(name, "")
@@ -98,6 +101,15 @@ class Several:
     def artifact(self, path: str | Path, folder: str = "") -> None:
         """Stores a file, or the files of a folder; keep them until `finish`."""
         self._note(lambda: self._journal.artifact(Path(path), folder))
+
+    def input(self, source: Input) -> None:
+        """Records what the run learns from or is measured on, without secrets."""
+        source = replace(source, source=redact(source.source), profile=redact(source.profile))
+        self._note(lambda: self._journal.input(source))
+
+    def trace(self, trace: Trace) -> None:
+        """Records a trace, if a tracker wants traces; the same trace again is left out."""
+        self._note(lambda: self._journal.trace(trace))
 
     def finish(self, status: Status = "FINISHED", reason: str = "") -> None:
         """Ends the run in each tracker; the first call counts.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from gspo_env.children import die_with_parent
 from gspo_env.config import Config, from_dict
 from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.learner.loss import decide_correction
 from gspo_env.training.checkpoints import step_folders
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def plan_of(config: Config) -> Plan:
     from gspo_env.learner.controller import Plan
 
     return Plan(
-        loss=config.loss,
+        loss=decide_correction(config.loss, config.supply.max_staleness),
         config=config.learner,
         total_steps=config.steps * config.learner.minibatches,
         temperature=config.rollout.temperature,

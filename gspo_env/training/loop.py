@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -22,13 +24,15 @@ from gspo_env.learner.tokens import TokenValues
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.metrics import Evaluation, RolloutStats
+from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.seeding import derive_seed
 from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
 from gspo_env.training.state import Keeper, generators, set_generators
+from gspo_env.training.supply import Batch, Supply
 from gspo_env.training.tasks import draw_tasks
+from gspo_env.training.timeline import Timeline
 from gspo_env.training.watch import Problem, Watch
 from gspo_env.types import FloatArray, Group, Score, Task
 
@@ -87,6 +91,10 @@ class Loop:
     split: Split
     keeper: Keeper | None = None
     """Saves the run; None saves nothing."""
+    timeline: Timeline = field(init=False)
+    """Gets the times of what the loop does."""
+    supply: Supply = field(init=False)
+    """Gives the groups of each step."""
     history: History = field(default_factory=list)
     declared: Mapping[str, Score | None] = field(default_factory=dict)
     """The scores that environments declare, used if the config has none."""
@@ -110,6 +118,16 @@ class Loop:
         given = self.config.credit.score
         known = self.declared if given == "auto" else dict.fromkeys(self.weights, given)
         self.score = Scores({name: ScoreChoice(name, known.get(name)) for name in self.weights})
+        folder = self.keeper.checkpoints.run if self.keeper and self.config.profile else None
+        self.timeline = Timeline.of_run(folder) if folder else Timeline()
+        self.supply = Supply(
+            self.config,
+            self.collector,
+            self._tasks,
+            self._is_flat,
+            self.split.held_out,
+            self.timeline,
+        )
 
     async def train(self) -> History:
         """Runs the steps that are left, until the keeper stops it; returns the metrics of each.
@@ -117,55 +135,49 @@ class Loop:
         Raises:
             TrainingError: Nothing can be learned; see `gspo_env.training.watch.Watch`.
         """
-        await self._sync(self.step)
-        before: Sequence[Group] = ()
-        if self.step == 0:
-            self._keep(must=True)  # before the evaluation, whose episodes the first step needs
-            before = await self._evaluate()
-        while self.step < self.config.steps and not (self.keeper and self.keeper.stop.wanted):
-            await self._train_step(before)
-            before = ()
+        try:
+            await self._sync(self.step)
+            before: Sequence[Group] = ()
+            if self.step == 0:
+                self._keep(must=True)  # before the evaluation, whose episodes the first step needs
+                before = await self._evaluate()
+            while self.step < self.config.steps and not (self.keeper and self.keeper.stop.wanted):
+                await self._train_step(before)
+                before = ()
+        finally:
+            await self.supply.close()
+            self.timeline.close()
         if self.keeper and self.keeper.checkpoints.last != self.step:
             self._keep(must=True)
         return self.history
 
     async def _train_step(self, before: Sequence[Group]) -> None:
-        """Plays, learns, reports, evaluates and saves.
+        """Takes groups, learns, reports, evaluates and saves.
 
         Args:
             before: Episodes of the evaluation before the first step.
         """
         config, step = self.config, self.step + 1
-        started = time.perf_counter()
-        options = next_options(config.curriculum, self.results)
-        tasks = draw_tasks(
-            self.weights,
-            seed=config.seed,
-            step=step,
-            count=config.tasks_per_step,
-            options=options,
-        )
-        groups = await self.collector.collect(
-            tasks,
-            seed=derive_seed("rollout", config.seed, step),
-            held_out=self.split.held_out,
-        )
-        stats = RolloutStats.of(groups, time.perf_counter() - started)
-        self.results.append(StepResult(options, stats.played.success, stats.played.mean_return))
-        metrics = stats.metrics() | self.results[-1].metrics()
-        metrics["rollout/episodes_before"] = float(self.played)
-        self.played += sum(len(group.episodes) for group in groups)
+        with self.timeline.span("wait for groups", step=step):
+            batch = await self.supply.take()
+        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds)
+        metrics = stats.metrics() | batch.metrics | self._results(batch)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
         kept = self.report.kept(len(groups))
         numbers = {n: place for n, place in enumerate(places) if place[0] in kept}
-        await self.collector.engine.sleep()
+        if not self.supply.ahead:
+            await self.collector.engine.sleep()
         tokens: dict[Place, TokenValues] = {}
         if samples:
-            seed = derive_seed("batch", config.seed, step)
-            metrics |= self.learner.update(samples, seed, numbers)
+            update = partial(
+                self.learner.update, samples, derive_seed("batch", config.seed, step), numbers
+            )
+            with self.timeline.span("update", step=step):
+                metrics |= await self.supply.run(update)
             tokens = {(*numbers[n], turn): v for (n, turn), v in self.learner.tokens.items()}
         metrics |= credit.metrics() | await self._sync(step)
+        self.supply.advance(step)
         if self.keeper:
             metrics["train/failed_saves"] = float(self.keeper.checkpoints.failed)
         self.step = step
@@ -176,7 +188,29 @@ class Loop:
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()
             await self._forget_evaluation()
-        self._keep()
+        with self.timeline.span("save", step=step):
+            self._keep()
+
+    def _results(self, batch: Batch) -> dict[str, float]:
+        """Notes what the curriculum sees of a batch; returns the metrics.
+
+        There is one result for each of the options with which its groups were played.
+        """
+        by_options: dict[str, list[Group]] = {}
+        for group in batch.all:
+            key = json.dumps(group.task.options, sort_keys=True)
+            by_options.setdefault(key, []).append(group)
+        metrics = {"rollout/episodes_before": float(self.played)}
+        for groups in by_options.values():
+            episodes = [e for group in groups for e in group.episodes if not e.failed]
+            if episodes:
+                played = EpisodeStats.of(episodes)
+                options = dict(groups[0].task.options)
+                result = StepResult(options, played.success, played.mean_return)
+                self.results.append(result)
+                metrics |= result.metrics()
+        self.played += sum(len(group.episodes) for group in batch.all)
+        return metrics
 
     async def _forget_evaluation(self) -> None:
         """Empties the cache of an engine on the learner's weights.
@@ -213,6 +247,7 @@ class Loop:
             "score": self.score.state(),
             "gives_outcome": self._gives_outcome(),
             "said": self.collector._said,
+            "supply": self.supply.state(),
             "learner": learner_numbers,
             "generators": random_numbers,
         }
@@ -225,6 +260,7 @@ class Loop:
         self.best, self._warned = dict(numbers["best"]), bool(numbers["warned"])
         self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
         self.results = [StepResult(**result) for result in numbers["results"]]
+        self.supply.restore(numbers["supply"], self.step)
         self.score.restore(numbers["score"])
         for env_id, known in numbers["gives_outcome"].items():
             self.collector.pool.of(env_id).gives_outcome = known
@@ -262,13 +298,36 @@ class Loop:
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""
-        started = time.perf_counter()
-        await self.collector.engine.update_weights(named_weights(self.learner.policy), version)
+        started, named = time.perf_counter(), named_weights(self.learner.policy)
+        with self.timeline.span("sync", version=version):
+            if self.supply.ahead:
+                await self.collector.update_in_flight(named, version)
+            else:
+                await self.collector.engine.update_weights(named, version)
         seconds = time.perf_counter() - started
         metrics = {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
         metrics |= self.collector.metrics()
         engine = self.collector.engine
         return metrics | (engine.metrics() if isinstance(engine, CountsFaults) else {})
+
+    def _tasks(self, step: int) -> list[Task]:
+        """Returns the tasks of a step, with the options that the curriculum chooses now."""
+        return draw_tasks(
+            self.weights,
+            seed=self.config.seed,
+            step=step,
+            count=self.config.tasks_per_step,
+            options=next_options(self.config.curriculum, self.results),
+        )
+
+    def _is_flat(self, group: Group) -> bool:
+        """Returns whether every advantage of a group is 0."""
+        scores = {}
+        if getattr(self.config.advantage, "uses_score", True):
+            choices = self.score.choices.items()
+            scores = {name: choice.score for name, choice in choices if choice.score is not None}
+        credit = estimate([group], self.config.advantage, self.config.credit, scores)
+        return credit.zero_variance_groups == 1.0
 
     def _samples(
         self, groups: Sequence[Group], advantages: Sequence[Sequence[FloatArray]]
@@ -289,7 +348,8 @@ class Loop:
 
     async def _evaluate(self) -> Sequence[Group]:
         """Evaluates; returns the sampled groups."""
-        evaluation = await evaluate(self.collector, self.split.tasks)
+        with self.timeline.span("evaluate", step=self.step):
+            evaluation = await evaluate(self.collector, self.split.tasks)
         metrics = evaluation.metrics() | {"eval/episodes_before": float(self.played)}
         self.history.append((self.step, metrics))
         self.report.evaluated(self.step, evaluation)

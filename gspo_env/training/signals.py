@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_NOTE = b"\ngspo-env: stops after this step and saves it; a second Ctrl-C stops at once\n"
+from gspo_env.tracking.live import note
+
+_NOTE = "gspo-env: stops after this step and saves it; a second Ctrl-C stops at once"
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Stop:
         if self.wanted or not self.graceful:
             raise KeyboardInterrupt
         self.wanted = True
-        os.write(2, _NOTE)  # `print` may not be entered again by a handler
+        note(_NOTE)  # `print` may not be entered again by a handler
 
 
 @contextmanager

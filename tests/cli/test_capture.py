@@ -1,6 +1,8 @@
 """`gspo-env capture` with a real program, a real model and the address between them."""
 
 import json
+import shlex
+import sys
 
 import pytest
 
@@ -84,6 +86,39 @@ def test_what_a_program_said_and_got_is_recorded_and_can_be_imitated(files, tmp_
     ]
     assert model.config.vocab_size == len(tokenizer)
     assert len(read_conversations(str(out), 0.4)) == 3
+
+
+COMMAND = """
+import json, os, sys, urllib.request
+
+task = json.load(sys.stdin)
+messages = [{"role": "user", "content": task["question"]}]
+for follow in ("sure?", None):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"messages": messages, "user": sys.argv[1]}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+    messages += [{"role": "user", "content": follow}] if follow else []
+print("some other line")
+print(json.dumps(1.0 if messages[-1]["content"] else 0.5))
+"""
+
+
+def test_a_command_is_recorded_as_a_function_is(files, tmp_path, capsys):
+    agent, out = tmp_path / "the agent.py", tmp_path / "episodes.jsonl"
+    agent.write_text(COMMAND)
+    command = shlex.join([sys.executable, str(agent), "asks {question}"])
+    capture(files, out, "--program", "", "--command", command)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 3
+    assert "conversations  3" in capsys.readouterr().out
+    for row in rows:
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant", "user", "assistant"]
+        assert row["agent"] == f"asks {row['messages'][0]['content']}"
+        assert row["reward"] in (0.5, 1.0)
+    assert len(read_conversations(str(out))) == 3
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
@@ -86,6 +87,46 @@ def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
         got = httpx.post(url, json=ask, headers=headers, timeout=60).json()
         assert got["choices"][0]["message"]["content"] == "river"
         assert "Loading weights" not in (folder.parent / "serve.err").read_text()
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 130
+        child.stdout.close()
+
+
+@pytest.mark.vllm
+def test_vllm_can_answer_behind_the_port(tmp_path):
+    """Its heads are as wide as vLLM needs; answers do not depend on the requests beside them."""
+    lines = tmp_path / "talks.jsonl"
+    lines.write_text(json.dumps({"messages": TALK, "tools": [TOOL]}) + "\n")
+    config = Config.from_recipe(
+        "tiny",
+        recipe={"conversations": str(lines), "imitation_steps": 60, "hidden_size": 64, "heads": 2},
+        rollout={"max_turn_tokens": 16, "max_context": 128, "group_size": 2},
+        tracker="none",
+    )
+    agent = GSPOAgent(config=config)
+    agent.warm_up()
+    agent.save(tmp_path / "saved")
+    child, given = serve(tmp_path / "saved", "--engine", "vllm", **{KEY: "open sesame"})
+    try:
+        url = f"{given['OPENAI_BASE_URL']}/chat/completions"
+        headers = {"authorization": "Bearer open sesame"}
+
+        def ask(**fields):
+            body = {"model": "m", "messages": TALK[:2], "tools": [TOOL], **fields}
+            return httpx.post(url, json=body, headers=headers, timeout=120)
+
+        (call,) = ask(temperature=0).json()["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"key": "amber"}
+        with ThreadPoolExecutor(8) as pool:
+            told = list(pool.map(lambda n: ask(seed=n % 2, temperature=1.5), range(8)))
+        said = [t.json()["choices"][0]["message"] for t in told]
+        for message in said:
+            for one in message.get("tool_calls", ()):
+                del one["id"]
+        assert said[0::2] == said[:1] * 4
+        assert said[1::2] == said[1:2] * 4
+        assert ask(messages=[{"role": "user", "content": "amber " * 500}]).status_code == 400
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(60) == 130

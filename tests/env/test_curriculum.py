@@ -51,3 +51,12 @@ def test_options_that_are_no_mapping_of_json_values_are_named(value):
         ConfigError, match=r"options of curriculum Fixed failed: .*; expected a map"
     ):
         next_options(Fixed(value), [])
+
+
+def test_a_ladder_ignores_results_of_groups_that_were_drawn_with_an_earlier_value():
+    """Groups that are played ahead of the learner may still have the options of a step before."""
+    ladder = Ladder(option="hops", values=(1, 2, 3), success=0.8, window=1)
+    old, new = StepResult({"hops": 1}, 0.9, 0.0), StepResult({"hops": 2}, 0.9, 0.0)
+    assert ladder.options([old]) == {"hops": 2}
+    assert ladder.options([old, old]) == {"hops": 2}
+    assert ladder.options([old, old, new]) == {"hops": 3}

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from gspo_env.cli.main import parse
 from gspo_env.config import Config, from_dict, to_dict, to_toml
 from gspo_env.env.mix import add_kwargs, label, moved_only, read_members
-from gspo_env.errors import ConfigError
+from gspo_env.env.registration import resolve_env
+from gspo_env.errors import ConfigError, UnknownEnvironmentError
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,12 @@ def test_flags_a_file_and_python_name_the_same_mixture(tmp_path):
     more = ["--config", str(tmp_path / "again.toml"), "--env-kwargs", "hard.hops=2"]
     changed = parse(["train", *more]).resolved
     assert [dict(m.kwargs) for m in changed.environments] == [{"entries": 8}, {"hops": 2}]
+
+
+@pytest.mark.parametrize("env", ["gspo/Lookup-v0:half", "gspo/Lookup-v0:0.7 gspo/Wordle-v0:0.3"])
+def test_what_is_no_weight_behind_an_id_is_named(env):
+    with pytest.raises(UnknownEnvironmentError, match="behind 'gspo/Lookup-v0' is no weight"):
+        resolve_env(read_members(env)[0].spec)
 
 
 def test_one_environment_stays_a_string():

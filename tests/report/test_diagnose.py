@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 
 from gspo_env.cli.main import main
-from gspo_env.config import Config, override, to_toml
+from gspo_env.config import Config, EpisodesConfig, override, to_toml
 from gspo_env.errors import OutputError
 from gspo_env.report.diagnose import RULES, diagnose, lines
+from gspo_env.report.episodes_log import EpisodeLog
 from gspo_env.report.runs import read_run
 from gspo_env.training.checkpoints import Checkpoints
+from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
 ROOT = Path(__file__).parents[2]
 
@@ -257,6 +260,78 @@ def test_a_run_of_an_older_version_says_what_cannot_be_judged(tmp_path: Path) ->
     assert diagnosis.findings == ()
     assert len(diagnosis.not_judged) == len(RULES) - 1
     assert any("no training step" in note for note in diagnosis.notes)
+
+
+def test_returns_whose_spread_was_not_logged_are_not_compared(tmp_path: Path) -> None:
+    changes = {**STUCK, "eval/return": (0.5, 0.4), "rollout/return": (0.5, 0.4)}
+    folder = write(tmp_path, changes)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["metrics"] = {k: v for k, v in row["metrics"].items() if "return_std" not in k}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert found(folder) == ["no_progress"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved", "names"),
+    [
+        ({"model_dtype": "auto"}, "", []),  # not known: the bound of half precision
+        ({"model_dtype": "auto"}, '{"dtype": "float32"}', ["engine"]),
+        ({"model_dtype": "auto"}, '{"torch_dtype": "bfloat16"}', []),
+        ({"model_dtype": "bfloat16"}, '{"dtype": "float32"}', []),
+    ],
+)
+def test_the_difference_of_engine_and_trainer_is_judged_by_the_dtype(
+    tmp_path: Path, settings: dict[str, Any], saved: str, names: list[str]
+) -> None:
+    folder = write(tmp_path, {"train/logprob_diff_mean": (0.05, 0.05)}, settings=settings)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(saved)
+    assert found(folder) == names
+
+
+@pytest.mark.parametrize(("tasks", "names"), [(3, ["memorised"]), (16, [])])
+def test_few_training_tasks_that_the_evaluation_does_not_have_are_learned_by_heart(
+    tmp_path: Path, tasks: int, names: list[str]
+) -> None:
+    folder = write(tmp_path, {"rollout/success": (0.1, 1.0), "eval/success": (0.1, 0.3)})
+    log = EpisodeLog(
+        folder, EpisodesConfig(), FakeTokenizer(), lambda _, work: bool(work()) or True
+    )
+    for step in range(1, 21):
+        task = Task(env_id="test", seed=step % tasks)
+        turn = Turn(
+            **{"text": "a", "observation": "b", "reward": 1.0},
+            **{"prompt_ids": (1,), "action_ids": (2,), "logprobs": (-0.5,)},
+        )
+        episode = Episode(
+            task=task,
+            turns=(turn,),
+            outcome=1.0,
+            stop_reason=StopReason.TERMINATED,
+            terminated=True,
+            truncated=False,
+            success=True,
+        )
+        log.trained(step, {0: Group(task=task, episodes=(episode, episode))}, {})
+    assert found(folder) == names
+
+
+class FakeTokenizer:
+    """Gives the text of token ids."""
+
+    def decode(self, ids: list[int]) -> str:
+        return str(ids[0])
+
+    convert_ids_to_tokens = str
+
+
+def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    (folder / "config.toml").unlink()
+    os.mkfifo(folder / "config.toml")
+    os.mkfifo(folder / "failure.txt")
+    assert read_run(folder).settings == {}
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path, capsys: Any) -> None:

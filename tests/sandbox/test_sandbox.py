@@ -5,14 +5,12 @@ Without isolation these tests fail and give the reason; `GSPO_ENV_NO_SANDBOX=1` 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jails import eventually, imprisoned, program
 
 from gspo_env.errors import ConfigError, SandboxUnavailableError
 from gspo_env.sandbox import Sandbox, SandboxResult, Stop, find_missing
@@ -38,11 +37,6 @@ def isolation() -> None:
     assert missing is None, f"no isolation here (GSPO_ENV_NO_SANDBOX=1 skips this): {missing}"
 
 
-def program(code: str, **names: Any) -> str:
-    """Insert values at the start of a program."""
-    return "".join(f"{k} = {v!r}\n" for k, v in names.items()) + textwrap.dedent(code)
-
-
 def outside(code: str, **options: Any) -> str:
     """The output of a program without a sandbox."""
     options = {"timeout": 60, "text": True, "capture_output": True} | options
@@ -53,23 +47,6 @@ def inside(code: str, box: Sandbox = BOX, **options: Any) -> SandboxResult:
     result = box.run(code, **options)
     assert result.isolated
     return result
-
-
-def imprisoned(parent: int = 0) -> list[str]:
-    """Sandbox processes in a child PID namespace that a given process started; ours by default."""
-    owner = str(parent or os.getpid()).encode()
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            nested = [
-                line.split()[2:]
-                for line in (folder / "status").read_text().splitlines()
-                if line.startswith("NSpid:")
-            ]
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if nested[0] and "jail.main()" in str(words) and owner in words:
-                found.append(folder.name)
-    return found
 
 
 FORK_BOMB = """
@@ -548,15 +525,6 @@ def test_a_double_fork_does_not_outlive_the_run(tmp_path: Path) -> None:
         assert imprisoned() == []
 
 
-def eventually(condition: Any) -> bool:
-    """Whether a condition becomes true within 30 seconds."""
-    for _ in range(300):
-        if condition():
-            return True
-        time.sleep(0.1)
-    return False
-
-
 def test_a_run_dies_with_the_process_that_asked_for_it() -> None:
     code = "from gspo_env.sandbox import Sandbox\nSandbox(seconds=600.0).run('while True: pass')"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
@@ -670,7 +638,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(sys.argv[1])))
 import jail
 from gspo_env.errors import SandboxUnavailableError
 from gspo_env.sandbox import Sandbox
-jail.deny({"unshare": jail._DENIED["unshare"]})  # a machine that grants no namespaces
+jail.deny({"unshare": jail.DENIED["unshare"]})  # a machine that grants no namespaces
 try:
     Sandbox().run("print(1)")
 except SandboxUnavailableError as error:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from gspo_env.errors import OutputError
 from gspo_env.tracking import MLflow, NoTracker, RunInfo, Several, start
 from gspo_env.tracking.delivery import Cursor
+from gspo_env.tracking.traces import Span, Trace
 
 
 @dataclass
@@ -37,6 +38,8 @@ class Store:
     files: list[str] = field(default_factory=list)
     ends: list[tuple[str, str]] = field(default_factory=list)
     name: str = "first"
+    traces: int = 1
+    stored: dict[str, int] = field(default_factory=dict)
     how_to_look = ""
 
     def start(self, run):
@@ -56,6 +59,11 @@ class Store:
     def text(self, name, text):
         self.fail("before")
         self.texts[name] = text
+        self.fail("after")
+
+    def log_traces(self, traces):
+        self.fail("before")
+        self.stored |= {trace.key: trace.spans[0].end for trace in traces}
         self.fail("after")
 
     def artifact(self, path, folder=""):
@@ -80,6 +88,11 @@ class Store:
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_FIRST_PAUSE": 0.001, "_LONGEST_PAUSE": 0.01, "_INTERVAL": 0.001}.items():
         monkeypatch.setattr(f"gspo_env.tracking.delivery.{name}", value)
+
+
+def trace(key: str, end: int = 1) -> Trace:
+    span = Span(name="episode", kind="episode", parent=None, start=0, end=end, inputs="é\udc80")
+    return Trace(key=key, name="episode", spans=(span,), tags={"step": "1"})
 
 
 def lines(folder: Path) -> list[Any]:
@@ -109,12 +122,16 @@ def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_th
         with Several({"store": store}, RunInfo(name="r", folder=folder, resume=resume)) as tracker:
             for step in range(steps):
                 tracker.log({"a": step + part / 10, f"b{part}": 1.0}, step)
+                tracker.trace(trace(f"train-{step}-0-0", end=part))
             tracker.text(f"{part}.txt", "é")
         assert tracker.problems == []
         resume = tracker.ids
     assert resume == {"store": "first"}
     assert Counter(store.points) == written(folder)
     assert {p[:2] for p in store.points if p[0] == "a"} == {("a", s) for s in range(max(parts))}
+    # that of the first part that played the step
+    ends = {s: next(p for p, n in enumerate(parts) if s < n) for s in range(max(parts))}
+    assert store.stored == {f"train-{step}-0-0": end for step, end in ends.items()}
     assert len(store.texts) == len(parts)
     assert store.ends == [("FINISHED", "")] * len(parts)
 
@@ -410,3 +427,42 @@ def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path: Path)
         tracker.text("a.txt", "x")
     for path in (tmp_path / "tracking").iterdir():
         assert os.stat(path).st_mode & 0o077 == 0, path
+
+
+def test_traces_wait_for_the_end_where_they_would_cost_training_too_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_env.tracking.delivery._TRACES_WAIT", 0.0)
+    calls: list[int] = []
+
+    class Slow(Store):
+        def log_traces(self, traces):
+            end = time.thread_time() + 0.02
+            while time.thread_time() < end:
+                pass
+            calls.append(len(traces))
+
+    with Several({"slow": Slow()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        for step in range(200):
+            tracker.log({"a": 1.0}, step)
+            tracker.trace(trace(f"train-{step}-0-0"))
+            time.sleep(0.002)
+        sent = len(calls)
+    assert sent <= 2  # in 0.4 s, 0.5 % are 2 ms
+    assert sum(calls) == 200
+    assert len(calls) <= sent + 14  # many in one call
+    assert tracker.problems == []
+
+
+def test_a_trace_that_a_tracker_refuses_keeps_back_nothing_else(tmp_path: Path) -> None:
+    class Refuses(Store):
+        def log_traces(self, traces):
+            raise ValueError("no traces")
+
+    store = Refuses()
+    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        tracker.trace(trace("train-1-0-0"))
+        tracker.log({"a": 1.0}, 1)
+    assert len(store.points) == 1
+    assert store.ends == [("FINISHED", "")]
+    assert "traces: ValueError: no traces" in tracker.problems[0]

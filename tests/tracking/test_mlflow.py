@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from gspo_env.errors import ConfigError
-from gspo_env.tracking.base import MODEL, RunInfo
+from gspo_env.report.traces import traces
+from gspo_env.tracking.base import MODEL, Input, RunInfo
 from gspo_env.tracking.delivery import Cursor
 from gspo_env.tracking.mlflow import MLflow
 from gspo_env.tracking.several import NON_FINITE, Several, start
+from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Timing, Turn
 
 
 @pytest.fixture(scope="module")
@@ -212,3 +214,121 @@ def test_importing_the_settings_of_trackers_imports_no_library() -> None:
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+def played() -> Episode:
+    """An episode of two turns, the first of which calls a tool."""
+    call = '<tool_call>\n{"name": "lookup", "arguments": {"key": "ant"}}\n</tool_call>'
+    turns = tuple(
+        Turn(
+            prompt_ids=(1, 2, 3),
+            action_ids=(4, 5),
+            logprobs=(-0.5, -1.5),
+            text=text,
+            observation=observation,
+            reward=reward,
+            info=StepInfo(observation_role="tool"),
+            timing=Timing(generate=0.5, step=0.25, began=1000.0 + k),
+        )
+        for k, (text, observation, reward) in enumerate(
+            [(call, "start \ud800", 0.25), ("answer sk-abcdefghijklmnopqrstuvwxyz", "bee", 1.0)]
+        )
+    )
+    return Episode(
+        task=Task(env_id="gspo/Lookup-v0", seed=7),
+        turns=turns,
+        outcome=1.0,
+        stop_reason=StopReason.TERMINATED,
+        terminated=True,
+        truncated=False,
+        success=True,
+        final_observation="end",
+    )
+
+
+def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(
+    begin: Callable[..., Several], tmp_path: Path
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    group = Group(task=played().task, episodes=(played(), played()))
+    with begin() as tracker:
+        for trace in traces(3, "train", {5: group}, tracker.traces):
+            tracker.trace(trace)
+            tracker.trace(trace)
+    assert tracker.problems == []
+    run = recorded(tmp_path)
+    found = MlflowClient().search_traces(
+        locations=[run.info.experiment_id],
+        run_id=run.info.run_id,
+        filter_string="tags.success = 'true' and tags.step = '3' and tags.phase = 'train'",
+    )
+    assert len(found) == 2
+    assert found[0].info.tags["return"] == "1.25"
+    assert found[0].info.tags["group"] == "train-3-5"
+    assert (found[0].info.request_time, found[0].info.execution_duration) == (1_000_000, 1750)
+    spans = found[0].data.spans
+    assert [(s.name, s.span_type) for s in spans] == [
+        *(("episode", "AGENT"), ("turn 0", "CHAT_MODEL"), ("lookup", "TOOL")),
+        *(("turn 1", "CHAT_MODEL"), ("step", "TOOL")),
+    ]
+    ids = [s.span_id for s in spans]
+    assert [s.parent_id for s in spans] == [None, ids[0], ids[1], ids[0], ids[3]]
+    assert [(s.start_time_ns, s.end_time_ns) for s in spans[3:]] == [
+        (1001 * 10**9, 1001_750_000_000),
+        (1001_500_000_000, 1001_750_000_000),
+    ]
+    assert spans[2].inputs == {"key": "ant"}
+    assert spans[2].outputs == {"observation": "bee", "reward": 0.25}
+    usage = spans[3].get_attribute("mlflow.chat.tokenUsage")
+    assert usage == {"input_tokens": 8, "output_tokens": 2, "total_tokens": 10}
+    assert spans[3].get_attribute("mean_logprob") == -1.0
+    assert spans[3].outputs["messages"][0]["content"] == "answer [redacted]"
+    assert spans[1].inputs["messages"][0]["content"] == "start \\ud800"
+
+
+def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(
+    begin: Callable[..., Several], tmp_path: Path
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    source = {"env": "gspo/Lookup-v0", "arguments": {"api_key": "secret"}}
+    made = Input(name="gspo/Lookup-v0", digest="1234", context="training", source=source)
+    with begin(MLflow(register="policy")) as tracker:
+        for _ in range(2):
+            tracker.input(made)
+            tracker.artifact(tmp_path / "model", MODEL)
+    assert tracker.problems == []
+    run = recorded(tmp_path)
+    (found,) = run.inputs.dataset_inputs
+    assert (found.dataset.name, found.dataset.digest) == ("gspo/Lookup-v0", "1234")
+    assert "secret" not in found.dataset.source
+    assert [tag.value for tag in found.tags] == ["training"]
+    (version,) = MlflowClient().search_model_versions("name = 'policy'")
+    assert version.run_id == run.info.run_id
+    with pytest.raises(ConfigError, match="log_model is false"):
+        MLflow(register="policy", log_model=False)
+
+
+def test_a_store_of_plain_files_has_traces_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    info = RunInfo(name="files", folder=tmp_path / "run")
+    info.folder.mkdir()
+    with start(MLflow(tracking_uri=uri), info) as tracker:
+        group = Group(task=played().task, episodes=(played(),))
+        for trace in traces(3, "eval", {0: group}, 2):
+            tracker.trace(trace)
+    assert tracker.problems == []
+    client = MlflowClient(uri)
+    run = client.get_run(tracker.ids["mlflow"])
+    (found,) = client.search_traces(locations=[run.info.experiment_id])
+    assert found.info.trace_metadata["mlflow.sourceRun"] == run.info.run_id
+    assert found.info.tags["success"] == "true"
+    assert [span.name for span in found.data.spans][:3] == ["episode", "turn 0", "lookup"]

@@ -4,14 +4,16 @@ import io
 
 import pytest
 
+from gspo_env.tracking.panel import Numbers
 from gspo_env.tracking.progress import Progress
 
 
 def test_plain_mode_writes_one_line_per_update() -> None:
     stream = io.StringIO()
     with Progress(stream) as progress:
-        progress.update("warm-up", 1, 4, loss=0.5)
-        progress.update("train", 2, 10, success=0.5, return_=0.25, tokens_per_second=1234.4)
+        progress.update("warm-up", 1, 4, Numbers(loss=0.5))
+        numbers = Numbers(success=0.5, return_=0.25, tokens_per_second=1234.4)
+        progress.update("train", 2, 10, numbers)
         progress.line("saved")
     assert stream.getvalue().splitlines() == [
         "warm-up 1/4  loss 0.5000",
@@ -24,7 +26,7 @@ def test_time_left_follows_the_pace_and_a_phase_can_begin_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("rich.console.monotonic", lambda: now)
+    monkeypatch.setattr("gspo_env.tracking.panel.time.monotonic", lambda: now)
     stream = io.StringIO()
     progress = Progress(stream)
     progress.update("train", 5, 9)  # a resumed run: steps 1 to 5 do not count for the speed
@@ -62,11 +64,11 @@ def test_every_plain_line_is_flushed() -> None:
 def test_live_mode_keeps_lasting_lines_and_markup_like_text_intact() -> None:
     stream = io.StringIO()
     with Progress(stream, live=True) as progress:
-        progress.update("train", 1, 2, success=1.0)
+        progress.update("train", 1, 2, Numbers(success=1.0))
         progress.line("[bold]not markup[/bold]")
         progress.update("train", 2, 2)
     text = stream.getvalue()
-    assert "train 1/2" in text
+    assert "1 of 2" in text
     assert "[bold]not markup[/bold]" in text
     assert "\x1b[?25h" in text  # the cursor is visible again
 
@@ -93,9 +95,8 @@ def test_what_takes_long_is_shown_every_few_seconds_and_nothing_else(
 
 def test_the_best_score_the_spread_and_the_clipped_share_are_in_the_line() -> None:
     stream = io.StringIO()
-    Progress(stream).update(
-        "train", 1, 9, success=0.5, return_=0.25, best=0.75, spread=0.125, clipped=0.031
-    )
+    numbers = Numbers(success=0.5, return_=0.25, best=0.75, spread=0.125, clipped=0.031)
+    Progress(stream).update("train", 1, 9, numbers)
     assert stream.getvalue() == (
         "train 1/9  success 50.0%  best 75.0%  return 0.250  spread 0.125  clipped 3.1%\n"
     )

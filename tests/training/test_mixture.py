@@ -112,7 +112,7 @@ def test_a_run_of_two_environments_has_the_tasks_scores_and_metrics_of_each(fold
     assert any("rollout/last/return" in m and "rollout/Turns/outcome" in m for m in steps)
     assert all(m["rollout/Turns/return"] >= 0.5 for m in steps if "rollout/Turns/return" in m)
     said = " ".join(capsys.readouterr().out.split())
-    assert "two.py:Turns:3, last=two.py:Last:1" in said
+    assert "two.py:Turns:3 last=two.py:Last:1" in said
     main(["evaluate", "--model", "out"])
     said = capsys.readouterr().out
     assert "in Turns (9 episodes)" in said

@@ -1,0 +1,386 @@
+"""Gives the learner its groups: in turn with the updates, or ahead of them within a staleness."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from gspo_env.config import Config
+from gspo_env.errors import RolloutError
+from gspo_env.rollout.collector import GroupJob
+from gspo_env.rollout.gate import Gate
+from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.training.admission import Admission
+from gspo_env.training.background import Background
+from gspo_env.training.timeline import Timeline
+from gspo_env.types import Episode, Group, Task
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_BEAT = 60.0
+"""Seconds after which, and between which, the log says what the learner waits for."""
+_MARGIN = 60.0
+"""Seconds in which no episode may end, beyond those that one and its environment may take."""
+_MOST_DROPS = 3
+"""Times in a row that a group may be too old."""
+
+
+class Player(Protocol):
+    """Plays groups; see `gspo_env.rollout.Collector`."""
+
+    async def play(self, job: GroupJob, gate: asyncio.Semaphore) -> Group:
+        """Plays the episodes of one group."""
+        ...
+
+    def accept(self, groups: list[Group]) -> list[Group]:
+        """Returns the groups of a batch with their outcomes settled."""
+        ...
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A group that was admitted and not yet trained on."""
+
+    number: int
+    """Counts the groups of a run from 0, in the order of their tasks."""
+    task: Task
+    attempt: int = 0
+    """How often another task was sampled in its place."""
+    drops: int = 0
+    """How often it was too old."""
+    group: Group | None = None
+    """None while it is played."""
+    playing: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """The groups of an update."""
+
+    groups: list[Group]
+    discarded: list[Group]
+    """Those that were sampled again since the last batch."""
+    seconds: float
+    """Time in which they were played: since the learner asked, or since the last batch."""
+    metrics: dict[str, float]
+
+    @property
+    def all(self) -> list[Group]:
+        """Every group that was played."""
+        return [*self.groups, *self.discarded]
+
+
+class Supply:
+    """Plays the groups of a run as asyncio tasks and gives them to the learner, a batch at a time.
+
+    With `max_staleness` 0, groups are played only while the learner waits for them. Above 0 they
+    are played at all times, as far as `Admission` allows.
+
+    Args:
+        config: The settings.
+        player: Plays the groups.
+        draw: Returns the tasks of a step, counted from 1.
+        flat: Whether nothing is learned from a group, since its advantages are all 0.
+        held_out: Keys of tasks that are not played, by environment.
+        timeline: Gets the time of each group.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        player: Player,
+        draw: Callable[[int], Sequence[Task]],
+        flat: Callable[[Group], bool],
+        held_out: Mapping[str, Collection[str]] | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._config, self._settings, self._player = config, config.supply, player
+        self._draw, self._flat, self._held_out = draw, flat, held_out or {}
+        self._timeline = timeline or Timeline()
+        self._gate = Gate(config.rollout.concurrency)
+        self.admission = Admission(config.tasks_per_step, config.supply.max_staleness)
+        self._tickets: dict[int, Ticket] = {}
+        self._again: list[Ticket] = []
+        """Those that gave their place back and wait for one."""
+        self._next = 0
+        """The number of the next group."""
+        self._tasks: list[Task] = []
+        """Those of the step that is being admitted."""
+        self._chosen: list[int] = []
+        """Numbers of the groups that the learner has."""
+        self._discarded: list[Group] = []
+        self._dropped = 0
+        self._changed = asyncio.Event()
+        self._error: BaseException | None = None
+        self._moved = 0.0
+        """Time at which a group was last admitted or played."""
+        self._given: float | None = None
+        """Time at which the last batch was given."""
+        self._background = Background()
+
+    @property
+    def ahead(self) -> bool:
+        """Whether groups are played while the learner updates."""
+        return self._settings.max_staleness > 0
+
+    async def take(self) -> Batch:
+        """Waits for the groups of the next update and returns them, in the order of their tasks.
+
+        Raises:
+            RolloutError: No episode has ended for longer than any may take, a group is too old
+                again and again, or see `Collector.play` and `Collector.accept`.
+        """
+        clock = asyncio.get_running_loop().time
+        asked = self._moved = clock()
+        since = asked if self._given is None else self._given
+        if self._given is None:
+            self._gate.episode_seconds()
+        self._admit()
+        while (chosen := self._choose()) is None:
+            await self._wait(asked)
+        self._chosen = chosen
+        tickets = [self._tickets[number] for number in chosen]
+        groups = [ticket.group for ticket in tickets if ticket.group is not None]
+        now = self._given = clock()
+        metrics = self._metrics(groups, asked, since, now)
+        settled = self._player.accept([*groups, *self._discarded])
+        self._discarded = []
+        return Batch(
+            groups=settled[: len(groups)],
+            discarded=settled[len(groups) :],
+            seconds=max(now - (since if self.ahead else asked), 1e-9),
+            metrics=metrics,
+        )
+
+    async def run(self, update: Callable[[], T]) -> T:
+        """Runs an update, in a thread of its own if groups are played meanwhile."""
+        return await self._background.run(update) if self.ahead else update()
+
+    def advance(self, version: int) -> None:
+        """Notes that the last batch was trained on, and that the engine has the new weights."""
+        for number in self._chosen:
+            del self._tickets[number]
+        self.admission.train(self._chosen, version)
+        self._chosen = []
+        if self.ahead:
+            self._admit()
+
+    async def close(self) -> None:
+        """Ends the groups that are played; waits a while for an update that still runs."""
+        playing = [t.playing for t in self._tickets.values() if t.playing is not None]
+        for task in playing:
+            task.cancel()
+        await asyncio.gather(*playing, return_exceptions=True)
+        await self._background.close()
+
+    def waits_for(self) -> str:
+        """Says what the learner waits for, in one sentence."""
+        oldest = [t for t in self._tickets.values() if t.group is None][: self.admission.batch]
+        names = ", ".join(f"{t.task.env_id} seed {t.task.seed}" for t in oldest[:3])
+        more = f" and {len(oldest) - 3} more" if len(oldest) > 3 else ""
+        ready = len(self._tickets) - sum(t.group is None for t in self._tickets.values())
+        return (
+            f"step {self.admission.version + 1} waits for groups of {names}{more}; {ready} groups "
+            f"are ready, {self._gate.running} episodes are in flight"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Returns the groups that are lost if the run ends now, as JSON; see `restore`."""
+        lost = sorted([*self._tickets.values(), *self._again], key=lambda t: t.number)
+        return {
+            "next": self._next,
+            "open": [[t.number, t.attempt, asdict(t.task)] for t in lost],
+        }
+
+    def restore(self, saved: Mapping[str, Any], version: int) -> None:
+        """Takes over a `state`; the groups that were lost are played first."""
+        self._next = int(saved["next"])
+        self._again = [
+            Ticket(number=int(number), attempt=int(attempt), task=Task(**task))
+            for number, attempt, task in saved["open"]
+        ]
+        self.admission.version = version
+        self.admission.admitted = self._next
+        self.admission.dropped = len(self._again)
+        self._tasks = []
+
+    def _admit(self) -> None:
+        """Begins to play as many groups as there is room for."""
+        last = self._config.steps * self.admission.batch
+        while self.admission.room > 0 and (self._again or self._next < last):
+            if self._again:
+                ticket = self._again.pop(0)
+            else:
+                ticket = Ticket(number=self._next, task=self._next_task())
+                self._next += 1
+            self._tickets[ticket.number] = ticket
+            self.admission.admit(ticket.number)
+            self._moved = asyncio.get_running_loop().time()
+            ticket.playing = asyncio.create_task(self._play(ticket))
+
+    def _next_task(self) -> Task:
+        step, place = divmod(self._next, self.admission.batch)
+        if place == 0 or not self._tasks:
+            self._tasks = list(self._draw(step + 1))
+        return self._tasks[place]
+
+    async def _play(self, ticket: Ticket) -> None:
+        step, place = divmod(ticket.number, self.admission.batch)
+        parts: tuple[int | str, ...] = ("rollout", self._config.seed, step + 1)
+        job = GroupJob(
+            task=ticket.task,
+            seed=derive_seed(*parts, *(("again", ticket.attempt) if ticket.attempt else ())),
+            place=place,
+            group_size=self._config.rollout.group_size,
+            temperature=self._config.rollout.temperature,
+            held_out=self._held_out,
+            straggler_quantile=self._settings.straggler_quantile,
+        )
+        facts = {"seed": ticket.task.seed, "version": self.admission.version}
+        try:
+            with self._timeline.group(f"step {step + 1}, group {place}", facts):
+                group = await self._player.play(job, self._gate)
+            self._moved = asyncio.get_running_loop().time()
+            if self._must_resample(ticket, group):
+                self._resample(ticket, group)
+            else:
+                ticket.group = group
+        except Exception as error:  # `take` raises it
+            self._error = self._error or error
+        self._changed.set()
+
+    def _must_resample(self, ticket: Ticket, group: Group) -> bool:
+        if ticket.attempt >= self._settings.max_resamples:
+            return False
+        wins = [bool(e.success) for e in group.episodes if not e.failed]
+        if not wins:
+            return False  # `Collector.accept` counts what failed
+        low, high = self._settings.min_success, self._settings.max_success
+        return not low <= float(np.mean(wins)) <= high or self._flat(group)
+
+    def _resample(self, ticket: Ticket, group: Group) -> None:
+        """Gives the place of a group back, for another task of the same environment."""
+        self._discarded.append(group)
+        seed = derive_seed("again", ticket.task.seed) % HELD_OUT
+        task = replace(ticket.task, seed=seed)
+        self._give_back(Ticket(number=ticket.number, task=task, attempt=ticket.attempt + 1))
+
+    def _give_back(self, ticket: Ticket) -> None:
+        del self._tickets[ticket.number]
+        self.admission.drop(ticket.number)
+        self._again.append(ticket)
+        self._admit()
+
+    def _choose(self) -> list[int] | None:
+        """Returns the groups of the next update, after dropping those that are too old.
+
+        Raises:
+            RolloutError: A group is too old again and again.
+        """
+        for ticket in list(self._tickets.values()):
+            if ticket.group is not None and self._age(ticket.group) > self._settings.max_staleness:
+                self._drop(ticket, self._age(ticket.group))
+        return self.admission.choose([n for n, t in self._tickets.items() if t.group is not None])
+
+    def _drop(self, ticket: Ticket, age: int) -> None:
+        self._dropped += 1
+        if ticket.drops >= _MOST_DROPS:
+            raise RolloutError(
+                f"a group of {ticket.task.env_id} (seed {ticket.task.seed}) was sampled with "
+                f"weights that are {age} updates old, for the {_MOST_DROPS + 1}th time; expected "
+                f"at most max_staleness {self._settings.max_staleness}: does the engine take the "
+                "new weights?"
+            )
+        again = replace(ticket, drops=ticket.drops + 1, group=None, playing=None)
+        self._give_back(again)
+
+    def _age(self, group: Group) -> int:
+        return max([0, *_ages(group, self.admission.version)])
+
+    async def _wait(self, asked: float) -> None:
+        """Waits until a group is played; says from time to time what is waited for.
+
+        Raises:
+            RolloutError: Nothing happens any more, or see `Collector.play`.
+        """
+        if self._error is not None:
+            raise self._error
+        self._changed.clear()
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(_BEAT):
+                await self._changed.wait()
+        except TimeoutError:
+            logger.info("%s (for %.0f s)", self.waits_for(), clock() - asked)
+            limits = self._config.rollout
+            most = 2 * (limits.max_retries + 1) * limits.episode_timeout + _MARGIN
+            if clock() - max(self._moved, self._gate.changed or 0.0) > most:
+                raise RolloutError(
+                    f"no episode began or ended for {most:g} s, although rollout.episode_timeout "
+                    f"is {limits.episode_timeout:g}: {self.waits_for()}"
+                ) from None
+        if self._error is not None:
+            raise self._error
+
+    def _metrics(
+        self, groups: Sequence[Group], asked: float, since: float, now: float
+    ) -> dict[str, float]:
+        """Returns the metrics of a batch, before it is given.
+
+        Args:
+            groups: The groups.
+            asked: Time at which the learner asked for them.
+            since: Time of the last batch.
+            now: Time at which they are given.
+        """
+        ages = [age for group in groups for age in _ages(group, self.admission.version)]
+        limits, size = self._config.rollout, self._config.tasks_per_step
+        in_flight = size * (self._settings.max_staleness + 1) * limits.group_size
+        places = min(limits.concurrency, in_flight) * (now - since)
+        busy = self._gate.episode_seconds()
+        dropped, self._dropped = self._dropped, 0
+        metrics = {
+            "rollout/staleness_mean": float(np.mean(ages)) if ages else 0.0,
+            "rollout/staleness_max": float(max(ages, default=0)),
+            "rollout/dropped_groups": float(dropped),
+            "time/learner_idle": (now - asked) / (now - since) if now > since else 0.0,
+            "time/rollout_idle": max(0.0, 1 - busy / places) if places else 0.0,
+        }
+        if self._settings.max_resamples:
+            metrics |= _cost(groups, self._discarded)
+        if self._settings.straggler_quantile < 1:
+            left_out = sum(group.left_out for group in groups)
+            metrics["rollout/left_out_episodes"] = float(left_out)
+            metrics["rollout/left_out_share"] = left_out / (len(groups) * limits.group_size)
+        return metrics
+
+
+def _ages(group: Group, version: int) -> list[int]:
+    """Returns how many versions old the oldest token of each episode is."""
+    return [version - e.weights_versions[0] for e in group.episodes if e.turns]
+
+
+def _cost(groups: Sequence[Group], discarded: Sequence[Group]) -> dict[str, float]:
+    """Returns what was played beyond the groups of a batch, as metrics."""
+    extra = [e for group in discarded for e in group.episodes]
+    every = [e for group in groups for e in group.episodes] + extra
+    tokens = sum(e.model_tokens for e in extra)
+    return {
+        "rollout/resampled_groups": float(len(discarded)),
+        "rollout/resampled_tokens": float(tokens),
+        "rollout/resampled_share": tokens / max(1, sum(e.model_tokens for e in every)),
+        "rollout/success_played": success_of(every),
+    }
+
+
+def success_of(episodes: Sequence[Episode]) -> float:
+    """Returns the share of successes among the episodes whose environment did not fail."""
+    wins = [bool(episode.success) for episode in episodes if not episode.failed]
+    return float(np.mean(wins)) if wins else 0.0
