@@ -20,3 +20,5 @@ from .settings import RolloutConfig as RolloutConfig
 from .settings import SupplyConfig as SupplyConfig
 from .template import ChatTemplate as ChatTemplate
 from .transcript import ChatTokenizer as ChatTokenizer
+from .workers import Crew as Crew
+from .workers import WorkerCollector as WorkerCollector
