@@ -17,8 +17,9 @@ from gspo_env.engines.base import (
     UpdatesInFlight,
     check_completion,
 )
-from gspo_env.errors import ChatTemplateError, EnvironmentContractError, RolloutError
+from gspo_env.errors import ChatTemplateError, EnvironmentContractError
 from gspo_env.rollout.conversation import Opening, Transcript
+from gspo_env.rollout.draw import Draw
 from gspo_env.rollout.faults import EnvironmentFailed, describe, refuse_failures
 from gspo_env.rollout.play import ENDED, Move, Situation, conclude
 from gspo_env.rollout.pool import EnvPool, EnvPools
@@ -27,13 +28,10 @@ from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.stragglers import Pace
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.rollout.waits import Heartbeat, Wait, Waits
-from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.types import Episode, Group, ResetInfo, StopReason, Task
+from gspo_env.seeding import derive_seed
+from gspo_env.types import Episode, Group, StopReason, Task
 
 logger = logging.getLogger(__name__)
-
-_MOST_DRAWS = 100
-"""Maximum tasks that are drawn for one group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,7 +152,7 @@ class Collector:
             RolloutError: Too many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of the task have different keys.
         """
-        draw = _Draw(job.task, job.held_out.get(job.task.env_id, ()))
+        draw = Draw(job.task, job.held_out.get(job.task.env_id, ()))
         clock, started = asyncio.get_running_loop().time, dict[int, float]()
 
         async def one(member: int) -> Episode:
@@ -186,7 +184,7 @@ class Collector:
         self._unfit.clear()
         return self._settle(groups)
 
-    async def _episode(self, draw: _Draw, seed: int, temperature: float) -> Episode:
+    async def _episode(self, draw: Draw, seed: int, temperature: float) -> Episode:
         """Plays an episode; if its environment fails, again in another one.
 
         Only the last retry has other random numbers, in case the failure follows from the actions.
@@ -202,7 +200,7 @@ class Collector:
 
         return await play_again(attempt, retries, self.pool.faults)
 
-    async def _attempt(self, draw: _Draw, seed: int, temperature: float) -> Episode:
+    async def _attempt(self, draw: Draw, seed: int, temperature: float) -> Episode:
         wait = self._waits.begin(draw.task)
         policy = _EnginePolicy(self, wait, seed, temperature)
         try:
@@ -280,44 +278,6 @@ async def _one_error() -> AsyncIterator[None]:
         yield
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-class _Draw:
-    """The task of a group, drawn again while its key is held out.
-
-    The next seed follows from the last one, so that all episodes of a group find the same task in
-    any order. Only the first episode that meets a held-out task draws; the others follow.
-    """
-
-    def __init__(self, task: Task, held_out: Collection[str]) -> None:
-        self.task, self._held_out, self._count = task, held_out, 0
-
-    def __call__(self, task: Task, reset: ResetInfo) -> Task | None:
-        """See `gspo_env.rollout.play.Redraw`."""
-        if reset.task_key not in self._held_out:
-            return None
-        if task == self.task:
-            self._count += 1
-            if self._count >= _MOST_DRAWS:
-                options = f" with options {dict(task.options)}" if task.options else ""
-                raise RolloutError(
-                    f"{task.env_id}: the last {_MOST_DRAWS} tasks drawn{options} are held out for "
-                    "evaluation; expected a task to train on, so lower eval_tasks or add tasks"
-                )
-            self.task = replace(task, seed=derive_seed("redraw", task.seed) % HELD_OUT)
-        return self.task
-
-    def group(self, episodes: Sequence[Episode], size: int) -> Group:
-        for episode in episodes:
-            if episode.turns and episode.task != self.task:
-                raise EnvironmentContractError(
-                    f"{self.task.env_id}: two resets with seed {episode.task.seed} had different "
-                    "task keys; expected one task_key for each seed and options."
-                )
-        redrawn = self._count if self._held_out else None
-        return Group(
-            task=self.task, episodes=tuple(episodes), redrawn=redrawn, left_out=size - len(episodes)
-        )
 
 
 class _EnginePolicy:
