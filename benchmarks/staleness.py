@@ -202,11 +202,12 @@ async def ahead(player: Any, episodes: int) -> tuple[float, float, float]:
     from gspo_env.types import Task
 
     collector, batch = collector_of(player, engine_of(player)), 8
+    steps = max(4, episodes // (8 * batch))
     config = Config(
-        steps=max(4, episodes // (8 * batch)),
+        steps=steps,
         tasks_per_step=batch,
         rollout=collector.config,
-        supply=SupplyConfig(max_staleness=4),
+        supply=SupplyConfig(max_staleness=steps),  # the places are the limit, not the age
     )
 
     def draw(step: int) -> list[Task]:
