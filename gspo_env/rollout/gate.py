@@ -37,6 +37,11 @@ class Gate(asyncio.Semaphore):
         seconds, self._sum = self._sum, 0.0
         return seconds
 
+    def add(self, seconds: float) -> None:
+        """Adds the time of episodes that another process has played."""
+        self._sum += seconds
+        self.changed = asyncio.get_running_loop().time()
+
     def _count(self, change: int) -> None:
         now = asyncio.get_running_loop().time()
         if self.changed is not None:

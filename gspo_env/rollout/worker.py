@@ -23,6 +23,7 @@ from gspo_env.env.tools import Tool
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, GroupJob
 from gspo_env.rollout.faults import FaultLog
+from gspo_env.rollout.gate import Gate
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer, History
@@ -74,6 +75,8 @@ class Played:
     group: Group
     unfit: tuple[int, ...] = ()
     """Tokens of each first prompt that did not fit."""
+    seconds: float = 0.0
+    """Time of all episodes in flight since the last group was given back, added up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +111,7 @@ class Worker:
         chat = ChatTokenizer(setup.tokenizer, history=setup.history)
         self._pool = setup.make_pool(_Unlogged())
         self._collector = Collector(self._engine, chat, self._pool, setup.config, setup.vocab_size)
-        self._gate = asyncio.Semaphore(most)
+        self._gate = Gate(most)
         # the trainer's log says who is waited for
         self._collector._heartbeat = Heartbeat(lambda: 0.0, str)
         self._playing = 0
@@ -130,7 +133,8 @@ class Worker:
             self._playing -= 1
         unfit = tuple(self._collector._unfit)
         self._collector._unfit.clear()
-        return to_bytes(Played(group=group, unfit=unfit))
+        seconds = self._gate.episode_seconds()
+        return to_bytes(Played(group=group, unfit=unfit, seconds=seconds))
 
     def beat(self, fleet: Fleet) -> Pulse:
         """Takes over which servers serve, and says what the episodes wait for; from any thread."""

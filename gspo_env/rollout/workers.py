@@ -15,6 +15,7 @@ from typing import Protocol
 from gspo_env.engines.vllm.requests import Fleet, ServerAddress
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, GroupJob
+from gspo_env.rollout.gate import Gate
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.waits import SILENCE, Heartbeat
 from gspo_env.rollout.worker import Lines, Order, Pulse, from_bytes
@@ -327,4 +328,6 @@ class WorkerCollector(Collector):
             for fault in episode.faults:
                 self.pool.faults.note(episode.task, fault)
         self._unfit.extend(played.unfit)
+        if isinstance(gate, Gate):
+            gate.add(played.seconds)
         return played.group

@@ -87,6 +87,8 @@ def test_actors_play_what_one_process_plays_and_leave_nothing(mark, chat, alone)
     server, expected = alone
     before = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_AUTH_TOKEN_PATH")
     with opened(settings("ray:2"), chat, Engine(fleet(server))) as collector:
+        while collector.metrics()["rollout/workers"] < 2:
+            time.sleep(0.1)
         groups = collect(collector)
         assert len(marked(mark)) > 5
     assert essence(groups) == expected

@@ -119,14 +119,14 @@ def collect(collector, size=3):
 def test_groups_faults_and_metrics_are_those_of_one_process(chat, server, fails, caplog):
     config = settings("ray:2", env={"fails": fails}, max_retries=1)
     alone, counted = here(config, chat, Engine(fleet(server)))
-    said = [line for line in caplog.messages if line.startswith("episode of")]
+    assert sum(line.startswith("episode of") for line in caplog.messages) == bool(fails)
     with crew_of(config, chat, Engine(fleet(server))) as (collector, handles):
         groups = collect(collector)
         counts = collector.metrics()
         assert all(handle.orders for handle in handles)
     assert collector.pool.faults.counts == counted
     assert sum(counted.values()) == (12 if fails else 0)
-    assert [line for line in caplog.messages if line.startswith("episode of")] == 2 * said
+    assert sum(line.startswith("episode of") for line in caplog.messages) == 2 * bool(fails)
     assert {t.weights_version for g in groups for e in g.episodes for t in e.turns} == {4}
     stats, same = RolloutStats.of(groups, 1.0), RolloutStats.of(alone, 1.0)
     assert stats == same
