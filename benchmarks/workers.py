@@ -51,7 +51,7 @@ def play(collector: Collector, tasks: int, size: int) -> tuple[list[Group], floa
 
 def kill_some(crew, times: int, draw: random.Random, over: threading.Event) -> None:  # type: ignore[no-untyped-def]
     """Kills busy workers, one after the other."""
-    while times and not over.wait(draw.uniform(0.2, 1.0)):
+    while times and not over.wait(draw.uniform(0.1, 2.0)):
         busy = [m.pid for m in crew._members if m.jobs and m.pid and psutil.pid_exists(m.pid)]
         if busy:
             os.kill(draw.choice(busy), signal.SIGKILL)
@@ -61,7 +61,7 @@ def kill_some(crew, times: int, draw: random.Random, over: threading.Event) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--tasks", type=int, default=64)
+    parser.add_argument("--tasks", type=int, default=100)
     parser.add_argument("--size", type=int, default=8)
     parser.add_argument("--kills", type=int, default=3)
     args = parser.parse_args()
