@@ -53,6 +53,8 @@ class Terminal:
     def __init__(self, command: list[str], rows: int, columns: int, **env: str) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)  # whatever the shell of the tests ignores
             left_out = ("CI", "NO_COLOR", "COLUMNS", "LINES")  # readline sets the last two
             kept = {name: value for name, value in os.environ.items() if name not in left_out}
             os.execvpe(command[0], command, {**kept, "TERM": "xterm-256color", **env})
