@@ -60,6 +60,8 @@ class Keyboard:
         self._stdin: Any = None
         self._signals: dict[int, Any] = {}
         self._lock = threading.RLock()
+        self._held = False
+        """Whether a signal is about to end or stop the process, so that no key is read."""
 
     def start(self) -> bool:
         """Begins to read keys; returns whether there is a keyboard."""
@@ -79,7 +81,7 @@ class Keyboard:
     def ready(self) -> list[int]:
         """Returns what to `select` for keys: nothing in the background."""
         with self._lock:
-            if self._stdin is None or not self._foreground():
+            if self._held or self._stdin is None or not self._foreground():
                 return []
             if self._saved is None and not self._take():
                 return []
@@ -149,7 +151,7 @@ class Keyboard:
     def _end(self, number: int, *_: object) -> None:
         """Restores the terminal, then does what the signal does without a handler."""
         if os.getpid() == self._pid:
-            self.release()
+            self._give_back()
             self._display.show_cursor()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -159,12 +161,21 @@ class Keyboard:
         mine = os.getpid() == self._pid
         if mine:
             self._display.hide()
-            self.release()
+            self._give_back()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         if mine and number in self._signals:  # continued
             signal.signal(number, self._stop)
+            self._held = False
             self._display.come_back()
+
+    def _give_back(self) -> None:
+        """Restores the terminal's settings for good, also while another thread asks for a key."""
+        self._held = True
+        free = self._lock.acquire(timeout=1.0)  # a terminal that is halted holds the other thread
+        self.release()
+        if free:
+            self._lock.release()
 
 
 class _Watched:
