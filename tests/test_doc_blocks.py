@@ -17,12 +17,12 @@ PAGES = {
     "README.md": pytest.mark.adapters,
     "docs/adapters.md": pytest.mark.adapters,
     "docs/agents.md": pytest.mark.agents,
-    "docs/coming-from.md": (),
-    "docs/learner.md": (),
-    "docs/sandbox.md": (),
-    "docs/self-play.md": (),
-    "docs/view.md": (),
-    "docs/write-an-environment.md": (),
+    "docs/coming-from.md": pytest.mark.commands,
+    "docs/learner.md": pytest.mark.commands,
+    "docs/sandbox.md": pytest.mark.commands,
+    "docs/self-play.md": pytest.mark.commands,
+    "docs/view.md": pytest.mark.commands,
+    "docs/write-an-environment.md": pytest.mark.commands,
 }
 
 BEFORE = {

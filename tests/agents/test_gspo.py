@@ -50,6 +50,7 @@ def timeless(history):
     ]
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_metrics_and_another_seed_others():
     first, again, other = (
         timeless(GSPOAgent(config=tiny(seed=seed)).train()) for seed in (3, 3, 4)
@@ -176,6 +177,7 @@ def test_an_adapter_for_an_adapted_model_is_refused(model, tokenizer):
         GSPOAgent(adapted, config=config, tokenizer=tokenizer)
 
 
+@pytest.mark.slow
 def test_a_run_in_half_precision_trains_plays_and_saves_it():
     agent = GSPOAgent(config=tiny(model_dtype="bfloat16", steps=1, eval_tasks=2, recipe=SHORT))
     history = agent.train()

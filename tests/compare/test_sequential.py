@@ -134,6 +134,7 @@ def test_seeds_are_added_until_the_intervals_are_tight(tmp_path):
     assert "paired differences have a spread of" in said[0]
 
 
+@pytest.mark.slow
 def test_an_arm_that_cannot_win_gets_no_more_seeds_and_the_first_always_does(tmp_path):
     level = {"first": 0.0, "worse": -0.8, "good": 0.02}
     play, played = player(lambda name, seed: level[name] + noise(name, seed, 0.1))

@@ -119,6 +119,7 @@ def train(tmp_path, source, name, **changes):
     return agent, agent.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_environment_that_rewards_its_outcome_alone_trains_with_every_estimator(
     name, tmp_path, monkeypatch
@@ -310,6 +311,7 @@ def saved(agent):
     return [tomllib.loads(text)["credit"]["score"] for text in both]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "score"),
     [

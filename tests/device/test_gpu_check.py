@@ -59,6 +59,7 @@ def test_a_wrong_kernel_fails(program, monkeypatch):
         assert not program.attention(1, tasks=1, shared=64, heads=4)
 
 
+@pytest.mark.slow
 def test_its_updates_and_decode_steps_run_on_a_pretend_gpu(program, monkeypatch):
     monkeypatch.setattr(program, "alternate", lambda rounds, *works: [[work()] for work in works])
     with pretend_gpu():

@@ -104,6 +104,7 @@ def tasks_of(run):
     return states
 
 
+@pytest.mark.slow
 def test_a_run_that_plays_ahead_learns_from_tokens_of_known_versions_and_writes_a_trace():
     agent = GSPOAgent(config=config(profile=True))
     history = agent.train()
@@ -147,6 +148,7 @@ def test_a_run_that_plays_ahead_goes_on_with_what_was_in_flight_and_skips_no_tas
     assert tasks_of(part)[5] == (15, [])
 
 
+@pytest.mark.slow
 def test_a_rollout_that_fails_in_the_background_ends_the_run_with_its_sentence():
     agent = GSPOAgent(config=config(steps=9, eval_every=1))
     Path("hang").touch()

@@ -117,6 +117,7 @@ class Turns(TextEnv):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_says_a_collapse_in_the_terminal_and_the_folder_and_names_its_best_model(
     tmp_path, monkeypatch, capsys
 ):

@@ -129,7 +129,10 @@ def cut(run, step, to):
     record(to, load_toml(to / "config.toml"))  # as if it had been trained there
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [w if w in ("full", "LoRA") else pytest.param(w, marks=pytest.mark.slow) for w in WAYS],
+)
 def test_a_run_that_goes_on_ends_with_the_bits_of_the_uninterrupted_one(way, tmp_path):
     whole = GSPOAgent(config=config(**WAYS[way]))
     history = whole.train()

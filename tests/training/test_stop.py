@@ -175,6 +175,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(nu
     assert {s for s, name in points() if name == "rollout/return"} == set(range(1, done + 3))
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_run_that_plays_ahead_and_it_goes_on_without_gaps():
     process = start("--config", "run.toml", "--max-staleness", "2")
     until("run/checkpoints/step-000002", process)
