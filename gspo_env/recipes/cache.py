@@ -177,9 +177,10 @@ def make_key(
     source = env.rpartition(":")[0]
     if not (env in _OWN or source.endswith(".py")):
         return None
-    if env == "gspo/Dataset-v0" and not Path(str(arguments.get("data", ""))).is_file():
-        return None  # a data set of a hub
+    data = arguments.get("data", "")
     try:
+        if env == "gspo/Dataset-v0" and isinstance(data, str) and not _digests([data]):
+            return None  # a data set of a hub
         named = _digests([source, files, *_texts(arguments)])
         facts = json.dumps(
             {

@@ -133,6 +133,13 @@ def test_the_key_follows_the_sources_and_the_files_that_are_named(tmp_path):
 def test_an_environment_that_may_change_elsewhere_is_not_cached(env):
     assert make_key(env, {}, {}) is None
     assert make_key("gspo/Dataset-v0", {"data": "hub/name"}, {}) is None
+
+
+def test_rows_that_are_given_as_they_are_belong_to_the_key():
+    rows = [{"prompt": f"What is {n} + {n}?"} for n in range(100)]
+    key = make_key("gspo/Dataset-v0", {"data": rows}, {})
+    assert key is not None
+    assert key != make_key("gspo/Dataset-v0", {"data": rows[1:]}, {})
     assert make_key("gspo/Lookup-v0", {"x": object()}, {}) is None
 
 
