@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -63,7 +64,8 @@ class Collector:
     _unfit: list[int] = field(default_factory=list)
     """Tokens of each first prompt that does not fit, since the last batch."""
     _said: bool = False
-    _pace: Pace = field(default_factory=Pace)
+    _paces: dict[str, Pace] = field(default_factory=lambda: defaultdict(Pace))
+    """How long the last episodes of each environment took."""
     _weights_stay: asyncio.Event = field(default_factory=lambda: _set())
     """Unset while the engine takes new weights: episodes wait with their next action."""
     _waits: Waits = field(default_factory=Waits)
@@ -154,6 +156,7 @@ class Collector:
         """
         draw = Draw(job.task, job.held_out.get(job.task.env_id, ()))
         clock, started = asyncio.get_running_loop().time, dict[int, float]()
+        pace = self._paces[job.task.env_id]
 
         async def one(member: int) -> Episode:
             async with gate:
@@ -162,13 +165,13 @@ class Collector:
                 try:
                     return await self._episode(draw, seed, job.temperature)
                 finally:  # of one that is left out as well, or the limit would shrink
-                    self._pace.seconds.append(clock() - started[member])
+                    pace.seconds.append(clock() - started[member])
 
         with self._heartbeat.watching():
             async with _one_error(), asyncio.TaskGroup() as running:
                 played = [running.create_task(one(g)) for g in range(job.group_size)]
                 if job.straggler_quantile < 1:
-                    await self._pace.leave_slowest(played, started, job.straggler_quantile)
+                    await pace.leave_slowest(played, started, job.straggler_quantile)
         ended = [episode.result() for episode in played if not episode.cancelled()]
         return draw.group(ended, job.group_size)
 
