@@ -64,6 +64,8 @@ class Collector:
     _unfit: list[int] = field(default_factory=list)
     """Tokens of each first prompt that does not fit, since the last batch."""
     _said: bool = False
+    _inferred: set[str] = field(default_factory=set)
+    """Environments of which episodes have shown that they give outcomes."""
     _paces: dict[str, Pace] = field(default_factory=lambda: defaultdict(Pace))
     """How long the last episodes of each environment took."""
     _weights_stay: asyncio.Event = field(default_factory=lambda: _set())
@@ -241,12 +243,15 @@ class Collector:
     def _settle(self, groups: list[Group]) -> list[Group]:
         """Infers whether the environment gives outcomes, if it does not declare this.
 
-        Only episodes that the environment itself finished count, not those that were cut.
+        Only episodes that the environment itself finished count, not those that were cut. Groups
+        that are played ahead may have begun before it was known, so later ones are settled as well.
         """
         for env_id in {group.task.env_id for group in groups}:
             pool = self.pool.of(env_id)
             own = [group for group in groups if group.task.env_id == env_id]
             if pool.gives_outcome is None and _gives_outcome(pool, own):
+                self._inferred.add(env_id)
+            if env_id in self._inferred:
                 groups = [_settled(g, pool) if g.task.env_id == env_id else g for g in groups]
         return groups
 
