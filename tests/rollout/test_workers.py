@@ -238,6 +238,41 @@ def test_a_worker_that_cannot_start_is_not_started_again(chat, server):
     assert len(handles) == 2
 
 
+def test_a_worker_that_cannot_be_asked_is_lost_and_nobody_waits_for_it(chat, server):
+    config, engine = settings("ray:2"), Engine(fleet(server))
+
+    class Gone(Thread):
+        def beat(self, told):
+            raise ConnectionError("the cluster is gone")
+
+    with (
+        crew_of(config, chat, engine, Gone) as (collector, _),
+        pytest.raises(RolloutError, match="ConnectionError: the cluster is gone; it played not"),
+    ):
+        asyncio.run(asyncio.wait_for(collector.collect(TASKS, seed=5, group_size=3), 10.0))
+
+
+def test_a_worker_that_cannot_be_started_again_is_lost(chat, server):
+    config, engine, made = settings("ray:1"), Engine(fleet(server)), []
+
+    class Mortal(Thread):
+        async def play(self, order):
+            self.kill()
+            raise WorkerDied("out of memory")
+
+    def start(setup):
+        if made:
+            raise ConnectionError("the cluster is gone")
+        made.append(Mortal(setup))
+        return made[-1]
+
+    with (
+        crew_of(config, chat, engine, start) as (collector, _),
+        pytest.raises(RolloutError, match=r"none of the 1 workers is left; .*the cluster is gone"),
+    ):
+        collect(collector)
+
+
 def test_a_worker_that_does_not_start_in_time_is_an_error(chat, server):
     config, engine = settings("ray:1"), Engine(fleet(server))
 
