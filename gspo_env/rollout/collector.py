@@ -77,6 +77,10 @@ class Collector:
         """Lets the log say who is waited for."""
         self._heartbeat = Heartbeat(self._waits.idle, self._waits.describe)
 
+    def idle(self) -> float:
+        """Returns the seconds since an episode came further, as far as it is known."""
+        return self._waits.idle()
+
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of those who play, since their start."""
         return {}

@@ -321,6 +321,10 @@ class WorkerCollector(Collector):
         """Lets the log say who is waited for."""
         self._heartbeat = Heartbeat(self.crew.idle, self.crew.describe, SILENCE)
 
+    def idle(self) -> float:
+        """See `Collector.idle`."""
+        return self.crew.idle()
+
     def metrics(self) -> dict[str, float]:
         """See `Collector.metrics`."""
         return self.crew.metrics()

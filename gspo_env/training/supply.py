@@ -43,6 +43,10 @@ class Player(Protocol):
         """Returns the groups of a batch with their outcomes settled."""
         ...
 
+    def idle(self) -> float:
+        """Returns the seconds since an episode came further."""
+        ...
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -321,9 +325,10 @@ class Supply:
             logger.info("%s (for %.0f s)", self.waits_for(), clock() - asked)
             limits = self._config.rollout
             most = 2 * (limits.max_retries + 1) * limits.episode_timeout + _MARGIN
-            if clock() - max(self._moved, self._gate.changed or 0.0) > most:
+            quiet = clock() - max(self._moved, self._gate.changed or 0.0)
+            if min(quiet, self._player.idle()) > most:
                 raise RolloutError(
-                    f"no episode began or ended for {most:g} s, although rollout.episode_timeout "
+                    f"no episode came further for {most:g} s, although rollout.episode_timeout "
                     f"is {limits.episode_timeout:g}: {self.waits_for()}"
                 ) from None
         if self._error is not None:
