@@ -189,10 +189,10 @@ class Supply:
         oldest = [t for t in self._tickets.values() if t.group is None][: self.admission.batch]
         names = ", ".join(f"{t.task.env_id} seed {t.task.seed}" for t in oldest[:3])
         more = f" and {len(oldest) - 3} more" if len(oldest) > 3 else ""
-        ready = len(self._tickets) - sum(t.group is None for t in self._tickets.values())
+        played = sum(t.group is None for t in self._tickets.values())
         return (
-            f"step {self.admission.version + 1} waits for groups of {names}{more}; {ready} groups "
-            f"are ready, {self._gate.running} episodes are in flight"
+            f"step {self.admission.version + 1} waits for groups of {names}{more}; "
+            f"{len(self._tickets) - played} groups are ready, {played} are played"
         )
 
     def state(self) -> dict[str, Any]:

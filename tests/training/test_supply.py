@@ -232,7 +232,7 @@ def test_a_rollout_that_stands_still_ends_the_run_and_says_what_is_waited_for(ca
     sentence = r"no episode came further for 360 s.*: step 1 waits for groups of x seed 100, x"
     with pytest.raises(RolloutError, match=sentence):
         run(train(supply, player))
-    assert "0 groups are ready" in caplog.text
+    assert "0 groups are ready, 4 are played" in caplog.text
 
 
 @given(
