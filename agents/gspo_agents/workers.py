@@ -93,8 +93,11 @@ def open_collector(
 
 def make_pool(config: Config, faults: FaultLog) -> EnvPool | EnvPools:
     """Makes the environments of a worker."""
+    isolated = config.rollout.isolation == "process"
     made = {
-        member.env_id: EnvPool(partial(make_member, member, config), faults=faults)
+        member.env_id: EnvPool(
+            partial(make_member, member, config), isolated=isolated, faults=faults
+        )
         for member in config.environments
     }
     return EnvPools(made, faults) if len(made) > 1 else next(iter(made.values()))

@@ -158,7 +158,9 @@ def engine(found: Evidence, limit: float) -> Said | None:
     from gspo_env.training.probe import HALF_TOLERANCE, TOLERANCE
 
     run = found.run
-    difference = run.late("train/logprob_diff_mean")
+    # of tokens that older weights sampled, the difference says nothing of the engine
+    ahead = (run.number("supply.max_staleness") or 0.0) > 0
+    difference = run.late("train/sync_logprob_diff" if ahead else "train/logprob_diff_mean")
     dtypes = {trained_dtype(run), run.text("engine.dtype") or trained_dtype(run)}
     bound = max(TOLERANCE.get(dtype, HALF_TOLERANCE) for dtype in dtypes) * limit
     if difference is None or difference <= bound:

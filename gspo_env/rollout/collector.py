@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -63,7 +64,10 @@ class Collector:
     _unfit: list[int] = field(default_factory=list)
     """Tokens of each first prompt that does not fit, since the last batch."""
     _said: bool = False
-    _pace: Pace = field(default_factory=Pace)
+    _inferred: set[str] = field(default_factory=set)
+    """Environments of which episodes have shown that they give outcomes."""
+    _paces: dict[str, Pace] = field(default_factory=lambda: defaultdict(Pace))
+    """How long the last episodes of each environment took."""
     _weights_stay: asyncio.Event = field(default_factory=lambda: _set())
     """Unset while the engine takes new weights: episodes wait with their next action."""
     _waits: Waits = field(default_factory=Waits)
@@ -72,6 +76,10 @@ class Collector:
     def __post_init__(self) -> None:
         """Lets the log say who is waited for."""
         self._heartbeat = Heartbeat(self._waits.idle, self._waits.describe)
+
+    def idle(self) -> float:
+        """Returns the seconds since an episode came further, as far as it is known."""
+        return self._waits.idle()
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of those who play, since their start."""
@@ -154,6 +162,7 @@ class Collector:
         """
         draw = Draw(job.task, job.held_out.get(job.task.env_id, ()))
         clock, started = asyncio.get_running_loop().time, dict[int, float]()
+        pace = self._paces[job.task.env_id]
 
         async def one(member: int) -> Episode:
             async with gate:
@@ -162,13 +171,13 @@ class Collector:
                 try:
                     return await self._episode(draw, seed, job.temperature)
                 finally:  # of one that is left out as well, or the limit would shrink
-                    self._pace.seconds.append(clock() - started[member])
+                    pace.seconds.append(clock() - started[member])
 
         with self._heartbeat.watching():
             async with _one_error(), asyncio.TaskGroup() as running:
                 played = [running.create_task(one(g)) for g in range(job.group_size)]
                 if job.straggler_quantile < 1:
-                    await self._pace.leave_slowest(played, started, job.straggler_quantile)
+                    await pace.leave_slowest(played, started, job.straggler_quantile)
         ended = [episode.result() for episode in played if not episode.cancelled()]
         return draw.group(ended, job.group_size)
 
@@ -238,12 +247,15 @@ class Collector:
     def _settle(self, groups: list[Group]) -> list[Group]:
         """Infers whether the environment gives outcomes, if it does not declare this.
 
-        Only episodes that the environment itself finished count, not those that were cut.
+        Only episodes that the environment itself finished count, not those that were cut. Groups
+        that are played ahead may have begun before it was known, so later ones are settled as well.
         """
         for env_id in {group.task.env_id for group in groups}:
             pool = self.pool.of(env_id)
             own = [group for group in groups if group.task.env_id == env_id]
             if pool.gives_outcome is None and _gives_outcome(pool, own):
+                self._inferred.add(env_id)
+            if env_id in self._inferred:
                 groups = [_settled(g, pool) if g.task.env_id == env_id else g for g in groups]
         return groups
 

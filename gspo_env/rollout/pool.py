@@ -49,6 +49,8 @@ class EnvPool:
     gives_outcome: bool | None = None
     """Whether finished episodes have an `episodic_reward`; None until it is known."""
     outcome_if_cut: float = 0.0
+    isolated: bool = False
+    """Whether each environment is in a child process, whose start has a limit of its own."""
     max_stuck: int = 64
     """Threads that may hang at the same time."""
     close_timeout: float = 10.0
@@ -66,6 +68,7 @@ class EnvPool:
     def __post_init__(self) -> None:
         """Reads the declarations of the sample."""
         if self.sample is not None:
+            self.isolated = isinstance(self.sample, IsolatedEnv)
             self._read(self.sample)
 
     def of(self, env_id: str) -> EnvPool:
@@ -90,7 +93,7 @@ class EnvPool:
 
     async def _new(self, timeout: float | None) -> TextEnvironment:
         thread = None if self.blocking is False else EnvThread()
-        timeout = None if isinstance(self.sample, IsolatedEnv) else timeout
+        timeout = None if self.isolated else timeout
         try:
             env = attempt(self.make) if thread is None else await self._made_in(thread, timeout)
             if not self._known:

@@ -109,7 +109,8 @@ class SupplyConfig:
     """Greatest share of successful episodes of a group; see `max_resamples`."""
     straggler_quantile: float = 1.0
     """A group goes on without its slowest episode once that takes longer than this share of the
-    last episodes did, such as 0.99. That favours short episodes, so it is counted. 1 waits."""
+    last episodes of its environment did, such as 0.99. That favours short episodes, so it is
+    counted. 1 waits."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""

@@ -167,7 +167,7 @@ class Crew:
             except WorkerDied as death:
                 with self._lock:
                     self.reissued += 1
-                    self._lose(member, handle, str(death))
+                self._lose(member, handle, str(death))
             finally:
                 self._moved = time.monotonic()
                 with self._lock:
@@ -236,7 +236,10 @@ class Crew:
             fleet = self.fleet
             for member in self._members:
                 if member.state is not _State.LOST:
-                    self._ask(member, fleet)
+                    try:
+                        self._ask(member, fleet)
+                    except Exception as error:  # or nobody would notice who dies
+                        self._lose(member, member.handle, f"{type(error).__name__}: {error}")
 
     def _ask(self, member: _Member, fleet: Fleet) -> None:
         """Takes a worker's answer, asks it again, or ends it if it does not answer."""
@@ -260,8 +263,7 @@ class Crew:
         elif now - member.answered > self._answer_timeout:
             problem = f"it has not answered for {self._answer_timeout:g} s"
         if problem:
-            with self._lock:
-                self._lose(member, handle, problem)
+            self._lose(member, handle, problem)
 
     def _take(self, member: _Member, pulse: Pulse) -> None:
         with self._lock:
@@ -274,22 +276,30 @@ class Crew:
 
     def _lose(self, member: _Member, handle: Handle, reason: str) -> None:
         """Ends a worker, and starts another one in its place if that may help."""
-        if member.handle is not handle or member.state is _State.LOST or self._over.is_set():
-            return
-        began = member.state is _State.READY
-        played = ", ".join(f"{j.task.env_id} with seed {j.task.seed}" for j in member.jobs[:4])
-        self.lost += 1
-        self._why_lost = f"{reason}; it played {played or 'nothing'}"
-        logger.error("worker %d is lost: %s", member.number, self._why_lost)
-        member.state = _State.LOST
-        handle.kill(member.pid)
-        if not began:  # another one would fail in the same way
-            return
+        with self._lock:
+            if member.handle is not handle or member.state is _State.LOST or self._over.is_set():
+                return
+            began = member.state is _State.READY
+            played = ", ".join(f"{j.task.env_id} with seed {j.task.seed}" for j in member.jobs[:4])
+            self.lost += 1
+            self._why_lost = f"{reason}; it played {played or 'nothing'}"
+            logger.error("worker %d is lost: %s", member.number, self._why_lost)
+            member.state = _State.LOST
+            handle.kill(member.pid)
+            if began:  # else another one would fail in the same way
+                self._start_again(member)
+
+    def _start_again(self, member: _Member) -> None:
         if self.restarts >= self._limits.max_worker_restarts:
             logger.error("worker %d is not started again: %d were", member.number, self.restarts)
             return
         self.restarts += 1
-        member.handle, member.asked, member.pulse = self._start(member.number), None, None
+        try:
+            member.handle, member.asked, member.pulse = self._start(member.number), None, None
+        except Exception as error:  # such as of a cluster that is gone
+            self._why_lost = f"{type(error).__name__}: {error}"
+            logger.error("worker %d is not started again: %s", member.number, self._why_lost)
+            return
         member.state, member.since = _State.STARTING, time.monotonic()
 
     def _log(self, member: _Member, lines: Lines) -> None:
@@ -310,6 +320,10 @@ class WorkerCollector(Collector):
     def __post_init__(self) -> None:
         """Lets the log say who is waited for."""
         self._heartbeat = Heartbeat(self.crew.idle, self.crew.describe, SILENCE)
+
+    def idle(self) -> float:
+        """See `Collector.idle`."""
+        return self.crew.idle()
 
     def metrics(self) -> dict[str, float]:
         """See `Collector.metrics`."""

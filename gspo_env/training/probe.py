@@ -82,7 +82,7 @@ async def check_sync(collector: Collector, learner: Trainer) -> dict[str, float]
         The metric `train/sync_logprob_diff`; nothing for an engine on the learner's own weights.
 
     Raises:
-        EngineError: The difference is above the bound.
+        EngineError: The difference is above the bound, or the engine does not answer.
     """
     engine, limits = collector.engine, collector.config
     if not isinstance(engine, CopiesWeights):
@@ -94,15 +94,24 @@ async def check_sync(collector: Collector, learner: Trainer) -> dict[str, float]
         row = learner.pack([sample])
         return learner.logprobs(row).double().cpu().numpy()
 
-    async with asyncio.timeout(limits.episode_timeout):
-        found = await difference(
-            engine,
-            score,
-            prompts * engine.copies,
-            max_tokens=new,
-            vocab_size=collector.vocab_size,
-            temperature=limits.temperature,
-        )
+    clock = asyncio.timeout(limits.episode_timeout)
+    try:
+        async with clock:
+            found = await difference(
+                engine,
+                score,
+                prompts * engine.copies,
+                max_tokens=new,
+                vocab_size=collector.vocab_size,
+                temperature=limits.temperature,
+            )
+    except TimeoutError as error:
+        if not clock.expired():
+            raise
+        raise EngineError(
+            f"after an update of the weights, the engine did not answer a probe of {new} tokens "
+            f"within {limits.episode_timeout:g} s (rollout.episode_timeout)"
+        ) from error
     dtypes = {engine.dtype, str(next(learner.policy.parameters()).dtype).removeprefix("torch.")}
     usual = max(TOLERANCE.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
     bound = usual if engine.tolerance is None else engine.tolerance

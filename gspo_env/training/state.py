@@ -32,6 +32,8 @@ from gspo_env.training.signals import Stop
 if TYPE_CHECKING:
     from torch import Tensor
 
+_PARTS = ("config", "gives_outcome", "score", "supply")
+"""Parts of a state that older checkpoints lack or have in another form."""
 _CHANGEABLE = ("steps", "checkpoints.", "episodes.")
 """Beginnings of the settings that a resumed run may change."""
 
@@ -203,12 +205,14 @@ def open_run(run: Path, wanted: Config | None) -> Resumed:
 
     Raises:
         ConfigError: The config changes a setting that may not change.
-        OutputError: There is no such checkpoint, or another process trains the run.
+        OutputError: There is no such checkpoint, another version wrote it, or another process
+            trains the run.
     """
     if not (run / "checkpoints").is_dir():
         raise OutputError(f"{str(run)!r} has no checkpoints; expected the folder of a run")
     checkpoints = Checkpoints(run, (wanted or Config()).checkpoints)
     saved = checkpoints.newest()
+    _check_parts(saved)
     config = changed_config(run, saved, wanted)
     checkpoints.settings, checkpoints.failed = config.checkpoints, int(saved.numbers["failed"])
     model, tokenizer = saved.numbers["model"], None
@@ -217,6 +221,19 @@ def open_run(run: Path, wanted: Config | None) -> Resumed:
     return Resumed(
         checkpoints=checkpoints, saved=saved, config=config, model=model, tokenizer=tokenizer
     )
+
+
+def _check_parts(saved: Checkpoint) -> None:
+    """Refuses a checkpoint that another version wrote, before anything is loaded."""
+    numbers = saved.numbers
+    lacks = [name for name in _PARTS if name not in numbers]
+    if not lacks and not isinstance(numbers["gives_outcome"], Mapping):
+        lacks = ["gives_outcome of each environment"]
+    if lacks:
+        raise OutputError(
+            f"the checkpoint {str(saved.folder)!r} is of another version of gspo-env: it lacks "
+            f"{', '.join(lacks)}; go on with the version that wrote it, or start a new run"
+        )
 
 
 def _load_start(checkpoints: Checkpoints, dtype: str) -> tuple[Any, Any]:

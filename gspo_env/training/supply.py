@@ -43,6 +43,10 @@ class Player(Protocol):
         """Returns the groups of a batch with their outcomes settled."""
         ...
 
+    def idle(self) -> float:
+        """Returns the seconds since an episode came further."""
+        ...
+
 
 @dataclass(slots=True)
 class Ticket:
@@ -185,10 +189,10 @@ class Supply:
         oldest = [t for t in self._tickets.values() if t.group is None][: self.admission.batch]
         names = ", ".join(f"{t.task.env_id} seed {t.task.seed}" for t in oldest[:3])
         more = f" and {len(oldest) - 3} more" if len(oldest) > 3 else ""
-        ready = len(self._tickets) - sum(t.group is None for t in self._tickets.values())
+        played = sum(t.group is None for t in self._tickets.values())
         return (
-            f"step {self.admission.version + 1} waits for groups of {names}{more}; {ready} groups "
-            f"are ready, {self._gate.running} episodes are in flight"
+            f"step {self.admission.version + 1} waits for groups of {names}{more}; "
+            f"{len(self._tickets) - played} groups are ready, {played} are played"
         )
 
     def state(self) -> dict[str, Any]:
@@ -321,9 +325,10 @@ class Supply:
             logger.info("%s (for %.0f s)", self.waits_for(), clock() - asked)
             limits = self._config.rollout
             most = 2 * (limits.max_retries + 1) * limits.episode_timeout + _MARGIN
-            if clock() - max(self._moved, self._gate.changed or 0.0) > most:
+            quiet = clock() - max(self._moved, self._gate.changed or 0.0)
+            if min(quiet, self._player.idle()) > most:
                 raise RolloutError(
-                    f"no episode began or ended for {most:g} s, although rollout.episode_timeout "
+                    f"no episode came further for {most:g} s, although rollout.episode_timeout "
                     f"is {limits.episode_timeout:g}: {self.waits_for()}"
                 ) from None
         if self._error is not None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 _LEARNER, _GROUPS = 1, 100
 """Rows of the trace: the learner's; the first of those of groups."""
@@ -36,8 +39,11 @@ class Timeline:
         self._free: list[int] = []
         self._rows = self._playing = 0
         if path is not None:
-            self._file = path.open("w", encoding="utf-8")
-            self._file.write("[\n")
+            try:
+                self._file = path.open("w", encoding="utf-8")
+                self._file.write("[\n")
+            except OSError as error:  # a full disk costs the trace, not the run
+                logger.warning("no trace is written: %s", error)
             self._write({"name": "process_name", "ph": "M", "args": {"name": "gspo-env train"}})
             self._name(_LEARNER, "learner and training loop")
 
@@ -85,7 +91,7 @@ class Timeline:
     def flush(self) -> None:
         """Hands what was written to the operating system."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk costs the trace, not the run
+            with contextlib.suppress(OSError):
                 self._file.flush()
 
     def close(self) -> None:

@@ -290,6 +290,15 @@ def test_the_difference_of_engine_and_trainer_is_judged_by_the_dtype(
     assert found(folder) == names
 
 
+@pytest.mark.parametrize(("probe", "names"), [(1e-6, []), (0.05, ["engine"])])
+def test_the_age_of_what_is_played_ahead_is_no_difference_of_engine_and_trainer(
+    tmp_path: Path, probe: float, names: list[str]
+) -> None:
+    metrics = {"train/logprob_diff_mean": (0.05, 0.05), "train/sync_logprob_diff": (probe, probe)}
+    folder = write(tmp_path, metrics, settings={"supply": {"max_staleness": 2}})
+    assert found(folder) == names
+
+
 @pytest.mark.parametrize(("tasks", "names"), [(3, ["memorised"]), (16, [])])
 def test_few_training_tasks_that_the_evaluation_does_not_have_are_learned_by_heart(
     tmp_path: Path, tasks: int, names: list[str]

@@ -16,7 +16,7 @@ from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.collector import Collector, GroupJob, RolloutConfig
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Message, Prompt, StopReason, Task
@@ -414,6 +414,27 @@ def test_the_first_finished_episodes_decide_whether_cut_ones_have_an_outcome(pla
     later = episodes(play(running, tasks=1))  # only episodes that are cut
     assert {e.outcome for e in later} == {0.0}
     assert any(e.rewards.sum() > 0 for e in later)
+
+
+def test_a_group_that_was_played_before_it_was_known_has_the_outcome_of_a_cut_one(player):
+    running = collector(player, Sometimes, max_turns=2)
+
+    async def ahead():
+        gate = asyncio.Semaphore(8)
+        jobs = [
+            GroupJob(
+                task=Task(env_id="test", seed=n), seed=n, place=0, group_size=2, temperature=1.0
+            )
+            for n in (1, 3)
+        ]
+        return [await running.play(job, gate) for job in jobs]
+
+    ended, cut = asyncio.run(ahead())
+    assert [e.outcome for e in cut.episodes] == [e.rewards.sum() for e in cut.episodes] != [0, 0]
+    running.accept([ended])
+    assert running.pool.gives_outcome is True
+    (settled,) = running.accept([cut])
+    assert [e.outcome for e in settled.episodes] == [0.0, 0.0]
 
 
 def test_episodes_that_were_cut_decide_nothing(player):

@@ -104,3 +104,35 @@ def test_a_group_waits_while_too_few_episodes_tell_how_long_one_takes():
 def test_a_group_of_two_keeps_both():
     group, _ = played(0.9, group_size=2, warm=41)
     assert (len(group.episodes), group.left_out) == (2, 0)
+
+
+def test_an_environment_is_not_measured_by_the_times_of_a_faster_one():
+    """Every episode of the second environment takes longer than any of the first."""
+
+    class Two(Engine):
+        async def generate(self, prompt_ids, sampling, session=None):
+            done = await super().generate(prompt_ids, sampling, session)
+            await asyncio.sleep(50.0 if session.startswith("slow:") else 0.0)
+            return done
+
+    limits = RolloutConfig(max_turn_tokens=2, max_context=200, episode_timeout=1e5)
+    pool = EnvPool(Once, Once())
+    collector = Collector(Two(), ChatTokenizer(build_tokenizer(["go"])), pool, limits)
+
+    async def work():
+        gate, left_out = Gate(8), {"fast": 0, "slow": 0}
+        for seed in range(60):
+            for env_id in ("fast", "slow") if seed > 20 else ("fast",):
+                job = GroupJob(
+                    task=Task(env_id=env_id, seed=seed),
+                    seed=seed,
+                    place=0,
+                    group_size=4,
+                    temperature=1.0,
+                    straggler_quantile=1.0 - 1e-9,
+                )
+                left_out[env_id] += (await collector.play(job, gate)).left_out
+        return left_out
+
+    left_out = run(work())
+    assert left_out["slow"] <= left_out["fast"] + 1

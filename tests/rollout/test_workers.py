@@ -20,6 +20,7 @@ from worker_parts import TASKS, Engine, essence, fleet, pretend_server, settings
 from gspo_agents.workers import check_workers, make_pool
 from gspo_env.config import Config
 from gspo_env.engines.vllm.settings import VLLMServer
+from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
 from gspo_env.rollout import workers
 from gspo_env.rollout.collector import Collector
@@ -139,6 +140,12 @@ def test_groups_faults_and_metrics_are_those_of_one_process(chat, server, fails,
     }
 
 
+def test_the_start_of_a_child_process_has_a_limit_of_its_own_in_a_worker_too():
+    with closing(make_pool(settings("ray:1", isolation="process"), FaultLog())) as pool:
+        env = asyncio.run(pool.acquire(timeout=0.01))
+        assert isinstance(env, IsolatedEnv)
+
+
 def test_held_out_tasks_are_drawn_again_as_in_one_process(chat, server):
     config, engine = settings("ray:2"), Engine(fleet(server))
     held_out = {"test/Turns": {"1", "3"}}
@@ -236,6 +243,41 @@ def test_a_worker_that_cannot_start_is_not_started_again(chat, server):
     ):
         collect(collector)
     assert len(handles) == 2
+
+
+def test_a_worker_that_cannot_be_asked_is_lost_and_nobody_waits_for_it(chat, server):
+    config, engine = settings("ray:2"), Engine(fleet(server))
+
+    class Gone(Thread):
+        def beat(self, told):
+            raise ConnectionError("the cluster is gone")
+
+    with (
+        crew_of(config, chat, engine, Gone) as (collector, _),
+        pytest.raises(RolloutError, match="ConnectionError: the cluster is gone; it played not"),
+    ):
+        asyncio.run(asyncio.wait_for(collector.collect(TASKS, seed=5, group_size=3), 10.0))
+
+
+def test_a_worker_that_cannot_be_started_again_is_lost(chat, server):
+    config, engine, made = settings("ray:1"), Engine(fleet(server)), []
+
+    class Mortal(Thread):
+        async def play(self, order):
+            self.kill()
+            raise WorkerDied("out of memory")
+
+    def start(setup):
+        if made:
+            raise ConnectionError("the cluster is gone")
+        made.append(Mortal(setup))
+        return made[-1]
+
+    with (
+        crew_of(config, chat, engine, start) as (collector, _),
+        pytest.raises(RolloutError, match=r"none of the 1 workers is left; .*the cluster is gone"),
+    ):
+        collect(collector)
 
 
 def test_a_worker_that_does_not_start_in_time_is_an_error(chat, server):

@@ -34,6 +34,7 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import record
+from gspo_env.training.timeline import Timeline
 from gspo_env.types import Task
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
@@ -300,3 +301,11 @@ def test_no_action_begins_while_an_engine_takes_weights_that_cannot_in_flight():
     for episode in (e for group in groups for e in group.episodes):
         versions = [turn.weights_version for turn in episode.turns]
         assert versions == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_a_trace_that_cannot_be_written_costs_the_trace_and_not_the_run(tmp_path, caplog):
+    timeline = Timeline(tmp_path / "missing" / "trace.json")
+    with timeline.span("update", step=1), timeline.group("step 1, group 0", {}):
+        pass
+    timeline.close()
+    assert "no trace is written: " in caplog.text

@@ -101,6 +101,17 @@ def test_a_weight_that_missed_an_update_stops_the_run(learner, chat, missed):
         probed(engine, learner, chat)
 
 
+def test_an_engine_that_does_not_answer_is_named(learner, chat):
+    engine = Copying(learner.policy)
+
+    async def generate(*_):
+        await asyncio.sleep(60.0)
+
+    engine.generate = generate
+    with pytest.raises(EngineError, match=r"did not answer a probe of 16 tokens within 0\.1 s"):
+        probed(engine, learner, chat, episode_timeout=0.1)
+
+
 def test_every_copy_is_probed(learner, chat):
     engine = Copying(learner.policy, copies=3, missed="q_proj")
     perturb(learner.policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -209,6 +210,32 @@ def test_without_an_undamaged_checkpoint_a_run_does_not_go_on_and_each_damage_is
     for folder in Path("run/checkpoints").glob("step-*"):
         (folder / "state.json").unlink()
     with pytest.raises(OutputError, match=r"step-000001: state.json is missing; step-000000: "):
+        GSPOAgent.resume("run")
+
+
+def without_supply(numbers):
+    del numbers["supply"]
+
+
+def with_one_outcome(numbers):
+    numbers["gives_outcome"] = True
+
+
+@pytest.mark.parametrize(
+    ("older", "lacks"),
+    [(without_supply, "supply"), (with_one_outcome, "gives_outcome of each environment")],
+)
+def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(older, lacks, done):
+    cut(done, 3, Path("run"))
+    folder = Path("run/checkpoints/step-000003")
+    numbers = json.loads((folder / "state.json").read_text())
+    older(numbers)
+    text = json.dumps(numbers).encode()
+    (folder / "state.json").write_bytes(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["state.json"] = [len(text), hashlib.sha256(text).hexdigest()]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(OutputError, match=rf"step-000003' is of another version .* lacks {lacks};"):
         GSPOAgent.resume("run")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ class Scripted:
         self.seconds, self.flat, self.lag, self.raises = seconds, set(flat), lag, raises
         self.version, self.jobs, self.ended, self.most = 0, [], [], 0
         self.playing = 0
+        self.idle = lambda: math.inf
 
     async def play(self, job, gate):
         number = len(self.jobs)
@@ -216,14 +218,21 @@ def test_an_error_of_a_group_ends_the_run_and_leaves_nothing_behind(staleness):
     assert player.playing == 0
 
 
+def test_a_group_whose_episodes_come_further_elsewhere_may_take_long():
+    """A worker says nothing of a group before all of its episodes have ended."""
+    player = Scripted([1000.0])
+    player.idle = lambda: 1.0
+    assert seeds(run(train(supply_of(player, batch=1, steps=1), player, steps=1))) == [100]
+
+
 def test_a_rollout_that_stands_still_ends_the_run_and_says_what_is_waited_for(caplog):
     caplog.set_level("INFO")
     player = Scripted([1e9])
     supply = supply_of(player, staleness=1)
-    sentence = r"no episode began or ended for 360 s.*: step 1 waits for groups of x seed 100, x"
+    sentence = r"no episode came further for 360 s.*: step 1 waits for groups of x seed 100, x"
     with pytest.raises(RolloutError, match=sentence):
         run(train(supply, player))
-    assert "0 groups are ready" in caplog.text
+    assert "0 groups are ready, 4 are played" in caplog.text
 
 
 @given(
