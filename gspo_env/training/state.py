@@ -34,8 +34,17 @@ if TYPE_CHECKING:
 
 _PARTS = ("config", "gives_outcome", "score", "supply")
 """Parts of a state that older checkpoints lack or have in another form."""
-_CHANGEABLE = ("steps", "checkpoints.", "episodes.")
-"""Beginnings of the settings that a resumed run may change."""
+_CHANGEABLE = (
+    "steps",
+    "checkpoints.",
+    "episodes.",
+    "engine.addresses",
+    "rollout.workers",
+    "rollout.ray_address",
+    "rollout.max_worker_restarts",
+)
+"""Beginnings of the settings that a resumed run may change: how long, what is kept, and where it is
+played."""
 
 
 @dataclass(slots=True)
@@ -123,7 +132,8 @@ def changed_config(run: Path, saved: Checkpoint, wanted: Config | None) -> Confi
         if old.get(name) != new.get(name) and not (moved or name.startswith(_CHANGEABLE)):
             raise ConfigError(
                 f"{name} is {new.get(name)!r}, and {old.get(name)!r} in the run that goes on; only "
-                "steps, save_every and keep may change: start a new run for another value"
+                "steps, what is kept, addresses and workers may change: start a new run for "
+                "another value"
             )
     if wanted.steps < saved.step:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -19,6 +20,7 @@ from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.saved import record
 from gspo_env.training.checkpoints import Checkpoints
+from gspo_env.training.state import changed_config
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
 
@@ -237,6 +239,17 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(older, lacks
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(OutputError, match=rf"step-000003' is of another version .* lacks {lacks};"):
         GSPOAgent.resume("run")
+
+
+def test_a_run_may_go_on_with_other_workers_and_no_other_limits(done):
+    cut(done, 3, Path("run"))
+    saved = Checkpoints(Path("run"), CheckpointConfig()).newest()
+    now = load_toml("run/config.toml")
+    moved = dataclasses.replace(now, rollout=dataclasses.replace(now.rollout, workers="ray:2"))
+    assert changed_config(Path("run"), saved, moved).rollout == moved.rollout
+    other = dataclasses.replace(now, rollout=dataclasses.replace(now.rollout, max_turns=3))
+    with pytest.raises(ConfigError, match=r"rollout\.max_turns is 3, and \d+ in the run that goes"):
+        changed_config(Path("run"), saved, other)
 
 
 def test_another_model_than_the_first_is_refused(done):
