@@ -222,7 +222,10 @@ def one_sentence() -> Iterator[None]:
         parts = [list(group) for text, group in ruled if text] or [[]]
         text = " ".join(parts[0])
         usage = next((line for line in itertools.chain(*parts[1:]) if line.startswith("--")), "")
-        raise ConfigError(f"{text}{f' (expected {usage})' if usage else ''}") from None
+        hint = f" (expected {usage})" if usage else ""
+        if text.startswith("Unrecognized"):
+            hint += "; --help behind the command lists what it takes"
+        raise ConfigError(f"{text}{hint}") from None
     if said.getvalue():
         print(said.getvalue(), end="", file=sys.stderr)
 

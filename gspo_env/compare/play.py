@@ -180,6 +180,8 @@ def _played(
     """Makes the starts that are missing, then plays the runs; yields each that is done."""
     # The first run of each missing start makes it.
     starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
+    if waiting:
+        say(f"{len(waiting)} runs to play, {len(starts)} warm-ups before them, {workers} at a time")
     for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
         say(f"warmed up {done}/{len(starts)}")
     begun = time.perf_counter()

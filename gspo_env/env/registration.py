@@ -97,8 +97,10 @@ def resolve_env(spec: str) -> str:
     if spec in registry:
         return spec
     source, separator, name = spec.rpartition(":")
+    if not separator and spec.endswith(".py"):
+        raise UnknownEnvironmentError(f"{spec!r} names no class; expected {spec}:ClassName.")
     if not separator:
-        raise UnknownEnvironmentError(f"no environment is named {spec!r}{_near(spec)}.")
+        raise UnknownEnvironmentError(f"no environment is named {spec!r}{_near(spec)}")
     if source in registry:
         raise UnknownEnvironmentError(
             f"{name!r} behind {source!r} is no weight; expected a number above 0, and each of "
@@ -253,4 +255,4 @@ def _near(spec: str) -> str:
     bare = {env_id.rpartition("/")[2].lower(): env_id for env_id in registry}
     keys = difflib.get_close_matches(spec.rpartition("/")[2].lower(), list(bare), n=3)
     near = " or ".join(bare[key] for key in keys)
-    return f", did you mean {near}" if near else f", known are {', '.join(_OURS)}"
+    return f", did you mean {near}?" if near else f", known are {', '.join(_OURS)}."

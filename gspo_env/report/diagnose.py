@@ -373,8 +373,5 @@ def _success(run: RunRecord) -> str:
     levels = run.evaluations
     if not levels:
         return ""
-    first_, last = levels[0], levels[-1]
-    return (
-        f"; success {share(first_.success)} after step {first_.step}, {share(last.success)} after "
-        f"step {last.step}"
-    )
+    shown = [levels[0], *levels[1:][-1:]]
+    return "; success " + ", ".join(f"{share(e.success)} after step {e.step}" for e in shown)

@@ -62,13 +62,14 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gspo/Lokup-v0", "did you mean gspo/Lookup-v0"),
+        ("gspo/Lokup-v0", "did you mean gspo/Lookup-v0?"),
         ("lookup-v0", "gspo/Lookup-v0"),
         ("", "known are"),
         ("no_such_module:Env", "cannot be imported"),
         (":Env", "cannot be imported"),
         ("gspo_envs.lookup:LokupEnv", "it has LookupEnv"),
         ("no/such/file.py:Env", "does not exist"),
+        ("mine.py", "expected mine.py:ClassName"),
     ],
 )
 def test_unknown_names_are_one_clear_error(spec: str, message: str) -> None:
