@@ -151,8 +151,11 @@ def _end(episode: Episode) -> None:
     if episode.turns and episode.final_observation:
         print(visible(episode.final_observation))
     rewards = " ".join(f"{reward:+.4g}" for reward in episode.rewards)
+    count = len(episode.turns)
+    # nothing but /quit sets a limit here
+    left = episode.stop_reason == "max_turns"
     print(
         f"{'Success' if episode.success else 'No success'}: outcome {episode.outcome:+.4g}, "
-        f"{len(episode.turns)} turns with rewards {rewards or 'none'}, "
-        f"ended by {episode.stop_reason.value}"
+        f"{count} turn{'s' * (count != 1)} with rewards {rewards or 'none'}, "
+        f"ended by {'you' if left else episode.stop_reason.value}"
     )
