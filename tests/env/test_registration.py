@@ -62,7 +62,7 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gspo/Lokup-v0", "did you mean gspo/Lookup-v0?"),
+        ("gspo/Lokup-v0", "did you mean gspo/Lookup-v0"),
         ("lookup-v0", "gspo/Lookup-v0"),
         ("", "known are"),
         ("no_such_module:Env", "cannot be imported"),
