@@ -339,7 +339,14 @@ def _set_up(threads: int) -> None:
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; `_stop` follows
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+
+    def end(*_: object) -> None:
+        logging.getLogger(
+            "asyncio"
+        ).disabled = True  # it would report the task that is left by this
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, end)
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid is not None:
         die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
