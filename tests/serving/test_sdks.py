@@ -33,7 +33,7 @@ def anthropic(opened):
 
     def make(policy):
         session = opened(policy).session
-        url = session.environment["ANTHROPIC_BASE_URL"]
+        url = session.environment()["ANTHROPIC_BASE_URL"]
         return sdk.Anthropic(base_url=url, api_key=session.key, max_retries=0, timeout=10)
 
     return make
