@@ -4,8 +4,8 @@
 
 Each run is a process with one thread. It is killed one to three times, every other time while it
 writes a checkpoint. At its end, every tensor of its last checkpoint, the files of its model and all
-metrics but times and rates must equal those of the uninterrupted run, and `metrics.jsonl` must have
-each point once. Exit code 1 where something differs.
+metrics but times, rates and those of the machine must equal those of the uninterrupted run, and
+`metrics.jsonl` must have each point once. Exit code 1 where something differs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config, override
 
 STEPS = 6
+MEASURED = ("time/", "per_second", "system/")
+"""Parts of the names of metrics that measure the machine, not the run."""
 SHORT = {
     "recipe": {
         "hidden_size": 32,
@@ -210,7 +212,7 @@ def _differences(reference: Path, run: Path) -> str:
 
 def _timeless(history: list[tuple[int, Mapping[str, float]]]) -> Any:
     return [
-        (step, {k: v for k, v in metrics.items() if "time/" not in k and "per_second" not in k})
+        (step, {k: v for k, v in metrics.items() if not any(part in k for part in MEASURED)})
         for step, metrics in history
     ]
 
