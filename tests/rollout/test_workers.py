@@ -318,6 +318,26 @@ def test_a_server_that_fails_a_worker_is_told_and_its_requests_go_elsewhere(chat
     assert engine.told[0][1].startswith("worker 0: ")
 
 
+def test_a_server_that_fails_while_failures_are_taken_is_not_forgotten(server):
+    """Pulses are answered in another thread than that of the episodes."""
+    engine, taken = Engine(fleet(server)), []
+
+    def take():
+        taken.extend(list(engine.take_failed()))
+
+    class Late(dict):
+        def __setitem__(self, key, value):
+            pulse.start()
+            pulse.join(0.2)
+            super().__setitem__(key, value)
+
+    pulse = threading.Thread(target=take)
+    engine._failed = Late()
+    engine._lose(engine._servers[0], "it hangs")
+    pulse.join()
+    assert [*taken, *engine.take_failed()] == [server]
+
+
 def test_a_restarted_server_serves_again_and_a_lost_one_does_not(server):
     engine = Engine(fleet(server))
     engine._lose(engine._servers[0], "it hangs")

@@ -34,6 +34,8 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import record
+from gspo_env.training import loop
+from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.timeline import Timeline
 from gspo_env.types import Task
 
@@ -147,6 +149,34 @@ def test_a_run_that_plays_ahead_goes_on_with_what_was_in_flight_and_skips_no_tas
     assert [step for step, _ in steps_of(history)] == [1, 2, 3, 4, 5]
     assert max(m["rollout/staleness_max"] for _, m in steps_of(history)) <= 2
     assert tasks_of(part)[5] == (15, [])
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed(
+    monkeypatch, staleness
+):
+    """The state is read on the event loop, where nothing happens meanwhile, and written beside."""
+    threads = {"read": [], "written": [], "scored": []}
+
+    def note(owner, name, what):
+        real = getattr(owner, name)
+
+        def noted(*given, **named):
+            threads[what].append(threading.current_thread().name)
+            return real(*given, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(loop, "generators", "read")
+    note(Checkpoints, "save", "written")
+    note(Learner, "logprobs", "scored")
+    GSPOAgent(config=config(steps=2, supply={"max_staleness": staleness})).train()
+    names = {what: set(found) for what, found in threads.items()}
+    own = threading.current_thread().name
+    beside = "learner" if staleness else own
+    probe = {"scored": {beside}} if staleness else {}  # one on the learner's weights has none
+    assert {k: v for k, v in names.items() if v} == {"read": {own}, "written": {beside}, **probe}
+    assert len(threads["written"]) == 3
 
 
 @pytest.mark.slow
