@@ -158,7 +158,7 @@ class Loop:
         config, step = self.config, self.step + 1
         with self.timeline.span("wait for groups", step=step):
             batch = await self.supply.take()
-        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds)
+        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds, batch.left)
         metrics = stats.metrics() | batch.metrics | self._results(batch)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)

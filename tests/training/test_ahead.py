@@ -52,6 +52,8 @@ from gspo_env import TextEnv
 class Talk(TextEnv):
     """Three turns with a reward for each text; some of its tools are slow."""
 
+    steps = 0
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.turn, self.seed = 0, seed
@@ -61,6 +63,10 @@ class Talk(TextEnv):
         self.turn += 1
         if Path("hang").exists() and getattr(action, "token_ids", ()):
             raise SystemError("out of order")
+        type(self).steps += 1
+        if Path("fails").exists() and self.steps % 9 == 0 and getattr(action, "token_ids", ()):
+            Path("fails").open("a").write("x")
+            raise OSError("lost")
         if getattr(action, "token_ids", ()) and self.seed % 5 == 0:
             await asyncio.sleep(0.2)
         return "more", zlib.crc32(action.encode()) % 5 / 4, self.turn == 3, False, {}
@@ -177,6 +183,17 @@ def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed
     probe = {"scored": {beside}} if staleness else {}  # one on the learner's weights has none
     assert {k: v for k, v in names.items() if v} == {"read": {own}, "written": {beside}, **probe}
     assert len(threads["written"]) == 3
+
+
+def test_failures_in_groups_that_were_sampled_again_are_counted():
+    agent = GSPOAgent(
+        config=config(steps=2, supply={"max_staleness": 0, "max_resamples": 2, "min_success": 1.0})
+    )
+    Path("fails").touch()
+    history = agent.train()
+    assert sum(m["rollout/resampled_groups"] for _, m in steps_of(history)) > 0
+    counted = [m.get("rollout/env_errors", m.get("eval/env_errors")) for _, m in history]
+    assert sum(counted) == len(Path("fails").read_text()) > 9
 
 
 @pytest.mark.slow

@@ -198,6 +198,8 @@ def test_groups_of_weights_that_are_too_old_are_dropped_and_played_again():
     assert seeds(batches) == every(5, batch=1)
     assert sum(b.metrics["rollout/dropped_groups"] for b in batches) == 2
     assert supply.admission.dropped == 2
+    assert sum(len(b.dropped) for b in batches) == 2
+    assert all(b.all == [*b.groups, *b.dropped] for b in batches)
     assert max(b.metrics["rollout/staleness_max"] for b in batches) == 1
 
 
