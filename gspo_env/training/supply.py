@@ -240,7 +240,7 @@ class Supply:
 
     def _next_task(self) -> Task:
         step, place = divmod(self._next, self.admission.batch)
-        if place == 0 or not self._tasks:
+        if place == 0:  # where a run goes on, too: a step is admitted as a whole
             self._tasks = list(self._draw(step + 1))
         return self._tasks[place]
 

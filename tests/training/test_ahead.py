@@ -22,7 +22,7 @@ from gspo_env.config import Config, load_toml, override
 from gspo_env.engines import Completion, CopiesWeights
 from gspo_env.engines.own_weights import OwnWeights
 from gspo_env.env.base import TextEnv
-from gspo_env.errors import RolloutError
+from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.loss import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
@@ -202,6 +202,14 @@ def test_a_rollout_that_fails_in_the_background_ends_the_run_with_its_sentence()
     Path("hang").touch()
     with pytest.raises(RolloutError, match=r"SystemError: out of order"):
         agent.train()
+
+
+def test_an_engine_on_the_learners_weights_is_refused_before_anything_is_made():
+    engine = f"{Path(__file__).parents[2] / 'examples/own_engine.py'}:Plain"
+    agent = GSPOAgent(config=config(engine={"name": engine}))
+    with pytest.raises(ConfigError, match=r"max_staleness is 2, and the engine .* shares"):
+        agent.train()
+    assert not Path("run").exists()
 
 
 def test_what_a_run_may_play_ahead_follows_from_its_settings():
