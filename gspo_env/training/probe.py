@@ -87,8 +87,8 @@ async def difference(
         check_completion(done, sampling, vocab_size)
         samples.append(_sample(prompt, done))
     scores = await run(lambda: [score(sample) for sample in samples])
-    pairs = zip(samples, scores, strict=True)
-    differences = [np.abs(sample.engine_logprobs - values) for sample, values in pairs]
+    pairs = zip(completions, scores, strict=True)
+    differences = [np.abs(np.asarray(done.logprobs) - values) for done, values in pairs]
     return float(np.mean(np.concatenate(differences)))
 
 
