@@ -1,12 +1,12 @@
 """Trains ahead of the learner, kills one of those who work for the run, and checks what is left.
 
     python benchmarks/roles.py rank0 rank1                 # two ranks, about a minute each
-    python benchmarks/roles.py none server worker          # two vLLM servers and two Ray actors
+    python benchmarks/roles.py server worker none          # vLLM; two servers, two Ray actors, both
 
-Each run has `--max-staleness`. After its second step a process of the role gets SIGKILL: an actor
-that plays, a server, or a rank of `--processes 2 --max-restarts 1`. The run has to end with all
-steps, each group trained on once and none open, no episode lost or counted twice, no group too old,
-and no process, temporary file or shared memory left. Exit code 1 if one does not.
+Each run has `--max-staleness`. After its second step a process of the role gets SIGKILL: one of two
+servers, one of two actors, or a rank of `--processes 2 --max-restarts 1`. The run has to end with
+all steps, each group trained on once and none open, no episode lost or counted twice, no group too
+old, and no process, temporary file or shared memory left. Exit code 1 if one does not.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ demonstrations = 100
 imitation_steps = 20
 """
 GROUP, BATCH = 4, 4
-SERVERS = ("--engine", "vllm-server", "--replicas", "2", "--enforce-eager", "True")
+SERVERS = ("--engine", "vllm-server", "--enforce-eager", "True", "--replicas")
 FLAGS = {
-    "none": (*SERVERS, "--workers", "ray:2"),
-    "server": (*SERVERS, "--workers", "ray:2"),
-    "worker": (*SERVERS, "--workers", "ray:2"),
+    "none": (*SERVERS, "2", "--workers", "ray:2"),
+    "server": (*SERVERS, "2"),
+    "worker": (*SERVERS, "1", "--workers", "ray:2"),
     "rank0": ("--processes", "2", "--max-restarts", "1"),
     "rank1": ("--processes", "2", "--max-restarts", "1"),
 }
