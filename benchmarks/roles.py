@@ -2,6 +2,7 @@
 
     python benchmarks/roles.py rank0 rank1                 # two ranks, about a minute each
     python benchmarks/roles.py server worker none          # vLLM; two servers, two Ray actors, both
+    python benchmarks/roles.py both                        # vLLM and two ranks; kills nothing
 
 Each run has `--max-staleness`. After its second step a process of the role gets SIGKILL: one of two
 servers, one of two actors, or a rank of `--processes 2 --max-restarts 1`. The run has to end with
@@ -49,6 +50,7 @@ FLAGS = {
     "none": (*SERVERS, "2", "--workers", "ray:2"),
     "server": (*SERVERS, "2"),
     "worker": (*SERVERS, "1", "--workers", "ray:2"),
+    "both": (*SERVERS, "1", "--transfer", "gloo", "--processes", "2"),
     "rank0": ("--processes", "2", "--max-restarts", "1"),
     "rank1": ("--processes", "2", "--max-restarts", "1"),
 }
@@ -133,7 +135,7 @@ def play(role: str, args: argparse.Namespace) -> bool:
                 stderr=log,
             )
         found: list[str] = []
-        if role != "none":
+        if role not in ("none", "both"):
             came = wait_for(run / "run/checkpoints/step-000002/state.json", process, args.limit)
             pid = victim(role, mark) if came else None
             if pid is None:
