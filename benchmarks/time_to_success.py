@@ -248,6 +248,29 @@ def show(found: dict[str, list[list[Mapping[str, float]]]], goal: float) -> None
     print("processor seconds a step: " + ", ".join(f"{arm} {s:.2f}" for arm, s in steps.items()))
 
 
+def draw(found: dict[str, list[list[Mapping[str, float]]]], path: str) -> None:
+    """Draws the success of each run over the seconds of the processor and over episodes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
+    for (arm, runs), colour in zip(
+        found.items(), ("tab:blue", "tab:green", "tab:red"), strict=True
+    ):
+        for seed, lines in enumerate(runs):
+            success = np.convolve([x["success"] for x in lines], np.ones(3) / 3, "valid")
+            label = arm if seed == 0 else None
+            axes[0].plot([x["processor"] for x in lines[2:]], success, colour, label=label)
+            episodes = np.arange(3, len(lines) + 1) * TASKS * GROUP
+            axes[1].plot(episodes, success, colour, label=label)
+    axes[0].set(xlabel="seconds of the processor", ylabel="success, mean of 3 steps", xscale="log")
+    axes[1].set(xlabel="episodes")
+    axes[0].legend()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
 def main() -> None:
     """Runs the arms in turns."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -256,6 +279,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=70)
     parser.add_argument("--goals", type=float, nargs="+", default=[0.8, 0.9])
     parser.add_argument("--output", default="", help="keeps each training; it goes on there")
+    parser.add_argument("--picture", default="", help="file of a picture of the curves")
     parser.add_argument("--start", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     parser.add_argument("--arm", default="", help=argparse.SUPPRESS)
@@ -285,6 +309,8 @@ def main() -> None:
             found[arm].append([json.loads(line) for line in out.read_text().splitlines()])
     for goal in chosen.goals:
         show(found, goal)
+    if chosen.picture:
+        draw(found, chosen.picture)
     print(f"every step is in {folder}")
 
 
