@@ -242,16 +242,12 @@ def _told_tensors(ranks: Ranks, member: _Member) -> Iterator[tuple[str, Tensor]]
 def pack_numbers(rows: Sequence[PassNumbers]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the numbers of passes as JSON and tensors."""
     header = {"rows": [[r.computed, r.tokens, r.own, r.episodes] for r in rows]}
-    values = [(f"{n}.{k}", v.clone()) for n, r in enumerate(rows) for k, v in r.values.items()]
-    return header, dict(values)
+    return header, _flat([row.values for row in rows])
 
 
 def unpack_numbers(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[PassNumbers]:
     """Inverse of `pack_numbers`."""
-    values: list[dict[str, Tensor]] = [{} for _ in header["rows"]]
-    for key, tensor in tensors.items():
-        n, _, name = key.partition(".")
-        values[int(n)][name] = tensor
+    values = _by_row(tensors, len(header["rows"]))
     return [
         PassNumbers(values=found, computed=computed, tokens=tokens, own=own, episodes=episodes)
         for (computed, tokens, own, episodes), found in zip(header["rows"], values, strict=True)
@@ -263,22 +259,33 @@ def pack_tokens(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the values of tokens as JSON and tensors."""
     names = [field.name for field in fields(TokenValues)]
-    tensors = {
-        f"{n}.{name}": torch.from_numpy(values).clone()
-        for n, each in enumerate(found.values())
-        for name in names
-        if (values := getattr(each, name)) is not None
-    }
-    return {"turns": list(found)}, tensors
+    rows = [
+        {n: torch.from_numpy(v) for n in names if (v := getattr(each, n)) is not None}
+        for each in found.values()
+    ]
+    return {"turns": list(found)}, _flat(rows)
 
 
 def unpack_tokens(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[tuple[int, int], TokenValues]:
     """Inverse of `pack_tokens`."""
-    values: list[dict[str, Any]] = [{} for _ in header["turns"]]
+    rows = _by_row(tensors, len(header["turns"]))
+    return {
+        (episode, turn): TokenValues(**{name: tensor.numpy() for name, tensor in row.items()})
+        for (episode, turn), row in zip(header["turns"], rows, strict=True)
+    }
+
+
+def _flat(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns copies of the tensors of all rows, under names that begin with the row's number."""
+    return {f"{n}.{k}": v.clone() for n, row in enumerate(rows) for k, v in row.items()}
+
+
+def _by_row(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Inverse of `_flat`."""
+    rows: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for key, tensor in tensors.items():
         n, _, name = key.partition(".")
-        values[int(n)][name] = tensor.numpy()
-    pairs = zip(header["turns"], values, strict=True)
-    return {(episode, turn): TokenValues(**found) for (episode, turn), found in pairs}
+        rows[int(n)][name] = tensor
+    return rows
