@@ -167,6 +167,29 @@ class Fields:
         """Returns a list; empty if it is absent."""
         return self.take(field, list, "a list") or []
 
+    def content(self, field: str, kinds: Sequence[str]) -> str:
+        """Returns the text of a message; see `content`."""
+        return content(self.values.pop(field, None), self.name(field), kinds)
+
+    def tool(self) -> str:
+        """Returns the name of a tool."""
+        value = self.values.pop("name", None)
+        if not isinstance(value, str) or not _NAME.fullmatch(value):
+            self.refuse("name", value, f"up to {LONGEST_NAME} letters, digits, '_', '-' or '.'")
+        return value
+
+    def call(self, field: str, id: str) -> ToolCall:
+        """Returns the call of a tool; a field has its arguments, an object or the JSON of one."""
+        name, value = self.tool(), self.values.pop(field, None)
+        try:
+            tree = json.loads(value) if isinstance(value, str) and value else value or {}
+        except (ValueError, RecursionError):
+            tree = None
+        if not isinstance(tree, dict):
+            self.refuse(field, value, "a JSON object")
+        _check_depth(tree)
+        return ToolCall(name=name, arguments=tree, id=id)
+
     def ignore(self, fields: Sequence[str]) -> None:
         """Drops fields that change no answer."""
         for name in fields:
@@ -247,26 +270,6 @@ def content(value: Any, where: str, kinds: Sequence[str]) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
-
-
-def arguments(value: Any, where: str) -> Json:
-    """Returns the arguments of a call, which are an object, or the JSON of one."""
-    try:
-        tree = json.loads(value) if isinstance(value, str) and value else value or {}
-    except (ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
-        raise RefusedError(f"{where} is {short(value)}; expected a JSON object", param=where)
-    _check_depth(tree)
-    return tree
-
-
-def call_name(value: Any, where: str) -> str:
-    """Returns the name of a tool."""
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        expected = f"up to {LONGEST_NAME} letters, digits, '_', '-' or '.'"
-        raise RefusedError(f"{where} is {short(value)}; expected {expected}", param=where)
-    return value
 
 
 def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -108,6 +108,14 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(opened, field
     assert not policy.seen
 
 
+@pytest.mark.parametrize("name", [True, None, 3, "a b", "x" * 129])
+def test_a_wrong_name_of_a_tool_is_refused_with_what_is_allowed(opened, name):
+    tool = {"type": "function", "function": {"name": name}}
+    error = post(opened(Policy()), {**HI, "tools": [tool]}).json()["error"]
+    assert error["param"] == "tools[0].function.name"
+    assert error["message"].endswith("expected up to 128 letters, digits, '_', '-' or '.'")
+
+
 def test_fields_that_change_no_answer_are_taken(opened):
     harmless = {
         **{"user": "me", "metadata": {}, "store": False, "n": 1, "top_p": 1.0, "seed": 4},
