@@ -6,12 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Gt
 
-from gspo_env.credit.estimators import Estimator, GiGPO
+from gspo_env.credit.estimators import GiGPO
 from gspo_env.credit.statistics import MIN_SCALE
-from gspo_env.errors import ConfigError
 from gspo_env.types import FloatArray, Turn
 
 
@@ -43,18 +44,10 @@ class EvidenceCalibrated(GiGPO):
         2/3 + tanh(3) (5/9 - 8/27).
     """
 
-    shrinkage: float = 2.0
+    shrinkage: Annotated[float, Ge(0)] = 2.0
     """Turns of the mean return that each action's mean is mixed with, kappa; 0 shrinks nothing."""
-    patience: float = 1.0
+    patience: Annotated[float, Gt(0)] = 1.0
     """Turns in a state for its comparison to count by tanh(1), tau."""
-
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        Estimator.__post_init__(self)  # slots=True makes a new class, which breaks `super()`
-        if not 0 <= self.shrinkage < math.inf:
-            raise ConfigError(f"shrinkage is {self.shrinkage!r}; expected a number of at least 0")
-        if not 0 < self.patience < math.inf:
-            raise ConfigError(f"patience is {self.patience!r}; expected a number above 0")
 
     def compare_state(self, returns_N: FloatArray, turns: Sequence[Turn]) -> FloatArray:
         """Computes rho(s) z_s(mu(s, u)) of each turn played in a state."""

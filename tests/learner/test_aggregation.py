@@ -297,7 +297,10 @@ def test_empty_sequences_change_nothing(aggregation: str) -> None:
     ("options", "message"),
     [
         ({"aggregation": "mean"}, "aggregation is 'mean'"),
-        ({"aggregation": "token_sum", "max_tokens": 0}, "max_tokens is 0; expected at least 1"),
+        (
+            {"aggregation": "token_sum", "max_tokens": 0},
+            "max_tokens is 0; expected an integer of at least 1",
+        ),
         ({"ratio_mean": 1.0, "ratio_level": "token"}, "with ratio_level 'token'; expected 0"),
         ({"ratio_mean": 3.5}, r"ratio_mean is 3.5; expected a number in \[-3, 3\]"),
     ],
