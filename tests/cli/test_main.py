@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from cli_errors import refused
 
 from gspo_env.cli.main import COMMANDS, main, parse
 from gspo_env.config import Config, read_toml
@@ -32,19 +33,6 @@ def _folder(tmp_path, monkeypatch):
 def root(request):
     """The root of the repository."""
     return request.config.rootpath
-
-
-def refused(capsys, *arguments):
-    """The error message of a command that exits with code 2."""
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    assert end.value.code == 2
-    said = capsys.readouterr().err.strip()
-    assert "Traceback" not in said
-    if "For full helptext" not in said:  # tyro frames what it refuses, such as a wrong type
-        assert said.startswith("gspo-env: ")
-        assert len(said.splitlines()) == 1
-    return said
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
+import learners
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learners import evaluate
 from torch import Tensor
 
 from gspo_env.errors import BatchError
@@ -32,27 +35,7 @@ def case(advantages: Any = (1.0, -1.0)) -> dict[str, Tensor]:
     }
 
 
-def evaluate(inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:
-    logprobs = inputs["logprobs"].clone().requires_grad_()
-    arguments: dict[str, Any] = {**inputs, "logprobs": logprobs, **options}
-    output = policy_loss(**arguments)
-    (gradient,) = torch.autograd.grad(output.loss, logprobs)
-    return output, gradient
-
-
-def batch(seed: int, rows: int = 4, length: int = 9, spread: float = 0.4) -> dict[str, Tensor]:
-    rng = np.random.default_rng(seed)
-    mask = rng.random((rows, length)) < 0.6
-    mask[:, 0] = True
-    turns = np.sort(rng.integers(0, 3, (rows, length)), axis=1)
-    old = -rng.exponential(1.0, (rows, length))
-    return {
-        "logprobs": torch.tensor(old + spread * rng.standard_normal((rows, length))),
-        "old_logprobs": torch.tensor(old),
-        "advantages": torch.tensor(rng.standard_normal((rows, length))),
-        "mask": torch.tensor(mask),
-        "turn_ids": torch.tensor(np.where(mask, turns, -1)),
-    }
+batch = partial(learners.batch, rows=4, length=9, spread=0.4)
 
 
 @pytest.mark.parametrize(
