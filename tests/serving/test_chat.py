@@ -164,6 +164,14 @@ def test_a_failure_of_the_policy_is_an_error_of_the_server(opened):
     assert "not today" in post(opened(refuse)).text
 
 
+def test_a_session_that_takes_no_rewards_remembers_no_answers(opened):
+    """A served model answers for weeks."""
+    client = opened(Policy())
+    for _ in range(3):
+        assert post(client).status_code == 200
+    assert not client.session._answered
+
+
 def test_an_answer_that_does_not_come_ends(opened):
     async def never(request):
         await asyncio.Event().wait()
