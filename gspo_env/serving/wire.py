@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from gspo_env.env.base import clean
+from gspo_env.env.base import clean, levels
 from gspo_env.env.tools import Tool
 from gspo_env.serving.records import RefusedError, Reply, Request
 from gspo_env.types import Message, ToolCall
@@ -91,17 +91,8 @@ def _finite(text: str) -> float:
 
 
 def _check_depth(tree: Any) -> None:
-    level = [tree]
-    for _ in range(DEEPEST):
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not level:
-            return
-    raise RefusedError(f"the body is nested more than {DEEPEST} levels deep")
+    if any(depth == DEEPEST for depth, _ in enumerate(levels(tree))):
+        raise RefusedError(f"the body is nested more than {DEEPEST} levels deep")
 
 
 class Fields:
