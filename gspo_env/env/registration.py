@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -230,6 +231,7 @@ def _describe(env_id: str) -> EnvDescription:
         return EnvDescription(id=env_id, summary=f"cannot be loaded: {error}", tools=())
     declared = getattr(creator, "declared_tools", None)
     tools = declared() if callable(declared) else getattr(creator, "tools", ())
+    tools = tools if isinstance(tools, Sequence) else ()  # a property knows them of an instance
     summary = (creator.__doc__ or "").strip().partition("\n")[0]
     return EnvDescription(id=env_id, summary=summary, tools=tuple(tool.name for tool in tools))
 
