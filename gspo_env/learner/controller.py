@@ -195,16 +195,25 @@ def serve(ranks: Ranks, plan_of: Callable[[str], Plan]) -> None:
         plan_of: Makes the plan from the run's config in TOML.
 
     Raises:
-        OneRankFailed: Rank 0 has ended without saying so, or a row does not fit into memory.
+        OneRankFailed: Rank 0 has ended without saying so, or goes on after an error of this rank,
+            or a row does not fit into memory.
     """
     member: _Member | None = None
+    failure: GspoEnvError | None = None
     while (told := ranks.listen())["command"] != "end":
+        if told["command"] == "learner":
+            failure = None
+        elif failure is not None:
+            raise OneRankFailed(
+                f"rank 0 said {told['command']!r} after an error of rank {ranks.rank} alone: "
+                f"{failure}"
+            ) from failure
         try:
             member = _do(ranks, told, member, plan_of)
         except OneRankFailed:
             raise
-        except GspoEnvError:
-            member = None  # rank 0 has the same error, reports it and ends the run
+        except GspoEnvError as error:
+            member, failure = None, error  # rank 0 has it too, reports it and ends the run
 
 
 def _do(
