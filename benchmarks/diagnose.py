@@ -125,6 +125,38 @@ FAILING = (
         changes={"rollout": {"max_retries": 0, "max_env_error_rate": 0.9}},
     ),
     Case(
+        name="a few slow episodes",
+        expected="stragglers",
+        env="Tail",
+    ),
+    Case(
+        name="slow environment, played ahead",
+        expected="starved",
+        env="Slow",
+        changes={"supply": {"max_staleness": 1}, "rollout": {"concurrency": 4}, "eval_tasks": 16},
+    ),
+    Case(
+        name="the slowest are left out",
+        expected="left_out",
+        env="Uneven",
+        changes={"supply": {"straggler_quantile": 0.4}},
+    ),
+    Case(
+        name="an engine behind its updates",
+        expected="dropped",
+        changes={"supply": {"max_staleness": 2}, "engine": f"{ENVS}:Behind"},
+    ),
+    Case(
+        name="much played ahead, fast learner",
+        expected="stale",
+        env="Late",
+        changes={
+            "supply": {"max_staleness": 8},
+            "learner": {"learning_rate": 0.03},
+            "loss": {"correction": "none"},
+        },
+    ),
+    Case(
         name="loss is not a number",
         expected="failed",
         stops=True,
