@@ -147,6 +147,8 @@ def _facts(turn: Turn) -> dict[str, Any]:
         "reward": float(turn.reward),
         "weights_version": turn.weights_version,
     }
+    if turn.weights_versions:  # (version, tokens) of each run of tokens
+        facts["weights_versions"] = [list(run) for run in turn.weights_versions]
     if turn.timing.generate and turn.action_ids:
         facts["tokens_per_second"] = round(len(turn.action_ids) / turn.timing.generate, 3)
     if turn.logprobs:
