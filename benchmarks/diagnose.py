@@ -128,18 +128,22 @@ FAILING = (
         name="a few slow episodes",
         expected="stragglers",
         env="Tail",
+        changes={"steps": 6, "eval_every": 6},
     ),
     Case(
         name="slow environment, played ahead",
         expected="starved",
         env="Slow",
-        changes={"supply": {"max_staleness": 1}, "rollout": {"concurrency": 4}, "eval_tasks": 16},
+        changes={
+            **{"steps": 8, "eval_every": 8, "eval_tasks": 8},
+            **{"supply": {"max_staleness": 1}, "rollout": {"concurrency": 4}},
+        },
     ),
     Case(
         name="the slowest are left out",
         expected="left_out",
         env="Uneven",
-        changes={"supply": {"straggler_quantile": 0.4}},
+        changes={"supply": {"straggler_quantile": 0.5}, "steps": 8, "eval_every": 8},
     ),
     Case(
         name="an engine behind its updates",

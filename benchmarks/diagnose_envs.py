@@ -177,7 +177,7 @@ class Chatty(Pick):
 class Tail(Pick):
     """One of sixteen episodes takes long."""
 
-    pause = 1.0
+    pause = 2.5
 
     def reset(self, *, seed=None, options=None):
         result = super().reset(seed=seed, options=options)
@@ -194,18 +194,16 @@ class Slow(Pick):
     """Every step takes long."""
 
     async def step(self, action):
-        await asyncio.sleep(0.04)
+        await asyncio.sleep(0.1)
         return super().step(action)
 
 
 class Uneven(Tail):
-    """Half of the episodes take somewhat longer."""
-
-    pause = 0.2
+    """Half of the episodes take up to two seconds."""
 
     def reset(self, *, seed=None, options=None):
         result = super().reset(seed=seed, options=options)
-        self.slow = random.random() < 1 / 2
+        self.slow, self.pause = random.random() < 1 / 2, random.uniform(0, 2)
         return result
 
 
