@@ -140,7 +140,7 @@ def _spans(
 
 def _facts(turn: Turn) -> dict[str, Any]:
     """Returns what a turn cost and what it was worth."""
-    facts = {
+    facts: dict[str, Any] = {
         "generate_seconds": round(turn.timing.generate, 6),
         "step_seconds": round(turn.timing.step, 6),
         "tokens": len(turn.action_ids),
