@@ -5,6 +5,8 @@
 A failing run is right if its cause is named first, a good one if nothing is named. Without
 `--long`, the good runs are small ones of some seconds; with it, they are the default run and two
 others of its length, which take some minutes each. Exit code 1 if a run is not right.
+
+Three of the causes are waiting: a machine that is busy with other work hides them behind updates.
 """
 
 from __future__ import annotations

@@ -175,13 +175,13 @@ class Chatty(Pick):
 
 
 class Tail(Pick):
-    """One of sixteen episodes takes long."""
+    """One of eight episodes takes long."""
 
     pause = 2.5
 
     def reset(self, *, seed=None, options=None):
         result = super().reset(seed=seed, options=options)
-        self.slow = random.random() < 1 / 16
+        self.slow = random.random() < 1 / 8
         return result
 
     async def step(self, action):
