@@ -51,8 +51,10 @@ class Evaluate:
         if not 0 <= self.seed < SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected at least 0 and below 2**63")
         if bool(self.model) == bool(self.folder):
-            given = f"model is {self.model!r} and the folder is {self.folder!r}"
-            raise ConfigError(f"{given}; expected one: a folder, a hub id or 'scripted'")
+            raise ConfigError(
+                f"model is {self.model!r} and the folder is {self.folder!r}; expected one: a "
+                "folder, a hub id or 'scripted'"
+            )
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
         from gspo_env.training.watch import of_success
