@@ -131,23 +131,55 @@ class Collector:
                 many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of one task have different keys.
         """
-        size = group_size or self.config.group_size
         heat = self.config.temperature if temperature is None else temperature
-        gate = asyncio.Semaphore(self.config.concurrency)
-        jobs = [
+        groups = await self._play(self._jobs(tasks, seed, group_size, heat, held_out))
+        return self.accept(groups)
+
+    async def collect_both(
+        self, tasks: Sequence[Task], *, seed: int
+    ) -> tuple[list[Group], list[Group]]:
+        """Plays each task once sampled and once greedily, at the same time.
+
+        Args:
+            tasks: The tasks.
+            seed: See `collect`.
+
+        Raises:
+            RolloutError: See `collect`.
+            EnvironmentContractError: See `collect`.
+        """
+        sampled = self._jobs(tasks, seed, 1, self.config.temperature)
+        greedy = self._jobs(tasks, seed, 1, 0.0)
+        # the two episodes of a task are neighbours, because they have the same prompt
+        pairs = [job for pair in zip(sampled, greedy, strict=True) for job in pair]
+        groups = self.accept(await self._play(pairs))
+        return groups[::2], groups[1::2]
+
+    def _jobs(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        group_size: int | None,
+        temperature: float,
+        held_out: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> list[GroupJob]:
+        return [
             GroupJob(
                 task=task,
                 seed=seed,
                 place=p,
-                group_size=size,
-                temperature=heat,
+                group_size=group_size or self.config.group_size,
+                temperature=temperature,
                 held_out=held_out,
             )
             for p, task in enumerate(tasks)
         ]
+
+    async def _play(self, jobs: Sequence[GroupJob]) -> list[Group]:
+        gate = asyncio.Semaphore(self.config.concurrency)
         async with _one_error(), asyncio.TaskGroup() as running:
             played = [running.create_task(self.play(job, gate)) for job in jobs]
-        return self.accept([group.result() for group in played])
+        return [group.result() for group in played]
 
     async def play(self, job: GroupJob, gate: asyncio.Semaphore) -> Group:
         """Plays the episodes of one group; `accept` then checks the groups of a batch.
@@ -298,7 +330,7 @@ class _EnginePolicy:
     def __init__(self, collector: Collector, wait: Wait, seed: int, temperature: float) -> None:
         self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
         self.wait, task = wait, wait.task
-        self.session = f"{task.env_id}:{task.seed}:{seed}"
+        self.session = f"{task.env_id}:{task.seed}:{seed}:{temperature}"
         self.sessions = {self.session}
         self.seed, self.temperature = seed, temperature
         self.vocab_size, self.weights_stay = collector.vocab_size, collector._weights_stay
