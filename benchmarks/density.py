@@ -1,32 +1,54 @@
 """When does credit by turn pay? A sweep over the share of turns that are decisions.
 
-    python benchmarks/density.py                                          # exact, some seconds
-    python benchmarks/density.py --train --output comparisons/density     # training, in parts
+    python benchmarks/density.py            # the exact tables, some seconds
+    python benchmarks/density.py study      # the whole study, in parts of at most 55 minutes
+    python benchmarks/density.py write      # the page, the figure and the raw data from its results
 
-The first part is exact: the signal-to-noise ratio (SNR) of the update of every estimator over that
-of `outcome`, on the tabular form of `gspo/Density-v0`. arXiv 2606.22164 predicts the power -1/2 of
-the density. One sweep fixes the number of decisions and adds routine turns, the other fixes the
-number of turns and makes some of them decisions.
+The exact part is the signal-to-noise ratio (SNR) of the update of every estimator over that of
+`outcome`, on the tabular form of `gspo/Density-v0`. arXiv 2606.22164 predicts the power -1/2 of the
+density. One sweep fixes the number of decisions and adds routine turns, the other fixes the number
+of turns and makes some of them decisions.
 
-With `--train`, the tiny model is trained on the same problems with paired seeds. It says first how
-many runs there are and how long they take. A run that has a result is not played again, so the
-same command goes on; `--seconds` ends a part. `runs.parquet` has every point of every curve.
+`study` measures the same noise in the updates of the tiny model, trains it with paired seeds, and
+compares two aggregations where the policy decides the length. It says first how many runs there are
+and how long they take. What has a result is not computed again, so the same command goes on where
+the last one ended; `--seconds` ends a part.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import json
 import math
-import os
 import time
-from fractions import Fraction
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from density_learning import (
+    ARMS,
+    DECISIONS,
+    DENSITIES,
+    GROUP,
+    LATE,
+    LENGTH_ARMS,
+    LENGTHS,
+    MARGIN,
+    MODELS,
+    NOISE,
+    TURNS,
+    lengths,
+    measure,
+    results,
+    sweep,
+    to_rows,
+    train,
+)
+from scipy.stats import ttest_1samp
 
 from gspo_env.compare.density import Density, Signal, signal, slope
+from gspo_env.compare.stats import holm, paired_interval, paired_permutation_test
 from gspo_env.credit import (
     GiGPO,
     GroupGAE,
@@ -36,9 +58,11 @@ from gspo_env.credit import (
     TurnPlusOutcome,
 )
 
-DENSITIES = tuple(Fraction(1, n) for n in (16, 8, 4, 2, 1))
-GROUP = 8
-DECISIONS, TURNS = 2, 16
+PAGE = Path(__file__).parents[1] / "docs" / "when-credit-by-turn-pays.md"
+DATA = PAGE.parent / "data"
+CURVES, UPDATES = DATA / "density-curves.parquet", DATA / "density-updates.json"
+FIGURE = PAGE.parent / "images" / "density.png"
+
 ESTIMATORS = {
     "immediate reward (`returns_to_go`, `gamma` 0)": ReturnsToGo(gamma=0.0),
     "TD residual (`group_gae`, `lam` 0)": GroupGAE(lam=0.0),
@@ -68,8 +92,8 @@ def exact_table(noise: float, delay: int = 0) -> str:
     """Returns the table of one noise and delay: gains by density, and the slope of their logs."""
     head = ["estimator", *(f"density {rho}" for rho in DENSITIES), "slope (95 % interval)"]
     lines = []
-    for sweep, make in SWEEPS.items():
-        lines += [f"**{sweep}**", "", row(head), row(["---"] * len(head))]
+    for title, make in SWEEPS.items():
+        lines += [f"**{title}**", "", row(head), row(["---"] * len(head))]
         for name, estimator in ESTIMATORS.items():
             values = gains(make, estimator, noise=noise, delay=delay)
             if min(values) > 0:
@@ -110,180 +134,239 @@ def row(cells: Any) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-ARMS = {
-    "outcome": {"advantage": "outcome"},
-    "returns_to_go": {"advantage": "returns_to_go"},
-    "td": {"advantage": "group_gae", "lam": 0.0},
-    "immediate": {"advantage": "returns_to_go", "gamma": 0.0},
-}
-MARGIN = 0.05
-"""Two arms are equivalent if the areas under their curves differ by less than this."""
-LATE = "late"
-"""The problem with delayed rewards, in which immediate rewards mislead."""
-BASE: dict[str, Any] = {
-    "env": "gspo/Density-v0",
-    "tasks_per_step": 4,
-    "eval_every": 0,
-    "eval_tasks": 16,
-    "advantage": {"name": "outcome"},
-    "recipe": {
-        "hidden_size": 64,
-        "layers": 1,
-        "demonstrations": 512,
-        "imitation_steps": 100,
-        "imitation_learning_rate": 0.005,
-    },
-    "rollout": {"max_turn_tokens": 4, "max_context": 512, "group_size": GROUP},
-    "learner": {
-        "learning_rate": 2e-3,
-        "warmup_steps": 5,
-        "schedule": "constant",
-        "minibatches": 2,
-    },
-    "credit": {"rms": 1.0},
-    "tracker": "none",
-}
-SWEEP_NAMES = ("decisions", "turns")
+Areas = Mapping[str, Mapping[str, np.ndarray]]
+"""By problem and arm: the mean of each seed's curve, (S,)."""
 
 
-def problems(sweep: str, steps: int) -> dict[str, Any]:
-    """Returns the config of each problem of a sweep, and of the one with delayed rewards."""
-    from gspo_env.config import from_dict
-
-    make = list(SWEEPS.values())[SWEEP_NAMES.index(sweep)]
-    found = {}
-    for rho in DENSITIES:
-        turns = make(rho).turns
-        found[f"rho {rho}"] = {"turns": turns, "density": float(rho), "noise": 0.5}
-    found[LATE] = {"turns": TURNS, "density": 0.25, "noise": 0.5, "delay": 4}
-    return {n: from_dict({**BASE, "steps": steps, "env_kwargs": k}) for n, k in found.items()}
-
-
-def train(arguments: argparse.Namespace) -> None:
-    """Plays the runs that have no result until the time of this part is over, then reports."""
-    from gspo_env.compare import Arm, Comparison, compare, planned, read
-
-    arms = tuple(Arm(name=name, changes=changes) for name, changes in ARMS.items())
-    comparison = Comparison(
-        problems=problems(arguments.sweep, arguments.steps),
-        arms=arms,
-        seeds=arguments.seeds,
-        metric="rollout/reward/right",
-        workers=arguments.workers,
-    )
-    folder = Path(arguments.output)
-    runs = list(planned(comparison, folder))
-    done = [read(run) for run in runs if (run.folder / "result.json").exists()]
-    each = float(np.mean([r.seconds for r in done])) if done else arguments.guess
-    workers = arguments.workers or os.cpu_count() or 1
-    source = "measured" if done else "a guess; --guess changes it"
-    print(
-        f"{len(runs)} runs of {each:.0f} s ({source}) on {workers} workers: "
-        f"{len(runs) * each / workers / 60:.0f} min in all, "
-        f"{(len(runs) - len(done)) * each / workers / 60:.0f} min left",
-        flush=True,
-    )
-    begun, per_seed = time.monotonic(), len(runs) / arguments.seeds * each / workers
-    for seeds in range(1, arguments.seeds + 1):
-        some = dataclasses.replace(comparison, seeds=seeds)
-        if all((run.folder / "result.json").exists() for run in planned(some, folder)):
-            continue
-        if time.monotonic() - begun + per_seed > arguments.seconds:
-            print(f"this part ends before seed {seeds - 1}; the same command goes on")
-            break
-        at = time.monotonic()
-        compare(some, folder, comparison.problems[LATE].tracker, lambda line: print(line))
-        per_seed = time.monotonic() - at
-    report(comparison, folder)
+def areas(rows: Sequence[Mapping[str, Any]], metric: str) -> Areas:
+    """Returns the area under each curve of a metric."""
+    found: dict[str, dict[str, dict[int, list[float]]]] = {}
+    for line in rows:
+        if line["metric"] == metric:
+            seeds = found.setdefault(line["problem"], {}).setdefault(line["arm"], {})
+            seeds.setdefault(line["seed"], []).append(line["value"])
+    return {
+        problem: {
+            arm: np.array([np.mean(seeds[s]) for s in sorted(seeds)]) for arm, seeds in of.items()
+        }
+        for problem, of in found.items()
+    }
 
 
-def report(comparison: Any, folder: Path) -> None:
-    """Writes `runs.parquet` and `tests.md` from the seeds that all arms and problems have."""
-    from gspo_env.compare import planned, read
-    from gspo_env.report.comparison import summarise, write_report
-
-    complete = 0
-    for seeds in range(1, comparison.seeds + 1):
-        some = dataclasses.replace(comparison, seeds=seeds)
-        if not all((run.folder / "result.json").exists() for run in planned(some, folder)):
-            break
-        complete = seeds
-    if complete < 2:
-        print(f"{complete} complete seeds; the report needs at least 2")
-        return
-    some = dataclasses.replace(comparison, seeds=complete)
-    results = [read(run) for run in planned(some, folder)]
-    to_parquet(results, folder / "runs.parquet")
-    write_report(some, results, folder)
-    text = tests_table(summarise(some, results))
-    (folder / "tests.md").write_text(text)
-    print(f"{complete} seeds\n{text}\nPage: {folder / 'report.html'}")
+def interval(values: np.ndarray) -> str:
+    """Formats a mean and its 95 % t interval."""
+    low, high = paired_interval(values)
+    return f"{values.mean():.3f} ({low:.3f} to {high:.3f})"
 
 
-def tests_table(summary: Any) -> str:
-    """Returns the table of the tests named beforehand: one a problem, and one of equivalence."""
-    from scipy.stats import ttest_1samp
+def noise_table(updates: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the table of the noise of updates of the tiny model, beside the exact one."""
+    arms = [name for name in ARMS if name != "outcome"]
+    noise = {
+        (rho, arm): np.array(
+            [updates[f"{rho.denominator}-{n}"][arm]["noise"] for n in range(MODELS)]
+        )
+        for rho in DENSITIES
+        for arm in ARMS
+    }
+    exact = {"returns_to_go": ReturnsToGo(), "immediate": ReturnsToGo(gamma=0.0)}
+    make = next(iter(SWEEPS.values()))
+    head = ["credit", *(f"density {rho}" for rho in DENSITIES), "slope (95 % interval)"]
+    lines = [row(head), row(["---"] * len(head))]
+    x = [math.log(rho) for rho in DENSITIES]
+    for arm in arms:
+        values = gains(make, exact[arm], noise=NOISE)
+        value, low, high = slope(x, np.log(values))
+        lines.append(row([f"`{arm}`, exact", *(f"{v:.2f}" for v in values), f"{value:.2f}"]))
+        gain = np.array([np.log(noise[rho, "outcome"] / noise[rho, arm]) for rho in DENSITIES])
+        slopes = np.polyfit(x, gain, 1)[0]  # (models,)
+        low, high = paired_interval(slopes)
+        shown = f"{slopes.mean():.2f} ({low:.2f} to {high:.2f})"
+        cells = [f"{v:.2f}" for v in np.exp(gain.mean(1))]
+        lines.append(row([f"`{arm}`, tiny model", *cells, shown]))
+    return "\n".join(lines)
 
-    from gspo_env.compare.stats import holm, paired_interval, paired_permutation_test
 
-    named = [(f"rho {rho}", "td", "better") for rho in DENSITIES]
-    named += [(LATE, "immediate", "worse"), (f"rho {DENSITIES[-1]}", "returns_to_go", "equal")]
-    rows, values = [], []
+def signal_line(updates: Mapping[str, Mapping[str, Any]]) -> str:
+    """Says whether the arms have the same expected update, as unbiased ones must."""
+    of = {arm: [u[arm]["signal"] for u in updates.values()] for arm in ARMS}
+    base = np.array(of["immediate"])
+    parts = []
+    for arm in ("outcome", "returns_to_go"):
+        low, high = paired_interval(np.array(of[arm]) - base)
+        mean, size = np.mean(of[arm]), base.mean()
+        parts.append(f"`{arm}` {mean / size:.2f} ({1 + low / size:.2f} to {1 + high / size:.2f})")
+    return f"Mean update along that of `immediate`, over it: {', '.join(parts)}."
+
+
+def areas_table(found: Areas) -> str:
+    """Returns the mean areas of the arms, and their differences from `outcome`."""
+    others = [arm for arm in ARMS if arm != "outcome"]
+    head = ["problem", "`outcome`", *(f"`{arm}` minus `outcome`" for arm in others)]
+    lines = [row(head), row(["---"] * len(head))]
+    for problem, by_arm in found.items():
+        base = by_arm["outcome"]
+        cells = [interval(by_arm[arm] - base) for arm in others]
+        lines.append(row([problem, f"{base.mean():.3f}", *cells]))
+    x = np.array([math.log2(rho) for rho in DENSITIES])
+    cells = []
+    for arm in others:
+        of = [found[f"density {rho}"] for rho in DENSITIES]
+        difference = np.array([by_arm[arm] - by_arm["outcome"] for by_arm in of])
+        cells.append(interval(-np.polyfit(x, difference, 1)[0]))
+    lines.append(row(["for each halving of the density", "", *cells]))
+    return "\n".join(lines)
+
+
+def tests_table(found: Areas) -> str:
+    """Returns the tests that were named before the runs: one a problem, and one of equivalence."""
+    named = [(f"density {rho}", "immediate", "better") for rho in DENSITIES]
+    named += [(LATE, "immediate", "worse"), (f"density {DENSITIES[-1]}", "returns_to_go", "equal")]
+    lines, values = [], []
     for problem, arm, kind in named:
-        by_arm = {r.arm.name: r.areas for r in summary[problem]}
-        difference = by_arm[arm] - by_arm["outcome"]
+        difference = found[problem][arm] - found[problem]["outcome"]
         if kind == "equal":
             above = ttest_1samp(difference, -MARGIN, alternative="greater").pvalue
             below = ttest_1samp(difference, MARGIN, alternative="less").pvalue
             # equal differences have no spread to test against, and n signs prove no more than 2^-n
             values.append(max(float(above), float(below), 2.0 ** -len(difference)))
+            claim = f"`{arm}` is within {MARGIN}"
         else:
-            values.append(paired_permutation_test(by_arm[arm], by_arm["outcome"]))
-        low, high = paired_interval(difference)
-        effect = f"{difference.mean():+.3f} ({low:+.3f} to {high:+.3f})"
-        claim = f"{arm} differs; predicted: {kind}"
-        rows.append([problem, f"{arm} within {MARGIN}" if kind == "equal" else claim, effect])
-    head = ["problem", "test", "difference in area from outcome (95 % interval)", "p (Holm)"]
-    lines = [row(head), row(["---"] * len(head))]
-    lines += [row([*cells, f"{p:.4f}"]) for cells, p in zip(rows, holm(values), strict=True)]
-    return "\n".join(lines) + "\n"
+            values.append(paired_permutation_test(difference, np.zeros_like(difference)))
+            claim = f"`{arm}` differs; predicted: {kind}"
+        lines.append([problem, claim, interval(difference)])
+    head = ["problem", "test", "difference from `outcome` (95 % interval)", "p (Holm)"]
+    table = [row(head), row(["---"] * len(head))]
+    table += [row([*cells, f"{p:.4f}"]) for cells, p in zip(lines, holm(values), strict=True)]
+    return "\n".join(table)
 
 
-def to_parquet(results: Any, path: Path) -> None:
-    """Writes one line for each point of each curve."""
+def lengths_table(found: Areas) -> str:
+    """Returns the areas of both aggregations, and their difference."""
+    by_arm = found[LENGTHS]
+    head = ["estimator", "`sequence_mean`", "`token_sum`", "difference (95 % interval)", "p (Holm)"]
+    lines, values = [], []
+    for name in dict.fromkeys(arm.partition(",")[0] for arm in LENGTH_ARMS):
+        mean, total = (by_arm[f"{name}, {how}"] for how in ("sequence_mean", "token_sum"))
+        lines.append(
+            [f"`{name}`", f"{mean.mean():.3f}", f"{total.mean():.3f}", interval(total - mean)]
+        )
+        values.append(paired_permutation_test(total, mean))
+    table = [row(head), row(["---"] * len(head))]
+    table += [row([*cells, f"{p:.4f}"]) for cells, p in zip(lines, holm(values), strict=True)]
+    return "\n".join(table)
+
+
+def tables() -> dict[str, str]:
+    """Returns the page's tables of training by name, from the raw data beside the page."""
+    from pyarrow import parquet
+
+    rows = parquet.read_table(CURVES).to_pylist()
+    updates = json.loads(UPDATES.read_text())
+    right = areas(rows, "rollout/reward/right")
+    return {
+        "noise": noise_table(updates) + "\n\n" + signal_line(updates),
+        "areas": areas_table(right),
+        "tests": tests_table(right),
+        "lengths": lengths_table(areas(rows, "rollout/return")),
+    }
+
+
+def write(folder: Path) -> None:
+    """Writes the raw data, the tables of the page and its figure from the results of a study."""
     import pyarrow
     from pyarrow import parquet
 
-    lines = [
-        {
-            "problem": result.run.problem,
-            "arm": result.run.arm.name,
-            "seed": result.run.seed,
-            "step": step,
-            "metric": metric,
-            "value": value,
-        }
-        for result in results
-        for step, metrics in result.history
-        for metric, value in metrics.items()
+    DATA.mkdir(exist_ok=True)
+    _, curves = results(sweep(), folder / "sweep")
+    rows = to_rows(
+        curves, ["rollout/reward/right", "rollout/return", "rollout/stop/max_turn_tokens"]
+    )
+    _, curves = results(lengths(), folder / "lengths")
+    rows += to_rows(curves, ["rollout/return", "rollout/turns"])
+    parquet.write_table(pyarrow.Table.from_pylist(rows), CURVES, compression="zstd")
+    updates = {p.stem: json.loads(p.read_text()) for p in sorted((folder / "noise").glob("*.json"))}
+    UPDATES.write_text(json.dumps(updates, indent=1) + "\n")
+    page = PAGE.read_text()
+    for name, table in tables().items():
+        before, start, rest = page.partition(f"<!-- begin {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end {name} -->")
+        if not start or not end:
+            raise SystemExit(f"{PAGE} has no place for the table {name!r}")
+        page = f"{before}{start}\n{table}\n\n{end}{after}"
+    PAGE.write_text(page)
+    draw(rows, updates)
+    print(f"{PAGE}, {FIGURE}, {CURVES} and {UPDATES} are written")
+
+
+def draw(rows: Sequence[Mapping[str, Any]], updates: Mapping[str, Any]) -> None:
+    """Draws the gain by density, exact and measured, and the curves of each density."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(DENSITIES) + 1, figsize=(16, 3.2), layout="constrained")
+    make = next(iter(SWEEPS.values()))
+    x = [float(rho) for rho in DENSITIES]
+    axes[0].loglog(x, gains(make, ReturnsToGo(gamma=0.0), noise=NOISE), "--", label="exact")
+    gain = [
+        [
+            updates[f"{rho.denominator}-{n}"]["outcome"]["noise"]
+            / updates[f"{rho.denominator}-{n}"]["immediate"]["noise"]
+            for n in range(MODELS)
+        ]
+        for rho in DENSITIES
     ]
-    parquet.write_table(pyarrow.Table.from_pylist(lines), path)
+    middle = np.exp(np.log(gain).mean(1))
+    bounds = [np.exp(paired_interval(np.log(of))) for of in gain]
+    error = np.abs(np.array(bounds).T - middle)
+    axes[0].errorbar(x, middle, error, fmt="o", label="tiny model")
+    axes[0].set(title="noise of outcome / immediate", xlabel="density")
+    axes[0].legend()
+    for axis, rho in zip(axes[1:], DENSITIES, strict=True):
+        for arm in ARMS:
+            seeds: dict[int, list[float]] = {}
+            for line in rows:
+                here = line["problem"] == f"density {rho}" and line["arm"] == arm
+                if here and line["metric"] == "rollout/reward/right":
+                    seeds.setdefault(line["seed"], []).append(line["value"])
+            curves = np.array([seeds[s] for s in sorted(seeds)])
+            mean, half = curves.mean(0), 1.96 * curves.std(0, ddof=1) / math.sqrt(len(curves))
+            steps = np.arange(1, len(mean) + 1)
+            axis.plot(steps, mean, label=arm)
+            axis.fill_between(steps, mean - half, mean + half, alpha=0.2)
+        axis.set(title=f"density {rho}", xlabel="step", ylim=(0, 1))
+    axes[1].set_ylabel("share of right decisions")
+    axes[-1].legend(loc="lower right")
+    figure.savefig(FIGURE, dpi=110, metadata={"Software": None})
+
+
+def study(arguments: argparse.Namespace) -> None:
+    """Computes what has no result until the time of this part is over."""
+    folder, until = Path(arguments.output), time.monotonic() + arguments.seconds
+    parts: list[Callable[[], bool]] = [
+        lambda: train(sweep(), folder / "sweep", arguments.workers, until, 8.0),
+        lambda: train(lengths(), folder / "lengths", arguments.workers, until, 8.0),
+        lambda: measure(folder, until),
+    ]
+    if all(part() for part in parts):
+        print("complete; `density.py write` makes the page")
 
 
 def main() -> None:
-    """Prints the exact tables, or trains."""
+    """Prints the exact tables, or runs the study."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--train", action="store_true", help="train the tiny model too")
-    parser.add_argument("--sweep", choices=SWEEP_NAMES, default="decisions", help="what is fixed")
-    parser.add_argument("--output", default="comparisons/density")
-    parser.add_argument("--seeds", type=int, default=14)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--workers", type=int, default=0, help="0 is one a core")
+    parser.add_argument("what", nargs="?", choices=("exact", "study", "write"), default="exact")
+    parser.add_argument("--output", default="comparisons/density", help="folder of results")
+    parser.add_argument("--workers", type=int, default=0, help="runs at a time; 0 is one a core")
     parser.add_argument("--seconds", type=float, default=3300.0, help="time of this part")
-    parser.add_argument("--guess", type=float, default=15.0, help="seconds of a run, until known")
     arguments = parser.parse_args()
-    if arguments.train:
-        train(arguments)
+    if arguments.what == "study":
+        study(arguments)
+        return
+    if arguments.what == "write":
+        write(Path(arguments.output))
         return
     for noise in (0.0, 0.5):
         print(f"noise {noise:g}: SNR of an update over that of `outcome`, groups of {GROUP}\n")

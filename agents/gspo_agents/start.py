@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from gspo_env.config import Config, to_toml
 from gspo_env.engines import CopiesWeights, Engine, Transformers
+from gspo_env.engines.vllm.settings import VLLMSettings
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
@@ -164,14 +165,18 @@ def with_adapter(model: Any, config: Config) -> Any:
 
 
 def check_learning(model: Any, config: Config) -> None:
-    """Tries what only training needs before a folder is made: trackers, optimiser and adapter.
+    """Tries what only training needs before a folder is made.
 
     Raises:
-        ConfigError: A tracker's address does not answer, or the optimiser cannot be made.
+        ConfigError: A tracker's address does not answer, the optimiser cannot be made, or the
+            engine cannot play ahead.
         MissingExtraError: The optimiser needs a package that is not installed.
         ModelError: The model cannot have the adapter.
     """
     check_trackers(config.tracker)
+    ours = isinstance(config.engine, Transformers | VLLMSettings)
+    if config.supply.max_staleness and not ours:  # whether it can is seen when it is started
+        start_engine(model, config, ahead=True).close()
     settings = config.learner
     if settings.lora_rank and not hasattr(model, "disable_adapter"):
         check_targets(model, settings.lora_targets)

@@ -24,6 +24,7 @@ class DensityEnv(OneWordEnv):
         density: Share of the turns that are decisions, in (0, 1]: at least one turn is a decision.
         noise: Reward of a routine turn, in units of the reward of a decision.
         delay: Turns between a decision and its reward.
+        cues: Different cues that a decision may show; with 1, its right word is always the same.
 
     Source:
         Decision density: arXiv 2606.22164.
@@ -32,18 +33,25 @@ class DensityEnv(OneWordEnv):
     gives_outcome = False
 
     def __init__(
-        self, turns: int = 16, density: float = 0.25, noise: float = 0.5, delay: int = 0
+        self,
+        turns: int = 16,
+        density: float = 0.25,
+        noise: float = 0.5,
+        delay: int = 0,
+        cues: int = len(CUES),
     ) -> None:
-        """Sets the turns, the share of decisions, the noise and the delay."""
+        """Sets the turns, the share of decisions, the noise, the delay and the cues."""
         if not 0 < density <= 1:
             raise ConfigError(f"Density: density is {density!r}, expected a number in (0, 1].")
         if not 0 <= noise < float("inf"):
             raise ConfigError(f"Density: noise is {noise!r}, expected at least 0.")
         if not 0 <= delay < max(turns, 1):
             raise ConfigError(f"Density: delay is {delay!r}, expected 0 to {turns - 1}.")
+        if not 1 <= cues <= len(CUES):
+            raise ConfigError(f"Density: cues is {cues!r}, expected 1 to {len(CUES)}.")
         self.decisions = decision_turns(turns, density)
-        super().__init__(turns, num_tasks=len(CUES) ** max(len(self.decisions), 1) * SALTS)
-        self.noise, self.delay = noise, delay
+        super().__init__(turns, num_tasks=cues ** max(len(self.decisions), 1) * SALTS)
+        self.noise, self.delay, self.cues = noise, delay, cues
 
     def step(self, action: str) -> StepResult:
         """Plays one word; `reward_parts` has the share of right words, without the noise."""
@@ -60,7 +68,7 @@ class DensityEnv(OneWordEnv):
 
     def _draw(self) -> None:
         self._cues: list[int] = self.np_random.integers(
-            len(CUES), size=len(self.decisions)
+            self.cues, size=len(self.decisions)
         ).tolist()
         self._salt = int(self.np_random.integers(SALTS))
         self._hits, self._newest = 0, 0

@@ -3,6 +3,7 @@ from .base import CopiesWeights as CopiesWeights
 from .base import CountsFaults as CountsFaults
 from .base import Engine as Engine
 from .base import NamedTensors as NamedTensors
+from .base import ReachesCopies as ReachesCopies
 from .base import Sampling as Sampling
 from .base import Transformers as Transformers
 from .base import UpdatesInFlight as UpdatesInFlight

@@ -105,6 +105,16 @@ class CopiesWeights(Protocol):
 
 
 @runtime_checkable
+class ReachesCopies(CopiesWeights, Protocol):
+    """An engine with several copies of the weights, each of which can be asked."""
+
+    async def generate_on(
+        self, copy: int, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> Completion:
+        """Samples one action with a copy, counted from 0; see `Engine.generate`."""
+
+
+@runtime_checkable
 class UpdatesInFlight(Protocol):
     """An engine that can change its weights while requests run.
 

@@ -124,7 +124,7 @@ def band(arm: RunArm, metric: str) -> Band | None:
     if not len(steps):
         return None
     values = np.stack([each.values[np.isin(each.steps, steps)] for each in found], axis=-1)
-    low, high = stats.interquartile_interval([values], resamples=1000)
+    low, high = stats.interquartile_interval(values, resamples=1000)
     middle = np.asarray(stats.interquartile_mean(values))
     return Band(steps=steps, middle=middle, low=low, high=high, kind="seeds")
 

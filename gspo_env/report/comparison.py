@@ -152,7 +152,7 @@ def _difference(arm: str, other: str, ours: FloatArray, theirs: FloatArray) -> D
 
 
 def _score(values: FloatArray) -> Score:
-    low, high = stats.interquartile_interval([values])
+    low, high = stats.interquartile_interval(values)
     middle = float(stats.interquartile_mean(values))
     return Score(middle=middle, low=float(low), high=float(high))
 

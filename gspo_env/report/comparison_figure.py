@@ -61,7 +61,7 @@ def curves_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Fig
 
 def _draw(axes: Axes, row: Row, colour: str, drawn: list[FloatArray]) -> Any:
     """Draws the curve of an arm; dots if all its runs failed, dashes if it covers another curve."""
-    low, high = stats.interquartile_interval([row.curves.T], resamples=1000)
+    low, high = stats.interquartile_interval(row.curves.T, resamples=1000)
     axes.fill_between(row.episodes, low, high, color=colour, alpha=0.15, linewidth=0)
     middle = stats.interquartile_mean(row.curves.T)
     same = sum(np.allclose(middle, other, rtol=0, atol=1e-9) for other in drawn)

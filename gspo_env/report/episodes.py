@@ -79,6 +79,9 @@ class TurnRecord:
     """Token ids that were sampled. The next columns have a value for each of them."""
     engine_logprobs: tuple[float, ...]
     """Log-probability by the engine that sampled the token (natural log)."""
+    token_versions: tuple[int, ...] | None
+    """The training steps that the policy had behind it, where they changed within the action; None
+    if `weights_version` sampled every token."""
     trainer_logprobs: tuple[float | None, ...] | None
     """Log-probability by the trainer before the update; this and the next columns are None in
     episodes that were not trained on, and hold None for tokens that were not."""

@@ -292,6 +292,7 @@ _NO_TOKENS: dict[str, Any] = {
     "prompt_ids": (),
     "action_ids": (),
     "engine_logprobs": (),
+    "token_versions": None,
     **dict.fromkeys(_VALUES),
 }
 _EMPTY: dict[str, Any] = {
@@ -314,6 +315,7 @@ def _ids(turn: Turn, values: TokenValues | None) -> dict[str, Any]:
         "prompt_ids": turn.prompt_ids,
         "action_ids": turn.action_ids,
         "engine_logprobs": turn.logprobs,
+        "token_versions": [v for v, n in turn.weights_versions for _ in range(n)] or None,
         **dict.fromkeys(_VALUES),
     }
     for column, name in _VALUES.items():

@@ -140,13 +140,15 @@ def _spans(
 
 def _facts(turn: Turn) -> dict[str, Any]:
     """Returns what a turn cost and what it was worth."""
-    facts = {
+    facts: dict[str, Any] = {
         "generate_seconds": round(turn.timing.generate, 6),
         "step_seconds": round(turn.timing.step, 6),
         "tokens": len(turn.action_ids),
         "reward": float(turn.reward),
         "weights_version": turn.weights_version,
     }
+    if turn.weights_versions:  # (version, tokens) of each run of tokens
+        facts["weights_versions"] = [list(run) for run in turn.weights_versions]
     if turn.timing.generate and turn.action_ids:
         facts["tokens_per_second"] = round(len(turn.action_ids) / turn.timing.generate, 3)
     if turn.logprobs:

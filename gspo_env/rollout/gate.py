@@ -37,6 +37,10 @@ class Gate(asyncio.Semaphore):
         seconds, self._sum = self._sum, 0.0
         return seconds
 
+    def part(self) -> Gate:
+        """Returns a gate for some of the episodes, which share these places."""
+        return _Part(self)
+
     def add(self, seconds: float) -> None:
         """Adds the time of episodes that another process has played."""
         self._sum += seconds
@@ -49,3 +53,18 @@ class Gate(asyncio.Semaphore):
         if change or self.changed is not None:
             self.changed = now
         self.running += change
+
+
+class _Part(Gate):
+    def __init__(self, whole: Gate) -> None:
+        super().__init__(whole.places)
+        self._whole = whole
+
+    async def acquire(self) -> Literal[True]:
+        await self._whole.acquire()
+        self._count(1)
+        return True
+
+    def release(self) -> None:
+        self._whole.release()
+        self._count(-1)

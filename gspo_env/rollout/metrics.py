@@ -69,18 +69,18 @@ class FaultStats:
     """Groups of several episodes of which fewer than two are left, so that none is compared."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> FaultStats:
-        """Counts the failures of one collection."""
-        episodes = _episodes(groups)
+    def of(cls, groups: Sequence[Group], left: Sequence[Group] = ()) -> FaultStats:
+        """Counts the failures of one collection; see `RolloutStats.of`."""
+        episodes = _episodes([*groups, *left])
         reasons = [fault.reason for e in episodes for fault in e.faults]
         timeouts, lost = reasons.count(StopReason.ENV_TIMEOUT), sum(e.failed for e in episodes)
-        left = [sum(not e.failed for e in g.episodes) for g in groups]
+        counts = [sum(not e.failed for e in g.episodes) for g in groups]
         return cls(
             errors=len(reasons) - timeouts,
             timeouts=timeouts,
             retried=len(reasons) - lost,
             lost=lost,
-            lone_groups=sum(n < 2 <= len(g.episodes) for n, g in zip(left, groups, strict=True)),
+            lone_groups=sum(n < 2 <= len(g.episodes) for n, g in zip(counts, groups, strict=True)),
         )
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -117,14 +117,22 @@ class RolloutStats:
     """Statistics of the episodes of each environment; empty if all are of one."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group], seconds: float) -> RolloutStats:
-        """Summarises the episodes of one collection."""
+    def of(
+        cls, groups: Sequence[Group], seconds: float, left: Sequence[Group] = ()
+    ) -> RolloutStats:
+        """Summarises the episodes of one collection.
+
+        Args:
+            groups: The groups to train on.
+            seconds: Time in which they were played.
+            left: Other groups that were played, of which only the failures count.
+        """
         episodes, played = _episodes(groups), _played(groups)
         filled = [e for e in episodes if e.turns]
         redrawn = [g.redrawn for g in groups if g.redrawn is not None]
         return cls(
             played=EpisodeStats.of(played),
-            faults=FaultStats.of(groups),
+            faults=FaultStats.of(groups, left),
             stops={r: _mean(e.stop_reason is r for e in episodes) for r in StopReason},
             tokens=sum(e.model_tokens for e in episodes),
             sequences=_mean(map(_sequences, filled)) if filled else 0.0,

@@ -63,7 +63,9 @@ class EnvPool:
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _leaving: list[Future[Any]] = field(default_factory=list)
     """The calls of `close` of environments that left the pool."""
-    _stuck: list[EnvThread] = field(default_factory=list)
+    _stuck: list[tuple[EnvThread, float]] = field(default_factory=list)
+    """Threads that have not returned, each with the time from which it counts as one that hangs
+    (monotonic clock)."""
 
     def __post_init__(self) -> None:
         """Reads the declarations of the sample."""
@@ -124,8 +126,9 @@ class EnvPool:
                 raise  # the environment's own TimeoutError
             thread.submit(lambda: close_quietly(making.result()))  # if it ever returns
             thread.stop()
-            self._stuck.append(thread)
-            if isinstance(error, asyncio.CancelledError):
+            cancelled = isinstance(error, asyncio.CancelledError)
+            self._stuck.append((thread, time.monotonic() + (timeout or 0.0) * cancelled))
+            if cancelled:
                 raise
             raise EnvironmentHangError(f"__init__() has not returned in {timeout:g} s") from error
         return env
@@ -134,12 +137,14 @@ class EnvPool:
         """Puts an environment back for the next episode."""
         self._idle.append(env)
 
-    def discard(self, env: TextEnvironment, *, stuck: bool = False) -> None:
+    def discard(self, env: TextEnvironment, *, stuck: bool = False, patience: float = 0.0) -> None:
         """Closes an environment that is not used again.
 
         Args:
             env: The environment.
             stuck: Whether its thread has not returned from a call.
+            patience: Seconds that the call may still take before the thread counts as one that
+                hangs.
 
         Raises:
             RolloutError: More than `max_stuck` threads hang.
@@ -148,11 +153,13 @@ class EnvPool:
             env.kill()  # its thread returns at once
             stuck = False
         if (seat := self._seats.pop(id(env), None)) is not None:
-            self._leave(seat, stuck)
-        self._stuck = [thread for thread in self._stuck if thread.alive]
-        if len(self._stuck) > self.max_stuck:
+            self._leave(seat, stuck, patience)
+        self._stuck = [(thread, since) for thread, since in self._stuck if thread.alive]
+        now = time.monotonic()
+        hanging = sum(since <= now for _, since in self._stuck)
+        if hanging > self.max_stuck:
             raise RolloutError(
-                f"{len(self._stuck)} environments hang, each in a thread that cannot be ended; "
+                f"{hanging} environments hang, each in a thread that cannot be ended; "
                 f"expected at most {self.max_stuck}: give their calls time limits of their own, or "
                 'set rollout.isolation to "process"'
             )
@@ -196,7 +203,7 @@ class EnvPool:
             self.gives_outcome = attribute(env, "gives_outcome", None)
         self.outcome_if_cut = attribute(env, "outcome_if_cut", 0.0)
 
-    def _leave(self, seat: _Seat, stuck: bool = False) -> None:
+    def _leave(self, seat: _Seat, stuck: bool = False, patience: float = 0.0) -> None:
         """Closes an environment where it lives."""
         if seat.thread is None or not (seat.lives or stuck):
             close_quietly(seat.env)
@@ -206,7 +213,7 @@ class EnvPool:
         if seat.thread is not None:
             seat.thread.stop()
             if stuck:
-                self._stuck.append(seat.thread)
+                self._stuck.append((seat.thread, time.monotonic() + patience))
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ async def play_pooled(
         )
     except asyncio.CancelledError:
         with contextlib.suppress(RolloutError):  # that too many hang is said by the next failure
-            pool.discard(env, stuck=True)
+            pool.discard(env, stuck=True, patience=timeout)
         raise
     if episode.failed:
         pool.discard(env, stuck=episode.stop_reason is StopReason.ENV_TIMEOUT)

@@ -66,6 +66,8 @@ class Order:
     fleet: Fleet
     gives_outcome: bool | None
     """What the trainer knows; see `EnvPool.gives_outcome`."""
+    counts: bool = True
+    """Whether the time of its episodes is given back; see `Played.seconds`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +78,8 @@ class Played:
     unfit: tuple[int, ...] = ()
     """Tokens of each first prompt that did not fit."""
     seconds: float = 0.0
-    """Time of all episodes in flight since the last group was given back, added up."""
+    """Time of the episodes in flight that count, since the last such group was given back, added
+    up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +115,7 @@ class Worker:
         self._pool = setup.make_pool(_Unlogged())
         self._collector = Collector(self._engine, chat, self._pool, setup.config, setup.vocab_size)
         self._gate = Gate(most)
+        self._counted = self._gate.part()
         # the trainer's log says who is waited for
         self._collector._heartbeat = Heartbeat(lambda: 0.0, str)
         self._playing = 0
@@ -126,14 +130,15 @@ class Worker:
         self._turning = self._turning or asyncio.create_task(self._turn())
         self._playing += 1
         try:
-            group = await self._collector.play(order.job, self._gate)
+            gate = self._counted if order.counts else self._gate
+            group = await self._collector.play(order.job, gate)
         except Exception as error:
             raise _sendable(error) from None
         finally:
             self._playing -= 1
         unfit = tuple(self._collector._unfit)
         self._collector._unfit.clear()
-        seconds = self._gate.episode_seconds()
+        seconds = self._counted.episode_seconds() if order.counts else 0.0
         return to_bytes(Played(group=group, unfit=unfit, seconds=seconds))
 
     def beat(self, fleet: Fleet) -> Pulse:

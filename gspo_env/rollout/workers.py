@@ -152,8 +152,13 @@ class Crew:
             "rollout/reissued_groups": float(self.reissued),
         }
 
-    async def play(self, job: GroupJob, gives_outcome: bool | None) -> bytes:
+    async def play(self, job: GroupJob, gives_outcome: bool | None, counts: bool = True) -> bytes:
         """Plays a group, and once more with the same seeds each time that its worker dies.
+
+        Args:
+            job: The group.
+            gives_outcome: See `Order.gives_outcome`.
+            counts: See `Order.counts`.
 
         Raises:
             RolloutError: No worker is left.
@@ -161,7 +166,7 @@ class Crew:
         while True:
             member = await self._choose(job)
             handle = member.handle
-            order = Order(job=job, fleet=self.fleet, gives_outcome=gives_outcome)
+            order = Order(job=job, fleet=self.fleet, gives_outcome=gives_outcome, counts=counts)
             try:
                 return await handle.play(order)
             except WorkerDied as death:
@@ -337,7 +342,8 @@ class WorkerCollector(Collector):
         """
         with self._heartbeat.watching():
             known = self.pool.of(job.task.env_id).gives_outcome
-            played = from_bytes(await self.crew.play(job, known))
+            counts = isinstance(gate, Gate)  # the episodes of an evaluation have another one
+            played = from_bytes(await self.crew.play(job, known, counts))
         for episode in played.group.episodes:
             for fault in episode.faults:
                 self.pool.faults.note(episode.task, fault)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Protocol
 
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
@@ -29,7 +26,7 @@ from gspo_env.seeding import derive_seed
 from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.probe import check_sync
 from gspo_env.training.split import Split
-from gspo_env.training.state import Keeper, generators, set_generators
+from gspo_env.training.state import Keeper, State, generators, set_generators
 from gspo_env.training.supply import Batch, Supply
 from gspo_env.training.tasks import draw_tasks
 from gspo_env.training.timeline import Timeline
@@ -139,7 +136,8 @@ class Loop:
             await self._sync(self.step)
             before: Sequence[Group] = ()
             if self.step == 0:
-                self._keep(must=True)  # before the evaluation, whose episodes the first step needs
+                # before the evaluation, whose episodes the first step needs
+                await self._keep(must=True)
                 before = await self._evaluate()
             while self.step < self.config.steps and not (self.keeper and self.keeper.stop.wanted):
                 await self._train_step(before)
@@ -148,7 +146,7 @@ class Loop:
             await self.supply.close()
             self.timeline.close()
         if self.keeper and self.keeper.checkpoints.last != self.step:
-            self._keep(must=True)
+            await self._keep(must=True)
         return self.history
 
     async def _train_step(self, before: Sequence[Group]) -> None:
@@ -160,7 +158,7 @@ class Loop:
         config, step = self.config, self.step + 1
         with self.timeline.span("wait for groups", step=step):
             batch = await self.supply.take()
-        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds)
+        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds, batch.left)
         metrics = stats.metrics() | batch.metrics | self._results(batch)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
@@ -189,7 +187,7 @@ class Loop:
             await self._evaluate()
             await self._forget_evaluation()
         with self.timeline.span("save", step=step):
-            self._keep()
+            await self._keep()
 
     def _results(self, batch: Batch) -> dict[str, float]:
         """Notes what the curriculum sees of a batch; returns the metrics.
@@ -221,37 +219,39 @@ class Loop:
         if not isinstance(engine, CopiesWeights):
             await engine.update_weights(named_weights(self.learner.policy), self.step)
 
-    def _keep(self, must: bool = False) -> None:
-        """Saves the run if it must be saved, if that is due, or if it is the best so far."""
+    async def _keep(self, must: bool = False) -> None:
+        """Saves the run if it must be saved, if that is due, or if it is the best so far.
+
+        The state is that of the call, also if episodes go on while it is written.
+        """
         if self.keeper is None:
             return
         step, metrics = self.history[-1] if self.history else (0, {})
         success, known = metrics.get("eval/success"), self.best
         best = self.step > 0 and success is not None and success > known.get("success", -1.0)
+        if not (must or best or self.keeper.checkpoints.due(self.step)):
+            return
         if best:
             self.best = {"step": step, "success": float(success or 0.0)}
-        if not self.keeper.keep(self.step, self._state, must=must or best, best=best):
+        if not await self.supply.run(self.keeper.keep(self._state(), best=best)):
             self.best = known
 
-    def _state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-        """Returns the numbers and the tensors of the state."""
+    def _state(self) -> State:
         random_numbers, random_tensors = generators()
-        learner_numbers, tensors = self.learner.state()
         numbers = {
             "step": self.step,
             "played": self.played,
             "best": self.best,
-            "history": self.history,
+            "history": list(self.history),
             "results": [asdict(result) for result in self.results],
             "warned": self._warned,
             "score": self.score.state(),
             "gives_outcome": self._gives_outcome(),
             "said": self.collector._said,
             "supply": self.supply.state(),
-            "learner": learner_numbers,
             "generators": random_numbers,
         }
-        return numbers, chain(tensors, random_tensors.items())
+        return State(numbers=numbers, tensors=random_tensors, learner=self.learner.state)
 
     def restore(self, saved: Checkpoint) -> None:
         """Takes over the state of a checkpoint of the same run."""
@@ -305,7 +305,8 @@ class Loop:
             else:
                 await self.collector.engine.update_weights(named, version)
         seconds = time.perf_counter() - started
-        metrics = {"time/sync": seconds, **await check_sync(self.collector, self.learner)}
+        probed = await check_sync(self.collector, self.learner, self.supply.run)
+        metrics = {"time/sync": seconds, **probed}
         metrics |= self.collector.metrics()
         engine = self.collector.engine
         return metrics | (engine.metrics() if isinstance(engine, CountsFaults) else {})

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from itertools import product
 
 import numpy as np
 
 from gspo_env.batch.sample import Sample
-from gspo_env.engines.base import CopiesWeights, Engine, Sampling, check_completion
+from gspo_env.engines.base import (
+    Completion,
+    CopiesWeights,
+    Engine,
+    ReachesCopies,
+    Sampling,
+    check_completion,
+)
 from gspo_env.errors import EngineError
 from gspo_env.learner.base import Trainer
 from gspo_env.rollout.collector import Collector
@@ -31,6 +40,14 @@ _TEXTS = (
 _NEW_TOKENS = 16
 
 
+Run = Callable[[Callable[[], list[FloatArray]]], Awaitable[list[FloatArray]]]
+"""Runs a function, such as in another thread."""
+
+
+async def _here(function: Callable[[], list[FloatArray]]) -> list[FloatArray]:
+    return function()
+
+
 async def difference(
     engine: Engine,
     score: Callable[[Sample], FloatArray],
@@ -39,8 +56,12 @@ async def difference(
     max_tokens: int,
     temperature: float = 1.0,
     vocab_size: int | None = None,
+    run: Run = _here,
 ) -> float:
     """Samples a continuation of each prompt and has the trainer score the same tokens.
+
+    Each copy of an engine is asked all prompts. Copies that cannot be chosen get as many requests
+    at the same time as make each serve some, if the engine spreads them and has no others.
 
     Args:
         engine: The engine, which serves all prompts at the same time.
@@ -49,34 +70,52 @@ async def difference(
         max_tokens: Length of each continuation.
         temperature: Of both log-probabilities.
         vocab_size: See `gspo_env.engines.check_completion`.
+        run: Runs the trainer's computation.
 
     Returns:
         Mean absolute difference of the log-probabilities over all sampled tokens (natural log).
     """
-    sampling = [
-        Sampling(max_tokens=max_tokens, temperature=temperature, seed=n)
-        for n in range(len(prompts))
+    asked = [
+        (generate, prompt, Sampling(max_tokens=max_tokens, temperature=temperature, seed=n))
+        for n, (generate, prompt) in enumerate(product(_copies(engine), prompts))
     ]
-    completions = await asyncio.gather(*map(engine.generate, prompts, sampling))
-    differences = []
-    for prompt, done, asked in zip(prompts, completions, sampling, strict=True):
-        check_completion(done, asked, vocab_size)
-        engine_logprobs = np.asarray(done.logprobs)
-        turns = [-1] * len(prompt) + [0] * len(done.token_ids)
-        sample = Sample(
-            token_ids=np.asarray([*prompt, *done.token_ids], dtype=np.int64),
-            turn_ids=np.asarray(turns, dtype=np.int64),
-            advantages=np.zeros(len(done.token_ids)),
-            engine_logprobs=engine_logprobs,
-        )
-        differences.append(np.abs(engine_logprobs - score(sample)))
+    completions = await asyncio.gather(
+        *(generate(prompt, sampling) for generate, prompt, sampling in asked)
+    )
+    samples = []
+    for (_, prompt, sampling), done in zip(asked, completions, strict=True):
+        check_completion(done, sampling, vocab_size)
+        samples.append(_sample(prompt, done))
+    scores = await run(lambda: [score(sample) for sample in samples])
+    pairs = zip(completions, scores, strict=True)
+    differences = [np.abs(np.asarray(done.logprobs) - values) for done, values in pairs]
     return float(np.mean(np.concatenate(differences)))
 
 
-async def check_sync(collector: Collector, learner: Trainer) -> dict[str, float]:
+def _copies(engine: Engine) -> list[Callable[[Sequence[int], Sampling], Awaitable[Completion]]]:
+    """Returns a function for each copy of the engine, which samples with it if it can be chosen."""
+    copies = getattr(engine, "copies", 1)
+    if isinstance(engine, ReachesCopies):
+        return [partial(engine.generate_on, copy) for copy in range(copies)]
+    return [engine.generate] * copies
+
+
+def _sample(prompt: Sequence[int], done: Completion) -> Sample:
+    return Sample(
+        token_ids=np.asarray([*prompt, *done.token_ids], dtype=np.int64),
+        turn_ids=np.asarray([-1] * len(prompt) + [0] * len(done.token_ids), dtype=np.int64),
+        advantages=np.zeros(len(done.token_ids)),
+        engine_logprobs=np.asarray(done.logprobs),
+    )
+
+
+async def check_sync(collector: Collector, learner: Trainer, run: Run = _here) -> dict[str, float]:
     """Compares engine and trainer on fixed prompts, if the engine has a copy of the weights.
 
-    All prompts are asked at the same time, as many as make each copy serve some.
+    Args:
+        collector: Has the engine.
+        learner: The trainer.
+        run: Runs the trainer's computation.
 
     Returns:
         The metric `train/sync_logprob_diff`; nothing for an engine on the learner's own weights.
@@ -100,10 +139,11 @@ async def check_sync(collector: Collector, learner: Trainer) -> dict[str, float]
             found = await difference(
                 engine,
                 score,
-                prompts * engine.copies,
+                prompts,
                 max_tokens=new,
                 vocab_size=collector.vocab_size,
                 temperature=limits.temperature,
+                run=run,
             )
     except TimeoutError as error:
         if not clock.expired():

@@ -9,6 +9,7 @@ import random
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,21 @@ _CHANGEABLE = (
 played."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """The state of a training loop at one moment.
+
+    Episodes and global generators go on while it is written; the learner does not.
+    """
+
+    numbers: Mapping[str, Any]
+    """What JSON can hold, which nothing changes any more."""
+    tensors: Mapping[str, Tensor]
+    """Copies, by name."""
+    learner: Callable[[], tuple[Mapping[str, Any], Iterable[tuple[str, Tensor]]]]
+    """Returns the state of the learner; see `gspo_env.learner.Trainer.state`."""
+
+
 @dataclass(slots=True)
 class Keeper:
     """Saves a training loop into checkpoints, and says when it should stop."""
@@ -60,21 +76,23 @@ class Keeper:
     write_model: Callable[[Path], None]
     """Writes the trained model into a folder."""
 
-    def keep(
-        self,
-        step: int,
-        state: Callable[[], tuple[Mapping[str, Any], Iterable[tuple[str, Tensor]]]],
-        *,
-        must: bool,
-        best: bool,
-    ) -> bool:
-        """Saves the state after a step if it must be or if it is due; returns whether it did."""
-        if not (must or self.checkpoints.due(step)):
-            return False
-        numbers, tensors = state()
+    def keep(self, state: State, *, best: bool) -> Callable[[], bool]:
+        """Returns what writes a state, in any thread, and returns whether it could.
+
+        Args:
+            state: The state of the loop.
+            best: Whether the model is written as well, since this is the best checkpoint.
+        """
         now = {"tracker": self.tracker_ids(), "failed": self.checkpoints.failed}
         write_model = self.write_model if best else None
-        return self.checkpoints.save({**self.facts, **now, **numbers}, tensors, write_model)
+
+        def write() -> bool:
+            learner, tensors = state.learner()
+            numbers = {**self.facts, **now, **state.numbers, "learner": learner}
+            every = chain(tensors, state.tensors.items())
+            return self.checkpoints.save(numbers, every, write_model)
+
+        return write
 
 
 def read_config(run: Path, numbers: Mapping[str, Any], wanted: Config | None) -> Config:

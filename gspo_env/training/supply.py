@@ -71,6 +71,8 @@ class Batch:
     groups: list[Group]
     discarded: list[Group]
     """Those that were sampled again since the last batch."""
+    dropped: list[Group]
+    """Those that were too old since the last batch."""
     seconds: float
     """Time in which they were played: since the learner asked, or since the last batch."""
     metrics: dict[str, float]
@@ -78,7 +80,12 @@ class Batch:
     @property
     def all(self) -> list[Group]:
         """Every group that was played."""
-        return [*self.groups, *self.discarded]
+        return [*self.groups, *self.left]
+
+    @property
+    def left(self) -> list[Group]:
+        """The groups that were played and are not trained on."""
+        return [*self.discarded, *self.dropped]
 
 
 class Supply:
@@ -120,7 +127,7 @@ class Supply:
         self._chosen: list[int] = []
         """Numbers of the groups that the learner has."""
         self._discarded: list[Group] = []
-        self._dropped = 0
+        self._dropped: list[Group] = []
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
         self._moved = 0.0
@@ -154,11 +161,13 @@ class Supply:
         groups = [ticket.group for ticket in tickets if ticket.group is not None]
         now = self._given = clock()
         metrics = self._metrics(groups, asked, since, now)
-        settled = self._player.accept([*groups, *self._discarded])
-        self._discarded = []
+        settled = self._player.accept([*groups, *self._discarded, *self._dropped])
+        ends = len(groups), len(groups) + len(self._discarded)
+        self._discarded, self._dropped = [], []
         return Batch(
-            groups=settled[: len(groups)],
-            discarded=settled[len(groups) :],
+            groups=settled[: ends[0]],
+            discarded=settled[ends[0] : ends[1]],
+            dropped=settled[ends[1] :],
             seconds=max(now - (since if self.ahead else asked), 1e-9),
             metrics=metrics,
         )
@@ -231,7 +240,7 @@ class Supply:
 
     def _next_task(self) -> Task:
         step, place = divmod(self._next, self.admission.batch)
-        if place == 0 or not self._tasks:
+        if place == 0:  # where a run goes on, too: a step is admitted as a whole
             self._tasks = list(self._draw(step + 1))
         return self._tasks[place]
 
@@ -289,12 +298,14 @@ class Supply:
             RolloutError: A group is too old again and again.
         """
         for ticket in list(self._tickets.values()):
-            if ticket.group is not None and self._age(ticket.group) > self._settings.max_staleness:
-                self._drop(ticket, self._age(ticket.group))
+            if ticket.group is None:
+                continue
+            if (age := self._age(ticket.group)) > self._settings.max_staleness:
+                self._drop(ticket, ticket.group, age)
         return self.admission.choose([n for n, t in self._tickets.items() if t.group is not None])
 
-    def _drop(self, ticket: Ticket, age: int) -> None:
-        self._dropped += 1
+    def _drop(self, ticket: Ticket, group: Group, age: int) -> None:
+        self._dropped.append(group)
         if ticket.drops >= _MOST_DROPS:
             raise RolloutError(
                 f"a group of {ticket.task.env_id} (seed {ticket.task.seed}) was sampled with "
@@ -350,11 +361,10 @@ class Supply:
         in_flight = size * (self._settings.max_staleness + 1) * limits.group_size
         places = min(limits.concurrency, in_flight) * (now - since)
         busy = self._gate.episode_seconds()
-        dropped, self._dropped = self._dropped, 0
         metrics = {
             "rollout/staleness_mean": float(np.mean(ages)) if ages else 0.0,
             "rollout/staleness_max": float(max(ages, default=0)),
-            "rollout/dropped_groups": float(dropped),
+            "rollout/dropped_groups": float(len(self._dropped)),
             "time/learner_idle": (now - asked) / (now - since) if now > since else 0.0,
             "time/rollout_idle": max(0.0, 1 - busy / places) if places else 0.0,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from gspo_env.errors import ConfigError
 from gspo_env.registry import find
 from gspo_env.types import Group, bare_episode
 
+ROOT = Path(__file__).parents[2]
 LINEAR = {
     "outcome": Outcome(),
     "leave one out": Outcome(baseline="leave_one_out"),
@@ -115,11 +116,13 @@ def test_the_slope_of_a_power_law_is_its_exponent():
     assert (value, low, high) == pytest.approx((-0.5, -0.5, -0.5))
 
 
-def test_the_page_has_the_tables_that_the_benchmark_prints():
-    root = Path(__file__).parents[2]
-    spec = importlib.util.spec_from_file_location("density", root / "benchmarks" / "density.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    page = (root / "docs" / "when-credit-by-turn-pays.md").read_text()
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("density")
+
+
+def test_the_page_has_the_tables_that_the_benchmark_prints(benchmark):
+    page = benchmark.PAGE.read_text()
     assert benchmark.exact_table(0.5) in page
     assert benchmark.delay_table() in page

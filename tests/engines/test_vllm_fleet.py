@@ -17,6 +17,7 @@ import pytest
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.vllm import process
+from gspo_env.engines.vllm.requests import ServerClient
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
 from gspo_env.model.export import named_weights
@@ -184,6 +185,34 @@ def test_a_server_that_a_dead_trainer_left_paused_goes_on_with_the_next_weights(
     assert asyncio.run(ask(engine, 2)) == [in_folder(engine)] * 2
 
 
+def test_a_request_for_one_server_reaches_it_also_if_it_is_the_busiest(start, model):
+    engine = start(replicas=2)
+    fault(engine, "slow")
+
+    async def probe():
+        for copy in (0, 1):
+            before = [len(server.requests) for server in engine._servers]
+            jobs = [engine.generate_on(copy, [3], Sampling(max_tokens=90)) for _ in range(3)]
+            asked = [asyncio.create_task(job) for job in jobs]
+            await asyncio.sleep(0.05)
+            added = [len(s.requests) - n for s, n in zip(engine._servers, before, strict=True)]
+            assert added == [3 * (copy == 0), 3 * (copy == 1)]
+            probes.extend(asked)
+        change(model)
+        await engine.update_in_flight(named_weights(model), 1)
+        await asyncio.gather(*probes)
+
+    probes = []
+    asyncio.run(ask_long(engine, 6, probe()))
+
+
+def test_a_request_for_a_server_that_is_lost_goes_to_another_one(start):
+    engine = start(replicas=2)
+    engine._lose(engine._servers[1], "test", restart=False)
+    done = asyncio.run(engine.generate_on(1, [3], Sampling(max_tokens=1)))
+    assert done.token_ids == (in_folder(engine),)
+
+
 def test_a_server_that_got_other_weights_behind_our_back_is_not_used(start):
     engine = start(replicas=2)
     with engine._servers[0].client(5.0) as client:  # as one that somebody started again
@@ -211,6 +240,75 @@ def test_an_update_waits_for_the_only_server_to_be_started_again(start, model):
         return await ask(engine, 1)
 
     assert asyncio.run(play()) == [in_folder(engine)]
+
+
+async def restarted(engine, monkeypatch):
+    """Kills the only server of an engine whose weights do not come from a folder."""
+    monkeypatch.setattr(engine, "_transfer", "gloo")
+    os.kill(engine.pids[0], signal.SIGKILL)
+    asking = asyncio.create_task(ask(engine, 1))  # notices it
+    async with asyncio.timeout(30):
+        while engine._servers[0].state is not process.State.READY:
+            await asyncio.sleep(0.02)
+    return asking
+
+
+def test_requests_from_elsewhere_do_not_wait_for_weights_that_nobody_sends(start, monkeypatch):
+    engine = start()
+    before = engine.fleet
+
+    async def play():
+        asking = await restarted(engine, monkeypatch)
+        client = ServerClient(engine.fleet, 4)
+        sentence = r"none of the 1 vLLM servers is left; .*waits for the next weights"
+        with pytest.raises(EngineError, match=sentence):
+            await asking
+        with pytest.raises(EngineError, match=sentence):
+            await asyncio.wait_for(ask(client, 1), 5.0)
+
+    asyncio.run(play())
+    assert before.lost == ""
+
+
+def test_requests_wait_for_a_restarted_server_that_gets_its_weights_now(start, model, monkeypatch):
+    engine = start()
+    asked = []
+
+    def send(server):
+        asked.append(engine.fleet.lost)
+        monkeypatch.setattr(engine, "_transfer", "folder")
+        return real(server)
+
+    async def play():
+        asking = await restarted(engine, monkeypatch)
+        with pytest.raises(EngineError):
+            await asking
+        change(model)
+        await engine.update_in_flight(named_weights(model), 1)
+        return await ask(ServerClient(engine.fleet, 4), 2)
+
+    real = engine._send_to
+    monkeypatch.setattr(engine, "_send_to", send)
+    monkeypatch.setattr(engine, "_prepare_source", lambda named: prepare(engine, named))
+    assert asyncio.run(play()) == [in_folder(engine)] * 2
+    assert asked == [""]
+
+
+def prepare(engine, named):
+    engine._exporter.write(named, engine._folder)
+
+
+def test_an_older_message_does_not_undo_what_a_newer_one_said(start, monkeypatch):
+    engine = start(replicas=2)
+    first = engine.fleet
+    engine._lose(engine._servers[0], "test", restart=False)
+    second = engine.fleet
+    client = ServerClient(first, 4)
+    client.see(second)
+    client.see(first)  # it was sent earlier, and came later
+    assert len(client._servers) == 1
+    client.see(second)
+    assert len(client._servers) == 1
 
 
 def test_restarts_are_bounded_and_the_reason_is_told(start):

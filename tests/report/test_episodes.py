@@ -34,6 +34,7 @@ from gspo_env.report.episodes import (
     schema,
 )
 from gspo_env.report.episodes_log import EpisodeLog, surplus, to_table
+from gspo_env.report.traces import traces
 from gspo_env.rollout.metrics import Evaluation
 from gspo_env.types import Episode, Group, Prompt, StepInfo, StopReason, Task, Turn
 
@@ -183,6 +184,17 @@ def test_a_column_that_an_older_version_did_not_write_is_empty(run: Path, tmp_pa
     old = pq.read_table(run / "episodes" / "000001-train.parquet").drop_columns(["fork"])
     pq.write_table(old, tmp_path / "episodes" / "000001-train.parquet")
     assert {t.fork for e in read_episodes(tmp_path) for t in e.turns} == {None}
+
+
+def test_an_action_that_several_versions_of_the_weights_sampled_keeps_that_of_each_token() -> None:
+    known = {"action_ids": (4, 5, 6), "logprobs": (-0.5, -1.5, -1.0), "weights_version": 3}
+    both = turn(**known, weights_versions=((3, 1), (4, 2)))
+    played = episode(turn(**known), both)
+    (record,) = kept(played)
+    assert [t.token_versions for t in record.turns] == [None, (3, 4, 4)]
+    (trace,) = traces(4, "train", {0: Group(task=played.task, episodes=(played,))}, most=1)
+    facts = [span.attributes for span in trace.spans if span.kind == "turn"]
+    assert [fact.get("weights_versions") for fact in facts] == [None, [[3, 1], [4, 2]]]
 
 
 @pytest.mark.parametrize(("keep", "phases"), [("none", set()), ("eval", {"eval", "greedy"})])

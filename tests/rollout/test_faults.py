@@ -18,8 +18,9 @@ from gspo_env.env.base import TextEnv
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
-from gspo_env.rollout.play import play_now
+from gspo_env.rollout.play import Move, play_now
 from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.retry import play_pooled
 from gspo_env.types import FAILURES, StopReason, Task, bare_episode
 
 
@@ -349,6 +350,50 @@ def test_too_many_threads_that_hang_stop_the_run(player):
     finally:
         env.release.set()
         running.pool.close()
+
+
+def test_a_call_of_a_cancelled_episode_counts_as_stuck_only_after_the_time_that_it_may_take():
+    """Groups that go on without their slowest episode cancel calls that are slow, not stuck."""
+    release = threading.Event()
+
+    class Slow(TextEnv):
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "go", {}
+
+        def step(self, action):
+            release.wait()
+            return "end", 1.0, True, False, {}
+
+    async def cancelled(count, timeout):
+        episodes = [
+            asyncio.create_task(
+                play_pooled(
+                    pool, Task(env_id="slow", seed=n), lambda now: Move(text="a"), timeout=timeout
+                )
+            )
+            for n in range(count)
+        ]
+        await asyncio.sleep(0.3)
+        for episode in episodes:
+            episode.cancel()
+        await asyncio.wait(episodes)
+
+    async def work():
+        await cancelled(5, timeout=60.0)
+        other = await pool.acquire()
+        pool.discard(other)  # as after a failure of the environment
+        await cancelled(3, timeout=0.4)
+        await asyncio.sleep(0.5)
+        with pytest.raises(RolloutError, match="3 environments hang"):
+            pool.discard(await pool.acquire())
+
+    pool = EnvPool(Slow, max_stuck=2)
+    try:
+        asyncio.run(work())
+    finally:
+        release.set()
+        pool.close()
 
 
 def test_closing_a_pool_does_not_wait_for_an_environment_that_hangs(caplog):

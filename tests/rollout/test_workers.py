@@ -23,8 +23,9 @@ from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
 from gspo_env.rollout import workers
-from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.collector import Collector, GroupJob
 from gspo_env.rollout.faults import FaultLog
+from gspo_env.rollout.gate import Gate
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.worker import Worker, WorkerSetup
@@ -316,6 +317,55 @@ def test_a_server_that_fails_a_worker_is_told_and_its_requests_go_elsewhere(chat
     assert essence(groups) == essence(here(config, chat, Engine(fleet(server)))[0])
     assert {address for address, _ in engine.told} == {mortal}
     assert engine.told[0][1].startswith("worker 0: ")
+
+
+def test_the_share_of_idle_places_counts_the_episodes_of_training_and_no_others(chat, tmp_path):
+    """Ahead of the learner, groups of training are in flight while an evaluation plays."""
+    with pretend_server(tmp_path, 0.05) as slow:
+        config, engine = settings("ray:1", concurrency=99), Engine(fleet(slow))
+        with crew_of(config, chat, engine) as (collector, _):
+
+            async def play():
+                gate = Gate(99)
+                gate.episode_seconds()
+                evaluating = asyncio.create_task(
+                    collector.collect(TASKS[1:], seed=1, group_size=4, temperature=0.0)
+                )
+                await asyncio.sleep(0.02)
+                begun = time.perf_counter()
+                jobs = [
+                    GroupJob(task=task, seed=0, place=0, group_size=size, temperature=1.0)
+                    for task, size in zip(TASKS, (1, 2), strict=False)
+                ]
+                groups = await asyncio.gather(*(collector.play(job, gate) for job in jobs))
+                wall = time.perf_counter() - begun
+                await evaluating
+                await collector.collect(TASKS[:1], seed=1, group_size=4)
+                return groups, wall, gate.episode_seconds()
+
+            groups, wall, busy = asyncio.run(play())
+    turns = [turn for group in groups for e in group.episodes for turn in e.turns]
+    assert sum(turn.timing.generate + turn.timing.step for turn in turns) <= busy <= 3 * wall
+
+
+def test_a_server_that_fails_while_failures_are_taken_is_not_forgotten(server):
+    """Pulses are answered in another thread than that of the episodes."""
+    engine, taken = Engine(fleet(server)), []
+
+    def take():
+        taken.extend(list(engine.take_failed()))
+
+    class Late(dict):
+        def __setitem__(self, key, value):
+            pulse.start()
+            pulse.join(0.2)
+            super().__setitem__(key, value)
+
+    pulse = threading.Thread(target=take)
+    engine._failed = Late()
+    engine._lose(engine._servers[0], "it hangs")
+    pulse.join()
+    assert [*taken, *engine.take_failed()] == [server]
 
 
 def test_a_restarted_server_serves_again_and_a_lost_one_does_not(server):

@@ -22,7 +22,7 @@ from gspo_env.config import Config, load_toml, override
 from gspo_env.engines import Completion, CopiesWeights
 from gspo_env.engines.own_weights import OwnWeights
 from gspo_env.env.base import TextEnv
-from gspo_env.errors import RolloutError
+from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.loss import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
@@ -34,6 +34,8 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import record
+from gspo_env.training import loop
+from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.timeline import Timeline
 from gspo_env.types import Task
 
@@ -50,6 +52,8 @@ from gspo_env import TextEnv
 class Talk(TextEnv):
     """Three turns with a reward for each text; some of its tools are slow."""
 
+    steps = 0
+
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.turn, self.seed = 0, seed
@@ -59,6 +63,10 @@ class Talk(TextEnv):
         self.turn += 1
         if Path("hang").exists() and getattr(action, "token_ids", ()):
             raise SystemError("out of order")
+        type(self).steps += 1
+        if Path("fails").exists() and self.steps % 9 == 0 and getattr(action, "token_ids", ()):
+            Path("fails").open("a").write("x")
+            raise OSError("lost")
         if getattr(action, "token_ids", ()) and self.seed % 5 == 0:
             await asyncio.sleep(0.2)
         return "more", zlib.crc32(action.encode()) % 5 / 4, self.turn == 3, False, {}
@@ -149,12 +157,59 @@ def test_a_run_that_plays_ahead_goes_on_with_what_was_in_flight_and_skips_no_tas
     assert tasks_of(part)[5] == (15, [])
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed(
+    monkeypatch, staleness
+):
+    """The state is read on the event loop, where nothing happens meanwhile, and written beside."""
+    threads = {"read": [], "written": [], "scored": []}
+
+    def note(owner, name, what):
+        real = getattr(owner, name)
+
+        def noted(*given, **named):
+            threads[what].append(threading.current_thread().name)
+            return real(*given, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(loop, "generators", "read")
+    note(Checkpoints, "save", "written")
+    note(Learner, "logprobs", "scored")
+    GSPOAgent(config=config(steps=2, supply={"max_staleness": staleness})).train()
+    names = {what: set(found) for what, found in threads.items()}
+    own = threading.current_thread().name
+    beside = "learner" if staleness else own
+    probe = {"scored": {beside}} if staleness else {}  # one on the learner's weights has none
+    assert {k: v for k, v in names.items() if v} == {"read": {own}, "written": {beside}, **probe}
+    assert len(threads["written"]) == 3
+
+
+def test_failures_in_groups_that_were_sampled_again_are_counted():
+    agent = GSPOAgent(
+        config=config(steps=2, supply={"max_staleness": 0, "max_resamples": 2, "min_success": 1.0})
+    )
+    Path("fails").touch()
+    history = agent.train()
+    assert sum(m["rollout/resampled_groups"] for _, m in steps_of(history)) > 0
+    counted = [m.get("rollout/env_errors", m.get("eval/env_errors")) for _, m in history]
+    assert sum(counted) == len(Path("fails").read_text()) > 9
+
+
 @pytest.mark.slow
 def test_a_rollout_that_fails_in_the_background_ends_the_run_with_its_sentence():
     agent = GSPOAgent(config=config(steps=9, eval_every=1))
     Path("hang").touch()
     with pytest.raises(RolloutError, match=r"SystemError: out of order"):
         agent.train()
+
+
+def test_an_engine_on_the_learners_weights_is_refused_before_anything_is_made():
+    engine = f"{Path(__file__).parents[2] / 'examples/own_engine.py'}:Plain"
+    agent = GSPOAgent(config=config(engine={"name": engine}))
+    with pytest.raises(ConfigError, match=r"max_staleness is 2, and the engine .* shares"):
+        agent.train()
+    assert not Path("run").exists()
 
 
 def test_what_a_run_may_play_ahead_follows_from_its_settings():

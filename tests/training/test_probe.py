@@ -35,10 +35,13 @@ class Copying:
 
     async def generate(self, prompt_ids, sampling, session=None):
         one = min(range(self.copies), key=self.running.__getitem__)
+        return await self.generate_on(one, prompt_ids, sampling)
+
+    async def generate_on(self, one, prompt_ids, sampling):
         self.asked[one] += 1
         self.running[one] += 1
         try:
-            return await self.engines[one].generate(prompt_ids, sampling, session)
+            return await self.engines[one].generate(prompt_ids, sampling)
         finally:
             self.running[one] -= 1
 
@@ -115,6 +118,17 @@ def test_an_engine_that_does_not_answer_is_named(learner, chat):
 def test_every_copy_is_probed(learner, chat):
     engine = Copying(learner.policy, copies=3, missed="q_proj")
     perturb(learner.policy)
+    with pytest.raises(EngineError, match="did not reach it"):
+        probed(engine, learner, chat)
+    assert engine.asked == [4, 4, 4]
+
+
+@pytest.mark.parametrize("busy", [0, 1, 2])
+def test_every_copy_is_probed_although_one_has_many_requests_of_the_rollout(learner, chat, busy):
+    """Above staleness 0 episodes go on, so that requests do not reach the copies evenly."""
+    engine = Copying(learner.policy, copies=3, missed="q_proj")
+    perturb(learner.policy)
+    engine.running[busy] = 12
     with pytest.raises(EngineError, match="did not reach it"):
         probed(engine, learner, chat)
     assert engine.asked == [4, 4, 4]

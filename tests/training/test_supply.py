@@ -153,6 +153,8 @@ def test_every_task_is_trained_on_once_and_never_too_old(
 ):
     player = Scripted(seconds, flat)
     supply = supply_of(player, staleness, batch, max_resamples=2, concurrency=concurrency)
+    drawn, draw = [], supply._draw
+    supply._draw = lambda step: drawn.append(step) or draw(step)
     batches = run(train(supply, player, update))
     groups = [group for b in batches for group in b.groups]
     discarded = [group for b in batches for group in b.discarded]
@@ -167,6 +169,7 @@ def test_every_task_is_trained_on_once_and_never_too_old(
     assert supply.admission.admitted - supply.admission.dropped == len(groups)
     resampled = sum(b.metrics["rollout/resampled_groups"] for b in batches)
     assert resampled == len(discarded)
+    assert {drawn.count(step) for step in set(drawn)} == {1}
 
 
 def test_a_group_without_variance_gives_its_place_to_another_task_at_most_so_often():
@@ -198,6 +201,8 @@ def test_groups_of_weights_that_are_too_old_are_dropped_and_played_again():
     assert seeds(batches) == every(5, batch=1)
     assert sum(b.metrics["rollout/dropped_groups"] for b in batches) == 2
     assert supply.admission.dropped == 2
+    assert sum(len(b.dropped) for b in batches) == 2
+    assert all(b.all == [*b.groups, *b.dropped] for b in batches)
     assert max(b.metrics["rollout/staleness_max"] for b in batches) == 1
 
 
@@ -248,6 +253,7 @@ def test_a_run_that_goes_on_replays_what_was_in_flight_and_skips_nothing(
     supply = supply_of(player, staleness, max_resamples=2)
     first = run(train(supply, player, steps=cut))
     saved = supply.state()
+    assert saved["next"] % 2 == 0  # the options of a step are drawn once, for all of its groups
     lost = [task["seed"] for _, _, task in saved["open"]]
     assert len(lost) == (0 if staleness == 0 else min(staleness + 1, 4 - cut) * 2 if cut else 0)
     later = Scripted(seconds)

@@ -6,6 +6,7 @@ Imports no torch, so that the workers of a rollout do not need its memory.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,9 +53,33 @@ class ServerRequests:
         check_room(prompt_ids, sampling, self._max_context)
         if sampling.ends is not None:
             return await sample_parts(self.generate, prompt_ids, sampling)
+        return await self._sample(prompt_ids, sampling)
+
+    async def generate_on(
+        self, copy: int, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> Completion:
+        """Samples one action on a server, or on another one if it is lost.
+
+        Args:
+            copy: Its place among the servers that serve.
+            prompt_ids: See `generate`.
+            sampling: See `generate`, without `ends`.
+
+        Raises:
+            EngineError: See `generate`.
+        """
+        check_room(prompt_ids, sampling, self._max_context)
+        serving = [server for server in self._servers if server.state is State.SERVING]
+        first = serving[copy] if copy < len(serving) else None
+        return await self._sample(prompt_ids, sampling, first)
+
+    async def _sample(
+        self, prompt_ids: Sequence[int], sampling: Sampling, first: Server | None = None
+    ) -> Completion:
+        """Samples on a server, and on others as long as that fails."""
         body = {"token_ids": list(prompt_ids), "sampling_params": sampling_fields(sampling)}
         while True:
-            server = await self._choose()
+            server, first = first or await self._choose(), None
             post = self._client(server).post("/inference/v1/generate", json=body)
             request = asyncio.ensure_future(post)
             server.requests.add(request)
@@ -91,7 +116,7 @@ class ServerRequests:
             serving = [server for server in self._servers if server.state is State.SERVING]
             if serving:
                 return min(serving, key=lambda server: len(server.requests))
-            self._require_one(State.STARTING)
+            self._require_one(*self._coming)
             await asyncio.sleep(0.1)
 
     def _redirect(self, server: Server) -> None:
@@ -101,6 +126,11 @@ class ServerRequests:
         """
         for request in tuple(server.requests):
             request.get_loop().call_soon_threadsafe(request.cancel)
+
+    @property
+    def _coming(self) -> tuple[State, ...]:
+        """The states of servers that will serve without anything else happening."""
+        return (State.STARTING,)
 
     def _require_one(self, *states: State) -> None:
         """Raises an error if no server has one of the states."""
@@ -143,6 +173,8 @@ class ServerAddress:
 class Fleet:
     """What another process needs to know of the servers in order to sample on them."""
 
+    number: int = 0
+    """Higher than that of all earlier messages, which may arrive later."""
     servers: tuple[ServerAddress, ...] = ()
     weights_version: int = 0
     max_context: int = 4096
@@ -166,10 +198,21 @@ class ServerClient(ServerRequests):
         )
         self._known: dict[ServerAddress, Server] = {}
         self._failed: dict[ServerAddress, str] = {}
+        self._fleet = fleet
+        self._lock = threading.Lock()
+        """Held while the servers or their failures change."""
         self.see(fleet)
 
     def see(self, fleet: Fleet) -> None:
-        """Takes over which servers serve, and the version of their weights; from any thread."""
+        """Takes over which servers serve, and the version of their weights; from any thread.
+
+        What was told before the newest message is left out.
+        """
+        with self._lock:
+            if fleet.number >= self._fleet.number:
+                self._see(fleet)
+
+    def _see(self, fleet: Fleet) -> None:
         for address in fleet.servers:
             if address not in self._known:
                 self._known[address] = Server(
@@ -188,7 +231,8 @@ class ServerClient(ServerRequests):
 
     def take_failed(self) -> dict[ServerAddress, str]:
         """Returns the servers that failed since the last call, with the reasons."""
-        failed, self._failed = self._failed, {}
+        with self._lock:
+            failed, self._failed = self._failed, {}
         return failed
 
     async def sleep(self) -> None:
@@ -209,4 +253,5 @@ class ServerClient(ServerRequests):
         server.state = State.LOST  # until it is seen with another process id
         self._redirect(server)
         address = ServerAddress(address=server.address, socket=server.socket, pid=server.pid)
-        self._failed[address] = reason
+        with self._lock:
+            self._failed[address] = reason

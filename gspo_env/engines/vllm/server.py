@@ -16,6 +16,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,10 @@ class VLLMServerEngine(ServerRequests):
         """Version of the weights that were written or sent last."""
         self._changing = threading.Lock()
         """Held while the state of a server changes."""
+        self._told = count(1)
+        """Numbers what other processes are told of the servers."""
+        self._updating = False
+        """Whether weights are sent, so that a server that waits for them will serve."""
         self._closed = threading.Event()
         self._restarts: list[threading.Thread] = []
         self._servers = [Server(address=a.rstrip("/")) for a in config.addresses]
@@ -123,16 +128,22 @@ class VLLMServerEngine(ServerRequests):
     @property
     def fleet(self) -> Fleet:
         """The servers, for requests from other processes."""
+        number = next(self._told)  # before their states are read
         serving = [s for s in self._servers if s.state is State.SERVING]
         return Fleet(
+            number=number,
             servers=tuple(
                 ServerAddress(address=s.address, socket=s.socket, pid=s.pid) for s in serving
             ),
             weights_version=self.weights_version,
             max_context=self._max_context,
             request_timeout=self._request_timeout,
-            lost=self._none_left(State.SERVING, State.STARTING, State.READY),
+            lost=self._none_left(State.SERVING, *self._coming),
         )
+
+    @property
+    def _coming(self) -> tuple[State, ...]:
+        return (State.STARTING, State.READY) if self._updating else (State.STARTING,)
 
     def failed(self, address: ServerAddress, reason: str) -> None:
         """Stops using a server that failed another process; does nothing if it was restarted."""
@@ -196,9 +207,15 @@ class VLLMServerEngine(ServerRequests):
         """Returns an error message if no server has one of the states, else an empty string."""
         if any(server.state in states for server in self._servers):
             return ""
+        waits = any(server.state is State.READY for server in self._servers)
+        again = (
+            f"; it was started again and waits for the next weights, since transfer "
+            f"{self._transfer!r} sends them from the learner only: choose --transfer folder, or "
+            "more servers"
+        )
         return (
             f"none of the {len(self._servers)} vLLM servers is left; the last one was lost "
-            f"because: {self._why_lost}"
+            f"because: {self._why_lost}{again if waits else ''}"
         )
 
     def _lose(self, server: Server, reason: str, *, restart: bool = True) -> None:
@@ -263,6 +280,13 @@ class VLLMServerEngine(ServerRequests):
 
     def _send(self, named_tensors: NamedTensors, version: int) -> None:
         """Sends the weights to the servers that run; waits for one that starts if none does."""
+        self._updating = True
+        try:
+            self._send_to_all(named_tensors, version)
+        finally:
+            self._updating = False
+
+    def _send_to_all(self, named_tensors: NamedTensors, version: int) -> None:
         states = {State.SERVING, State.READY}
         with self._sending:
             self._sent = version

@@ -1,0 +1,257 @@
+"""The parts of `density.py` that train: noise of the tiny model's updates, and learning curves.
+
+Each part is resumable: what has a result is not computed again, and a part ends before its time is
+over. All results go to one folder, from which `density.py write` makes the page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DENSITIES = tuple(Fraction(1, n) for n in (16, 8, 4, 2, 1))
+GROUP, DECISIONS, TURNS, NOISE = 8, 2, 16, 0.5
+MARGIN = 0.05
+"""Two arms are equivalent if the areas under their curves differ by less than this."""
+LATE = "late rewards"
+"""The problem with delayed rewards, which credit for the immediate reward cannot learn."""
+ARMS: dict[str, dict[str, Any]] = {
+    "outcome": {"advantage": "outcome"},
+    "returns_to_go": {"advantage": "returns_to_go"},
+    "immediate": {"advantage": "returns_to_go", "gamma": 0.0},
+}
+STEPS, SEEDS, MODELS, GROUPS = 30, 14, 8, 64
+BASE: dict[str, Any] = {
+    "env": "gspo/Density-v0",
+    "steps": STEPS,
+    "tasks_per_step": 2,
+    "eval_every": 0,
+    "eval_tasks": 2,
+    "advantage": {"name": "outcome"},
+    "recipe": {
+        "hidden_size": 64,
+        "layers": 1,
+        "demonstrations": 512,
+        "imitation_steps": 100,
+        "imitation_learning_rate": 0.005,
+    },
+    "rollout": {"max_turn_tokens": 4, "max_turns": 64, "max_context": 1024, "group_size": GROUP},
+    "learner": {
+        "learning_rate": 1e-3,
+        "warmup_steps": 0,
+        "schedule": "constant",
+        "minibatches": 1,  # all ratios are 1, so that the clip range decides nothing
+    },
+    "credit": {"rms": 1.0},
+    "tracker": "none",
+}
+LENGTHS = "policy decides the length"
+LENGTH_ARMS: dict[str, dict[str, Any]] = {
+    f"{name}, {how}": {"advantage": name, "aggregation": how}
+    for name in ("outcome", "returns_to_go", "normalize_then_accumulate")
+    for how in ("sequence_mean", "token_sum")
+}
+
+
+def settings(density: Fraction, **rest: Any) -> dict[str, Any]:
+    """Returns the arguments of the environment in the sweep with a fixed number of decisions."""
+    turns = int(DECISIONS / density)
+    return {"turns": turns, "density": float(density), "noise": NOISE, "cues": 1, **rest}
+
+
+def sweep() -> Any:
+    """Returns the comparison of credit by density."""
+    from gspo_env.compare import Arm, Comparison
+    from gspo_env.config import from_dict
+
+    found = {f"density {rho}": settings(rho) for rho in DENSITIES}
+    found[LATE] = {"turns": TURNS, "density": 0.25, "noise": NOISE, "cues": 1, "delay": 4}
+    return Comparison(
+        problems={n: from_dict({**BASE, "env_kwargs": k}) for n, k in found.items()},
+        arms=tuple(Arm(name=name, changes=changes) for name, changes in ARMS.items()),
+        seeds=SEEDS,
+        metric="rollout/reward/right",
+    )
+
+
+def lengths() -> Any:
+    """Returns the comparison of aggregations where the policy decides the length."""
+    from gspo_env.compare import Arm, Comparison
+    from gspo_env.config import from_dict
+
+    config = {**BASE, "env": "gspo/VariableLength-v0", "env_kwargs": {"turns": 8}}
+    return Comparison(
+        problems={LENGTHS: from_dict({**config, "tasks_per_step": 8})},
+        arms=tuple(Arm(name=name, changes=changes) for name, changes in LENGTH_ARMS.items()),
+        seeds=SEEDS,
+        metric="rollout/return",
+    )
+
+
+def noise_of(density: Fraction, seed: int, groups: int) -> dict[str, dict[str, float]]:
+    """Measures the update from one group at the start of a training, for each arm.
+
+    The signal is the mean update along the direction of the mean update by `immediate` in the other
+    half of the groups, so that noise is not counted as signal. The noise is the root of the
+    variance of the update, summed over parameters.
+
+    Args:
+        density: The share of turns that are decisions.
+        seed: Seed of the model and of its warm-up.
+        groups: Groups to play.
+
+    Returns:
+        `signal` and `noise` by arm.
+    """
+    import torch
+
+    from gspo_agents.gspo import GSPOAgent, make_learner
+    from gspo_env.batch.sample import to_samples
+    from gspo_env.config import from_dict
+    from gspo_env.credit import Outcome, ReturnsToGo, estimate
+    from gspo_env.types import Task
+
+    estimators = {
+        "outcome": Outcome(),
+        "returns_to_go": ReturnsToGo(),
+        "immediate": ReturnsToGo(gamma=0.0),
+    }
+    config = from_dict({**BASE, "seed": seed, "env_kwargs": settings(density)})
+    agent = GSPOAgent(config=config)
+    agent.warm_up()
+    tasks = [Task(env_id=agent.env_id, seed=n) for n in range(groups)]
+    played = agent.evaluate(tasks, samples=GROUP)
+    agent.close()
+    learner = make_learner(agent.model, config)
+    parameters = [p for p in agent.model.parameters() if p.requires_grad]
+    sums = {name: [0.0, 0.0] for name in estimators}
+    squares = dict.fromkeys(estimators, 0.0)
+    for n, group in enumerate(played):
+        for name, estimator in estimators.items():
+            (advantages,) = estimate([group], estimator).advantages
+            samples = to_samples(group.episodes, advantages)
+            (minibatch,) = learner.prepare([s for s in samples if s.mask.any()])
+            for parameter in parameters:
+                parameter.grad = None
+            learner.backward(minibatch)
+            update = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+            sums[name][n % 2] = sums[name][n % 2] + update.double()
+            squares[name] += float(update.double() @ update.double())
+    found = {}
+    for name, halves in sums.items():
+        signal = 0.0
+        for half in (0, 1):
+            along = sums["immediate"][1 - half]
+            signal += float(halves[half] @ along / along.norm()) / groups
+        whole = (halves[0] + halves[1]) / groups
+        variance = (squares[name] / groups - float(whole @ whole)) * groups / (groups - 1)
+        found[name] = {"signal": signal, "noise": math.sqrt(variance)}
+    return found
+
+
+def measure(folder: Path, until: float) -> bool:
+    """Measures the noise for each model and density that has no result; returns whether all have.
+
+    Args:
+        folder: Folder of results.
+        until: `time.monotonic()` at which no further one begins.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
+    folder = folder / "noise"
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed in range(MODELS):
+        for rho in DENSITIES:
+            path = folder / f"{rho.denominator}-{seed}.json"
+            if path.exists():
+                continue
+            if time.monotonic() > until:
+                return False
+            begun = time.perf_counter()
+            with tempfile.TemporaryDirectory():
+                found = noise_of(rho, seed, GROUPS)
+            path.write_text(json.dumps(found))
+            print(f"noise of model {seed}, density {rho}: {time.perf_counter() - begun:.0f} s")
+    return True
+
+
+def train(comparison: Any, folder: Path, workers: int, until: float, guess: float) -> bool:
+    """Plays the runs that have no result, seed by seed; returns whether all have one.
+
+    Args:
+        comparison: What is compared.
+        folder: Folder of its results.
+        workers: Runs at a time; 0 is one a core.
+        until: `time.monotonic()` at which a part ends.
+        guess: Seconds of a run, until one is known.
+    """
+    from gspo_env.compare import compare, planned, read
+
+    runs = list(planned(comparison, folder))
+    done = [read(run) for run in runs if has_result(run)]
+    each = float(np.mean([r.seconds for r in done])) if done else guess
+    places = workers or os.cpu_count() or 1
+    print(
+        f"{folder.name}: {len(runs)} runs of {each:.0f} s ({'measured' if done else 'a guess'}) on "
+        f"{places} workers: {len(runs) * each / places / 60:.0f} min in all, "
+        f"{(len(runs) - len(done)) * each / places / 60:.0f} min left",
+        flush=True,
+    )
+    per_seed = len(runs) / comparison.seeds * each / places
+    for seeds in range(1, comparison.seeds + 1):
+        some = dataclasses.replace(comparison, seeds=seeds, workers=workers)
+        if all(has_result(run) for run in planned(some, folder)):
+            continue
+        begun = time.monotonic()
+        if begun + per_seed > until:
+            print(f"this part ends before seed {seeds - 1}; the same command goes on")
+            return False
+        problem = next(iter(comparison.problems.values()))
+        compare(some, folder, problem.tracker, lambda line: None)
+        per_seed = time.monotonic() - begun
+        print(f"{folder.name}: seed {seeds - 1} done in {per_seed:.0f} s", flush=True)
+    return True
+
+
+def has_result(run: Any) -> bool:
+    """Returns whether a run of a comparison has been played."""
+    return bool((run.folder / "result.json").exists())
+
+
+def results(comparison: Any, folder: Path) -> tuple[Any, list[Any]]:
+    """Returns the comparison of the seeds that all arms have, and their results."""
+    from gspo_env.compare import planned, read
+
+    for seeds in range(comparison.seeds, 1, -1):
+        some = dataclasses.replace(comparison, seeds=seeds)
+        runs = list(planned(some, folder))
+        if all(has_result(run) for run in runs):
+            return some, [read(run) for run in runs]
+    raise SystemExit(f"{folder} has fewer than 2 complete seeds; `density.py study` plays them")
+
+
+def to_rows(found: Sequence[Any], metrics: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns one row for each point of each curve."""
+    return [
+        {
+            "problem": result.run.problem,
+            "arm": result.run.arm.name,
+            "seed": result.run.seed,
+            "step": step,
+            "metric": metric,
+            "value": values[metric],
+        }
+        for result in found
+        for step, values in result.history
+        for metric in metrics
+        if metric in values
+    ]
