@@ -117,7 +117,8 @@ class Behind:
         """
         taken = query.index_select(0, self._take).mul_(scale)
         _, heads, size = query.shape
-        outs, norms = [], []
+        outs: list[Tensor] = []
+        norms: list[Tensor] = []
         for number, ((start, prompts, width, longest), index, _) in enumerate(self._parts):
             k, v = (t[:, :, :longest].index_select(0, index).flatten(0, 1) for t in held)
             q = taken[start : start + prompts * width].view(prompts, width, held.shape[2], -1, size)
