@@ -62,6 +62,13 @@ PAGE = Path(__file__).parents[1] / "docs" / "when-credit-by-turn-pays.md"
 DATA = PAGE.parent / "data"
 CURVES, UPDATES = DATA / "density-curves.parquet", DATA / "density-updates.json"
 FIGURE = PAGE.parent / "images" / "density.png"
+METRICS = (
+    "rollout/reward/right",
+    "rollout/return",
+    "rollout/turns",
+    "rollout/stop/max_turn_tokens",
+)
+"""What the raw data contain."""
 
 ESTIMATORS = {
     "immediate reward (`returns_to_go`, `gamma` 0)": ReturnsToGo(gamma=0.0),
@@ -134,23 +141,37 @@ def row(cells: Any) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-Areas = Mapping[str, Mapping[str, np.ndarray]]
-"""By problem and arm: the mean of each seed's curve, (S,)."""
+Curves = Mapping[str, Mapping[str, np.ndarray]]
+"""By problem and arm: a value of each seed and step, (S, steps)."""
+Rows = Sequence[Mapping[str, Any]]
 
 
-def areas(rows: Sequence[Mapping[str, Any]], metric: str) -> Areas:
-    """Returns the area under each curve of a metric."""
-    found: dict[str, dict[str, dict[int, list[float]]]] = {}
+def curves(rows: Rows, value: Callable[[Mapping[str, float]], float]) -> Curves:
+    """Returns a value of the metrics of each step; a problem without these metrics is left out."""
+    steps: dict[tuple[str, str], dict[int, dict[int, dict[str, float]]]] = {}
     for line in rows:
-        if line["metric"] == metric:
-            seeds = found.setdefault(line["problem"], {}).setdefault(line["arm"], {})
-            seeds.setdefault(line["seed"], []).append(line["value"])
-    return {
-        problem: {
-            arm: np.array([np.mean(seeds[s]) for s in sorted(seeds)]) for arm, seeds in of.items()
-        }
-        for problem, of in found.items()
-    }
+        seeds = steps.setdefault((line["problem"], line["arm"]), {})
+        seeds.setdefault(line["seed"], {}).setdefault(line["step"], {})[line["metric"]] = line[
+            "value"
+        ]
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for (problem, arm), seeds in steps.items():
+        of = found.setdefault(problem, {})
+        of[arm] = np.array(
+            [[value(seeds[seed][step]) for step in sorted(seeds[seed])] for seed in sorted(seeds)]
+        )
+    return found
+
+
+def right(metrics: Mapping[str, float]) -> float:
+    """Returns the share of right decisions; an episode whose action had no end counts as 0."""
+    cut = metrics.get("rollout/stop/max_turn_tokens", 0.0)
+    return metrics.get("rollout/reward/right", 0.0) * (1 - cut)
+
+
+def areas(found: Curves) -> Curves:
+    """Returns the mean of each curve, (S,)."""
+    return {p: {arm: of[arm].mean(1) for arm in of} for p, of in found.items()}
 
 
 def interval(values: np.ndarray) -> str:
@@ -199,7 +220,7 @@ def signal_line(updates: Mapping[str, Mapping[str, Any]]) -> str:
     return f"Mean update along that of `immediate`, over it: {', '.join(parts)}."
 
 
-def areas_table(found: Areas) -> str:
+def areas_table(found: Curves) -> str:
     """Returns the mean areas of the arms, and their differences from `outcome`."""
     others = [arm for arm in ARMS if arm != "outcome"]
     head = ["problem", "`outcome`", *(f"`{arm}` minus `outcome`" for arm in others)]
@@ -218,7 +239,7 @@ def areas_table(found: Areas) -> str:
     return "\n".join(lines)
 
 
-def tests_table(found: Areas) -> str:
+def tests_table(found: Curves) -> str:
     """Returns the tests that were named before the runs: one a problem, and one of equivalence."""
     named = [(f"density {rho}", "immediate", "better") for rho in DENSITIES]
     named += [(LATE, "immediate", "worse"), (f"density {DENSITIES[-1]}", "returns_to_go", "equal")]
@@ -241,7 +262,7 @@ def tests_table(found: Areas) -> str:
     return "\n".join(table)
 
 
-def lengths_table(found: Areas) -> str:
+def lengths_table(found: Curves) -> str:
     """Returns the areas of both aggregations, and their difference."""
     by_arm = found[LENGTHS]
     head = ["estimator", "`sequence_mean`", "`token_sum`", "difference (95 % interval)", "p (Holm)"]
@@ -263,12 +284,13 @@ def tables() -> dict[str, str]:
 
     rows = parquet.read_table(CURVES).to_pylist()
     updates = json.loads(UPDATES.read_text())
-    right = areas(rows, "rollout/reward/right")
+    found = areas(curves([r for r in rows if r["problem"] != LENGTHS], right))
+    ended = [r for r in rows if r["problem"] == LENGTHS]
     return {
         "noise": noise_table(updates) + "\n\n" + signal_line(updates),
-        "areas": areas_table(right),
-        "tests": tests_table(right),
-        "lengths": lengths_table(areas(rows, "rollout/return")),
+        "areas": areas_table(found),
+        "tests": tests_table(found),
+        "lengths": lengths_table(areas(curves(ended, lambda m: m["rollout/return"]))),
     }
 
 
@@ -278,12 +300,9 @@ def write(folder: Path) -> None:
     from pyarrow import parquet
 
     DATA.mkdir(exist_ok=True)
-    _, curves = results(sweep(), folder / "sweep")
-    rows = to_rows(
-        curves, ["rollout/reward/right", "rollout/return", "rollout/stop/max_turn_tokens"]
-    )
-    _, curves = results(lengths(), folder / "lengths")
-    rows += to_rows(curves, ["rollout/return", "rollout/turns"])
+    rows = []
+    for comparison, name in ((sweep(), "sweep"), (lengths(), "lengths")):
+        rows += to_rows(results(comparison, folder / name)[1], METRICS)
     parquet.write_table(pyarrow.Table.from_pylist(rows), CURVES, compression="zstd")
     updates = {p.stem: json.loads(p.read_text()) for p in sorted((folder / "noise").glob("*.json"))}
     UPDATES.write_text(json.dumps(updates, indent=1) + "\n")
@@ -299,7 +318,7 @@ def write(folder: Path) -> None:
     print(f"{PAGE}, {FIGURE}, {CURVES} and {UPDATES} are written")
 
 
-def draw(rows: Sequence[Mapping[str, Any]], updates: Mapping[str, Any]) -> None:
+def draw(rows: Rows, updates: Mapping[str, Any]) -> None:
     """Draws the gain by density, exact and measured, and the curves of each density."""
     import matplotlib
 
@@ -307,7 +326,7 @@ def draw(rows: Sequence[Mapping[str, Any]], updates: Mapping[str, Any]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(DENSITIES) + 1, figsize=(16, 3.2), layout="constrained")
-    make = next(iter(SWEEPS.values()))
+    make, found = next(iter(SWEEPS.values())), curves(rows, right)
     x = [float(rho) for rho in DENSITIES]
     axes[0].loglog(x, gains(make, ReturnsToGo(gamma=0.0), noise=NOISE), "--", label="exact")
     gain = [
@@ -325,14 +344,8 @@ def draw(rows: Sequence[Mapping[str, Any]], updates: Mapping[str, Any]) -> None:
     axes[0].set(title="noise of outcome / immediate", xlabel="density")
     axes[0].legend()
     for axis, rho in zip(axes[1:], DENSITIES, strict=True):
-        for arm in ARMS:
-            seeds: dict[int, list[float]] = {}
-            for line in rows:
-                here = line["problem"] == f"density {rho}" and line["arm"] == arm
-                if here and line["metric"] == "rollout/reward/right":
-                    seeds.setdefault(line["seed"], []).append(line["value"])
-            curves = np.array([seeds[s] for s in sorted(seeds)])
-            mean, half = curves.mean(0), 1.96 * curves.std(0, ddof=1) / math.sqrt(len(curves))
+        for arm, values in found[f"density {rho}"].items():
+            mean, half = values.mean(0), 1.96 * values.std(0, ddof=1) / math.sqrt(len(values))
             steps = np.arange(1, len(mean) + 1)
             axis.plot(steps, mean, label=arm)
             axis.fill_between(steps, mean - half, mean + half, alpha=0.2)

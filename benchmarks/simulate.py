@@ -2,15 +2,17 @@
 
     python benchmarks/simulate.py                                      # the sizes of the docs
     python benchmarks/simulate.py --episodes 10000 --servers 16 --batch 128 --staleness 2
-    python benchmarks/simulate.py --check                              # against real rollouts here
+    python benchmarks/simulate.py --check          # against real rollouts here, some minutes
 
-`queueing.py` has the simulation. Actions have geometric lengths, and tools log-normal times.
+`queueing.py` has the simulation. Actions have geometric lengths, and tools log-normal times. Exit
+code 1 if `--check` finds a median that is more than 15 % off.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -139,8 +141,7 @@ def main() -> None:
     if chosen.check:
         from simulate_check import check
 
-        check(chosen.rounds)
-        return
+        sys.exit(not check(chosen.rounds))
     names = ("turns", "tokens", "prompt", "median", "p99", "seed")
     load = Workload(**{name: getattr(chosen, name) for name in names})
     names = ("servers", "slots", "batch", "group", "staleness", "update", "sync", "host", "prefill")

@@ -29,7 +29,14 @@ BATCH_TIMEOUT = timedelta(hours=24)
 _CHUNK = 64 << 20
 """Maximum bytes of one transfer."""
 _JSON = "json"
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_LAUNCHED = (
+    *_PLACE,
+    *("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_USE_AGENT_STORE",  # with it, no group but that of the ranks can be formed
+)
+"""Variables of a process that torchrun started."""
 
 Header = dict[str, Any]
 
@@ -123,14 +130,15 @@ def join() -> Iterator[Ranks]:
     """Joins the other ranks that were launched; rank 0 tells them to end when it leaves.
 
     The variables that make this process a rank are taken out of its environment, so that no library
-    and no child process (a server, an environment) takes itself for a rank.
+    and no child process (a server, an environment) takes itself for a rank. vLLM forms groups of
+    its own, in its servers and to send weights to them.
 
     Raises:
         ConfigError: torchrun did not start this process, or a rank has no GPU of its own.
     """
     if "RANK" not in os.environ:
         raise ConfigError("this process is no rank; expected one that torchrun started")
-    rank, size, local = (int(os.environ[name]) for name in _VARIABLES[:3])
+    rank, size, local = (int(os.environ[name]) for name in _PLACE)
     cuda = torch.cuda.is_available()
     if cuda and local >= torch.cuda.device_count():
         raise ConfigError(
@@ -148,7 +156,7 @@ def join() -> Iterator[Ranks]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=STEP_TIMEOUT)
     commands = dist.new_group(backend="gloo", timeout=BATCH_TIMEOUT)
     mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("ranks",))
-    for name in _VARIABLES:
+    for name in _LAUNCHED:
         os.environ.pop(name, None)
     ranks = Ranks(rank=rank, size=size, device=device, mesh=mesh, commands=commands)
     try:

@@ -27,6 +27,8 @@ from gspo_env.learner.loss import decide_correction
 from gspo_env.training.checkpoints import step_folders
 
 if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
+
     from gspo_env.learner.controller import Plan
     from gspo_env.learner.ranks import Ranks
 
@@ -58,9 +60,29 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> int:
             "alone, or at least 2 with a number of restarts of at least 0"
         )
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+    from torch.distributed.launcher.api import launch_agent
 
-    config = LaunchConfig(
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing outside can connect
+    with tempfile.TemporaryDirectory(prefix="gspo-env-launch-") as notes:
+        os.environ[_NOTES] = notes
+        try:
+            config = _one_node(processes, max_restarts, notes)
+            with _signals_to_rank_0():
+                launch_agent(config, sys.executable, ["-m", "gspo_env", *arguments])
+        except ChildFailedError as error:
+            code = error.get_first_failure()[1].exitcode
+            return int(_note(_EXIT) or (code if code > 0 else 1))
+        finally:
+            os.environ.pop(_NOTES)
+        return int(_read(Path(notes, _EXIT)) or 0)
+
+
+def _one_node(processes: int, max_restarts: int, notes: str) -> LaunchConfig:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
@@ -70,20 +92,8 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> int:
         local_addr="127.0.0.1",
         max_restarts=max_restarts,
         signals_to_handle="SIGHUP,SIGQUIT",  # the others go to rank 0
+        logs_specs=DefaultLogsSpecs(log_dir=notes),  # else its folder would be left
     )
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing outside can connect
-    with tempfile.TemporaryDirectory(prefix="gspo-env-launch-") as notes:
-        os.environ[_NOTES] = notes
-        try:
-            with _signals_to_rank_0():
-                launch_agent(config, sys.executable, ["-m", "gspo_env", *arguments])
-        except ChildFailedError as error:
-            code = error.get_first_failure()[1].exitcode
-            return int(_note(_EXIT) or (code if code > 0 else 1))
-        finally:
-            os.environ.pop(_NOTES)
-        return int(_read(Path(notes, _EXIT)) or 0)
 
 
 @contextmanager

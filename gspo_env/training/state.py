@@ -142,7 +142,8 @@ def changed_config(run: Path, saved: Checkpoint, wanted: Config | None) -> Confi
     config = read_config(run, saved.numbers, wanted)
     if wanted is None:
         return config
-    if wanted.credit.score == saved.numbers["score"]["score"]:  # as the run's config.toml has it
+    # `auto` is what the run has decided, which its config.toml has
+    if wanted.credit.score in ("auto", saved.numbers["score"]["score"]):
         wanted = replace(wanted, credit=replace(wanted.credit, score=config.credit.score))
     old, new = flatten(config), flatten(wanted)
     for name in sorted({*old, *new}):

@@ -310,10 +310,19 @@ def short_run(**changes):
     return Config.from_recipe(steps=10, eval_tasks=128, tracker="none", **changes)
 
 
-def check_learned(history):
+def check_learned(history, agreement="train/logprob_diff_max"):
     scores = [m["eval/success"] for _, m in history if "eval/success" in m]
     assert scores[-1] >= scores[0] + 0.2
-    assert max(m.get("train/logprob_diff_max", 0.0) for _, m in history) < 1e-4
+    assert max(m.get(agreement, 0.0) for _, m in history) < 1e-4
+
+
+def check_ahead(history, staleness):
+    """Checks that each group was trained on once, and none too late."""
+    log = [m for _, m in history if "rollout/return" in m]
+    before = [m["rollout/episodes_before"] for m in log]
+    assert len(set(np.diff(before))) == 1
+    assert 0 < max(m["rollout/staleness_max"] for m in log) <= staleness
+    assert sum(m["rollout/lost_episodes"] + m["rollout/dropped_groups"] for m in log) == 0
 
 
 def test_a_training_run_with_vllm_learns(tmp_path, monkeypatch):
@@ -321,28 +330,39 @@ def test_a_training_run_with_vllm_learns(tmp_path, monkeypatch):
     check_learned(GSPOAgent(config=short_run(engine=EAGER)).train())
 
 
+def test_a_run_that_plays_ahead_of_vllm_in_this_process_learns(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    history = GSPOAgent(config=short_run(engine=EAGER, supply={"max_staleness": 1})).train()
+    check_learned(history, "train/sync_logprob_diff")
+    check_ahead(history, 1)
+
+
 def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_path, monkeypatch):
+    """The groups of two steps are in flight, which take new weights between two tokens."""
     monkeypatch.chdir(tmp_path)
     fleet = VLLMServer(replicas=2, enforce_eager=True)
-    agent = GSPOAgent(config=short_run(engine=fleet))
-    servers = agent._new_engine()  # with the weights before the warm-up: the run must update them
-    pids, generate = servers.pids, servers.generate
-    requests = 0
+    agent = GSPOAgent(config=short_run(engine=fleet, supply={"max_staleness": 2}))
+    generate = VLLMServerEngine.generate
+    requests, used, pids = 0, set(), []
 
-    async def killing(prompt_ids, sampling, session=None):
+    async def killing(servers, prompt_ids, sampling, session=None):
         nonlocal requests
+        used.add(servers)
         requests += servers.weights_version == 2
         if requests == 300:
             requests += 1
+            pids.extend(servers.pids)
             os.kill(pids[0], signal.SIGKILL)
-        return await generate(prompt_ids, sampling, session)
+        return await generate(servers, prompt_ids, sampling, session)
 
-    monkeypatch.setattr(servers, "generate", killing)
+    monkeypatch.setattr(VLLMServerEngine, "generate", killing)
     history = agent.train()
     assert requests > 300
+    (servers,) = used
     assert servers.servers_lost == servers.server_restarts == 1
     assert all(m.get("rollout/env_errors", 0.0) == 0.0 for _, m in history)
-    check_learned(history)
+    check_learned(history, "train/sync_logprob_diff")
+    check_ahead(history, 2)
     assert not any(_runs(pid) for pid in pids)
 
 

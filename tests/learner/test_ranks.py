@@ -9,13 +9,16 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from gspo_env.batch.sample import Sample
 from gspo_env.learner.deal import deal, pack_shares, unpack_shares
+from gspo_env.learner.ranks import join
 
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
 
@@ -28,6 +31,31 @@ def program():
 
 
 CASES = program().CASES
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_rank_and_its_servers_can_form_groups_of_their_own(monkeypatch):
+    """vLLM does, in a server and for sending weights; torchrun's agent hosts its own store only."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launched = {
+        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)},
+        **{"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "1"},
+    }
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with join():
+        where = f"tcp://127.0.0.1:{free_port()}"
+        patience = timedelta(seconds=5)
+        store, *_ = next(dist.rendezvous(where, rank=0, world_size=1, timeout=patience))
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+        assert launched.keys() & os.environ.keys() == {"TORCHELASTIC_RESTART_COUNT"}
 
 
 def start(arguments, rank, port, size=2):
@@ -47,9 +75,7 @@ def start(arguments, rank, port, size=2):
 def results(tmp_path_factory):
     """What two ranks found in all cases; they start once, since their imports take seconds."""
     out = tmp_path_factory.mktemp("ranks") / "out.json"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [start([PROGRAM, out], rank, port) for rank in range(2)]
     try:
         assert [process.wait(240) for process in processes] == [0, 0]

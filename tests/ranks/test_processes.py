@@ -53,6 +53,7 @@ class Talk(TextEnv):
     """Two turns with a reward for each text; every step of the file `slow` waits."""
 
     blocking = False
+    credit_score = "turns"  # so the settings of the run are not those of its file
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -80,10 +81,11 @@ def folder(tmp_path, name):
     return made
 
 
-def start(where, *flags):
+def start(where, *flags, **variables):
     command = [sys.executable, "-m", "gspo_env", "train", "--processes", "2", *flags]
     with (where / "output.txt").open("a") as output:
-        return subprocess.Popen(command, cwd=where, stdout=output, stderr=output)
+        given = {**os.environ, **variables}
+        return subprocess.Popen(command, cwd=where, stdout=output, stderr=output, env=given)
 
 
 def finish(process, where, code=0):
@@ -176,6 +178,27 @@ def test_all_ranks_go_on_from_the_checkpoint_after_one_was_killed(tmp_path, whol
     finish(process, where)
     assert gone(children)
     same(state(where), state(whole))
+
+
+def test_ranks_that_play_ahead_go_on_after_a_kill_and_train_on_each_group_once(tmp_path):
+    where, temporary = folder(tmp_path, "ahead"), tmp_path / "temporary"
+    temporary.mkdir()
+    (where / "slow").touch()
+    flags = ("--config", "run.toml", "--max-restarts", "1", "--max-staleness", "2")
+    process = start(where, *flags, "--steps", "4", TMPDIR=str(temporary))
+    wait_for_step(where, 1, process)
+    children = ranks_of(process)
+    children[0].kill()
+    (where / "slow").unlink()
+    finish(process, where)
+    assert gone(children)
+    found = json.loads((where / "run/checkpoints/step-000004/state.json").read_text())
+    assert found["supply"] == {"next": 12, "open": []}
+    log = [m for _, m in found["history"] if "rollout/return" in m]
+    assert [m["rollout/episodes_before"] for m in log] == [0, 9, 18, 27]
+    assert 0 < max(m["rollout/staleness_max"] for m in log) <= 2
+    assert max(m["train/sync_logprob_diff"] for m in log) < 1e-4
+    assert not list(temporary.iterdir())
 
 
 def test_a_second_signal_ends_all_ranks_at_once(tmp_path):

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
-from gspo_env.config import CheckpointConfig, Config, load_toml, override
+from gspo_env.config import CheckpointConfig, Config, load_toml, override, to_toml
+from gspo_env.credit.estimate import CreditConfig
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.saved import record
@@ -249,6 +250,20 @@ def test_a_run_may_go_on_with_other_workers_and_no_other_limits(done):
     assert changed_config(Path("run"), saved, moved).rollout == moved.rollout
     other = dataclasses.replace(now, rollout=dataclasses.replace(now.rollout, max_turns=3))
     with pytest.raises(ConfigError, match=r"rollout\.max_turns is 3, and \d+ in the run that goes"):
+        changed_config(Path("run"), saved, other)
+
+
+def test_a_run_whose_environment_chose_the_score_goes_on_with_the_settings_it_began_with(done):
+    """Ranks that start again have the command line of the start, in which the score is `auto`."""
+    cut(done, 3, Path("run"))
+    saved = Checkpoints(Path("run"), CheckpointConfig()).newest()
+    began = dataclasses.replace(load_toml("run/config.toml"), credit=CreditConfig(score="auto"))
+    decided = dataclasses.replace(began, credit=CreditConfig(score="turns"))
+    numbers = {**saved.numbers, "config": to_toml(decided)}
+    saved = dataclasses.replace(saved, numbers=numbers)
+    assert changed_config(Path("run"), saved, began).credit.score == "turns"
+    other = dataclasses.replace(began, credit=CreditConfig(score="outcome"))
+    with pytest.raises(ConfigError, match=r"credit\.score is 'outcome', and 'turns' in the run"):
         changed_config(Path("run"), saved, other)
 
 
