@@ -2,11 +2,11 @@
 
     python benchmarks/rollout_trl.py DIR [--rounds 5] [--start FOLDER]
 
-DIR has TRL: see `time_to_success.py`, whose settings are used. TRL plays the look-up environment by
-its own interface, with `transformers`. Each call of its rollout (`_generate`: no resets, rewards and
-log-probabilities of the learner) is followed by one of ours, resets included. The rates are sampled
-tokens in a second of the processor, with one thread. FOLDER has a saved model of the default recipe;
-without one it is trained.
+DIR has TRL: see `time_to_success.py`, whose settings are used. TRL plays the look-up environment
+by its own interface, with `transformers`. Each call of its rollout (`_generate`: no resets, rewards
+and log-probabilities of the learner) is followed by one of ours, resets included. The rates are
+sampled tokens in a second of the processor, with one thread. FOLDER has a saved model of the
+default recipe; without one it is trained.
 """
 
 from __future__ import annotations
