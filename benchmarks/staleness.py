@@ -1,6 +1,6 @@
 """Rollout ahead of the learner, where tools are slow: steps an hour, success, and 64 in flight.
 
-    python benchmarks/staleness.py flight           # about 2 minutes
+    python benchmarks/staleness.py flight           # some minutes; --episodes shortens it
     python benchmarks/staleness.py train            # about 2 hours; --steps and --scale shorten it
 
 The tools are those of the default task, and each call in training takes a random time: log-normal
@@ -8,7 +8,9 @@ with a median of 100 ms and a 99th percentile of 5 s, times `--scale`. Demonstra
 evaluations do not wait. `train` runs the default recipe with max_staleness 0 and 2 from the same
 seeds, one process at a time, and prints steps an hour and the success at the end. `flight` keeps 64
 episodes in flight and compares their rate with the bound of the slowest resource and with a loop
-that takes all turns in lock-step. Exit code 1 where a bound is missed.
+that takes all turns in lock-step. The resources are the engine, and the places, each of which an
+episode holds for the time of its tools and of sampling without a queue. Exit code 1 where a bound
+is missed.
 """
 
 from __future__ import annotations
@@ -163,23 +165,42 @@ async def flight(episodes: int, scale: float) -> int:
     engine_rate, *_ = await ahead(player, episodes)
     os.environ[SCALE] = str(scale)
     rate, tools, sampling = await ahead(player, episodes)
-    slots_rate = PLACES / tools
-    print(f"tools {tools:.2f} s and sampling {sampling:.2f} s an episode; {PLACES} in flight")
+    alone = await sampling_alone(player)
+    slots_rate = PLACES / (tools + alone)
+    print(
+        f"an episode: tools {tools:.2f} s, sampling {sampling:.2f} s, {alone:.2f} s if it plays "
+        f"alone; {PLACES} in flight"
+    )
     print(f"bound of the places: {slots_rate:.1f} episodes/s, of the engine: {engine_rate:.1f}")
-    share = rate / min(slots_rate, engine_rate)
-    print(f"ahead of the learner: {rate:.1f} episodes/s, {share:.2f} of the lower bound")
+    share, most = rate / min(slots_rate, engine_rate), rate * tools / PLACES
+    print(f"ahead of the learner: {rate:.1f} episodes/s, {share:.2f} of the lower bound ", end="")
+    print(f"({most:.2f} of what the tools alone would allow)")
     slow = await lock_step(player, max(1, episodes // 512))
     print(f"lock-step: {slow:.2f} episodes/s; ahead is {rate / slow:.1f} x that")
     return int(share < 0.9 or rate < 3 * slow)
 
 
-def collector_of(player: Any, engine: Any) -> Any:
+async def sampling_alone(player: Any) -> float:
+    """Returns the seconds of sampling of an episode while no other one plays."""
+    from gspo_env.types import Task
+
+    os.environ[SCALE], scale = "0", os.environ[SCALE]
+    collector = collector_of(player, engine_of(player), places=1)
+    tasks = [Task(env_id="slow", seed=n) for n in range(16)]
+    groups = await collector.collect(tasks, seed=0, group_size=1)
+    await asyncio.to_thread(collector.pool.close)
+    os.environ[SCALE] = scale
+    played = [e for group in groups for e in group.episodes]
+    return statistics.mean(sum(t.timing.generate for t in e.turns) for e in played)
+
+
+def collector_of(player: Any, engine: Any, places: int = PLACES) -> Any:
     from common import LIMITS
 
     from gspo_env.rollout.collector import Collector, RolloutConfig
     from gspo_env.rollout.pool import EnvPool
 
-    limits = RolloutConfig(concurrency=PLACES, **LIMITS)
+    limits = RolloutConfig(concurrency=places, **LIMITS)
     return Collector(engine, player.chat, EnvPool(SlowLookup), limits)
 
 

@@ -2,16 +2,16 @@
 
     pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
         httpx httpcore jinja2
-    python benchmarks/time_to_success.py DIR [--seeds 3] [--steps 70] [--goal 0.9]
+    python benchmarks/time_to_success.py DIR [--seeds 3] [--steps 70] [--goals 0.8 0.9]
 
 The task is the look-up environment, the reward the return of an episode (0.2 a hop, 1 for the right
-answer), a step 32 tasks of 8 episodes, the loss GSPO's with the same clip range and learning rate.
-TRL plays it by its own environment interface (`environment_factory`) with `transformers`, as on any
-machine without vLLM. Ours runs with credit by turn (the default) and with credit by outcome, which
-is what TRL can express. Each training is a process of its own with one thread; arms take turns. A
-run has reached the goal after the first step whose training episodes and those of the two steps
-before it have that mean success. Its time is the seconds of the process's processor from the first
-step on; wall-clock seconds are printed too.
+answer), a step 32 tasks of 8 episodes and 4 minibatches, the loss GSPO's with the same clip range
+and learning rate. TRL plays it by its own environment interface (`environment_factory`) with
+`transformers`, as on any machine without vLLM. Ours runs with credit by turn (the default) and with
+credit by outcome, which is what TRL can express. Each training is a process of its own with one
+thread; arms take turns. A run has reached a goal after the first step whose training episodes and
+those of the two steps before it have that mean success. Its time is the seconds of the process's
+processor from the first step on; wall-clock seconds are printed too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import numpy as np
 
-TASKS, GROUP, RATE, CLIP = 32, 8, 1e-3, (0.03, 0.05)
+TASKS, GROUP, MINIBATCHES, RATE, CLIP = 32, 8, 4, 1e-3, (0.03, 0.05)
 TURN, CONTEXT = 32, 512
 ARMS = ("ours, turns", "ours, outcome", "TRL")
 
@@ -171,16 +171,18 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
             self.clock = Clock(out)
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            """Notes the success of the step's episodes."""
-            self.clock.step(found[-1])
+            """Notes the success of a batch of episodes after its last optimiser step."""
+            if args[1].global_step % MINIBATCHES == 0:
+                self.clock.step(found[-1])
 
     settings = GRPOConfig(
         output_dir=str(out.with_suffix(".trl")),
         use_cpu=True,
         bf16=False,
         seed=seed,
-        max_steps=steps,
-        per_device_train_batch_size=TASKS * GROUP,
+        max_steps=steps * MINIBATCHES,
+        per_device_train_batch_size=TASKS * GROUP // MINIBATCHES,
+        steps_per_generation=MINIBATCHES,
         num_generations=GROUP,
         learning_rate=RATE,
         lr_scheduler_type="cosine",
@@ -236,12 +238,36 @@ def show(found: dict[str, list[list[Mapping[str, float]]]], goal: float) -> None
             print(f"| {arm} | {seed} | {ends} | {when} |")
     medians = {arm: float(np.median(values)) for arm, values in times.items()}
     for arm in ARMS[:2]:
-        print(f"{arm}: {medians[arm] / medians['TRL']:.3f} of TRL's time (medians of the seeds)")
+        ratio = f"{medians[arm] / medians['TRL']:.3f} of TRL's time (medians of the seeds)"
+        print(f"{arm}: {ratio if np.isfinite(medians['TRL']) else 'TRL did not reach the goal'}")
     steps = {
         arm: np.median([lines[-1]["processor"] / len(lines) for lines in r])
         for arm, r in found.items()
     }
     print("processor seconds a step: " + ", ".join(f"{arm} {s:.2f}" for arm, s in steps.items()))
+
+
+def draw(found: dict[str, list[list[Mapping[str, float]]]], path: str) -> None:
+    """Draws the success of each run over the seconds of the processor and over episodes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
+    for (arm, runs), colour in zip(
+        found.items(), ("tab:blue", "tab:green", "tab:red"), strict=True
+    ):
+        for seed, lines in enumerate(runs):
+            success = np.convolve([x["success"] for x in lines], np.ones(3) / 3, "valid")
+            label = arm if seed == 0 else None
+            axes[0].plot([x["processor"] for x in lines[2:]], success, colour, label=label)
+            episodes = np.arange(3, len(lines) + 1) * TASKS * GROUP
+            axes[1].plot(episodes, success, colour, label=label)
+    axes[0].set(xlabel="seconds of the processor", ylabel="success, mean of 3 steps", xscale="log")
+    axes[1].set(xlabel="episodes")
+    axes[0].legend()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def main() -> None:
@@ -250,7 +276,9 @@ def main() -> None:
     parser.add_argument("packages", help="the folder with TRL")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=70)
-    parser.add_argument("--goal", type=float, default=0.9)
+    parser.add_argument("--goals", type=float, nargs="+", default=[0.8, 0.9])
+    parser.add_argument("--output", default="", help="keeps each training; it goes on there")
+    parser.add_argument("--picture", default="", help="file of a picture of the curves")
     parser.add_argument("--start", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     parser.add_argument("--arm", default="", help=argparse.SUPPRESS)
@@ -264,17 +292,24 @@ def main() -> None:
         kind = "outcome" if "outcome" in chosen.arm else "returns_to_go"
         ours(Path(chosen.start), Path(chosen.out), kind, chosen.seed, chosen.steps)
         return
-    folder = Path(tempfile.mkdtemp(prefix="time-to-success-"))
-    make_start(folder / "start")
+    folder = Path(chosen.output or tempfile.mkdtemp(prefix="time-to-success-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "start").exists():
+        make_start(folder / "start")
     found: dict[str, list[list[Mapping[str, float]]]] = {arm: [] for arm in ARMS}
     for seed in range(chosen.seeds):
         for arm in ARMS:
             out = folder / f"{arm.replace(', ', '-')}-{seed}.jsonl"
             flags = [f"--{k}={v}" for k, v in {"arm": arm, "seed": seed, "out": out}.items()]
             flags += [f"--start={folder / 'start'}", f"--steps={chosen.steps}"]
-            subprocess.run([sys.executable, __file__, chosen.packages, *flags], check=True)
+            if not out.exists() or len(out.read_text().splitlines()) < chosen.steps:
+                out.unlink(missing_ok=True)
+                subprocess.run([sys.executable, __file__, chosen.packages, *flags], check=True)
             found[arm].append([json.loads(line) for line in out.read_text().splitlines()])
-    show(found, chosen.goal)
+    for goal in chosen.goals:
+        show(found, goal)
+    if chosen.picture:
+        draw(found, chosen.picture)
     print(f"every step is in {folder}")
 
 

@@ -10,9 +10,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tomli_w
+from annotated_types import Ge
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import to_jsonable_python
@@ -27,7 +28,7 @@ from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
-from gspo_env.registry import BUILTIN, check_literals, find, name_of
+from gspo_env.registry import BUILTIN, check_values, find, name_of
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
 from gspo_env.tracking.base import flatten
@@ -55,16 +56,14 @@ _RENAMED = {
 class CheckpointConfig:
     """When a run is saved so that `gspo-env train --resume` can go on with it."""
 
-    save_every: int = 0
+    save_every: Annotated[int, Ge(0)] = 0
     """Steps between checkpoints; 0 saves as often as takes at most 2 % of the time."""
-    keep: int = 2
+    keep: Annotated[int, Ge(0)] = 2
     """Newest checkpoints to keep, besides the best by `eval/success`; 0 saves none."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        for name in ("save_every", "keep"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 0")
+        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,18 +73,15 @@ class EpisodesConfig:
     keep_episodes: Literal["sample", "all", "eval", "none"] = "sample"
     """Those of every evaluation and, of each training step, the first groups (`sample`) or all
     groups; those of evaluations only; or none."""
-    keep_groups: int = 2
+    keep_groups: Annotated[int, Ge(1)] = 2
     """Training groups of each step that `sample` keeps."""
-    keep_mb: int = 256
+    keep_mb: Annotated[int, Ge(1)] = 256
     """Megabytes that the files may have. If they have more, steps in between are deleted, those of
     training first."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_literals(self)
-        for name in ("keep_groups", "keep_mb"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 1")
+        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,15 +106,15 @@ class Config:
     rewritten_history: Literal["template", "keep", "refuse"] = "template"
     """The prompt of a later turn where a chat template rewrites earlier ones: what the template
     renders, the turns as they were sampled, or neither, with an error."""
-    seed: int = 0
+    seed: Annotated[int, Ge(0)] = 0
     """Seed of every random draw of the run."""
-    steps: int = 100
+    steps: Annotated[int, Ge(0)] = 100
     """Training steps; each trains on one rollout batch."""
-    tasks_per_step: int = 16
+    tasks_per_step: Annotated[int, Ge(1)] = 16
     """Tasks of a rollout batch, P; each gets `rollout.group_size` episodes."""
-    eval_every: int = 10
+    eval_every: Annotated[int, Ge(0)] = 10
     """Steps between evaluations; 0 evaluates at the start and the end only."""
-    eval_tasks: int = 256
+    eval_tasks: Annotated[int, Ge(1)] = 256
     """Held-out tasks of an evaluation."""
     strict: bool = False
     """Stop with an error where a run would only warn that it learns nothing so far."""
@@ -142,11 +138,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_literals(self)
-        least = {"seed": 0, "steps": 0, "tasks_per_step": 1, "eval_every": 0, "eval_tasks": 1}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {bound}")
+        check_values(self)
         if self.seed >= SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected a number below 2**63")
         if not isinstance(self.env, str):  # a list of a user is as good

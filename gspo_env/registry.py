@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import numbers
+import operator
 import typing
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -123,22 +127,64 @@ def _plugins(kind: str) -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=group)}
 
 
-def check_literals(config: object) -> None:
-    """Rejects a value that its field's `Literal` annotation does not list.
+def check_values(config: object) -> None:
+    """Rejects values that the annotations of a settings' fields do not allow.
+
+    A field has the values that its `Literal` lists, or numbers within bounds of `annotated_types`.
+    Numbers with bounds have to be finite.
 
     Raises:
         ConfigError: The message names the field, its value and what is allowed.
+
+    Example:
+        @dataclass(frozen=True, kw_only=True, slots=True)
+        class Settings:
+            tasks: Annotated[int, Ge(1)] = 16
+            gamma: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """
-    for name, allowed in _literals(type(config)):  # type: ignore[arg-type]
-        if (value := getattr(config, name)) not in allowed:
-            raise ConfigError(f"{name} is {value!r}; expected one of {allowed}")
+    for name, (allows, expected) in _rules(type(config)).items():  # type: ignore[arg-type]
+        if not allows(value := getattr(config, name)):
+            raise ConfigError(f"{name} is {value!r}; expected {expected}")
+
+
+_Rule = tuple[Callable[[Any], bool], str]
+"""Whether a value is allowed, and a description of those that are."""
+_WORDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
 @cache
-def _literals(cls: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    hints = typing.get_type_hints(cls).items()
-    return tuple(
-        (name, typing.get_args(hint))
-        for name, hint in hints
-        if typing.get_origin(hint) is typing.Literal
-    )
+def _rules(cls: type) -> dict[str, _Rule]:
+    """Returns the rules by field; a subclass that only changes a default keeps the rule."""
+    rules: dict[str, _Rule] = {}
+    for base in reversed(cls.__mro__):
+        for name, hint in typing.get_type_hints(base, include_extras=True).items():
+            if typing.get_origin(hint) is typing.Literal:
+                listed = typing.get_args(hint)
+                rules[name] = listed.__contains__, f"one of {listed}"
+            elif typing.get_origin(hint) is typing.Annotated:
+                kind, *bounds = typing.get_args(hint)
+                rules[name] = _within(kind, bounds)
+    return rules
+
+
+def _within(kind: type, bounds: Sequence[Any]) -> _Rule:
+    """Returns the rule of a number within bounds."""
+    ends = {
+        word: end
+        for bound in bounds
+        for word in _WORDS
+        if (end := getattr(bound, word, None)) is not None
+    }
+    number = numbers.Integral if kind is int else numbers.Real
+
+    def allows(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, number) or not math.isfinite(value):
+            return False
+        return all(getattr(operator, word)(value, end) for word, end in ends.items())
+
+    what = "an integer" if kind is int else "a number"
+    if len(ends) == 2:
+        opening, closing = "[" if "ge" in ends else "(", "]" if "le" in ends else ")"
+        return allows, f"{what} in {opening}{min(ends.values())}, {max(ends.values())}{closing}"
+    what = what if kind is int else "a finite number"
+    return allows, " ".join([what, *(f"{_WORDS[word]} {end}" for word, end in ends.items())])

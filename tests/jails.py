@@ -9,6 +9,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+
+def require_isolation(missing: str | None) -> None:
+    """Fails or skips on a machine that cannot isolate code or commands."""
+    if missing is not None and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
+        pytest.skip(f"the sandbox is NOT tested, GSPO_ENV_NO_SANDBOX is set: {missing}")
+    assert missing is None, f"no isolation here (GSPO_ENV_NO_SANDBOX=1 skips this): {missing}"
+
 
 def program(code: str, **names: Any) -> str:
     """Insert values at the start of a program."""

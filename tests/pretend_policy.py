@@ -7,25 +7,23 @@ takes some seconds. A file `dies` beside the socket ends the server with the nex
 import json
 import os
 import random
-import socketserver
 import sys
 import time
 import zlib
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+from pretend_http import Handler, Server
 
 SOCKET = Path(sys.argv[1])
 SECONDS = float(sys.argv[2]) if sys.argv[2:] else 0.0
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
+class Policy(Handler):
     def do_GET(self):
         self.answer({})
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))))
+        body = json.loads(self.body())
         if SOCKET.with_name("dies").exists():
             os._exit(1)
         time.sleep(SECONDS)
@@ -42,23 +40,5 @@ class Handler(BaseHTTPRequestHandler):
         }
         self.answer({"choices": [choice]})
 
-    def answer(self, value):
-        data = json.dumps(value).encode()
-        self.send_response(200)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
 
-    def log_message(self, *_):
-        pass
-
-    def address_string(self):
-        return ""
-
-
-class Server(socketserver.ThreadingUnixStreamServer):
-    request_queue_size = 256
-    daemon_threads = True
-
-
-Server(str(SOCKET), Handler).serve_forever()
+Server(str(SOCKET), Policy).serve_forever()

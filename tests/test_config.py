@@ -118,7 +118,7 @@ def test_a_setting_is_found_by_path_or_last_part_and_one_of_another_choice_is_ex
     [
         ("stepz = 3", "unknown field 'stepz'; expected one of: steps"),
         ("[learner]\nlearning_rates = 1", "unknown field learner.'learning_rates'.*learning_rate"),
-        ("steps = -1", "steps is -1; expected at least 0"),
+        ("steps = -1", "steps is -1; expected an integer of at least 0"),
         ("steps = 1.5", "steps is 1.5; input should be a valid integer"),
         ("steps = true", "steps is True; input should be a valid integer"),
         ("engine = 'magic'", "engine is 'magic'; expected one of: transformers, vllm"),
@@ -169,7 +169,7 @@ def test_parameters_are_flat_and_complete():
         ({"max_resamples": -1}, "max_resamples is -1"),
         ({"max_resamples": 1, "min_success": 0.9, "max_success": 0.1}, "min_success is 0.9"),
         ({"max_success": 0.9}, "max_resamples 0, so they have no effect"),
-        ({"straggler_quantile": 0.0}, "straggler_quantile is 0.0; expected a number above 0"),
+        ({"straggler_quantile": 0.0}, r"straggler_quantile is 0.0; expected a number in \(0, 1\]"),
     ],
 )
 def test_an_invalid_setting_of_the_supply_is_named_with_what_is_allowed(wrong, said):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
+import numpy as np
 import pytest
+from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError
-from gspo_env.registry import BUILTIN, _plugins, find, name_of, names
+from gspo_env.learner import GRPO, LearnerConfig
+from gspo_env.registry import BUILTIN, _plugins, check_values, find, name_of, names
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -57,3 +63,45 @@ def test_no_choice_needs_a_heavy_library_to_be_described():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    count: Annotated[int, Ge(1)] = 1
+    share: Annotated[float, Interval(ge=0, lt=1)] = 0.5
+    size: Annotated[float, Gt(0)] = 1.0
+    kind: Literal["a", "b"] = "a"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("count", 0, "an integer of at least 1"),
+        ("count", 2.5, "an integer of at least 1"),
+        ("count", True, "an integer of at least 1"),
+        ("count", "many", "an integer of at least 1"),
+        ("share", 1.0, "a number in [0, 1)"),
+        ("share", math.nan, "a number in [0, 1)"),
+        ("size", 0, "a finite number above 0"),
+        ("size", math.inf, "a finite number above 0"),
+        ("kind", "c", "one of ('a', 'b')"),
+    ],
+)
+def test_a_value_outside_of_its_annotation_is_named_with_what_is_allowed(field, value, allowed):
+    with pytest.raises(ConfigError) as caught:
+        check_values(Settings(**{field: value}))
+    assert str(caught.value) == f"{field} is {value!r}; expected {allowed}"
+
+
+def test_numbers_of_numpy_and_whole_numbers_are_taken():
+    check_values(Settings(count=np.int64(3), share=np.float32(0.25), size=2))
+
+
+def test_a_class_that_changes_a_default_keeps_the_bounds():
+    with pytest.raises(ConfigError, match=r"clip_low is 1\.5"):
+        GRPO(clip_low=1.5)
+
+
+def test_settings_that_count_something_take_no_fraction():
+    with pytest.raises(ConfigError, match=r"minibatches is 2.5; expected an integer"):
+        LearnerConfig(minibatches=2.5)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
+from cli_errors import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -45,17 +46,6 @@ def foreign(tmp_path, model, tokenizer):
         return folder
 
     return make
-
-
-def refused(capsys, *arguments):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    said = capsys.readouterr().err.strip()
-    assert end.value.code == 2, said
-    assert said.startswith("gspo-env: ")
-    assert len(said.splitlines()) == 1
-    return said
 
 
 PROOF = "open('proof', 'w').close()\n"

@@ -21,6 +21,7 @@ from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.start import (
     Start,
     check_learning,
+    check_ranks,
     check_way,
     make_learner,
     make_start,
@@ -83,6 +84,7 @@ class GSPOAgent:
         if env:
             self.config = replace(self.config, env=env if isinstance(env, str) else tuple(env))
         check_score(self.config)
+        check_ranks(self.config, ranks)
         getattr(self.config.engine, "require", lambda: None)()
         check_workers(self.config)
         self.environments = Environments(self.config, self, self._make_env)

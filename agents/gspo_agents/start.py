@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from gspo_env.config import Config, to_toml
 from gspo_env.engines import CopiesWeights, Engine, Transformers
-from gspo_env.engines.vllm.settings import VLLMSettings
+from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
@@ -162,6 +162,20 @@ def with_adapter(model: Any, config: Config) -> Any:
     settings = config.learner
     alpha, targets = settings.lora_alpha, settings.lora_targets
     return add_adapter(model, settings.lora_rank, config.seed, alpha=alpha, targets=targets)
+
+
+def check_ranks(config: Config, ranks: Ranks | None) -> None:
+    """Checks that the engine of a config can play for several ranks.
+
+    Raises:
+        ConfigError: It is vLLM in the process of rank 0, which would wait for the other ranks.
+    """
+    if ranks is not None and isinstance(config.engine, VLLM):
+        raise ConfigError(
+            f"the engine is {name_of('engine', config.engine)!r} and several ranks train: vLLM in "
+            "the process of a rank takes the others for its own; expected --engine vllm-server or "
+            "transformers"
+        )
 
 
 def check_learning(model: Any, config: Config) -> None:

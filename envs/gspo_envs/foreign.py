@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Options, ResetResult, StepResult, TextEnv, clean
+from gspo_env.env.threads import log_once
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.seeding import fingerprint, global_generators_kept
 from gspo_envs.rows import TaskRows, as_json, begin_chat, read_chat
-
-logger = logging.getLogger(__name__)
 
 _LOCK = threading.RLock()
 _LARGE = 4096
@@ -124,9 +123,8 @@ class ForeignEnv(TextEnv):
         try:
             return self.act(action)
         except Exception as error:  # an error of the package must not break a run
-            reason = f"{type(error).__name__}: {error}"
-            logger.warning("%s raised on an action: %s", type(self).__name__, reason, exc_info=True)
-            info = {"env_error": reason, "success": False}
+            log_once(type(self).__name__, error, "its episode is cut, and ", trace=True)
+            info = {"env_error": f"{type(error).__name__}: {error}", "success": False}
             return "Error: this action cannot be taken.", 0.0, False, True, info
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+from gspo_env.env.base import levels
+
 _LONGEST_SCHEMA = 1 << 16
 _MOST_PARTS = 3000
 """Objects and lists of a schema."""
@@ -60,15 +62,12 @@ def checker(schema: dict[str, Any]) -> Check:
 def _check_size(schema: Any) -> None:
     """Refuses a schema that would take long to check, or too much of the prompt."""
     parts = 0
-    level = [schema]
-    for _ in range(_DEEPEST):
-        nested = [part for part in level if isinstance(part, (dict, list))]
-        parts += len(nested)
+    for depth, level in enumerate(levels(schema)):
+        parts += sum(isinstance(part, (dict, list)) for part in level)
         if parts > _MOST_PARTS:
             raise ValueError(f"its schema has more than {_MOST_PARTS} parts")
-        level = [v for p in nested for v in (p.values() if isinstance(p, dict) else p)]
-    if level:
-        raise ValueError(f"its schema is deeper than {_DEEPEST} levels")
+        if depth == _DEEPEST:
+            raise ValueError(f"its schema is deeper than {_DEEPEST} levels")
     if len(json.dumps(schema)) > _LONGEST_SCHEMA:
         raise ValueError(f"its schema has more than {_LONGEST_SCHEMA} characters")
 

@@ -108,8 +108,13 @@ class MCPSession:
 
     def close(self) -> None:
         """Closes the connection, and the server if it was started here; waits for both."""
-        if self._task is not None or self._ending:
+        if self.is_used:
             background.run(self._finish(), _LOOP)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a connection, or one that is being closed."""
+        return self._task is not None or bool(self._ending)
 
     def forget(self) -> None:
         """Closes the connection without waiting."""
@@ -195,9 +200,13 @@ _ALIVE: weakref.WeakSet[MCPSession] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends all servers, including those that ignore the end of their input."""
-    for session in list(_ALIVE):
-        session.close()
+    """Ends all servers at once, including those that ignore the end of their input."""
+
+    async def finish() -> None:
+        await asyncio.gather(*(session._finish() for session in used))
+
+    if used := [session for session in _ALIVE if session.is_used]:
+        background.run(finish(), _LOOP)
 
 
 def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[Any]:

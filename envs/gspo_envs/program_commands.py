@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import gspo_env.children
 from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError
-from gspo_envs.program_runs import Ended, Inbox
+from gspo_envs.program_runs import Ended, Inbox, Run
 from gspo_envs.rows import as_json
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _MOST_INPUT = 1 << 26
 """Bytes of the task that a command reads."""
 
 
-class CommandRun:
+class CommandRun(Run):
     """A command in a process group of its own, which `program_launcher.py` watches over."""
 
     def __init__(
@@ -68,9 +68,6 @@ class CommandRun:
         assert self._process.stdin is not None
         with self._lock, contextlib.suppress(OSError, ValueError):  # it has ended
             self._process.stdin.close()
-
-    def look(self) -> None:
-        """See `Run`."""
 
     def _work(self, text: bytes) -> None:
         stdin, stdout = self._process.stdin, self._process.stdout

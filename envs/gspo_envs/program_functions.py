@@ -42,7 +42,7 @@ def start_function(
     return ThreadRun(call, inbox)
 
 
-class ThreadRun:
+class ThreadRun(Run):
     """A plain function in a daemon thread.
 
     A thread cannot be ended. A function whose episode has ended stays until it makes its next
@@ -52,12 +52,6 @@ class ThreadRun:
     def __init__(self, call: Callable[[], Any], inbox: Inbox) -> None:
         self._call, self._inbox = call, inbox
         threading.Thread(target=self._work, name="program", daemon=True).start()
-
-    def end(self) -> None:
-        """See `Run`."""
-
-    def look(self) -> None:
-        """See `Run`."""
 
     def _work(self) -> None:
         try:
@@ -77,7 +71,7 @@ class ThreadRun:
         return asyncio.run(wait())
 
 
-class LoopRun:
+class LoopRun(Run):
     """An asynchronous function on the event loop that all such programs share.
 
     They share it because SDKs keep one asynchronous HTTP client a process, which works on one loop

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gspo_envs.program_rewards import TurnRewards
 
@@ -134,11 +134,11 @@ class Inbox:
             asked.reply.cancel()
 
 
-class Run(Protocol):
-    """A program that was started for one episode."""
+class Run:
+    """A program that was started for one episode; subclasses start it."""
 
     def end(self) -> None:
-        """Asks it to end, without waiting."""
+        """Asks it to end, without waiting; does nothing where that is not possible."""
 
     def look(self) -> None:
-        """Looks why it has been silent for too long."""
+        """Looks why it has been silent for too long, where that can be found out."""

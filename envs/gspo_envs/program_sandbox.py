@@ -14,7 +14,7 @@ from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError, GspoEnvError
 from gspo_env.sandbox import PORT, JailedCommand, Sandbox
 from gspo_envs.program_commands import fill, read_output, write_task
-from gspo_envs.program_runs import Ended, Inbox
+from gspo_envs.program_runs import Ended, Inbox, Run
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session
@@ -25,7 +25,7 @@ _WITHOUT = ("seconds", "output_kib", "allow_unsafe")
 """Limits that a program does not have: it has `timeout` and `silence`, and output may be long."""
 
 
-class SandboxRun:
+class SandboxRun(Run):
     """A command in the sandbox, which reaches the address of its session and nothing else."""
 
     def __init__(
@@ -61,9 +61,6 @@ class SandboxRun:
             self._over = True
             if self._started is not None:
                 self._started.end()
-
-    def look(self) -> None:
-        """See `Run`."""
 
     def _work(self, box: Sandbox, work: dict[str, Any]) -> None:
         try:

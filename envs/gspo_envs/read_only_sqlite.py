@@ -27,6 +27,8 @@ Row = tuple[Any, ...]
 _WALL_SECONDS = 20.0
 """Maximum time of one query, of which the CPU limit of the child leaves little on an idle machine.
 It includes the start of the child."""
+_KILL_SECONDS = 20.0
+"""Time in which the system has to end a child that was killed."""
 _MOST_REPLY = 1 << 20
 _LIBRARIES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """The only environment variables of a child."""
@@ -147,7 +149,7 @@ class _Child:
             return int(self._process.wait(0.2))  # it ends by itself when the socket is closed
         except subprocess.TimeoutExpired:
             self._process.kill()
-            return int(self._process.wait())
+            return int(self._process.wait(_KILL_SECONDS))
 
 
 _OPEN: weakref.WeakSet[Database] = weakref.WeakSet()

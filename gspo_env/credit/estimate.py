@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Ge
 
 from gspo_env.credit.scores import contents
 from gspo_env.credit.statistics import MIN_SCALE, fallbacks, std_of, usable
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_literals, name_of
+from gspo_env.registry import check_values, name_of
 from gspo_env.types import FloatArray, Group, Score
 
 
@@ -27,7 +28,7 @@ class CreditConfig:
     """Rewards to learn from: those of the turns, the outcome at the last turn, or the sum of both.
     `auto` takes what the environment declares as `credit_score`, or what its first episodes
     contain. The estimators `outcome` and `turn_plus_outcome` have their own and refuse this."""
-    rms: float = 0.0
+    rms: Annotated[float, Ge(0)] = 0.0
     """Scales the advantages of every batch to this root mean square over turns; 0 turns this
     off."""
     train_on_truncated: bool = True
@@ -35,9 +36,7 @@ class CreditConfig:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_literals(self)
-        if not 0 <= self.rms < float("inf"):
-            raise ConfigError(f"rms is {self.rms!r}; expected a number of at least 0")
+        check_values(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from annotated_types import Interval
 
 from gspo_env.credit.scores import turn_rewards
 from gspo_env.credit.statistics import (
@@ -30,9 +31,10 @@ from gspo_env.credit.statistics import (
     z_by_turn,
     z_score,
 )
-from gspo_env.errors import ConfigError
-from gspo_env.registry import check_literals
-from gspo_env.types import Episode, FloatArray, Group, Score
+from gspo_env.registry import check_values
+from gspo_env.types import Episode, FloatArray, Group, Score, Turn
+
+Share = Annotated[float, Interval(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +48,8 @@ class Estimator:
     """Divisor: 1, the standard deviation of all advantages of the batch, or that of the group,
     which is a bias (see docs/credit.md). With `batch`, `advantages` does not divide and `estimate`
     does. A z-score is divided with `std` only."""
-    ddof: int = 0
-    """Delta degrees of freedom of the standard deviation, 0 or 1."""
+    ddof: Literal[0, 1] = 0
+    """Delta degrees of freedom of the standard deviation."""
 
     compares_turns: ClassVar[bool] = False
     """Whether an episode is compared with the others at the same turn, so that fallbacks count."""
@@ -56,12 +58,7 @@ class Estimator:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_literals(self)
-        if self.ddof not in (0, 1):
-            raise ConfigError(f"ddof is {self.ddof!r}; expected 0 or 1")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name, 0) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a number in [0, 1]")
+        check_values(self)
 
     def advantages(self, group: Group) -> Sequence[FloatArray]:
         """Computes the advantages of a group: zeros if fewer than two episodes can be compared.
@@ -160,8 +157,8 @@ class ReturnsToGo(Estimator):
         [0, 0]; unscaled, the first gets [1 - 1/2, 0 - 1/2].
     """
 
-    gamma: float = 1.0
-    """Discount per turn, in [0, 1]."""
+    gamma: Share = 1.0
+    """Discount per turn."""
     compares_turns: ClassVar[bool] = True
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
@@ -188,8 +185,8 @@ class GiGPO(Estimator):
         Returns [1, 0] from the same first state, unscaled: [1/2 + 1/2] and [-1/2 - 1/2].
     """
 
-    gamma: float = 1.0
-    """Discount per turn, in [0, 1]."""
+    gamma: Share = 1.0
+    """Discount per turn."""
     step_weight: float = 1.0
     """Weight of the comparison from equal states, omega."""
 
@@ -199,10 +196,15 @@ class GiGPO(Estimator):
         rows = [np.full(len(e.turns), z) for e, z in zip(episodes, whole, strict=True)]
         returns = [discounted(turn_rewards(e, score), self.gamma) for e in episodes]
         for visits in anchors(episodes).values():
-            z_visits = self._z(np.array([returns[i][k] for i, k in visits]))
-            for (i, k), z in zip(visits, z_visits, strict=True):
-                rows[i][k] += self.step_weight * z
+            turns = [episodes[i].turns[k] for i, k in visits]
+            credit = self.compare_state(np.array([returns[i][k] for i, k in visits]), turns)
+            for (i, k), value in zip(visits, credit, strict=True):
+                rows[i][k] += self.step_weight * value
         return rows
+
+    def compare_state(self, returns_N: FloatArray, turns: Sequence[Turn]) -> FloatArray:
+        """Compares the N turns that were played in one state by their returns-to-go."""
+        return self._z(returns_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,8 +224,8 @@ class NormalizeThenAccumulate(Estimator):
         gets [1/2, -1/4] and the second [-1/2, -1/4].
     """
 
-    gamma: float = 1.0
-    """Discount per turn, in [0, 1]."""
+    gamma: Share = 1.0
+    """Discount per turn."""
     per: Literal["group", "turn"] = "group"
     """Whether rewards are normalised over all turns of the group or turn by turn."""
     root: bool = False
@@ -262,10 +264,10 @@ class GroupGAE(Estimator):
         gets [1 + 1/2 - 1/2, 0 - 1/2].
     """
 
-    gamma: float = 1.0
-    """Discount per turn, in [0, 1]."""
-    lam: float = 0.95
-    """Lambda of the generalised advantage estimation, in [0, 1]."""
+    gamma: Share = 1.0
+    """Discount per turn."""
+    lam: Share = 0.95
+    """Lambda of the generalised advantage estimation."""
     compares_turns: ClassVar[bool] = True
 
     def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:

@@ -6,18 +6,18 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Gt
 
-from gspo_env.credit.estimators import Estimator
-from gspo_env.credit.scores import turn_rewards
-from gspo_env.credit.statistics import MIN_SCALE, anchors, discounted
-from gspo_env.errors import ConfigError
-from gspo_env.types import Episode, FloatArray, Score, Turn
+from gspo_env.credit.estimators import GiGPO
+from gspo_env.credit.statistics import MIN_SCALE
+from gspo_env.types import FloatArray, Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvidenceCalibrated(Estimator):
+class EvidenceCalibrated(GiGPO):
     """The return's z-score, plus a comparison of actions in equal states, shrunk towards none.
 
     A_ik = z_g(R_i) + step_weight * rho(s) * z_s(mu(s, u)) for the state s and the action u of turn
@@ -44,42 +44,18 @@ class EvidenceCalibrated(Estimator):
         2/3 + tanh(3) (5/9 - 8/27).
     """
 
-    gamma: float = 1.0
-    """Discount per turn, in [0, 1]."""
-    step_weight: float = 1.0
-    """Weight of the comparison of actions, omega."""
-    shrinkage: float = 2.0
+    shrinkage: Annotated[float, Ge(0)] = 2.0
     """Turns of the mean return that each action's mean is mixed with, kappa; 0 shrinks nothing."""
-    patience: float = 1.0
+    patience: Annotated[float, Gt(0)] = 1.0
     """Turns in a state for its comparison to count by tanh(1), tau."""
 
-    def __post_init__(self) -> None:
-        """Rejects invalid values."""
-        Estimator.__post_init__(self)  # slots=True makes a new class, which breaks `super()`
-        if not 0 <= self.shrinkage < math.inf:
-            raise ConfigError(f"shrinkage is {self.shrinkage!r}; expected a number of at least 0")
-        if not 0 < self.patience < math.inf:
-            raise ConfigError(f"patience is {self.patience!r}; expected a number above 0")
-
-    def compare(self, episodes: Sequence[Episode], score: Score) -> Sequence[FloatArray]:
-        """See `Estimator.compare`."""
-        whole = self._z(np.array([turn_rewards(e, score).sum() for e in episodes]))
-        rows = [np.full(len(e.turns), z) for e, z in zip(episodes, whole, strict=True)]
-        returns = [discounted(turn_rewards(e, score), self.gamma) for e in episodes]
-        for visits in anchors(episodes).values():
-            actions = [_action(episodes[i].turns[k]) for i, k in visits]
-            credit = self._calibrated(np.array([returns[i][k] for i, k in visits]), actions)
-            for (i, k), value in zip(visits, credit, strict=True):
-                rows[i][k] += self.step_weight * value
-        return rows
-
-    def _calibrated(self, returns_N: FloatArray, actions: Sequence[str]) -> FloatArray:
+    def compare_state(self, returns_N: FloatArray, turns: Sequence[Turn]) -> FloatArray:
         """Computes rho(s) z_s(mu(s, u)) of each turn played in a state."""
-        turns: dict[str, list[int]] = defaultdict(list)
-        for n, action in enumerate(actions):
-            turns[action].append(n)
+        places: dict[str, list[int]] = defaultdict(list)
+        for n, turn in enumerate(turns):
+            places[_action(turn)].append(n)
         middle, shrunk_N, mean_N = returns_N.mean(), returns_N.copy(), returns_N.copy()
-        for same in turns.values():
+        for same in places.values():
             mean_N[same] = mean = returns_N[same].mean()
             share = len(same) + self.shrinkage
             shrunk_N[same] = (len(same) * mean + self.shrinkage * middle) / share

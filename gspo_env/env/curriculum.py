@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from annotated_types import Ge, Interval
 
 from gspo_env.env.threads import attempt
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_values
 
 if TYPE_CHECKING:
     from gspo_env.env.base import TextEnvironment
@@ -121,22 +124,19 @@ class Ladder:
     """Name of the option; the default environment has `hops`."""
     values: tuple[int | float | str, ...] = (1, 2, 3)
     """Its values, from easy to hard."""
-    success: float = 0.8
+    success: Annotated[float, Interval(ge=0, le=1)] = 0.8
     """Mean success that leads to the next value."""
-    window: int = 2
+    window: Annotated[int, Ge(1)] = 2
     """Steps over which the mean is taken."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
+        check_values(self)
         if not self.option or not self.values:
             raise ConfigError(
                 f"curriculum ladder has option {self.option!r} and values {list(self.values)}; "
                 "expected both, such as --option hops --values 1 2 3"
             )
-        if not 0 <= self.success <= 1:
-            raise ConfigError(f"success is {self.success!r}; expected a number in [0, 1]")
-        if self.window < 1:
-            raise ConfigError(f"window is {self.window!r}; expected at least 1")
 
     def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
         """Returns the option with its present value."""

@@ -233,11 +233,16 @@ def _per_token(kind: type[float] | type[bool], value: Any) -> tuple[Any, ...]:
 
 
 def _conversation(value: Any) -> tuple[Message, ...]:
+    messages = _read_messages(value)
+    if not messages or messages[-1].role == "assistant":
+        raise ValueError
+    return messages
+
+
+def _read_messages(value: Any) -> tuple[Message, ...]:
     messages = tuple(one if isinstance(one, Message) else read_message(one) for one in value)
     for message in messages:
         _text(message.content)
-    if not messages or messages[-1].role == "assistant":
-        raise ValueError
     return messages
 
 
@@ -260,28 +265,23 @@ def read_message(one: Any) -> Message:
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
-    messages = tuple(one if isinstance(one, Message) else read_message(one) for one in value)
+    messages = _read_messages(value)
     if messages and messages[-1].role in ("user", "tool"):
-        return _conversation(messages)
+        return messages
     talk = [message.role for message in messages]
     talk = talk[talk[:1] == ["system"] :]
-    for message in messages:
-        _text(message.content)
     if talk != ["user", "assistant"] * (len(talk) // 2):
         raise ValueError
     return messages
 
 
-def _count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError
-    return int(value)
+def _integer(least: int) -> Reader:
+    def read(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise ValueError
+        return int(value)
 
-
-def _tally(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ValueError
-    return int(value)
+    return read, f"an int of at least {least}"
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -307,7 +307,7 @@ _CHAT = (
 )
 _ASKED: dict[str, Reader] = {
     "tools": (_tools, "a list of gspo_env.Tool"),
-    "max_tokens": (_count, "an int of at least 1"),
+    "max_tokens": _integer(1),
     "stop": (_texts, "a list of texts that are not empty"),
     "agent": _TEXT,
 }
@@ -323,7 +323,7 @@ _STEP: dict[str, Reader] = {
     "state_key": _KEY,
     "observation_role": (_role, "'user' or 'tool'"),
     "reward_parts": (_parts, "a dict of finite numbers by name"),
-    "malformed_calls": (_tally, "an int of at least 0"),
+    "malformed_calls": _integer(0),
     "token_advantages": (partial(_per_token, float), _TOKENS),
     "token_mask": (partial(_per_token, bool), _TOKENS),
     "messages": (_conversation, "a whole conversation with a user's or a tool's message last"),

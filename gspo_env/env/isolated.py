@@ -24,7 +24,8 @@ ISOLATED = "GSPO_ENV_ISOLATED"
 _START = 120.0
 """Seconds for the imports of a new process, in addition to the time of its environment."""
 _CLOSE = 5.0
-"""Seconds that `close` of the environment may take before its process is killed."""
+"""Seconds that `close` of the environment may take before its process is killed, and the end of a
+killed process."""
 
 
 class IsolatedEnv(TextEnv):
@@ -95,7 +96,7 @@ class IsolatedEnv(TextEnv):
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _exit_code(process)
 
     def _start(self) -> None:
         ours, theirs = os.pipe(), os.pipe()
@@ -131,8 +132,8 @@ class IsolatedEnv(TextEnv):
             raise EnvironmentHangError(f"{call} did not return within {seconds:g} s") from None
         except (OSError, EOFError, ValueError) as error:
             self.kill()
-            code = process.wait()
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            code = _exit_code(process)
+            how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             what = f", after it sent {error}" if isinstance(error, ValueError) else ""
             raise EnvironmentCrashError(
                 f"{call}: the process of the environment ended with {how}{what}"
@@ -158,6 +159,13 @@ class IsolatedEnv(TextEnv):
         """Ends the process of an environment that nobody closed."""
         self.kill()
         self._release()
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Waits for the end of a killed process; None if it lasts, as in a call to a lost disk."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(_CLOSE)
+    return None
 
 
 def _error(name: str, text: str, where: str, trace: str) -> Exception:

@@ -66,9 +66,23 @@ def read_members(
     members = [_read(entry) for entry in entries]
     if len(members) == 1:
         return (Member(spec=members[0].spec, kwargs=kwargs),)
-    names = [member.name for member in members]
-    if not names:
+    if not members:
         raise ConfigError("env is empty; expected at least one environment")
+    names = [member.name for member in members]
+    _check_names(names, entries)
+    for name, given in kwargs.items():
+        if name not in names or not isinstance(given, Mapping):
+            raise ConfigError(
+                f"env_kwargs has {name!r}; expected a table for one of {', '.join(names)}, as in "
+                f"--env-kwargs {names[0]}.KEY=VALUE"
+            )
+    return tuple(
+        Member(spec=m.spec, name=m.name, weight=m.weight, kwargs=kwargs.get(m.name, {}))
+        for m in members
+    )
+
+
+def _check_names(names: Sequence[str], entries: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
@@ -80,16 +94,6 @@ def read_members(
                 f"env has the name {name!r}; expected letters, digits and '_.-', and none of "
                 f"{', '.join(_TAKEN)}: write NAME={name or 'SPEC'}"
             )
-    for name, given in kwargs.items():
-        if name not in names or not isinstance(given, Mapping):
-            raise ConfigError(
-                f"env_kwargs has {name!r}; expected a table for one of {', '.join(names)}, as in "
-                f"--env-kwargs {names[0]}.KEY=VALUE"
-            )
-    return tuple(
-        Member(spec=m.spec, name=m.name, weight=m.weight, kwargs=kwargs.get(m.name, {}))
-        for m in members
-    )
 
 
 def written(env: str | Sequence[str]) -> str:

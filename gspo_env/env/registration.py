@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
@@ -147,11 +148,7 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
             f"{env_id}: {lost} was redacted when it was saved; expected the value again, or, in a "
             "table env or headers, the name of an environment variable as '${NAME}'."
         )
-    longest = kwargs.pop("max_observation", None)
-    if longest is not None and (type(longest) is not int or not 1 <= longest <= MAX_OBSERVATION):
-        raise ConfigError(
-            f"max_observation is {longest!r}; expected an integer from 1 to {MAX_OBSERVATION}"
-        )
+    longest = _check_longest(kwargs.pop("max_observation", None))
     try:
         with constructing():
             env: gymnasium.Env[Any, Any] = gymnasium.make(
@@ -174,6 +171,14 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
     if longest is not None:
         env.unwrapped.observation_space = UnicodeText(longest)
     return env
+
+
+def _check_longest(value: Any) -> int | None:
+    if value is None or (type(value) is int and 1 <= value <= MAX_OBSERVATION):
+        return value
+    raise ConfigError(
+        f"max_observation is {value!r}; expected an integer from 1 to {MAX_OBSERVATION}"
+    )
 
 
 def _reason(error: BaseException) -> str:
@@ -226,6 +231,7 @@ def _describe(env_id: str) -> EnvDescription:
         return EnvDescription(id=env_id, summary=f"cannot be loaded: {error}", tools=())
     declared = getattr(creator, "declared_tools", None)
     tools = declared() if callable(declared) else getattr(creator, "tools", ())
+    tools = tools if isinstance(tools, Sequence) else ()  # a property knows them of an instance
     summary = (creator.__doc__ or "").strip().partition("\n")[0]
     return EnvDescription(id=env_id, summary=summary, tools=tuple(tool.name for tool in tools))
 

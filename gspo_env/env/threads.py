@@ -36,6 +36,7 @@ _MOST_TEXT = 2000
 """Maximum characters of an exception's message that are kept."""
 _MOST_TRACE = 20_000
 """Maximum characters of a traceback that are kept, from its end."""
+_MOST_CAUSES = 1000
 _LOOK = 0.2
 """Seconds between two looks at a call that has not returned."""
 _LONG = 10.0
@@ -53,6 +54,8 @@ _calls: dict[int, _Call] = {}
 """The innermost call of environment code in each thread, by its ident."""
 _left: set[int] = set()
 """The threads that nothing waits for any more."""
+_causes: set[tuple[str, str, str]] = set()
+"""What raised, with the exception and the line; see `log_once`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,26 @@ def foreign(error: BaseException) -> ForeignError:
         text = "(its message cannot be read)"
     trace = "".join(traceback.format_exception(error))[-_MOST_TRACE:]
     return ForeignError(type(error).__name__, text, _place(error), trace)
+
+
+def log_once(what: str, error: BaseException, then: str = "", *, trace: bool = False) -> None:
+    """Logs an exception of an environment with its line, unless it was raised there before.
+
+    Args:
+        what: What raised it.
+        error: The exception.
+        then: What follows from it, in front of "further ones are not shown".
+        trace: Whether the traceback is shown too.
+    """
+    told = foreign(error)
+    cause = what, told.name, told.where
+    if cause in _causes or len(_causes) >= _MOST_CAUSES:
+        return
+    _causes.add(cause)
+    text = "%s raised %s: %s (%s); %sfurther ones are not shown"
+    logger.warning(
+        text, what, told.name, told.text, told.where, then, exc_info=error if trace else None
+    )
 
 
 def _place(error: BaseException) -> str:

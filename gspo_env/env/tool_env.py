@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import logging
 import reprlib
 from datetime import date, time, timedelta
 from enum import Enum
@@ -19,11 +18,9 @@ import numpy as np
 
 from gspo_env.env.background import settle
 from gspo_env.env.base import StepResult, TextEnv, clean
-from gspo_env.env.threads import foreign
+from gspo_env.env.threads import foreign, log_once
 from gspo_env.env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
-from gspo_env.errors import ConfigError, EnvironmentContractError, ForeignError
-
-logger = logging.getLogger(__name__)
+from gspo_env.errors import ConfigError, EnvironmentContractError
 
 _TEXTS = (
     str,
@@ -40,9 +37,6 @@ _TEXTS = (
     PurePath,
 )
 """Types of a tool's result whose `str` is a text for the policy."""
-_MOST_LOGGED = 1000
-_logged: set[tuple[str, str, str]] = set()
-"""The tools that raised, with the exception and the line."""
 
 
 class ToolEnv(TextEnv):
@@ -150,7 +144,7 @@ class ToolEnv(TextEnv):
             raise
         except Exception as error:  # a tool may raise anything; the policy reads it
             told = foreign(error)
-            _log_once(tool.name, told)
+            log_once(f"tool {tool.name}", error, "the policy reads it, and ")
             return self._error(f"{tool.name} failed: {told.name}: {told.text}")
         reward = self.on_tool_result(ToolCall(name=tool.name, arguments=arguments), text)
         return _Answer(text, reward, error=False)
@@ -186,13 +180,3 @@ def _as_text(name: str, result: object) -> str:
             "None, or a dict or list of these."
         )
     return clean(str(result))
-
-
-def _log_once(name: str, told: ForeignError) -> None:
-    """Logs a failure of a tool with its line, unless it failed there before."""
-    if len(_logged) < _MOST_LOGGED and (name, told.name, told.where) not in _logged:
-        _logged.add((name, told.name, told.where))
-        logger.warning(
-            "tool %s raised %s: %s (%s); the policy reads it, and further ones are not shown",
-            *(name, told.name, told.text, told.where),
-        )

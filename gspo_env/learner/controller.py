@@ -195,16 +195,25 @@ def serve(ranks: Ranks, plan_of: Callable[[str], Plan]) -> None:
         plan_of: Makes the plan from the run's config in TOML.
 
     Raises:
-        OneRankFailed: Rank 0 has ended without saying so, or a row does not fit into memory.
+        OneRankFailed: Rank 0 has ended without saying so, or goes on after an error of this rank,
+            or a row does not fit into memory.
     """
     member: _Member | None = None
+    failure: GspoEnvError | None = None
     while (told := ranks.listen())["command"] != "end":
+        if told["command"] == "learner":
+            failure = None
+        elif failure is not None:
+            raise OneRankFailed(
+                f"rank 0 said {told['command']!r} after an error of rank {ranks.rank} alone: "
+                f"{failure}"
+            ) from failure
         try:
             member = _do(ranks, told, member, plan_of)
         except OneRankFailed:
             raise
-        except GspoEnvError:
-            member = None  # rank 0 has the same error, reports it and ends the run
+        except GspoEnvError as error:
+            member, failure = None, error  # rank 0 has it too, reports it and ends the run
 
 
 def _do(
@@ -242,16 +251,12 @@ def _told_tensors(ranks: Ranks, member: _Member) -> Iterator[tuple[str, Tensor]]
 def pack_numbers(rows: Sequence[PassNumbers]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the numbers of passes as JSON and tensors."""
     header = {"rows": [[r.computed, r.tokens, r.own, r.episodes] for r in rows]}
-    values = [(f"{n}.{k}", v.clone()) for n, r in enumerate(rows) for k, v in r.values.items()]
-    return header, dict(values)
+    return header, _flat([row.values for row in rows])
 
 
 def unpack_numbers(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[PassNumbers]:
     """Inverse of `pack_numbers`."""
-    values: list[dict[str, Tensor]] = [{} for _ in header["rows"]]
-    for key, tensor in tensors.items():
-        n, _, name = key.partition(".")
-        values[int(n)][name] = tensor
+    values = _by_row(tensors, len(header["rows"]))
     return [
         PassNumbers(values=found, computed=computed, tokens=tokens, own=own, episodes=episodes)
         for (computed, tokens, own, episodes), found in zip(header["rows"], values, strict=True)
@@ -263,22 +268,33 @@ def pack_tokens(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the values of tokens as JSON and tensors."""
     names = [field.name for field in fields(TokenValues)]
-    tensors = {
-        f"{n}.{name}": torch.from_numpy(values).clone()
-        for n, each in enumerate(found.values())
-        for name in names
-        if (values := getattr(each, name)) is not None
-    }
-    return {"turns": list(found)}, tensors
+    rows = [
+        {n: torch.from_numpy(v) for n in names if (v := getattr(each, n)) is not None}
+        for each in found.values()
+    ]
+    return {"turns": list(found)}, _flat(rows)
 
 
 def unpack_tokens(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[tuple[int, int], TokenValues]:
     """Inverse of `pack_tokens`."""
-    values: list[dict[str, Any]] = [{} for _ in header["turns"]]
+    rows = _by_row(tensors, len(header["turns"]))
+    return {
+        (episode, turn): TokenValues(**{name: tensor.numpy() for name, tensor in row.items()})
+        for (episode, turn), row in zip(header["turns"], rows, strict=True)
+    }
+
+
+def _flat(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns copies of the tensors of all rows, under names that begin with the row's number."""
+    return {f"{n}.{k}": v.clone() for n, row in enumerate(rows) for k, v in row.items()}
+
+
+def _by_row(tensors: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Inverse of `_flat`."""
+    rows: list[dict[str, Tensor]] = [{} for _ in range(count)]
     for key, tensor in tensors.items():
         n, _, name = key.partition(".")
-        values[int(n)][name] = tensor.numpy()
-    pairs = zip(header["turns"], values, strict=True)
-    return {(episode, turn): TokenValues(**found) for (episode, turn), found in pairs}
+        rows[int(n)][name] = tensor
+    return rows

@@ -5,13 +5,14 @@ Nothing here imports torch until a loss is computed, so that configs and `--help
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+
+from annotated_types import Ge, Interval
 
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_literals
+from gspo_env.registry import check_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,53 +110,41 @@ class ClipSettings:
 
     ratio_level: RatioLevel = "sequence"
     """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""
-    ratio_mean: float = 0.0
+    ratio_mean: Annotated[float, Interval(ge=-3, le=3)] = 0.0
     """Power p of the mean over token ratios: 0 is the geometric mean of GSPO, 1 the arithmetic
     mean, and below 0 the smallest ratios weigh most; arXiv 2605.12058, eq. 1."""
-    clip_low: float = 3e-4
+    clip_low: Annotated[float, Interval(ge=0, lt=1)] = 3e-4
     """The ratio's lower bound is 1 - clip_low. The defaults are for the paper's large model; the
     ratios of a tiny model move further."""
-    clip_high: float = 4e-4
+    clip_high: Annotated[float, Ge(0)] = 4e-4
     """The ratio's upper bound is 1 + clip_high."""
-    clip_adapt: float = 0.0
+    clip_adapt: Annotated[float, Interval(ge=0, lt=1)] = 0.0
     """Widens the clip range of a token with a high advantage A and narrows that of a low one: both
     distances are multiplied by 1 + clip_adapt * tanh(A / 2). 0 gives all tokens the same range."""
-    dual_clip: float = 0.0
+    dual_clip: Annotated[float, Ge(0)] = 0.0
     """The ratio's upper bound for negative advantages, above 1 + clip_high; 0 sets none."""
     aggregation: Aggregation = "sequence_mean"
     """Mean over an episode's tokens, then over episodes; mean over all tokens of a minibatch
     (DAPO, arXiv 2503.14476); or sum over tokens divided by `max_tokens`, then mean over episodes
     (Dr. GRPO, arXiv 2503.20783)."""
-    max_tokens: int = 1024
+    max_tokens: Annotated[int, Ge(1)] = 1024
     """The constant that `token_sum` divides by, such as the most tokens of an episode. The other
     aggregations ignore it."""
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the k3 KL to the reference: the initial model, with its adapter turned off or as a
     frozen copy. 0 computes no KL."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_literals(self)
-        high = 1 + self.clip_high
-        for name, possible, allowed in (
-            ("clip_low", 0 <= self.clip_low < 1, "a number in [0, 1)"),
-            ("clip_high", 0 <= self.clip_high < math.inf, "a number of at least 0"),
-            (
-                "dual_clip",
-                not self.dual_clip or high < self.dual_clip < math.inf,
-                f"0 or above {high}",
-            ),
-            ("ratio_mean", -3 <= self.ratio_mean <= 3, "a number in [-3, 3]"),
-            (
-                "clip_adapt",
-                0 <= self.clip_adapt < 1 and self.clip_low * (1 + self.clip_adapt) < 1,
-                "a number in [0, 1) with clip_low * (1 + clip_adapt) below 1",
-            ),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("kl_coef", 0 <= self.kl_coef < math.inf, "a number of at least 0"),
-        ):
-            if not possible:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {allowed}")
+        check_values(self)
+        high, low = 1 + self.clip_high, self.clip_low * (1 + self.clip_adapt)
+        if self.dual_clip and self.dual_clip <= high:
+            raise ConfigError(f"dual_clip is {self.dual_clip!r}; expected 0 or above {high}")
+        if low >= 1:
+            raise ConfigError(
+                f"clip_adapt is {self.clip_adapt!r} with clip_low {self.clip_low!r}; expected "
+                "clip_low * (1 + clip_adapt) below 1"
+            )
         if self.ratio_mean and self.ratio_level == "token":
             raise ConfigError(
                 f"ratio_mean is {self.ratio_mean!r} with ratio_level 'token'; expected 0, because "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
 
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_values
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 """Optimisers by name."""
@@ -16,25 +18,25 @@ OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 class LearnerConfig:
     """The optimiser, and how a rollout batch is split."""
 
-    learning_rate: float = 1e-6
+    learning_rate: Annotated[float, Gt(0)] = 1e-6
     """Learning rate of AdamW. A LoRA adapter needs about ten times that of a whole model."""
-    warmup_steps: int = 5
+    warmup_steps: Annotated[int, Ge(0)] = 5
     """Optimiser steps of linear learning-rate warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Ge(0)] = 0.0
     """Weight decay of AdamW."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Gradients are clipped to this norm; 0 does not clip."""
-    max_skipped_steps: int = 3
+    max_skipped_steps: Annotated[int, Ge(1)] = 3
     """Optimiser steps in a row without a finite gradient after which training stops."""
-    minibatches: int = 4
+    minibatches: Annotated[int, Ge(1)] = 4
     """Optimiser steps for each rollout batch."""
-    microbatch_tokens: int = 16384
+    microbatch_tokens: Annotated[int, Ge(1)] = 16384
     """Maximum tokens of one forward and backward pass."""
-    lora_rank: int = 0
+    lora_rank: Annotated[int, Ge(0)] = 0
     """Rank of a LoRA adapter; 0 trains every weight."""
-    lora_alpha: float = 0.0
+    lora_alpha: Annotated[float, Ge(0)] = 0.0
     """The adapter's output is multiplied by alpha / rank; 0 is twice the rank."""
     lora_targets: str = "all-linear"
     """Names of the layers that get an adapter, separated by commas, such as `q_proj,v_proj`;
@@ -47,19 +49,12 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        if not (self.learning_rate > 0 and math.isfinite(self.learning_rate)):
-            raise ConfigError(f"learning_rate is {self.learning_rate!r}; expected a number above 0")
-        positive = {"minibatches": 1, "microbatch_tokens": 1, "max_skipped_steps": 1}
-        for name in (*positive, "warmup_steps", "weight_decay", "max_grad_norm", "lora_rank"):
-            if not getattr(self, name) >= (least := positive.get(name, 0)):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least {least}")
+        check_values(self)
         if self.optimizer not in OPTIMIZERS and ":" not in self.optimizer:
             raise ConfigError(
                 f"optimizer is {self.optimizer!r}; expected one of {', '.join(OPTIMIZERS)}, or "
                 "module:function, or file.py:function"
             )
-        if not 0 <= self.lora_alpha < math.inf:
-            raise ConfigError(f"lora_alpha is {self.lora_alpha!r}; expected a number of at least 0")
         if not all(name.strip() for name in self.lora_targets.split(",")):
             raise ConfigError(
                 f"lora_targets is {self.lora_targets!r}; expected names separated by commas, such "

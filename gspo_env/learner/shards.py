@@ -18,14 +18,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from gspo_env.errors import ModelError, TrainingError
-from gspo_env.learner.ranks import Header, Ranks
+from gspo_env.learner.ranks import Ranks
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.attention import RAGGED, use_ragged_attention
-from gspo_env.model.check import Difference, ModelCheck, Way, check_model
+from gspo_env.model.check import Difference, ModelCheck, Way, check_model, note_check
 from gspo_env.model.load import add_adapter
 from gspo_env.model.merge import plain_model
-
-_NOTE = "_gspo_check"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +93,7 @@ class Blueprint:
             padded=self.padded,
             attention=self.attention,
         )
-        setattr(model, _NOTE, check)
+        note_check(model, check)
         return model
 
 
@@ -238,8 +236,3 @@ def _check(model: Any, ranks: Ranks) -> None:
 
 def _facts(name: str, tensor: Tensor) -> list[Any]:
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-
-
-def header_of(blueprint: Blueprint) -> Header:
-    """Returns the blueprint as JSON can hold it."""
-    return {name: getattr(blueprint, name) for name in Blueprint.__slots__}

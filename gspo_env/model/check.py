@@ -25,6 +25,7 @@ from gspo_env.errors import ModelError
 from gspo_env.model.attention import RAGGED, use_ragged_attention
 from gspo_env.model.kv_cache import KVCache
 from gspo_env.model.limits import attention_limit, rope_limit
+from gspo_env.model.merge import plain_model
 from gspo_env.model.own_cache import OwnCache
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.trace import Trace
@@ -111,7 +112,7 @@ def check_model(model: Any, *, max_context: int | None = None) -> ModelCheck:
     noted: ModelCheck | None = getattr(model, _NOTE, None)
     if noted is None:
         noted = _Checker(model).check(max_context)
-        setattr(model, _NOTE, noted)
+        note_check(model, noted)
         if noted.way is not Way.SHARED:
             logger.warning("%s runs %s: %s", _name(model), noted.way, noted.reason)
     if noted.limit is not None and noted.limit < (max_context or 0):
@@ -122,6 +123,11 @@ def check_model(model: Any, *, max_context: int | None = None) -> ModelCheck:
     if model.config._attn_implementation != noted.attention:
         model.set_attn_implementation(noted.attention)
     return noted
+
+
+def note_check(model: Any, check: ModelCheck) -> None:
+    """Lets later calls of `check_model` take this result for the model."""
+    setattr(model, _NOTE, check)
 
 
 def check_engine(model: Any, max_context: int) -> ModelCheck:
@@ -354,5 +360,4 @@ def _line(error: Exception) -> str:
 
 
 def _name(model: Any) -> str:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__name__
+    return type(plain_model(model)).__name__

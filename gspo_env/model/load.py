@@ -92,7 +92,7 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     Raises:
         ModelError: The model or the tokenizer is missing or cannot be loaded.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(name)
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -105,17 +105,7 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     _check_place(name)
     offline = "" if folder.is_dir() else _hub_problem()
     local = folder.is_dir() or bool(offline)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False, local_files_only=local
-        )
-    except Exception as error:
-        if offline:
-            raise ModelError(
-                f"there is no folder {name!r}, no model of that name in the cache of Hugging Face, "
-                f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
-            ) from error
-        raise ModelError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
+    tokenizer = _load_tokenizer(name, local, offline)
     try:
         if dtype == "auto" and not torch.cuda.is_available():
             dtype = "float32"
@@ -134,6 +124,30 @@ def load_model(name: str, dtype: str = "auto") -> tuple[Any, Any]:
     except Exception as error:
         raise ModelError(f"cannot load the model {name!r}: {_first_line(error)}") from error
     return model, tokenizer
+
+
+def _load_tokenizer(name: str, local: bool, offline: str) -> Any:
+    """Loads a tokenizer.
+
+    Args:
+        name: Folder or hub id.
+        local: Whether to ask the hub for nothing.
+        offline: Why the hub does not answer; empty if it does, or is not needed.
+
+    Raises:
+        ModelError: It cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=local)
+    except Exception as error:
+        if offline:
+            raise ModelError(
+                f"there is no folder {name!r}, no model of that name in the cache of Hugging Face, "
+                f"and its hub does not answer ({offline}); expected a model folder, or a hub id"
+            ) from error
+        raise ModelError(f"cannot load the tokenizer of {name!r}: {_first_line(error)}") from error
 
 
 def _hub_problem() -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe, Show
+from gspo_env.registry import check_values
 
 if TYPE_CHECKING:
     from gspo_env.env.base import TextEnvironment
@@ -27,26 +30,26 @@ class Tiny(Recipe):
         "learner": {"learning_rate": 1e-3, "warmup_steps": 60, "schedule": "cosine"},
     }
 
-    hidden_size: int = 128
+    hidden_size: Annotated[int, Ge(1)] = 128
     """Width of the model."""
-    layers: int = 2
+    layers: Annotated[int, Ge(1)] = 2
     """Transformer layers."""
-    heads: int = 4
+    heads: Annotated[int, Ge(1)] = 4
     """Attention heads."""
-    demonstrations: int = 4000
+    demonstrations: Annotated[int, Ge(1)] = 4000
     """Scripted episodes to imitate; several environments share them equally."""
-    slips: float = 0.1
+    slips: Annotated[float, Interval(ge=0, lt=1)] = 0.1
     """Probability that a demonstrated action is wrong."""
     conversations: str = ""
     """File of conversations to imitate in place of scripted episodes: JSON lines in chat form, such
     as `gspo-env capture` writes. The vocabulary has their words."""
     min_reward: float | None = None
     """Imitate only conversations with at least this reward; by default all."""
-    imitation_steps: int = 450
+    imitation_steps: Annotated[int, Ge(0)] = 450
     """Steps of maximum likelihood; 0 skips the warm-up."""
-    imitation_batch: int = 64
+    imitation_batch: Annotated[int, Ge(1)] = 64
     """Episodes of a warm-up step."""
-    imitation_learning_rate: float = 3e-3
+    imitation_learning_rate: Annotated[float, Gt(0)] = 3e-3
     """Largest learning rate of the warm-up."""
     cache: bool = True
     """Keep the warmed-up model in the user's cache folder, for runs with the same seed, environment
@@ -54,18 +57,12 @@ class Tiny(Recipe):
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        for name in ("hidden_size", "layers", "heads", "demonstrations", "imitation_batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected at least 1")
+        check_values(self)
         if self.hidden_size % self.heads or self.hidden_size // self.heads % 2:
             raise ConfigError(
                 f"hidden_size is {self.hidden_size} with {self.heads} heads; "
                 "expected an even size for each head"
             )
-        if not 0 <= self.slips < 1:
-            raise ConfigError(f"slips is {self.slips!r}; expected a probability below 1")
-        if self.imitation_steps < 0 or not self.imitation_learning_rate > 0:
-            raise ConfigError("imitation_steps and imitation_learning_rate have to be positive")
 
     def build(
         self, envs: Mapping[str, TextEnvironment], seed: int, limits: RolloutConfig, show: Show

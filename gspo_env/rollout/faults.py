@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gspo_env.env.base import TextEnvironment
-from gspo_env.env.threads import attempt, foreign
+from gspo_env.env.threads import attempt, foreign, log_once
 from gspo_env.errors import (
     EnvironmentContractError,
     EnvironmentCrashError,
@@ -105,22 +105,12 @@ class FaultLog:
         self._causes.clear()
 
 
-_MOST_LOGGED = 1000
-_closing: set[str] = set()
-"""The lines of `close` that raised, each with the name of the exception."""
-
-
 def close_quietly(env: TextEnvironment) -> None:
     """Closes an environment; an exception is logged, once for each line: its episodes are over."""
     try:
         attempt(env.close)
     except Exception as error:
-        told = foreign(error)
-        cause = f"{told.name} at {told.where}"
-        if cause not in _closing and len(_closing) < _MOST_LOGGED:
-            _closing.add(cause)
-            text = "close() raised %s: %s (%s); further ones are not shown"
-            logger.warning(text, told.name, told.text, told.where)
+        log_once("close()", error)
 
 
 def refuse_failures(episodes: Sequence[Episode], rate: float = MOST_FAILED) -> None:

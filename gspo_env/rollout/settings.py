@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError
-from gspo_env.registry import check_literals
+from gspo_env.registry import check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
     """How episodes are collected."""
 
-    group_size: int = 8
+    group_size: Annotated[int, Ge(1)] = 8
     """Episodes of each task, G."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Gt(0)] = 1.0
     """Sampling temperature in training; the trainer divides its logits by it too."""
-    max_turns: int = 16
+    max_turns: Annotated[int, Ge(1)] = 16
     """Turns after which an episode is cut."""
-    max_turn_tokens: int = 512
+    max_turn_tokens: Annotated[int, Ge(1)] = 512
     """Maximum tokens of one action."""
-    max_context: int = 4096
+    max_context: Annotated[int, Ge(1)] = 4096
     """Maximum tokens of one prompt and its action."""
-    episode_timeout: float = 600.0
+    episode_timeout: Annotated[float, Gt(0)] = 600.0
     """Maximum seconds of one episode, including time spent waiting for the engine."""
-    concurrency: int = 256
+    concurrency: Annotated[int, Ge(1)] = 256
     """Maximum number of episodes in flight."""
     isolation: Literal["thread", "process"] = "thread"
     """Where environments run: in threads of this process, or each in a child process, which is
     killed if it hangs or crashes."""
-    max_retries: int = 2
+    max_retries: Annotated[int, Ge(0)] = 2
     """Times that an episode is played again, in another environment, if its environment failed."""
-    max_env_error_rate: float = 0.5
+    max_env_error_rate: Annotated[float, Interval(ge=0, le=1)] = 0.5
     """The run stops if a larger share of a rollout's episodes failed after every retry, or all."""
     workers: str = "asyncio"
     """Where episodes are played: `asyncio` in this process, or `ray:8` in 8 Ray actors, which
@@ -42,7 +43,7 @@ class RolloutConfig:
     ray_address: str = ""
     """Address of a running Ray cluster of which this machine is a part, such as `10.0.0.1:6379`;
     empty starts one on this machine for the run."""
-    max_worker_restarts: int = 10
+    max_worker_restarts: Annotated[int, Ge(0)] = 10
     """How often workers that died are started again, all together in a run."""
 
     @property
@@ -58,22 +59,7 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        check_literals(self)
-        for name in ("group_size", "max_turns", "max_turn_tokens", "max_context", "concurrency"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}; expected an integer of at least 1")
-        if not isinstance(self.max_retries, int) or self.max_retries < 0:
-            raise ConfigError(f"max_retries is {self.max_retries!r}; expected an integer from 0 on")
-        if not 0 <= self.max_env_error_rate <= 1:
-            raise ConfigError(
-                f"max_env_error_rate is {self.max_env_error_rate!r}; expected a number from 0 to 1"
-            )
-        if not isinstance(self.max_worker_restarts, int) or self.max_worker_restarts < 0:
-            raise ConfigError(
-                f"max_worker_restarts is {self.max_worker_restarts!r}; expected an integer from 0 "
-                "on"
-            )
+        check_values(self)
         if self.workers != "asyncio" and not self.ray_workers:
             raise ConfigError(f"workers is {self.workers!r}; expected 'asyncio', or 'ray:8'")
         if self.ray_workers > self.concurrency:
@@ -81,10 +67,6 @@ class RolloutConfig:
                 f"workers is {self.workers!r} and concurrency {self.concurrency}; expected at "
                 "least one episode in flight for each worker"
             )
-        for name in ("temperature", "episode_timeout"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{name} is {value!r}; expected a finite number above 0")
         if self.max_turn_tokens >= self.max_context:
             raise ConfigError(
                 f"max_turn_tokens is {self.max_turn_tokens}; expected less than max_context "
@@ -96,41 +78,33 @@ class RolloutConfig:
 class SupplyConfig:
     """Which groups a training step takes, and how old they may be."""
 
-    max_staleness: int = 0
+    max_staleness: Annotated[int, Ge(0)] = 0
     """Updates that a group may miss between its first action and its own update. 0 plays and
     updates in turn. Above 0 the rollout goes on while the learner updates, on a copy of the
     weights; `loss.correction` is then `truncated` unless it is set."""
-    max_resamples: int = 0
+    max_resamples: Annotated[int, Ge(0)] = 0
     """Times that another task is played in place of a group whose advantages are all 0, or whose
     success is outside of `min_success` to `max_success`; 0 trains on every group."""
-    min_success: float = 0.0
+    min_success: Annotated[float, Interval(ge=0, le=1)] = 0.0
     """Least share of successful episodes of a group; see `max_resamples`."""
-    max_success: float = 1.0
+    max_success: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """Greatest share of successful episodes of a group; see `max_resamples`."""
-    straggler_quantile: float = 1.0
+    straggler_quantile: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """A group goes on without its slowest episode once that takes longer than this share of the
     last episodes of its environment did, such as 0.99. That favours short episodes, so it is
     counted. 1 waits."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        for name in ("max_staleness", "max_resamples"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} is {value!r}; expected an integer of at least 0")
+        check_values(self)
         low, high = self.min_success, self.max_success
-        if not 0 <= low <= high <= 1:
+        if low > high:
             raise ConfigError(
-                f"min_success is {low!r} and max_success {high!r}; expected numbers from 0 to 1, "
-                "the first not above the second"
+                f"min_success is {low!r} and max_success {high!r}; expected the first not above "
+                "the second"
             )
         if (low, high) != (0.0, 1.0) and not self.max_resamples:
             raise ConfigError(
                 f"min_success is {low!r} and max_success {high!r} with max_resamples 0, so they "
                 "have no effect; expected max_resamples of at least 1"
-            )
-        if not 0 < self.straggler_quantile <= 1:
-            raise ConfigError(
-                f"straggler_quantile is {self.straggler_quantile!r}; expected a number above 0, at "
-                "most 1"
             )

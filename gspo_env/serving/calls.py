@@ -11,7 +11,7 @@ import json.decoder
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gspo_env.env.base import clean
+from gspo_env.env.base import clean, levels
 from gspo_env.env.tools import DECODER, Tool, call_from_json, parse_tool_call
 from gspo_env.errors import ConfigError
 from gspo_env.types import Message, ToolCall
@@ -270,20 +270,11 @@ def _skip(text: str, start: int) -> int:
 
 def _fits(arguments: dict[str, Any]) -> bool:
     """Returns whether arguments can be written again: not too deep, and without surrogates."""
-    level: list[Any] = [arguments]
-    for _ in range(_DEEPEST):
-        if any(isinstance(text, str) and clean(text) != text for text in level):
+    for depth, level in enumerate(levels(arguments)):
+        texts = (text for text in level if isinstance(text, str))
+        if depth == _DEEPEST or any(clean(text) != text for text in texts):
             return False
-        level = [child for node in level for child in _children(node)]
-        if not level:
-            return True
-    return False
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, dict):
-        return [*node, *node.values()]
-    return node if isinstance(node, list) else []
+    return True
 
 
 _READERS: Mapping[str, Callable[[str, int, Schemas], Found]] = {

@@ -14,9 +14,6 @@ from gspo_env.serving.wire import (
     Ask,
     Fields,
     Json,
-    arguments,
-    call_name,
-    content,
     format_arguments,
     make_ask,
     stops,
@@ -183,7 +180,7 @@ def _tool(value: Any, where: str) -> Tool:
 def _message(value: Any, where: str) -> Message:
     fields = Fields(value, where)
     role = fields.text("role")
-    text = content(fields.values.pop("content", None), f"{where}.content", _TEXT)
+    text = fields.content("content", _TEXT)
     name = fields.text("name") or None
     if role in ("system", "developer", "user"):
         fields.done()
@@ -214,8 +211,5 @@ def _message(value: Any, where: str) -> Message:
 
 def _read_call(value: Any, where: str) -> ToolCall:
     fields = Fields(value, where)
-    name = fields.text("id")
     function = Fields(fields.need("function", dict, "an object"), f"{where}.function")
-    called = call_name(function.values.get("name"), f"{where}.function.name")
-    given = arguments(function.values.get("arguments"), f"{where}.function.arguments")
-    return ToolCall(name=called, arguments=given, id=name)
+    return function.call("arguments", fields.text("id"))

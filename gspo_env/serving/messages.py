@@ -12,8 +12,6 @@ from gspo_env.serving.wire import (
     Ask,
     Fields,
     Json,
-    arguments,
-    call_name,
     content,
     format_arguments,
     make_ask,
@@ -49,7 +47,7 @@ class Messages:
         """See `Wire.read`."""
         fields = Fields(body)
         tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
-        system = content(fields.values.pop("system", None), "system", _TEXT)
+        system = fields.content("system", _TEXT)
         messages = [Message(role="system", content=system)] if system else []
         for n, message in enumerate(fields.items("messages")):
             messages += _messages(message, f"messages[{n}]")
@@ -171,7 +169,7 @@ def _messages(value: Any, where: str) -> list[Message]:
         texts = []
         place = Fields(block, f"{where}.content[{n}]")
         call = place.need("tool_use_id", str, "the id of a call")
-        text = content(block.get("content"), f"{where}.content[{n}].content", _TEXT)
+        text = place.content("content", _TEXT)
         found.append(Message(role="tool", content=text, tool_call_id=call))
     return found + _user(texts, where)
 
@@ -192,9 +190,7 @@ def _assistant(said: Any, where: str) -> Message:
         if kind == "thinking":
             thoughts.append(fields.text("thinking"))
         elif kind == "tool_use":
-            name = call_name(fields.values.get("name"), f"{where}[{n}].name")
-            given = arguments(fields.values.get("input"), f"{where}[{n}].input")
-            calls.append(ToolCall(name=name, arguments=given, id=fields.text("id")))
+            calls.append(fields.call("input", fields.text("id")))
         else:
             texts.append(block)
     return Message(

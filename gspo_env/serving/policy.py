@@ -88,6 +88,14 @@ class ChatPolicy:
         number = next(self._numbers)
         talk = self._take(request, number)
         try:
+            return await self._continue(talk, request, number)
+        except BaseException:  # such as a program that hangs up
+            self._release(talk)
+            raise
+
+    async def _continue(self, talk: _Talk, request: Request, number: int) -> Reply:
+        """Answers a request in its conversation, which is kept unless there is no answer."""
+        try:
             opening = talk.transcript.read(
                 "",
                 request=StepInfo(messages=request.messages, tools=request.tools, stop=request.stop),

@@ -14,13 +14,10 @@ from gspo_env.serving.wire import (
     Ask,
     Fields,
     Json,
-    arguments,
-    call_name,
-    content,
     format_arguments,
     make_ask,
 )
-from gspo_env.types import Message, ToolCall
+from gspo_env.types import Message
 
 _STATE = "the address keeps no conversations: send the whole input"
 _FORGOTTEN: Mapping[str, Sequence[Any]] = {
@@ -230,19 +227,17 @@ def _read_item(fields: Fields, where: str) -> Message:
     fields.ignore(("id", "status", "phase", "namespace", "caller"))
     if kind == "message":
         role = fields.text("role")
-        text = content(fields.values.pop("content", None), f"{where}.content", _TEXT)
+        text = fields.content("content", _TEXT)
         fields.done()
         if role not in _ROLES:
             fields.refuse("role", role, " or ".join(f'"{name}"' for name in _ROLES))
         return Message(role=_ROLES[role], content=text)
     if kind == "function_call":
-        name = call_name(fields.values.get("name"), f"{where}.name")
-        given = arguments(fields.values.get("arguments"), f"{where}.arguments")
-        call = ToolCall(name=name, arguments=given, id=fields.text("call_id"))
+        call = fields.call("arguments", fields.text("call_id"))
         return Message(role="assistant", content="", tool_calls=(call,))
     if kind == "function_call_output":
         call_id = fields.need("call_id", str, "the id of a call")
-        text = content(fields.values.pop("output", None), f"{where}.output", _TEXT)
+        text = fields.content("output", _TEXT)
         return Message(role="tool", content=text, tool_call_id=call_id)
     if kind == "reasoning":
         parts = [part for part in fields.items("content") if isinstance(part, dict)]

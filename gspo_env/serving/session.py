@@ -165,7 +165,7 @@ class Session:
             finish_reason=reason,
             id=reply.id or request.id,
         )
-        if reason != "context":
+        if reason != "context" and self.reward is not None:
             self._answered.add(reply.id)
         return reply
 

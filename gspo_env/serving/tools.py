@@ -9,12 +9,12 @@ from pydantic import AfterValidator, TypeAdapter
 
 from gspo_env.env.tools import Tool
 from gspo_env.serving.records import RefusedError
-from gspo_env.serving.wire import Fields, Json, call_name
+from gspo_env.serving.wire import Fields, Json
 
 
 def make_tool(fields: Fields, schema: str) -> Tool:
     """Returns a tool from its name, its description and the field with its JSON schema."""
-    name = call_name(fields.take("name", object, ""), fields.name("name"))
+    name = fields.tool()
     description = fields.text("description")
     parameters = fields.take(schema, dict, "a JSON schema") or {}
     parameters = {"type": "object", "properties": {}, **parameters}

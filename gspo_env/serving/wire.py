@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from gspo_env.env.base import clean
+from gspo_env.env.base import clean, levels
 from gspo_env.env.tools import Tool
 from gspo_env.serving.records import RefusedError, Reply, Request
 from gspo_env.types import Message, ToolCall
@@ -91,17 +91,8 @@ def _finite(text: str) -> float:
 
 
 def _check_depth(tree: Any) -> None:
-    level = [tree]
-    for _ in range(DEEPEST):
-        level = [
-            child
-            for node in level
-            if isinstance(node, dict | list)
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not level:
-            return
-    raise RefusedError(f"the body is nested more than {DEEPEST} levels deep")
+    if any(depth == DEEPEST for depth, _ in enumerate(levels(tree))):
+        raise RefusedError(f"the body is nested more than {DEEPEST} levels deep")
 
 
 class Fields:
@@ -166,6 +157,29 @@ class Fields:
     def items(self, field: str) -> list[Any]:
         """Returns a list; empty if it is absent."""
         return self.take(field, list, "a list") or []
+
+    def content(self, field: str, kinds: Sequence[str]) -> str:
+        """Returns the text of a message; see `content`."""
+        return content(self.values.pop(field, None), self.name(field), kinds)
+
+    def tool(self) -> str:
+        """Returns the name of a tool."""
+        value = self.values.pop("name", None)
+        if not isinstance(value, str) or not _NAME.fullmatch(value):
+            self.refuse("name", value, f"up to {LONGEST_NAME} letters, digits, '_', '-' or '.'")
+        return value
+
+    def call(self, field: str, id: str) -> ToolCall:
+        """Returns the call of a tool; a field has its arguments, an object or the JSON of one."""
+        name, value = self.tool(), self.values.pop(field, None)
+        try:
+            tree = json.loads(value) if isinstance(value, str) and value else value or {}
+        except (ValueError, RecursionError):
+            tree = None
+        if not isinstance(tree, dict):
+            self.refuse(field, value, "a JSON object")
+        _check_depth(tree)
+        return ToolCall(name=name, arguments=tree, id=id)
 
     def ignore(self, fields: Sequence[str]) -> None:
         """Drops fields that change no answer."""
@@ -247,26 +261,6 @@ def content(value: Any, where: str, kinds: Sequence[str]) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
-
-
-def arguments(value: Any, where: str) -> Json:
-    """Returns the arguments of a call, which are an object, or the JSON of one."""
-    try:
-        tree = json.loads(value) if isinstance(value, str) and value else value or {}
-    except (ValueError, RecursionError):
-        tree = None
-    if not isinstance(tree, dict):
-        raise RefusedError(f"{where} is {short(value)}; expected a JSON object", param=where)
-    _check_depth(tree)
-    return tree
-
-
-def call_name(value: Any, where: str) -> str:
-    """Returns the name of a tool."""
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        expected = f"up to {LONGEST_NAME} letters, digits, '_', '-' or '.'"
-        raise RefusedError(f"{where} is {short(value)}; expected {expected}", param=where)
-    return value
 
 
 def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import timeless
 from transformers import AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
@@ -40,14 +41,6 @@ SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=10)
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def timeless(history):
-    """A history without times and rates."""
-    return [
-        (step, {k: v for k, v in m.items() if "time/" not in k and "per_second" not in k})
-        for step, m in history
-    ]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from cli_errors import refused
 
 from gspo_env.cli.compare import print_markdown
 from gspo_env.cli.main import main, parse
@@ -21,17 +22,6 @@ ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def refused(capsys, *arguments):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    said = capsys.readouterr().err.strip()
-    assert end.value.code == 2, said
-    assert said.startswith("gspo-env: ")
-    assert len(said.splitlines()) == 1
-    return said
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from cli_errors import refused
 
 from gspo_env.cli.main import COMMANDS, main, parse
 from gspo_env.config import Config, read_toml
@@ -32,19 +33,6 @@ def _folder(tmp_path, monkeypatch):
 def root(request):
     """The root of the repository."""
     return request.config.rootpath
-
-
-def refused(capsys, *arguments):
-    """The error message of a command that exits with code 2."""
-    with pytest.raises(SystemExit) as end:
-        main(list(arguments))
-    assert end.value.code == 2
-    said = capsys.readouterr().err.strip()
-    assert "Traceback" not in said
-    if "For full helptext" not in said:  # tyro frames what it refuses, such as a wrong type
-        assert said.startswith("gspo-env: ")
-        assert len(said.splitlines()) == 1
-    return said
 
 
 @pytest.mark.parametrize(
@@ -140,8 +128,8 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
         (["--stepz", "3"], "there is no setting 'stepz'; perhaps you mean steps"),
         (["--ratio-level", "word"], "word"),
         (["--steps", "x"], "--steps"),
-        (["--learning-rate", "-1"], "learning_rate is -1.0; expected a number above 0"),
-        (["--steps", "-3"], "steps is -3; expected at least 0"),
+        (["--learning-rate", "-1"], "learning_rate is -1.0; expected a finite number above 0"),
+        (["--steps", "-3"], "steps is -3; expected an integer of at least 0"),
         (["--group-size", "0"], "group_size is 0"),
         (["--config", "none.toml"], "cannot read the config file 'none.toml'"),
         (["--env-kwargs", "hops"], "'hops' is not KEY=VALUE"),

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import gymnasium
 import pytest
 
 import gspo_env
 from gspo_env.env import registration
+from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, UnknownEnvironmentError
 
@@ -115,6 +117,21 @@ def _register_plugin() -> None:
 
 def _broken_plugin() -> None:
     raise RuntimeError("broken plugin")
+
+
+class ToolsOfInstance(TextEnv):
+    """Its tools are known once it is made."""
+
+    @property
+    def tools(self) -> tuple[Any, ...]:  # type: ignore[override]
+        return ()
+
+
+def test_an_environment_whose_tools_are_a_property_is_listed_without_them() -> None:
+    env_id = registration._register_class(ToolsOfInstance)
+    (found,) = [each for each in registration.describe_envs() if each.id == env_id]
+    assert found.summary == "Its tools are known once it is made."
+    assert found.tools == ()
 
 
 def test_plugins_are_loaded_and_a_broken_one_is_only_logged(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gspo_env import format_tool_call, make_env
 from gspo_env.env.info import ParsedStep, parse_reset, parse_step
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_envs.foreign import ForeignEnv
 
 IDS = [
     "gspo/Calculator-v0",
@@ -258,3 +259,26 @@ def test_a_declared_number_of_tasks_is_the_number_of_keys(
     number = env.get_wrapper_attr("num_tasks")
     keys = {env.reset(seed=seed)[1]["task_key"] for seed in range(16 * number + 20)}
     assert len(keys) == number
+
+
+class Fragile(ForeignEnv):
+    """Another package's environment, which raises on an action."""
+
+    def begin(self, seed, options):
+        return "go", {}
+
+    def act(self, action):
+        raise ValueError("out of order")
+
+
+def test_an_exception_of_another_package_is_shown_once_with_its_traceback(caplog):
+    env = Fragile()
+    for seed in range(3):
+        env.reset(seed=seed)
+        assert env.step("x")[3:] == (
+            True,
+            {"env_error": "ValueError: out of order", "success": False},
+        )
+    (shown,) = [record for record in caplog.records if "out of order" in record.message]
+    assert "Fragile raised ValueError" in shown.message
+    assert shown.exc_info is not None

@@ -23,7 +23,9 @@ from gspo_env.errors import ConfigError, ToolServerError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Task
+from gspo_envs import mcp_session
 from gspo_envs.mcp import MCPServer, MCPTools
+from gspo_envs.mcp_session import MCPSession
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.adapters
@@ -345,3 +347,18 @@ def test_secrets_are_named_by_their_variables(play, http, monkeypatch):
     with pytest.raises(ConfigError) as error:
         MCPServer.parse("w", {"env": {"KEY": "open sesame"}})
     assert "open sesame" not in str(error.value)
+
+
+def test_at_our_exit_all_connections_are_closed_at_the_same_time(monkeypatch):
+    """A server that ignores the end of its input takes seconds."""
+    together = asyncio.Barrier(3)
+
+    async def finish(session):
+        await asyncio.wait_for(together.wait(), 5)
+
+    sessions = [MCPSession(MCPServer(name=str(n))) for n in range(3)]
+    monkeypatch.setattr(MCPSession, "_finish", finish)
+    monkeypatch.setattr(mcp_session, "_ALIVE", sessions)
+    for session in sessions:
+        monkeypatch.setattr(session, "_ending", {"a task"})
+    mcp_session._close_all()

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jails import eventually, imprisoned
+from jails import eventually, imprisoned, require_isolation
 
 from gspo_env.check import check_env
 from gspo_env.env.registration import make_env
@@ -41,10 +41,7 @@ DATA = [{"question": f"What is 1 + {n}?", "answer": str(n + 1)} for n in range(4
 
 @pytest.fixture(scope="module", autouse=True)
 def isolation():
-    missing = find_missing_for_commands()
-    if missing is not None and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
-        pytest.skip(f"the sandbox is NOT tested, GSPO_ENV_NO_SANDBOX is set: {missing}")
-    assert missing is None, f"no isolation here (GSPO_ENV_NO_SANDBOX=1 skips this): {missing}"
+    require_isolation(find_missing_for_commands())
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
+import learners
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learners import evaluate
 from torch import Tensor
 
 from gspo_env.errors import BatchError
@@ -32,27 +35,7 @@ def case(advantages: Any = (1.0, -1.0)) -> dict[str, Tensor]:
     }
 
 
-def evaluate(inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:
-    logprobs = inputs["logprobs"].clone().requires_grad_()
-    arguments: dict[str, Any] = {**inputs, "logprobs": logprobs, **options}
-    output = policy_loss(**arguments)
-    (gradient,) = torch.autograd.grad(output.loss, logprobs)
-    return output, gradient
-
-
-def batch(seed: int, rows: int = 4, length: int = 9, spread: float = 0.4) -> dict[str, Tensor]:
-    rng = np.random.default_rng(seed)
-    mask = rng.random((rows, length)) < 0.6
-    mask[:, 0] = True
-    turns = np.sort(rng.integers(0, 3, (rows, length)), axis=1)
-    old = -rng.exponential(1.0, (rows, length))
-    return {
-        "logprobs": torch.tensor(old + spread * rng.standard_normal((rows, length))),
-        "old_logprobs": torch.tensor(old),
-        "advantages": torch.tensor(rng.standard_normal((rows, length))),
-        "mask": torch.tensor(mask),
-        "turn_ids": torch.tensor(np.where(mask, turns, -1)),
-    }
+batch = partial(learners.batch, rows=4, length=9, spread=0.4)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +280,10 @@ def test_empty_sequences_change_nothing(aggregation: str) -> None:
     ("options", "message"),
     [
         ({"aggregation": "mean"}, "aggregation is 'mean'"),
-        ({"aggregation": "token_sum", "max_tokens": 0}, "max_tokens is 0; expected at least 1"),
+        (
+            {"aggregation": "token_sum", "max_tokens": 0},
+            "max_tokens is 0; expected an integer of at least 1",
+        ),
         ({"ratio_mean": 1.0, "ratio_level": "token"}, "with ratio_level 'token'; expected 0"),
         ({"ratio_mean": 3.5}, r"ratio_mean is 3.5; expected a number in \[-3, 3\]"),
     ],

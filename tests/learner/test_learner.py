@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 
+import learners
 import numpy as np
 import pytest
 import torch
@@ -18,10 +19,7 @@ from gspo_env.learner.objectives import policy_loss
 from gspo_env.recipes.embedded import build_model
 from gspo_env.recipes.tiny import Tiny
 
-
-def learner_of(model, loss=None, **config):
-    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
-    return Learner(copy.deepcopy(model).double(), loss or GSPO(), settings, total_steps=8)
+learner_of = partial(learners.learner_of, dtype=torch.float64)
 
 
 def padded(samples):

@@ -7,18 +7,14 @@ import sys
 
 import pytest
 import torch
+from learners import learner_of
 from peft import LoraConfig, get_peft_model
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from gspo_env.batch.packing import pack
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.learner import GSPO, LearnerConfig
 from gspo_env.model.experts import balance_router
-
-
-def learner_of(model, loss=None, **config):
-    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
-    return Learner(copy.deepcopy(model), loss or GSPO(), settings, total_steps=8)
 
 
 def adapted(model, start_at_zero):

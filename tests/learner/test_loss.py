@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from learners import learner_of
 
 from gspo_env import registry
 from gspo_env.batch import pack
@@ -21,8 +21,6 @@ from gspo_env.learner import (
     GRPO,
     GSPO,
     DrGRPO,
-    Learner,
-    LearnerConfig,
     Loss,
     LossInput,
     ObjectiveOutput,
@@ -31,11 +29,6 @@ from gspo_env.learner import (
 )
 
 OWN = f"{Path(__file__).parents[2] / 'examples' / 'own_loss.py'}:SquashedRatio"
-
-
-def learner_of(model, loss, **config):
-    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
-    return Learner(copy.deepcopy(model), loss, settings, total_steps=8)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gspo", GSPO), ("grpo", GRPO), ("dr_grpo", DrGRPO)])

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
+from functools import partial
 
+import learners
 import pytest
 import torch
 
 from gspo_env.errors import TrainingError
-from gspo_env.learner import GSPO, DrGRPO, Learner, LearnerConfig
+from gspo_env.learner import GSPO, DrGRPO
 
 CPU = "[enforce fail] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
 ERRORS = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError(CPU), MemoryError()]
 
 
-def learner_of(model, loss=None, dtype=torch.float64, **config):
-    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
-    return Learner(copy.deepcopy(model).to(dtype), loss or GSPO(), settings, total_steps=8)
+learner_of = partial(learners.learner_of, dtype=torch.float64)
 
 
 class Small:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import learners
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learners import evaluate
 from torch import Tensor
 
 from gspo_env.errors import BatchError
@@ -36,27 +39,7 @@ def test_loss_and_gradient_are_those_of_trl(case: dict[str, Any]) -> None:
     assert 0 < output.clipped.sum() < inputs["mask"].sum()
 
 
-def batch(seed: int, rows: int = 4, length: int = 12, spread: float = 4e-3) -> dict[str, Tensor]:
-    rng = np.random.default_rng(seed)
-    mask = rng.random((rows, length)) < 0.6
-    mask[:, 0] = True
-    turns = np.sort(rng.integers(0, 3, (rows, length)), axis=1)
-    old = -rng.exponential(1.0, (rows, length))
-    return {
-        "logprobs": torch.tensor(old + spread * rng.standard_normal((rows, length))),
-        "old_logprobs": torch.tensor(old),
-        "advantages": torch.tensor(rng.standard_normal((rows, length))),
-        "mask": torch.tensor(mask),
-        "turn_ids": torch.tensor(np.where(mask, turns, -1)),
-    }
-
-
-def evaluate(inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:
-    logprobs = inputs["logprobs"].clone().requires_grad_()
-    arguments: dict[str, Any] = {**inputs, "logprobs": logprobs, **options}
-    output = policy_loss(**arguments)
-    (gradient,) = torch.autograd.grad(output.loss, logprobs)
-    return output, gradient
+batch = partial(learners.batch, rows=4, length=12, spread=4e-3)
 
 
 def as_numpy(inputs: dict[str, Tensor]) -> dict[str, Any]:

@@ -8,17 +8,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from learners import learner_of
 from peft import LoraConfig, get_peft_model
 from transformers import OPTConfig, OPTForCausalLM
 
 from gspo_env.batch import Sample, pack
 from gspo_env.errors import BatchError
-from gspo_env.learner import GSPO, Learner, LearnerConfig
-
-
-def learner_of(model, loss=None, **config):
-    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
-    return Learner(copy.deepcopy(model), loss or GSPO(), settings, total_steps=8)
+from gspo_env.learner import GSPO
 
 
 def with_dropout(kind, model):

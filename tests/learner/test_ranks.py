@@ -17,8 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from gspo_env.batch.sample import Sample
+from gspo_env.errors import TrainingError
+from gspo_env.learner import controller
+from gspo_env.learner.controller import serve
 from gspo_env.learner.deal import deal, pack_shares, unpack_shares
-from gspo_env.learner.ranks import join
+from gspo_env.learner.ranks import OneRankFailed, join
 
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
 
@@ -167,3 +170,25 @@ def test_shares_arrive_as_they_were_sent():
             np.testing.assert_array_equal(a.turn_ids, b.turn_ids)
             np.testing.assert_array_equal(a.advantages, b.advantages)
             assert (a.engine_logprobs is None) == (b.engine_logprobs is None)
+
+
+class Told:
+    """A rank that rank 0 tells a list of commands."""
+
+    rank = 1
+
+    def __init__(self, *commands):
+        self.commands = [{"command": command} for command in commands]
+
+    def listen(self):
+        return self.commands.pop(0)
+
+
+def test_an_error_of_one_rank_alone_is_the_reason_that_it_gives(monkeypatch):
+    def fail(*_):
+        raise TrainingError("the disk is lost")
+
+    monkeypatch.setattr(controller, "_do", fail)
+    with pytest.raises(OneRankFailed, match=r"'update' after .* rank 1 alone: the disk is lost"):
+        serve(Told("learner", "update"), None)
+    serve(Told("learner", "learner", "end"), None)  # rank 0 had the error too

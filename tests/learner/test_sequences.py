@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
+import learners
 import numpy as np
 import pytest
 import torch
@@ -11,15 +13,12 @@ import torch
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
 from gspo_env.errors import BatchError
-from gspo_env.learner import GRPO, GSPO, DrGRPO, Learner, LearnerConfig
+from gspo_env.learner import GRPO, GSPO, DrGRPO
 from gspo_env.learner.objectives import policy_loss
 from gspo_env.learner.reference import policy_loss as reference_loss
 from gspo_env.types import Episode, StopReason, Task, Turn
 
-
-def learner_of(model, loss, **config):
-    settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
-    return Learner(copy.deepcopy(model).double(), loss, settings, total_steps=8)
+learner_of = partial(learners.learner_of, dtype=torch.float64)
 
 
 def in_float32(values):

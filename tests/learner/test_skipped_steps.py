@@ -88,7 +88,9 @@ def test_a_good_step_ends_the_row(model, samples):
     for _ in range(3):
         learner.update(spoiled(samples))
         learner.update(samples)
-    with pytest.raises(ConfigError, match="max_skipped_steps is 0; expected at least 1"):
+    with pytest.raises(
+        ConfigError, match="max_skipped_steps is 0; expected an integer of at least 1"
+    ):
         LearnerConfig(max_skipped_steps=0)
 
 

@@ -108,6 +108,14 @@ def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(opened, field
     assert not policy.seen
 
 
+@pytest.mark.parametrize("name", [True, None, 3, "a b", "x" * 129])
+def test_a_wrong_name_of_a_tool_is_refused_with_what_is_allowed(opened, name):
+    tool = {"type": "function", "function": {"name": name}}
+    error = post(opened(Policy()), {**HI, "tools": [tool]}).json()["error"]
+    assert error["param"] == "tools[0].function.name"
+    assert error["message"].endswith("expected up to 128 letters, digits, '_', '-' or '.'")
+
+
 def test_fields_that_change_no_answer_are_taken(opened):
     harmless = {
         **{"user": "me", "metadata": {}, "store": False, "n": 1, "top_p": 1.0, "seed": 4},
@@ -154,6 +162,14 @@ def test_a_failure_of_the_policy_is_an_error_of_the_server(opened):
         raise RefusedError("not today", status=400)
 
     assert "not today" in post(opened(refuse)).text
+
+
+def test_a_session_that_takes_no_rewards_remembers_no_answers(opened):
+    """A served model answers for weeks."""
+    client = opened(Policy())
+    for _ in range(3):
+        assert post(client).status_code == 200
+    assert not client.session._answered
 
 
 def test_an_answer_that_does_not_come_ends(opened):

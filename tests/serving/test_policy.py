@@ -1,5 +1,8 @@
 """A real tiny model behind the address."""
 
+import asyncio
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
@@ -20,16 +23,19 @@ class Watched:
 
     def __init__(self, engine):
         self.engine, self.asked, self.now, self.most = engine, [], 0, 0
+        self.sessions, self.released = [], set()
 
     async def generate(self, prompt_ids, sampling, session=None):
         self.now += 1
         self.most = max(self.most, self.now)
+        self.sessions.append(session)
         done = await self.engine.generate(prompt_ids, sampling, session)
         self.now -= 1
         self.asked.append((list(prompt_ids), sampling, done))
         return done
 
     def release(self, session):
+        self.released.add(session)
         self.engine.release(session)
 
 
@@ -123,6 +129,28 @@ def test_hanging_up_leaves_the_engine_free(served):
     with pytest.raises(httpx.TimeoutException):
         httpx.post(url, json={**HI, "temperature": 1.0}, headers=headers, timeout=0.0001)
     assert post(served).status_code == 200
+
+
+def test_an_answer_that_fails_or_is_given_up_leaves_no_cache(served, monkeypatch):
+    monkeypatch.setattr(served.engine.engine, "_max_context", 2)
+    assert post(served).status_code == 500
+    started = threading.Event()
+
+    async def stall(*_):
+        started.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(served.engine.engine, "generate", stall)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(post, served)
+        started.wait(10)
+        served.session.close()
+        assert waiting.result().status_code == 410
+    assert len(served.engine.sessions) == 2
+    deadline = time.monotonic() + 10
+    while served.engine.released != set(served.engine.sessions) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert served.engine.released == set(served.engine.sessions)
 
 
 def test_calls_reach_a_program_only_if_it_gave_tools(chat, opened):

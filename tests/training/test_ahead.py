@@ -212,6 +212,12 @@ def test_an_engine_on_the_learners_weights_is_refused_before_anything_is_made():
     assert not Path("run").exists()
 
 
+def test_vllm_in_the_process_of_a_rank_is_refused():
+    """Its groups would wait for the other ranks, which do not know of them."""
+    with pytest.raises(ConfigError, match="the engine is 'vllm' and several ranks train"):
+        GSPOAgent(config=config(engine={"name": "vllm"}), ranks=object())
+
+
 def test_what_a_run_may_play_ahead_follows_from_its_settings():
     stale = decide_correction(GSPO(), 2)
     assert (stale.correction, stale.decided, stale.needs_engine_logprobs) == (

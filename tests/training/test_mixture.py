@@ -7,6 +7,7 @@ import itertools
 import shutil
 
 import pytest
+from runs import timeless
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
@@ -125,14 +126,7 @@ def test_a_mixed_run_goes_on_bit_for_bit(folder):
     shutil.rmtree("out/checkpoints/step-000003")
     agent = GSPOAgent.resume("out")
     assert agent._resumed.saved.step == 2
-    assert [timeless(m) for m in agent.train()] == [timeless(m) for m in whole]
-
-
-def timeless(row):
-    step, metrics = row
-    return step, {
-        k: v for k, v in metrics.items() if not k.startswith("time/") and "per_s" not in k
-    }
+    assert timeless(agent.train()) == timeless(whole)
 
 
 def test_a_strangers_mixture_is_data(folder, capsys):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import timeless
 from safetensors.torch import load_file
 
 from gspo_agents.gspo import GSPOAgent
@@ -97,14 +98,6 @@ def config(**changes):
         output="run",
     )
     return override(made, changes)
-
-
-def timeless(history):
-    """A history without times and rates."""
-    return [
-        (step, {k: v for k, v in m.items() if "time/" not in k and "per_second" not in k})
-        for step, m in history
-    ]
 
 
 def state(folder):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from gspo_env.engines.base import Engine
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.registry import check_literals
+from gspo_env.registry import check_values
 
 EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
 """The value of vLLM's argument `worker_extension_cls`."""
@@ -104,7 +104,7 @@ class VLLMServer(VLLMSettings):
     def __post_init__(self) -> None:
         """Rejects invalid values."""
         VLLMSettings.__post_init__(self)
-        check_literals(self)
+        check_values(self)
         self._check("replicas", self.replicas >= 1, "at least 1")
         self._check("server_start_timeout", self.server_start_timeout > 0, "above 0")
         self._check("max_server_restarts", self.max_server_restarts >= 0, "at least 0")

@@ -9,13 +9,13 @@ the weights have changed.
 import fcntl
 import json
 import os
-import socketserver
 import sys
 import threading
 import time
 import zlib
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+from pretend_http import Handler, Server
 
 SOCKET = Path(sys.argv[sys.argv.index("--uds") + 1])
 EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
@@ -38,8 +38,7 @@ def takes(fault):
     return bool(left)
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class VLLM(Handler):
     loaded = cached = -1
     resets = 0
     version = "default"
@@ -49,26 +48,26 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"vllm_config": INFO})
 
     def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = self.body()
         path, _, query = self.path.partition("?")
         if path == "/collective_rpc":
             folder = Path(json.loads(body)["kwargs"]["folder"])
             data = b"".join(p.read_bytes() for p in sorted(folder.glob("*.safetensors")))
-            Handler.loaded = zlib.crc32(data) % 1000
+            VLLM.loaded = zlib.crc32(data) % 1000
             self.answer({"results": [{"unread": ["w"] * takes("refuses"), "stale": []}]})
         elif path == "/reset_prefix_cache":
-            Handler.cached = Handler.loaded
-            Handler.resets += query == "reset_running_requests=true"
+            VLLM.cached = VLLM.loaded
+            VLLM.resets += query == "reset_running_requests=true"
             self.answer({"success": not takes("held")})
         elif path == "/pause":
-            Handler.going.clear()
+            VLLM.going.clear()
             time.sleep(0.01)  # until the current step is done
             self.answer({})
         elif path == "/resume":
-            Handler.going.set()
+            VLLM.going.set()
             self.answer({})
         elif path == "/update_weight_version":
-            Handler.version = json.loads(body)["new_version"]
+            VLLM.version = json.loads(body)["new_version"]
             self.answer({})
         elif takes("dies"):
             os._exit(1)
@@ -78,15 +77,15 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"choices": [{}] if takes("empty") else [choice]})
 
     def sample(self, tokens):
-        weights, resets, ids, spans = Handler.cached, Handler.resets, [], []
+        weights, resets, ids, spans = VLLM.cached, VLLM.resets, [], []
         for n in range(tokens):
-            Handler.going.wait()
-            if resets != Handler.resets:
-                weights, resets = Handler.cached, Handler.resets
-            if not spans or spans[-1]["version"] != Handler.version:
-                spans.append({"version": Handler.version, "start": n})
+            VLLM.going.wait()
+            if resets != VLLM.resets:
+                weights, resets = VLLM.cached, VLLM.resets
+            if not spans or spans[-1]["version"] != VLLM.version:
+                spans.append({"version": VLLM.version, "start": n})
             ids.append(weights)
-            while n == 40 and Handler.version == "0" and SOCKET.with_name("slow").exists():
+            while n == 40 and VLLM.version == "0" and SOCKET.with_name("slow").exists():
                 time.sleep(0.01)
         return {
             "token_ids": ids,
@@ -95,22 +94,7 @@ class Handler(BaseHTTPRequestHandler):
         }
 
     def answer(self, value):
-        data = json.dumps(value).encode()
-        self.send_response(500 if takes("fails") else 200)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-    def address_string(self):
-        return ""
+        super().answer(value, 500 if takes("fails") else 200)
 
 
-class Server(socketserver.ThreadingUnixStreamServer):
-    request_queue_size = 64
-    daemon_threads = True
-
-
-Server(str(SOCKET), Handler).serve_forever()
+Server(str(SOCKET), VLLM).serve_forever()
