@@ -57,8 +57,8 @@ class EnvPool:
     """Seconds that `close` waits for the environments."""
     faults: FaultLog = field(default_factory=FaultLog)
     _known: bool = False
-    _first: asyncio.Event | None = None
-    """Unset while the first environment is made, whose declarations the others wait for."""
+    _first: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while the first environment is made, whose declarations the others wait for."""
     _idle: list[TextEnvironment] = field(default_factory=list)
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _leaving: list[Future[Any]] = field(default_factory=list)
@@ -87,15 +87,10 @@ class EnvPool:
         Raises:
             EnvironmentFailed: A new one could not be made.
         """
-        while not self._known:
-            if self._first is None:
-                self._first = asyncio.Event()
-                try:
+        if not self._known:
+            async with self._first:
+                if not self._known:
                     return await self._new(timeout)
-                finally:
-                    self._first.set()  # the others go on all at once
-                    self._first = None
-            await self._first.wait()
         return self._idle.pop() if self._idle else await self._new(timeout)
 
     async def _new(self, timeout: float | None) -> TextEnvironment:

@@ -556,24 +556,3 @@ def test_sampled_and_greedy_episodes_at_the_same_time_are_those_of_one_after_the
         actions = [[t.action_ids for t in e.turns] for e in episodes(found)]
         assert actions == [[t.action_ids for t in e.turns] for e in episodes(expected)]
     assert len(both.engine.log) == 12  # no two episodes share a session
-
-
-def test_episodes_that_wait_for_the_first_environment_begin_together():
-    pool, order = EnvPool(Echo), []
-
-    async def take(n):
-        await pool.acquire()
-        order.append(n)
-
-    async def play():
-        async with asyncio.TaskGroup() as running:
-            for n in range(9):
-                running.create_task(take(n))
-            while not pool._known:
-                await asyncio.sleep(0)
-            for _ in range(3):  # a few rounds of the event loop, not one for each episode
-                await asyncio.sleep(0)
-            assert len(order) == 9
-
-    pool.blocking = False
-    asyncio.run(play())
