@@ -342,6 +342,9 @@ def draw(rows: Rows, updates: Mapping[str, Any]) -> None:
     error = np.abs(np.array(bounds).T - middle)
     axes[0].errorbar(x, middle, error, fmt="o", label="tiny model")
     axes[0].set(title="noise of outcome / immediate", xlabel="density")
+    axes[0].set_xticks(x, [str(rho) for rho in DENSITIES], minor=False)
+    axes[0].set_yticks((2, 4, 6), ("2", "4", "6"), minor=False)
+    axes[0].minorticks_off()
     axes[0].legend()
     for axis, rho in zip(axes[1:], DENSITIES, strict=True):
         for arm, values in found[f"density {rho}"].items():

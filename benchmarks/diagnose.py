@@ -5,6 +5,8 @@
 A failing run is right if its cause is named first, a good one if nothing is named. Without
 `--long`, the good runs are small ones of some seconds; with it, they are the default run and two
 others of its length, which take some minutes each. Exit code 1 if a run is not right.
+
+Three of the causes are waiting: a machine that is busy with other work hides them behind updates.
 """
 
 from __future__ import annotations
@@ -123,6 +125,42 @@ FAILING = (
         expected="environment",
         env="Broken",
         changes={"rollout": {"max_retries": 0, "max_env_error_rate": 0.9}},
+    ),
+    Case(
+        name="a few slow episodes",
+        expected="stragglers",
+        env="Tail",
+        changes={"steps": 6, "eval_every": 6},
+    ),
+    Case(
+        name="slow environment, played ahead",
+        expected="starved",
+        env="Slow",
+        changes={
+            **{"steps": 8, "eval_every": 8, "eval_tasks": 8},
+            **{"supply": {"max_staleness": 1}, "rollout": {"concurrency": 4}},
+        },
+    ),
+    Case(
+        name="the slowest are left out",
+        expected="left_out",
+        env="Uneven",
+        changes={"supply": {"straggler_quantile": 0.5}, "steps": 8, "eval_every": 8},
+    ),
+    Case(
+        name="an engine behind its updates",
+        expected="dropped",
+        changes={"supply": {"max_staleness": 2}, "engine": f"{ENVS}:Behind"},
+    ),
+    Case(
+        name="much played ahead, fast learner",
+        expected="stale",
+        env="Late",
+        changes={
+            "supply": {"max_staleness": 8},
+            "learner": {"learning_rate": 0.03},
+            "loss": {"correction": "none"},
+        },
     ),
     Case(
         name="loss is not a number",

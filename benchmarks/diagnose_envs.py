@@ -5,9 +5,13 @@ The task of `Pick`: say the right word three times. The tiny model learns it in 
 
 from __future__ import annotations
 
+import asyncio
+import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gspo_env import TextEnv, ToolEnv, tool
+from gspo_env.engines.own_weights import OwnWeights
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.learner import GSPO, LossInput, ObjectiveOutput
 
@@ -170,6 +174,39 @@ class Chatty(Pick):
         return " ".join([super().next_word()] * 40)
 
 
+class Tail(Pick):
+    """One of eight episodes takes long."""
+
+    pause = 2.5
+
+    def reset(self, *, seed=None, options=None):
+        result = super().reset(seed=seed, options=options)
+        self.slow = random.random() < 1 / 8
+        return result
+
+    async def step(self, action):
+        if self.slow:
+            await asyncio.sleep(self.pause / self.turns)
+        return super().step(action)
+
+
+class Slow(Pick):
+    """Every step takes long."""
+
+    async def step(self, action):
+        await asyncio.sleep(0.1)
+        return super().step(action)
+
+
+class Uneven(Tail):
+    """Half of the episodes take up to two seconds."""
+
+    def reset(self, *, seed=None, options=None):
+        result = super().reset(seed=seed, options=options)
+        self.slow, self.pause = random.random() < 1 / 2, random.uniform(0, 2)
+        return result
+
+
 class Broken(Pick):
     """Raises in one of six steps."""
 
@@ -191,6 +228,23 @@ class ApartEngine(TransformersEngine):
     async def generate(self, prompt_ids, sampling, session=None):
         done = await super().generate(prompt_ids, sampling, session)
         return replace(done, logprobs=tuple(0.8 * value - 0.02 for value in done.logprobs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Behind:
+    """An engine of which one action in a hundred has weights that are four updates old."""
+
+    def start(self, model, *, max_slots, max_context):
+        start = partial(TransformersEngine, max_slots=max_slots, max_context=max_context)
+        return BehindEngine(model, start)
+
+
+class BehindEngine(OwnWeights):
+    async def generate(self, prompt_ids, sampling, session=None):
+        done = await super().generate(prompt_ids, sampling, session)
+        if random.random() > 0.01:
+            return done
+        return replace(done, weights_version=max(0, done.weights_version - 4), weights_versions=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,10 +27,10 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.serve import Serve, policy_of, settings
 from gspo_env.compare.stats import success_interval
 from gspo_env.config import Config
-from gspo_env.env.base import StepResult, TextEnvironment
+from gspo_env.env.base import TextEnvironment
 from gspo_env.env.info import read_prompt
 from gspo_env.env.registration import make_env
-from gspo_env.env.tools import format_tool_call, tool_call_frames
+from gspo_env.env.tools import format_tool_call, split_reasoning, tool_call_frames
 from gspo_env.recipes.base import Recipe
 from gspo_env.recipes.embedded import (
     TEMPLATE,
@@ -43,7 +43,6 @@ from gspo_env.recipes.embedded import (
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout import ChatTokenizer
 from gspo_env.serving import Address, Session
-from gspo_env.serving.calls import split_reasoning
 from gspo_env.types import Episode, Task
 from gspo_envs.lookup import LookupEnv
 
@@ -97,11 +96,11 @@ THINKS = TEMPLATE.replace(
 
 
 class ThinkingLookup(LookupEnv):
-    """Reads no call in reasoning, also where it does not end, as programs do not."""
+    """Takes as the answer what follows the reasoning, as programs do."""
 
-    def step(self, action: str) -> StepResult:
-        """Takes what follows the reasoning."""
-        return super().step(split_reasoning(action)[1])
+    def on_final(self, text: str) -> tuple[str, float, bool]:
+        """Leaves the reasoning out."""
+        return super().on_final(split_reasoning(text)[1] or "")
 
 
 def train_thinking(folder: str, steps: int, seed: int = 0) -> None:

@@ -1,3 +1,4 @@
+from .environment import Checked as Checked
 from .environment import check_env as check_env
 from .environment import random_policy as random_policy
 from .faulty import Faulty as Faulty

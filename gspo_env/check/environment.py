@@ -12,8 +12,8 @@ import random
 import re
 import types
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, NoReturn
 
@@ -29,10 +29,11 @@ from gspo_env.env.curriculum import unread_options
 from gspo_env.env.info import declared_score
 from gspo_env.env.registration import make_env
 from gspo_env.env.threads import EnvThread, attempt, watched
+from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.rollout.play import Move, Situation, play
+from gspo_env.rollout.play import ENDED, Move, Situation, play
 from gspo_env.seeding import global_generators_kept
-from gspo_env.types import Episode, Prompt, ResetInfo, StepInfo, Task
+from gspo_env.types import Episode, Prompt, ResetInfo, Score, StepInfo, Task
 
 Policy = Callable[[random.Random, str], str]
 """Chooses an action for an observation."""
@@ -60,6 +61,28 @@ HOSTILE = (
 """Actions that an environment must accept without an exception."""
 
 
+_CALLS = 8
+"""Calls of a tool with other arguments, if it has a fault in each."""
+_BUGS = {
+    *("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError"),
+    *("SyntaxError", "TypeError", "UnboundLocalError"),
+}
+"""Exceptions that are faults of a tool, not of the arguments, which fit its schema."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checked:
+    """What training makes of an environment that has no fault."""
+
+    score: Score | None
+    """The rewards that it uses: those that the environment declares, or else what the episodes of
+    the check contain; None if these do not decide it."""
+    reason: str
+    """Why."""
+    declares_success: bool
+    """Whether `info` says what a success is; otherwise every outcome above 0 is one."""
+
+
 def random_policy(rng: random.Random, observation: str) -> str:
     """Returns a hostile text, words or numbers of the observation, or the text in its brackets."""
     words = re.findall(r"\w+", observation[-4000:]) or ["yes"]
@@ -81,7 +104,7 @@ def check_env(
     timeout: float = 60.0,
     env_kwargs: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
-) -> ScoreChoice:
+) -> Checked:
     """Checks that an environment keeps the contract of `TextEnv`, and closes it.
 
     Runs Gymnasium's own checker, then plays episodes. The checks are: types and spaces; finite
@@ -102,8 +125,7 @@ def check_env(
         options: Options of a curriculum; `reset` has to read each of them.
 
     Returns:
-        The rewards that training uses (`score`) and why (`reason`): those that the environment
-        declares, or else what the episodes of the check contain.
+        The rewards that training uses, and whether the environment says what a success is.
 
     Raises:
         EnvironmentCheckError: A check failed; the message says which and how.
@@ -132,13 +154,13 @@ def _name(env: gymnasium.Env[str, str]) -> str:
 
 def _checked(
     env: Any, seed: int, episodes: int, policy: Policy, max_turns: int, options: dict[str, Any]
-) -> ScoreChoice:
+) -> Checked:
     """Makes all checks and closes the environment."""
     check = _Check(env, _name(env), policy, max_turns)
     with global_generators_kept():
         try:
             check.everything(seed, episodes, options)
-            return check.score()
+            return check.result()
         except EnvironmentCheckError:
             raise
         except (ConfigError, EnvironmentContractError) as error:
@@ -175,12 +197,14 @@ class _Check:
         self.reset_at_any_time(seed)
         self.by_gymnasium()
 
-    def score(self) -> ScoreChoice:
-        """Returns the rewards that training would use."""
+    def result(self) -> Checked:
+        """Returns what training would make of the episodes."""
         declared = declared_score(self.name, self.env)
         choice = ScoreChoice(self.name, declared, "the environment declares it" if declared else "")
         choice.see(self.played, attribute(self.env, "gives_outcome", None))
-        return choice
+        ended = [e.turns[-1].info for e in self.played if e.turns and e.stop_reason in ENDED]
+        said = all(info.success is not None for info in ended)
+        return Checked(score=choice.score, reason=choice.reason, declares_success=said)
 
     def spaces(self) -> None:
         for name in ("observation_space", "action_space"):
@@ -209,9 +233,23 @@ class _Check:
         seen = self.played[0]
         words = re.findall(r"\w+", seen.turns[0].observation if seen.turns else "") or ["yes"]
         for n, tool in enumerate(seen.prompt.tools):
-            call = valid_call(tool, random.Random(seed + n), words)
-            if call is not None:
-                self.finish(self.running(self.env, seed, call))
+            faults = [self.fault(tool, seed, seed + n, words)]
+            while faults[-1] and len(faults) < _CALLS:
+                faults.append(self.fault(tool, seed, seed + n + 1000 * len(faults), words))
+            if faults[-1]:
+                self.fail(
+                    f"tool {tool.name} raised in each of {_CALLS} calls whose arguments fit its "
+                    f"schema, at last {faults[-1]}; expected a result."
+                )
+
+    def fault(self, tool: Tool, seed: int, draw: int, words: Sequence[str]) -> str:
+        """Calls a tool; returns its fault, empty if it has none in this call."""
+        call = valid_call(tool, random.Random(draw), words)
+        if call is None:
+            return ""
+        answer = self.finish(self.running(self.env, seed, call)).final_observation
+        told = answer.removeprefix(f"Error: {tool.name} failed: ")
+        return told if told != answer and told.partition(":")[0] in _BUGS else ""
 
     def repeats(self, seed: int) -> None:
         """Plays three times: twice alone, then beside a copy that plays another seed."""

@@ -21,9 +21,14 @@ class Envs:
         from gspo_env.env.registration import describe_envs
 
         if self.check:
-            choice = check_env(self.check, env_kwargs=self.env_kwargs)
+            found = check_env(self.check, env_kwargs=self.env_kwargs)
             print(f"{self.check} has no fault.")
-            print(f"Score: {choice.score or 'not decided'}, because {choice.reason}.")
+            print(f"Score: {found.score or 'not decided'}, because {found.reason}.")
+            if not found.declares_success:
+                print(
+                    "Success: every outcome above 0, because the last `info` has no `success`; "
+                    "give it if partial outcomes are no success."
+                )
             return
         for env in describe_envs():
             tools = f"  [tools: {', '.join(env.tools)}]" if env.tools else ""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import tyro
+
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import SEEDS
 from gspo_env.types import Group
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 class Evaluate:
     """Play the tasks of an evaluation with a trained folder, a hub model or a scripted agent."""
 
+    folder: tyro.conf.Positional[str] = ""
+    """Folder of a run, such as runs/Lookup-v0-seed0-1; the same as `--model`."""
     model: str = ""
     """A trained folder, a hub id, or `scripted`."""
     model_dtype: Literal["", "auto", "float32", "bfloat16", "float16"] = ""
@@ -46,12 +50,16 @@ class Evaluate:
             )
         if not 0 <= self.seed < SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected at least 0 and below 2**63")
-        if not self.model:
-            raise ConfigError("model is ''; expected a folder, a hub id or 'scripted'")
+        if bool(self.model) == bool(self.folder):
+            raise ConfigError(
+                f"model is {self.model!r} and the folder is {self.folder!r}; expected one: a "
+                "folder, a hub id or 'scripted'"
+            )
+        model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
         from gspo_env.training.watch import of_success
 
-        if self.model == "scripted":
+        if model == "scripted":
             if len(self.env) > 1:
                 raise ConfigError(f"env is {' '.join(self.env)}; expected one for 'scripted'")
             env = "".join(self.env) or "gspo/Lookup-v0"
@@ -59,10 +67,10 @@ class Evaluate:
             tasks = self.tasks or 256
             print_scores(agent.evaluate(tasks, self.samples), agent.split(tasks))
         else:
-            print(f"gspo-env {__version__}: loading {self.model}", flush=True)
+            print(f"gspo-env {__version__}: loading {model}", flush=True)
             names = ("model_dtype", "env_kwargs", "engine")
             given = {name: value for name in names if (value := getattr(self, name))}
-            agent = load_agent("gspo").load(self.model, one_or_several(self.env), **given)
+            agent = load_agent("gspo").load(model, one_or_several(self.env), **given)
             split = agent.split(self.tasks)
             print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
             groups = agent.evaluate(self.tasks, self.samples, self.seed)

@@ -39,6 +39,8 @@ _NOT_EMPTY = ("--env", "--model", "--resume", "--config")
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs one command; invalid input prints one sentence and exits with code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if arguments[0] == "help":
+        arguments = [*arguments[1:2], "--help"]
     if arguments[0] == "--version":
         print(f"gspo-env {gspo_env.__version__}")
         return

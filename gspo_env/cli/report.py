@@ -18,7 +18,8 @@ class Report:
     """Write pictures and a page about one or several runs."""
 
     folders: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Folders of runs. Those with the same settings but for the seed are one arm."""
+    """Folders of runs, or folders that have runs. Those with the same settings but for the seed are
+    one arm."""
     out: str = ""
     """Folder for the files; by default `report` in the folder of the run, or in the working folder
     for several runs."""
@@ -32,9 +33,10 @@ class Report:
         if not self.folders or not all(self.folders):
             raise ConfigError("folders is empty; expected the folders of runs, such as runs/NAME")
         from gspo_env.report.run_report import write_run_report
-        from gspo_env.report.runs import read_run
+        from gspo_env.report.runs import read_run, runs_in
 
-        places = {str(Path(folder).resolve()): folder for folder in self.folders}
+        folders = [run for folder in self.folders for run in runs_in(folder)]
+        places = {str(Path(folder).resolve()): folder for folder in folders}
         runs = [read_run(folder) for folder in places.values()]
         out = Path(self.out or (runs[0].folder / "report" if len(runs) == 1 else "report"))
         by = shlex.join(["gspo-env", *sys.argv[1:]]) if sys.argv[1:2] == ["report"] else ""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import logging
 import os
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,7 +161,7 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{env_id} cannot be made{f' with {redact(kwargs)}' if kwargs else ''}: "
-            f"{_reason(error)}."
+            f"{_reason(error)}{_near_argument(env_id, error)}"
         ) from error
     make_synchronous(type(env.unwrapped), METHODS)
     for name, space in (("observations", env.observation_space), ("actions", env.action_space)):
@@ -191,6 +193,18 @@ def _reason(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f", in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {' '.join(reason.split())}{place}"
+
+
+def _near_argument(env_id: str, error: BaseException) -> str:
+    """Ends the sentence; names arguments if one was given that the environment does not have."""
+    found = re.search(r"__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    creator: Any = registry[env_id].entry_point
+    if found is None:
+        return "."
+    creator = load_env_creator(creator) if isinstance(creator, str) else creator
+    known = list(inspect.signature(creator).parameters)
+    near = difflib.get_close_matches(found[1], known, n=1)
+    return f", did you mean {near[0]}?" if near else f", it has {', '.join(known) or 'none'}."
 
 
 def load_agent(name: str) -> Any:

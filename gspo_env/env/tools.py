@@ -20,12 +20,16 @@ from gspo_env.errors import ConfigError
 from gspo_env.types import ToolCall as ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _THOUGHT = "<think>", "</think>"
 _PROSE = ("Returns", "Yields", "Raises", "Example", "Examples", "Note", "Notes")
 _DOCSTRINGS = google.GoogleParser(
     [google.Section(title, "param", google.SectionType.MULTIPLE) for title in ("Args", "Arguments")]
     + [google.Section(title, "prose", google.SectionType.SINGULAR) for title in _PROSE]
 )
 _MARK = "__gspo_tool__"
+_UNCLOSED = (
+    f"the tool call is in reasoning that has no closing {_THOUGHT}, write {_THOUGHT} before it."
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,17 +119,46 @@ def as_tool(function: Callable[..., Any]) -> Tool:
 def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
     """Finds the tool calls of an action in the Hermes and Qwen format; never raises.
 
+    What the action writes in its reasoning is no call. If the reasoning never ends, a call in it is
+    an error.
+
     Example:
         >>> parse_tool_calls('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
         [ToolCall(name='now', arguments={})]
     """
+    reasoning, rest = split_reasoning(text)
+    if rest is None:
+        return [ToolCallError(message=_UNCLOSED)] if reasoning and _OPEN in reasoning else []
     calls: list[ToolCall | ToolCallError] = []
+    text = rest
     start = text.find(_OPEN)
     while start >= 0:
         call, end = parse_tool_call(text, start + len(_OPEN))
         calls.append(call)
         start = text.find(_OPEN, end)
     return calls
+
+
+def split_reasoning(text: str) -> tuple[str | None, str | None]:
+    """Returns the reasoning at the start of an action and what follows it.
+
+    A template may have written `<think>` at the end of the prompt, so that the action lacks it.
+
+    Returns:
+        The reasoning, None if there is none, and the rest, None if the reasoning never ends.
+
+    Example:
+        >>> split_reasoning("<think>two links</think>stone")
+        ('two links', 'stone')
+    """
+    start = text.lstrip()
+    opened = start.startswith(_THINK)
+    thought, closed, rest = start.removeprefix(_THINK).partition(_THOUGHT)
+    if not closed:
+        return (thought.strip("\n"), None) if opened else (None, text)
+    if not opened and _THINK in thought:
+        return None, text
+    return thought.strip("\n"), rest.lstrip("\n")
 
 
 def parse_tool_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:

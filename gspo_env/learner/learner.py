@@ -31,6 +31,7 @@ from gspo_env.learner.tokens import TokenValues, token_values
 from gspo_env.model.check import Way, check_model
 from gspo_env.model.merge import adapter_is_zero, is_adapted
 from gspo_env.model.scorer import Scorer
+from gspo_env.tracking.parts import part
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +141,8 @@ class Learner:
         self._oom_splits = 0
         passes: list[PassStats] = []
         grad_norms = []
-        minibatches = self.score(prepared)
+        with part("scoring"):
+            minibatches = self.score(prepared)
         for minibatch in minibatches:
             results = self.backward(minibatch)
             norm = self.step()

@@ -1,7 +1,7 @@
 """The rules of `gspo-env diagnose`: each looks at a run and says one thing that may be wrong.
 
 A rule is a function of the evidence and of its threshold. It returns what it found with figures,
-and the settings to try; None if it found nothing. `gspo_env.report.diagnose.RULES` has the
+and the settings to try; None if it found nothing. `gspo_env.report.diagnose_table.RULES` has the
 thresholds with their reasons.
 """
 

@@ -71,7 +71,7 @@ def closing(
         f"{name} {curve} from {first} to {final}, best {top} after step {best_step}",
         *_better(history, folder, tasks),
         f"Look:      gspo-env view {at}",
-        f"Evaluate:  gspo-env evaluate --model {at}",
+        f"Evaluate:  gspo-env evaluate {at}",
         f"Go on:     gspo-env train --resume {at} --steps {2 * last or 1}",
     ]
 
@@ -91,7 +91,7 @@ def _better(history: History, folder: Path, tasks: int) -> list[str]:
         return []
     return [
         f"The model after step {top.step} is better ({top.success:.1%}; the last one has "
-        f"{last.success:.1%}): gspo-env evaluate --model {shlex.quote(str(best))}"
+        f"{last.success:.1%}): gspo-env evaluate {shlex.quote(str(best))}"
     ]
 
 

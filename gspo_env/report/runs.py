@@ -189,6 +189,14 @@ def read_run(folder: str | Path) -> RunRecord:
     )
 
 
+def runs_in(folder: str | Path) -> list[Path]:
+    """Returns the runs in a folder by name; the folder itself if it is a run, or has none."""
+    path = Path(folder)
+    if (path / METRICS).is_file() or not path.is_dir():
+        return [path]
+    return sorted(p for p in path.iterdir() if (p / METRICS).is_file()) or [path]
+
+
 def _series(steps: list[float], values: list[float]) -> Series:
     kept = [(n, v) for n, v in zip(steps, values, strict=True) if math.isfinite(v) and n < _MOST]
     return Series(

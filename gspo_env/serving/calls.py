@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gspo_env.env.base import clean, levels
-from gspo_env.env.tools import DECODER, Tool, call_from_json, parse_tool_call
+from gspo_env.env.tools import DECODER, Tool, call_from_json, parse_tool_call, split_reasoning
 from gspo_env.errors import ConfigError
 from gspo_env.types import Message, ToolCall
 
 _HERMES, _XML, _LLAMA, _MISTRAL = "<tool_call>", "<function=", "<|python_tag|>", "[TOOL_CALLS]"
-_THINK, _THOUGHT = "<think>", "</think>"
 _MOST_MALFORMED = 32
 """Malformed calls after which the rest of a text is not searched, so that the time is linear."""
 _DEEPEST = 100
@@ -39,7 +38,8 @@ def parse_message(text: str, tools: Sequence[Tool] = ()) -> tuple[Message, int]:
             JSON object is a call only if it names one of them. Without tools any name is taken.
 
     Returns:
-        The assistant's message, and the number of malformed calls, which stay in its content.
+        The assistant's message, and the number of malformed calls, which stay in its content. Calls
+        in reasoning that never ends count as one, and stay in the reasoning.
 
     Example:
         >>> message, malformed = parse_message('<tool_call>{"name": "now"}</tool_call>')
@@ -47,6 +47,9 @@ def parse_message(text: str, tools: Sequence[Tool] = ()) -> tuple[Message, int]:
         ((ToolCall(name='now', arguments={}, id=''),), 0)
     """
     reasoning, content = split_reasoning(text)
+    if content is None:
+        message = Message(role="assistant", content="", reasoning=reasoning)
+        return message, int(any(mark in text for mark in _READERS))
     calls, rest, malformed = _find_calls(content, tools)
     message = Message(
         role="assistant",
@@ -87,7 +90,7 @@ def read_action(
 
 def _as_text(text: str) -> Message:
     reasoning, content = split_reasoning(text)
-    return Message(role="assistant", content=content, reasoning=reasoning)
+    return Message(role="assistant", content=content or "", reasoning=reasoning)
 
 
 def _is_valid(tool: Tool, call: ToolCall) -> bool:
@@ -96,21 +99,6 @@ def _is_valid(tool: Tool, call: ToolCall) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def split_reasoning(text: str) -> tuple[str | None, str]:
-    """Returns the thought at the start of a text and what follows it.
-
-    A template may have written `<think>` at the end of the prompt, so that the text lacks it.
-    """
-    start = text.lstrip()
-    opened = start.startswith(_THINK)
-    thought, closed, rest = start.removeprefix(_THINK).partition(_THOUGHT)
-    if not closed:
-        return (thought.strip("\n"), "") if opened else (None, text)
-    if not opened and _THINK in thought:
-        return None, text
-    return thought.strip("\n"), rest.lstrip("\n")
 
 
 def _find_calls(text: str, tools: Sequence[Tool]) -> tuple[list[ToolCall], str, int]:

@@ -95,24 +95,25 @@ class _Lane:
     reason: str = ""
     """Why the last call failed; empty after a success."""
     _pause: float = 0.0
-    _due: float = 0.0
+    due: float = 0.0
+    """Time of the next call, in seconds of the monotonic clock."""
 
     @property
     def left(self) -> float:
         """Seconds until the next call."""
-        return max(0.0, self._due - time.monotonic())
+        return max(0.0, self.due - time.monotonic())
 
     def failed(self, reason: str, longest: float) -> None:
         self.reason = reason
         self._pause = min(longest, max(_FIRST_PAUSE, 2 * self._pause))
-        self._due = time.monotonic() + self._pause
+        self.due = time.monotonic() + self._pause
 
     def succeeded(self) -> None:
-        self.reason, self._pause, self._due = "", 0.0, 0.0
+        self.reason, self._pause, self.due = "", 0.0, 0.0
 
     def hurry(self) -> None:
         """Makes the next call due."""
-        self._due = 0.0
+        self.due = 0.0
 
 
 class Delivery:
@@ -202,7 +203,7 @@ class Delivery:
         """Delivers until the run has ended; runs in the thread."""
         while not self._stopped.is_set():
             self._news.clear()
-            sent = done = False
+            began, sent, done = time.monotonic(), False, False
             try:
                 sent = self._deliver()
                 done = not sent and self._ending.is_set() and not self._left()
@@ -213,8 +214,9 @@ class Delivery:
             if sent:
                 self._ending.wait(_INTERVAL)
             else:
-                pauses = [lane.left for lane in self._lanes.values() if lane.left]
-                self._news.wait(min(pauses, default=60.0))
+                # a pause may have ended since `_deliver` saw it
+                dues = [lane.due for lane in self._lanes.values() if lane.due > began]
+                self._news.wait(max(0.0, min(dues) - time.monotonic()) if dues else 60.0)
 
     def _left(self) -> bool:
         """Whether something has not arrived."""

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gspo_env.redaction import redact_text
+from gspo_env.tracking.parts import running
 from gspo_env.visible import visible
 
 _MEMORY_AGE = 5.0
@@ -146,8 +147,9 @@ class Screen:
         parts = [f"{self.phase} {self.step}/{self.total}", *self.numbers.line.split("  ")]
         if left is not None:
             parts.insert(1, f"{duration(left)} left")
+        parts.append(self._now())
         line = ""
-        for part in parts:  # only whole numbers
+        for part in filter(None, parts):  # only whole numbers
             if len(line) + len(part) + 2 > width:
                 break
             line += f"  {part}" if line else part
@@ -189,6 +191,7 @@ class Screen:
             [
                 ("tokens/s", _speed(numbers.tokens_per_second)),
                 ("memory", self._memory_now()),
+                ("now", self._now()),
             ],
         ]
         if numbers.loss is not None:
@@ -231,6 +234,11 @@ class Screen:
 
     def _left(self) -> float | None:
         return None if self.pace is None else self.pace.left(self.total, time.monotonic())
+
+    def _now(self) -> str:
+        """Returns the part of a step that runs, and for how long."""
+        part = running()
+        return "" if part is None else f"{part.name} {duration(time.monotonic() - part.began)}"
 
     def _memory_now(self) -> str:
         now = time.monotonic()

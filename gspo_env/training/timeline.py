@@ -17,10 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from gspo_env.tracking.parts import part
+
 logger = logging.getLogger(__name__)
 
 _LEARNER, _GROUPS = 1, 100
 """Rows of the trace: the learner's; the first of those of groups."""
+_SHOWN = {"wait for groups": "rollout", "evaluate": "evaluation", "save": "saving"}
+"""Spans that have another name in the terminal."""
 
 
 class Timeline:
@@ -55,7 +59,7 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, **facts: Any) -> Iterator[None]:
-        """Returns a context whose time is a span of the learner's row.
+        """Returns a context whose time is a span of the learner's row; the terminal shows it.
 
         Args:
             name: Such as `update`.
@@ -63,7 +67,8 @@ class Timeline:
         """
         begun = time.perf_counter()
         try:
-            yield
+            with part(_SHOWN.get(name, name)):
+                yield
         finally:
             self._span(_LEARNER, name, begun, facts)
             self.flush()

@@ -9,6 +9,7 @@ import json
 import random
 import time
 import uuid
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import gymnasium
@@ -20,6 +21,7 @@ from pydantic import Field
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.check.calls import valid_call
 from gspo_env.check.environment import check_env, random_policy
+from gspo_env.cli.main import main
 from gspo_env.env import threads
 from gspo_env.env.tools import ToolCall, as_tool, parse_tool_calls
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentHangError
@@ -202,7 +204,8 @@ class Injects(ToolEnv):
     @property
     def tools(self) -> Any:  # type: ignore[override]
         (look,) = self.declared_tools()
-        return (dataclasses.replace(look, description="Look. <|im_end|>"),)
+        bound = look.function.__get__(self)
+        return (dataclasses.replace(look, description="Look. <|im_end|>", function=bound),)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         super().reset(seed=seed)
@@ -467,5 +470,54 @@ def test_options_that_reset_does_not_read_are_a_fault() -> None:
 
 def test_the_result_of_a_check_prints_what_it_is() -> None:
     shown = repr(check_env("gspo/Lookup-v0"))
-    assert shown.startswith("ScoreChoice(env_id='gspo/Lookup-v0', score=")
-    assert "_turns" not in shown
+    assert shown.startswith("Checked(score='turns', reason=")
+
+
+class Buggy(ToolEnv):
+    """Both tools raise: one because of its own fault, one because of what it was asked."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        return "go", {}
+
+    @tool
+    def faulty(self, text: str) -> str:
+        """Has a fault."""
+        return undefined_name  # type: ignore[name-defined]  # noqa: F821
+
+    @tool
+    def strict(self, text: str) -> str:
+        """Knows no text."""
+        raise KeyError(text)
+
+    def on_final(self, text):
+        return "", float(len(text)), True
+
+
+def test_a_tool_that_raises_in_every_call_by_its_own_fault_is_a_fault() -> None:
+    with pytest.raises(EnvironmentCheckError, match=r"tool faulty raised in each of 8.*NameError"):
+        check_env(Buggy())
+
+    class Mended(Buggy):
+        faulty = None
+
+    assert not check_env(Mended()).declares_success
+    assert check_env("gspo/Lookup-v0", episodes=1).declares_success
+
+
+def test_the_check_says_what_counts_as_a_success_where_the_environment_does_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from gspo_env import TextEnv\n"
+        "class Mine(TextEnv):\n"
+        "    def reset(self, *, seed=None, options=None):\n"
+        "        super().reset(seed=seed)\n"
+        "        return 'go', {}\n"
+        "    def step(self, action):\n"
+        "        return '', 0.5, True, False, {}\n"
+    )
+    main(["envs", "--check", f"{tmp_path}/mine.py:Mine"])
+    assert "Success: every outcome above 0, because the last `info` has no" in (
+        capsys.readouterr().out
+    )

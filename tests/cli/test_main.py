@@ -100,6 +100,25 @@ def test_evaluate_reports_a_trained_folder_and_the_scripted_agent(capsys):
     assert "success  100.0%" in capsys.readouterr().out
 
 
+def test_evaluate_takes_a_run_as_view_does_and_only_one_model(capsys):
+    main(["evaluate", "scripted", "--tasks", "2"])
+    assert "success  100.0%" in capsys.readouterr().out
+    for arguments in ([], ["runs/a", "--model", "scripted"]):
+        with pytest.raises(SystemExit) as end:
+            main(["evaluate", *arguments])
+        assert end.value.code == 2
+        assert "expected one: a folder, a hub id or 'scripted'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["help"], ["help", "view"]])
+def test_help_is_a_command_and_what_is_printed_without_one(capsys, arguments):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert ("--live" if "view" in arguments else "diagnose") in shown
+
+
 def test_envs_lists_ids_summaries_and_tools(capsys):
     main(["envs"])
     said = capsys.readouterr().out

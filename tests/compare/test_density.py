@@ -126,3 +126,9 @@ def test_the_page_has_the_tables_that_the_benchmark_prints(benchmark):
     page = benchmark.PAGE.read_text()
     assert benchmark.exact_table(0.5) in page
     assert benchmark.delay_table() in page
+
+
+def test_the_page_has_the_tables_of_the_raw_data_beside_it(benchmark):
+    page = benchmark.PAGE.read_text()
+    for name, table in benchmark.tables().items():
+        assert f"<!-- begin {name} -->\n\n{table}\n\n<!-- end {name} -->" in page

@@ -22,6 +22,7 @@ from gspo_env.env.tools import (
     tool_call_frames,
 )
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.serving import parse_message
 
 
 class ShopEnv(ToolEnv):
@@ -209,6 +210,40 @@ def test_calls_after_a_malformed_one_and_tags_inside_strings_are_read() -> None:
     error, call = parse_tool_calls(text)
     assert isinstance(error, ToolCallError)
     assert call == ToolCall(name="say", arguments={"text": "</tool_call>"})
+
+
+def test_a_call_in_reasoning_is_not_made_and_is_an_error_if_the_reasoning_never_ends() -> None:
+    call = format_tool_call("price", {"item": "tea"})
+    (error,) = parse_tool_calls(f"<think>\nI could write {call}")
+    assert isinstance(error, ToolCallError)
+    assert "</think>" in error.message
+    assert parse_tool_calls(f"<think>I could write {call}</think>no") == []
+    assert parse_tool_calls("<think>I could call") == []
+    made = [ToolCall(name="price", arguments={"item": "tea"})]
+    assert parse_tool_calls(f"<think>{call}</think>\n\n{call}") == made
+    assert parse_tool_calls(f"the tags <think> and </think>, {call}") == made
+
+
+def test_the_policy_reads_that_its_reasoning_has_no_end_and_no_tool_is_called() -> None:
+    env = ShopEnv()
+    env.reset(seed=0)
+    text = f"<think>so {format_tool_call('leave', {})}"
+    observation, reward, terminated, _, info = env.step(text)
+    assert observation.startswith("Error: ")
+    assert "</think>" in observation
+    assert (reward, terminated) == (-0.5, False)
+    assert info == {"observation_role": "tool", "tool_errors": 1, "malformed_calls": 1}
+
+
+PIECES = ["<think>", "</think>", "\n", "so ", "<tool_call>{", format_tool_call("f", {"x": 1})]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=7).map("".join))
+def test_what_is_a_call_in_training_is_one_where_the_model_is_served(text: str) -> None:
+    found = parse_tool_calls(text)
+    message, malformed = parse_message(text)
+    assert [call for call in found if isinstance(call, ToolCall)] == list(message.tool_calls)
+    assert sum(isinstance(call, ToolCallError) for call in found) == malformed
 
 
 @given(st.text() | st.text().map(lambda body: f"<tool_call>{body}</tool_call>"))

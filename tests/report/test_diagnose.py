@@ -15,7 +15,8 @@ import pytest
 from gspo_env.cli.main import main
 from gspo_env.config import Config, EpisodesConfig, override, to_toml
 from gspo_env.errors import OutputError
-from gspo_env.report.diagnose import RULES, diagnose, lines
+from gspo_env.report.diagnose import diagnose, lines
+from gspo_env.report.diagnose_table import RULES
 from gspo_env.report.episodes_log import EpisodeLog
 from gspo_env.report.runs import read_run
 from gspo_env.training.checkpoints import Checkpoints
@@ -33,6 +34,10 @@ GOOD = {
     "rollout/lost_episodes": (0.0, 0.0),
     "rollout/env_errors": (0.0, 0.0),
     "rollout/env_timeouts": (0.0, 0.0),
+    "rollout/staleness_mean": (0.0, 0.0),
+    "rollout/dropped_groups": (0.0, 0.0),
+    "time/learner_idle": (0.4, 0.4),
+    "time/rollout_idle": (0.7, 0.7),
     "rollout/stop/terminated": (1.0, 1.0),
     "rollout/stop/max_turn_tokens": (0.0, 0.0),
     "rollout/stop/max_context": (0.0, 0.0),
@@ -94,7 +99,7 @@ def test_nothing_is_found_in_a_run_that_learns(tmp_path: Path) -> None:
     diagnosis = diagnose(read_run(write(tmp_path)))
     assert diagnosis.findings == ()
     assert set(diagnosis.not_judged) == {"few_turns", "memorised"}  # no episodes are kept
-    assert "Nothing wrong was found by 21 rules." in lines(diagnosis)
+    assert "Nothing wrong was found by 27 rules." in lines(diagnosis)
 
 
 CASES = [
@@ -180,6 +185,31 @@ CASES = [
         {"train/ratio_min": (1 - 1e-4, 1 - 1e-4), "train/ratio_max": (1.0001, 1.0001)},
     ),
     ("no_progress", STUCK, {"rollout/success": (0.3, 0.3)}),
+    (
+        "workers",
+        {"rollout/worker_restarts": (0.0, 4.0), "rollout/reissued_groups": (0.0, 7.0)},
+        {"rollout/worker_restarts": (0.0, 1.0), "rollout/workers_lost": (0.0, 1.0)},
+    ),
+    (
+        "dropped",
+        {"rollout/dropped_groups": (1.0, 1.0)},
+        {"rollout/dropped_groups": (0.5, 0.5)},
+    ),
+    (
+        "stale",
+        {"rollout/staleness_mean": (3.0, 3.0), "train/ratio_outside_clip": (0.6, 0.6)},
+        {"rollout/staleness_mean": (3.0, 3.0), "train/ratio_outside_clip": (0.4, 0.4)},
+    ),
+    (
+        "left_out",
+        {"rollout/left_out_share": (0.1, 0.1)},
+        {"rollout/left_out_share": (0.04, 0.04)},
+    ),
+    (
+        "stragglers",
+        {"time/learner_idle": (0.9, 0.9), "time/rollout_idle": (0.9, 0.9)},
+        {"time/learner_idle": (0.9, 0.9), "time/rollout_idle": (0.4, 0.4)},
+    ),
 ]
 
 
@@ -193,7 +223,7 @@ def test_a_rule_names_its_cause_beyond_the_threshold_and_is_silent_below(
 
 def test_every_rule_has_a_case_or_a_real_run() -> None:
     names = {rule.name for rule in RULES}
-    assert names - {case[0] for case in CASES} == {"failed", "few_turns", "memorised"}
+    assert names - {case[0] for case in CASES} == {"failed", "few_turns", "memorised", "starved"}
     known = {name for rule in RULES for name in rule.explains}
     assert known <= names
     order = [rule.name for rule in RULES]
@@ -210,6 +240,10 @@ def test_every_advice_names_settings_that_exist(tmp_path: Path) -> None:
             flags |= set(re.findall(r"--([a-z][\w.-]+)", finding.advice))
     flags -= {"check", "resume"}  # of gspo-env envs and train
     owners = {"aggregation": "loss", "correction": "loss", "gamma": "advantage"}
+    servers = override(Config(), {"engine": "vllm-server"})
+    for flag in ("replicas", "max-server-restarts"):
+        flags.discard(flag)
+        resolve(servers, flag.replace("-", "_"))
     for flag in flags:
         plain = flag.replace("-", "_")
         last = plain.rpartition(".")[2]
@@ -258,7 +292,8 @@ def test_a_run_of_an_older_version_says_what_cannot_be_judged(tmp_path: Path) ->
     )
     diagnosis = diagnose(read_run(tmp_path))
     assert diagnosis.findings == ()
-    assert len(diagnosis.not_judged) == len(RULES) - 1
+    judged = {rule.name for rule in RULES} - set(diagnosis.not_judged)
+    assert judged == {"failed", "workers", "left_out"}
     assert any("no training step" in note for note in diagnosis.notes)
 
 
@@ -297,6 +332,20 @@ def test_the_age_of_what_is_played_ahead_is_no_difference_of_engine_and_trainer(
     metrics = {"train/logprob_diff_mean": (0.05, 0.05), "train/sync_logprob_diff": (probe, probe)}
     folder = write(tmp_path, metrics, settings={"supply": {"max_staleness": 2}})
     assert found(folder) == names
+
+
+@pytest.mark.parametrize(("staleness", "names"), [(0, []), (2, ["starved"])])
+def test_a_learner_that_waits_is_no_fault_before_groups_are_played_ahead(
+    tmp_path: Path, staleness: int, names: list[str]
+) -> None:
+    metrics = {"time/learner_idle": (0.9, 0.9), "time/rollout_idle": (0.2, 0.2)}
+    folder = write(tmp_path, metrics, settings={"supply": {"max_staleness": staleness}})
+    assert found(folder) == names
+
+
+@pytest.mark.parametrize("name", ["rollout/workers_lost", "rollout/servers_lost"])
+def test_one_process_that_is_lost_for_good_is_said(tmp_path: Path, name: str) -> None:
+    assert found(write(tmp_path, {name: (0.0, 1.0)})) == ["workers"]
 
 
 @pytest.mark.parametrize(("tasks", "names"), [(3, ["memorised"]), (16, [])])

@@ -36,7 +36,7 @@ def test_the_end_has_the_curve_and_the_commands_to_look_evaluate_and_go_on() -> 
     assert closing(HISTORY, Path("runs/my run")) == [
         "eval/success \u2581\u2588\u2586 from 4.0% to 70.0%, best 90.0% after step 10",
         "Look:      gspo-env view 'runs/my run'",
-        "Evaluate:  gspo-env evaluate --model 'runs/my run'",
+        "Evaluate:  gspo-env evaluate 'runs/my run'",
         "Go on:     gspo-env train --resume 'runs/my run' --steps 40",
     ]
 
@@ -52,7 +52,7 @@ def test_a_best_model_is_named_where_it_is_better_than_the_last_by_more_than_cha
 ) -> None:
     line = (
         "The model after step 10 is better (90.0%; the last one has 70.0%): "
-        f"gspo-env evaluate --model {tmp_path}/checkpoints/best"
+        f"gspo-env evaluate {tmp_path}/checkpoints/best"
     )
     assert line not in closing(HISTORY, tmp_path, tasks=256)  # no such checkpoint is kept
     (tmp_path / "checkpoints" / "best" / "model").mkdir(parents=True)

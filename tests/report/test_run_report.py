@@ -236,12 +236,13 @@ def test_the_command_line_writes_beside_the_run_and_refuses_what_is_no_run(
     shutil.copytree(real, folder)
     monkeypatch.chdir(tmp_path)
     main(["report", str(folder), "--no-browser"])
+    main(["report", str(folder.parent), "--no-browser"])
     assert (folder / "report" / "report.html").is_file()
     main(["report", str(folder), str(folder), str(real), "--no-browser", "--markdown"])
     assert "## Diagnosis" in (tmp_path / "report" / "report.md").read_text()
     assert "2 runs" in (tmp_path / "report" / "report.html").read_text()  # one is named twice
     capsys.readouterr()
-    for arguments in ([], [""], [str(tmp_path)]):
+    for arguments in ([], [""], [str(tmp_path / "none")]):
         with pytest.raises(SystemExit) as end:
             main(["report", *arguments, "--no-browser"])
         assert end.value.code == 2

@@ -7,6 +7,7 @@ with Ray.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from gspo_env.config import Config
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
+from gspo_env.report import diagnose, read_run
 from gspo_env.rollout import workers
 from gspo_env.rollout.collector import Collector, GroupJob
 from gspo_env.rollout.faults import FaultLog
@@ -225,6 +227,27 @@ def test_restarts_are_bounded_and_the_error_names_the_last_task(chat, server):
         collect(collector)
     assert len(handles) == 5
     assert collector.crew.lost == 5
+
+
+@pytest.mark.parametrize(
+    ("restarts", "said"), [(8, "2 workers were started again and 0 lost"), (1, "1 lost for good")]
+)
+def test_diagnose_names_workers_that_die(chat, server, tmp_path, restarts, said):
+    config = settings("ray:3", max_worker_restarts=restarts)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with crew_of(config, chat, Engine(fleet(server))) as (collector, handles):
+        for step in range(1, 3):
+            while collector.metrics()["rollout/workers"] < 3:  # one that starts is not replaced
+                time.sleep(0.01)
+            handles[step - 1].kill()
+            while collector.crew.lost < step:
+                time.sleep(0.01)
+            row = {"step": step, "time": 0, "metrics": collector.metrics()}
+            with (tmp_path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    (finding,) = diagnose(read_run(tmp_path)).findings
+    assert finding.name == "workers"
+    assert said in finding.text
 
 
 def test_a_worker_that_cannot_start_is_not_started_again(chat, server):

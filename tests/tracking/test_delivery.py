@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from gspo_env.errors import OutputError
 from gspo_env.tracking import MLflow, NoTracker, RunInfo, Several, start
-from gspo_env.tracking.delivery import Cursor
+from gspo_env.tracking.delivery import Cursor, Delivery
 from gspo_env.tracking.traces import Span, Trace
 
 
@@ -134,6 +134,25 @@ def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_th
     assert store.stored == {f"train-{step}-0-0": end for step, end in ends.items()}
     assert len(store.texts) == len(parts)
     assert store.ends == [("FINISHED", "")] * len(parts)
+
+
+def test_a_pause_that_ends_while_the_thread_does_not_run_is_no_reason_to_sleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver = Delivery._deliver
+
+    def late(self: Delivery) -> bool:
+        sent = deliver(self)
+        time.sleep(0.03)  # longer than a pause here, as on a busy machine
+        return sent
+
+    monkeypatch.setattr(Delivery, "_deliver", late)
+    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 1.0)
+    store = Store(plan=["before"] * 3)
+    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        tracker.log({"a": 1.0}, 0)
+    assert tracker.problems == []
+    assert len(store.points) == 1
 
 
 def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from gspo_env.tracking.panel import Numbers, Pace, Screen, duration
+from gspo_env.tracking.parts import part, running
 from gspo_env.tracking.progress import Progress
 
 HOSTILE = "hello \x1b[2J\x1b]0;title\x07 \u202e sk-abcdefghijklmnopqrstuvwxyz"
@@ -252,6 +253,23 @@ def test_no_text_and_no_size_breaks_the_picture(
         assert not any(ord(c) < 32 or 126 < ord(c) < 160 for s in line for c in s.text)
         for segment in line:
             segment.text.encode(encoding)
+
+
+def test_the_panel_shows_which_part_of_a_step_runs_now_and_for_how_long() -> None:
+    def shown(width: int) -> str:
+        console = Console(file=io.StringIO(), width=width, height=24, force_terminal=True)
+        with console.capture() as capture:
+            console.print(Screen(memory=lambda: "1.2 GB", phase="train", step=3, total=9))
+        return capture.get()
+
+    assert "now" not in shown(80)
+    with part("update"):
+        with part("scoring"):
+            assert "now" in shown(80)
+            assert "scoring 1 s" in shown(80)
+            assert "scoring 1 s" in shown(43)  # one line
+        assert "update 1 s" in shown(80)
+    assert running() is None
 
 
 def test_times_are_short() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gspo_env.cli.main import main
+from gspo_env.tracking import parts
 
 OWN = f"{Path(__file__).parents[2] / 'examples' / 'own_tracker.py'}:JsonLines"
 TINY = [
@@ -46,6 +47,21 @@ def test_two_trackers_by_name_of_which_one_always_fails(
     assert [line["step"] for line in lines if "eval/success" in line] == [0, 1]
     assert lines[-1] == {"step": "FINISHED"}
     assert list(Path("out/model").glob("*.safetensors"))
+
+
+def test_the_terminal_is_told_each_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen(list[parts.Part]):
+        names: list[str] = []  # noqa: RUF012
+
+        def append(self, part: parts.Part) -> None:
+            self.names.append(part.name)
+            super().append(part)
+
+    monkeypatch.setattr(parts, "_running", Seen())
+    main([*TINY, "--tracker", "none"])
+    step = ["rollout", "update", "scoring", "sync", "evaluation", "saving"]
+    assert Seen.names == ["sync", "evaluation", *step]
+    assert parts.running() is None
 
 
 @pytest.mark.parametrize(
