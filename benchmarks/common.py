@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,15 @@ def make_player(steps: int = 100) -> Player:
     chat = ChatTokenizer(tokenizer)
     warm_up(model, imitation_samples(demonstrations, chat), config, 0, lambda step, loss: None)
     return Player(model=model, tokenizer=tokenizer, chat=chat)
+
+
+def load_player(folder: str | Path) -> Player:
+    """Loads a saved model of the default recipe."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return Player(model=model, tokenizer=tokenizer, chat=ChatTokenizer(tokenizer))
 
 
 def make_collector(player: Player, config: RolloutConfig) -> Collector:

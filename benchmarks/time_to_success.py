@@ -135,8 +135,8 @@ class Lookup:
         return str(observation)
 
 
-def theirs(start: Path, out: Path, seed: int, steps: int) -> None:
-    """Trains with TRL."""
+def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
+    """Returns TRL's trainer, which writes the time of each step to a file."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -204,7 +204,7 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> None:
         disable_tqdm=True,
         logging_steps=10**6,
     )
-    trainer = GRPOTrainer(
+    return GRPOTrainer(
         model=model,
         args=settings,
         train_dataset=Dataset.from_list(rows),
@@ -213,7 +213,6 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> None:
         environment_factory=Lookup,
         callbacks=[Timer()],
     )
-    trainer.train()
 
 
 def reached(lines: list[Mapping[str, float]], goal: float) -> int | None:
@@ -287,7 +286,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.arm == "TRL":
         sys.path.append(chosen.packages)
-        theirs(Path(chosen.start), Path(chosen.out), chosen.seed, chosen.steps)
+        theirs(Path(chosen.start), Path(chosen.out), chosen.seed, chosen.steps).train()
         return
     if chosen.arm:
         kind = "outcome" if "outcome" in chosen.arm else "returns_to_go"

@@ -23,6 +23,10 @@ _DRAIN_SECONDS = 600.0
 """Maximum time that an update of the weights waits for requests in flight."""
 _PART = 64
 """Most tokens that are sampled at once where the end of an action is looked for afterwards."""
+_LARGEST = 2**63
+"""All ids are below it, because arrays hold them as 64-bit integers."""
+_SHOWN = 8
+"""Wrong values that an error shows."""
 _ROUNDING = 1e-4
 """Amount by which rounding may lift a log-probability above 0."""
 
@@ -284,7 +288,7 @@ def check_completion(done: Completion, sampling: Sampling, vocab_size: int | Non
     """
     if not isinstance(done, Completion):
         raise EngineError(f"an engine returned {type(done).__name__}; expected a Completion")
-    fault = _fault(done, sampling, math.inf if vocab_size is None else vocab_size)
+    fault = _fault(done, sampling, _LARGEST if vocab_size is None else vocab_size)
     if fault is not None:
         name, value, expected = fault
         shown = repr(value)
@@ -292,22 +296,24 @@ def check_completion(done: Completion, sampling: Sampling, vocab_size: int | Non
         raise EngineError(f"a completion is malformed: {name} is {shown}; expected {expected}")
 
 
-def _fault(done: Completion, sampling: Sampling, end: float) -> tuple[str, Any, str] | None:
+def _fault(done: Completion, sampling: Sampling, end: int) -> tuple[str, Any, str] | None:
     """Returns what is wrong with a completion, its value, and what is allowed."""
-    ids, logprobs = _vector(done.token_ids), _vector(done.logprobs)
-    if ids is None or ids.dtype.kind not in "iu":
+    ids, logprobs = _vector(done.token_ids, int, "iu"), _vector(done.logprobs, float, "fiu")
+    if ids is None:
         return "token_ids", done.token_ids, "a sequence of integers"
-    if logprobs is None or logprobs.dtype.kind not in "fiu":
+    if logprobs is None:
         return "logprobs", done.logprobs, "a sequence of numbers"
     count, most = len(ids), sampling.max_tokens
     if not 0 < count <= most:
         return "number of token_ids", count, f"1 to {most}"
     if len(logprobs) != count:
         return "number of logprobs", len(logprobs), f"{count}, as of token_ids"
-    if ids.min() < 0 or ids.max() >= end:
-        return "token_ids", _some(ids[(ids < 0) | (ids >= end)]), f"ids from 0 to below {end}"
-    if not (logprobs.max() <= _ROUNDING and logprobs.min() > -math.inf):  # False for NaN as well
-        return "logprobs", _some(logprobs), "finite numbers up to 0 (are the weights finite?)"
+    if min(ids) < 0 or max(ids) >= end:
+        wrong = [i for i in ids if not 0 <= i < end]
+        return "token_ids", wrong[:_SHOWN], f"ids from 0 to below {end}"
+    # no NaN is between two numbers
+    if odd := [p for p in logprobs if not -math.inf < p <= _ROUNDING]:
+        return "logprobs", odd[:_SHOWN], "finite numbers up to 0 (are the weights finite?)"
     if not isinstance(done.weights_version, Integral) or done.weights_version < 0:
         return "weights_version", done.weights_version, "an integer from 0"
     if done.weights_versions and not _are_runs(done, count):
@@ -318,7 +324,7 @@ def _fault(done: Completion, sampling: Sampling, end: float) -> tuple[str, Any, 
         return "finish_reason", done.finish_reason, repr(reason)
     if reason == "length" and count < most:
         return "number of token_ids", count, f"{most}, because no stop id ends them"
-    if not set(sampling.stop_ids).isdisjoint(done.token_ids[:-1]):
+    if not set(sampling.stop_ids).isdisjoint(ids[:-1]):
         return "token_ids", done.token_ids, "a stop id at the end only"
     return None
 
@@ -339,15 +345,18 @@ def _are_runs(done: Completion, tokens: int) -> bool:
     )
 
 
-def _vector(values: Any) -> np.ndarray[Any, Any] | None:
-    """Returns a flat sequence as an array; None if it is something else."""
+def _vector(values: Any, kind: type[float], kinds: str) -> Sequence[Any] | None:
+    """Returns a flat sequence of numbers; None if it is something else.
+
+    Args:
+        values: What should be one.
+        kind: The type of numbers that need no conversion.
+        kinds: The kinds of arrays that are accepted; see `numpy.dtype.kind`.
+    """
+    if type(values) is tuple and values and set(map(type, values)) == {kind}:
+        return values
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, OverflowError):
         return None
-    return array if array.ndim == 1 else None
-
-
-def _some(values: np.ndarray[Any, Any]) -> list[Any]:
-    found: list[Any] = values[:8].tolist()
-    return found
+    return array.tolist() if array.ndim == 1 and array.dtype.kind in kinds else None

@@ -3,7 +3,8 @@
 Each session (an episode) keeps its slot of the key-value cache from turn to turn, so a new turn
 computes only its new tokens. Each step feeds one ragged row: one token of each sequence that
 decodes and the new prompt tokens of each turn that starts. A finished sequence leaves the batch at
-once. A prompt that is already cached in another slot is copied from there, not computed again.
+once. A prompt that is already cached in another slot is not computed again: both slots share its
+keys and values.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.direct import Direct, fast_forward
 from gspo_env.model.kv_cache import KVCache
+from gspo_env.model.kv_shared import Shared
+
+_LEAST_SHARED = 64
+"""Least tokens of a prompt that slots share; a copy of fewer costs less than another product."""
 
 
 @dataclass(slots=True)
@@ -40,6 +45,8 @@ class _Slot:
     session: str | None = None
     tokens: list[int] = field(default_factory=list)
     """The ids whose keys and values are in the cache."""
+    shared: Shared | None = None
+    """The place of the first of them, if other slots begin with the same."""
     busy: bool = False
 
 
@@ -85,6 +92,8 @@ class TransformersEngine:
         self._free = list(range(max_slots))  # a heap: low slots first keep the cache dense
         self._sessions: dict[str, _Slot] = {}  # the oldest first
         self._prefixes: dict[tuple[int, ...], _Slot] = {}
+        self._users = [0] * max_slots
+        """How many slots begin with each shared prompt."""
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._cache = KVCache(model, max_slots, max_context)
@@ -150,6 +159,7 @@ class TransformersEngine:
         self._sessions.clear()
         self._slots = [_Slot(slot.index) for slot in self._slots]
         self._free = [slot.index for slot in self._slots]
+        self._users = [0] * len(self._slots)
         self.weights_version = version
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
@@ -159,7 +169,7 @@ class TransformersEngine:
         """
         self._prefixes.clear()
         for slot in self._slots:
-            slot.tokens = []
+            self._empty(slot)
         for request in self._running:
             request.pending = request.prompt + request.token_ids
         for request in [*self._running, *self._waiting]:
@@ -212,8 +222,10 @@ class TransformersEngine:
             if request.session is not None:
                 slot.session = request.session
                 self._sessions[request.session] = slot
-        held = _common(slot.tokens, request.prompt)
-        slot.tokens = slot.tokens[: min(held, len(request.prompt) - 1)]
+        held = min(_common(slot.tokens, request.prompt), len(request.prompt) - 1)
+        if slot.shared is not None and held < slot.shared.length:
+            self._empty(slot)
+        slot.tokens = slot.tokens[:held]
         slot.busy = True
         request.slot = slot
         request.pending = request.prompt[len(slot.tokens) :]
@@ -232,14 +244,35 @@ class TransformersEngine:
     def _fork(
         self, slot: _Slot, prompt: list[int], key: tuple[int, ...], fresh: set[tuple[int, ...]]
     ) -> None:
-        source = self._prefixes.get(key)
-        slot.tokens = slot.tokens if source is slot else []
-        if source is None or source.tokens[: len(prompt) - 1] != prompt[:-1]:
+        source, length = self._prefixes.get(key), len(prompt) - 1
+        if source is not slot:
+            self._empty(slot)
+        if source is None or not _begins(source, prompt):
             self._prefixes[key] = slot
             fresh.add(key)
         elif source is not slot:
-            self._cache.copy(source.index, slot.index, len(prompt) - 1)
+            self._continue(slot, source, length)
             slot.tokens = prompt[:-1]
+
+    def _continue(self, slot: _Slot, source: _Slot, length: int) -> None:
+        """Gives a slot the first keys and values of another one.
+
+        They are shared, or copied if they are few, or if the device has no products for that.
+        """
+        if source.shared is None and length >= _LEAST_SHARED and self._cache.shares:
+            source.shared = Shared(index=self._users.index(0), length=length)
+            self._cache.share(source.index, source.shared, len(source.tokens))
+            self._users[source.shared.index] = 1
+        if source.shared is None:
+            self._cache.copy(source.index, slot.index, length)
+        else:
+            slot.shared = source.shared
+            self._users[source.shared.index] += 1
+
+    def _empty(self, slot: _Slot) -> None:
+        if slot.shared is not None:
+            self._users[slot.shared.index] -= 1
+        slot.tokens, slot.shared = [], None
 
     def _step(self) -> None:
         for request in self._running:
@@ -252,7 +285,10 @@ class TransformersEngine:
         feeds = self._feeds(rows)
         starts = [len(s.tokens) for s in slots]
         direct = self._direct if self._direct and self._direct.usable else None
-        logits = self._cache.forward(self._model, [s.index for s in slots], starts, feeds, direct)
+        shared = [s.shared for s in slots]
+        logits = self._cache.forward(
+            self._model, [s.index for s in slots], starts, feeds, direct, shared
+        )
         self.fed_tokens += sum(map(len, feeds))
         for request, slot, feed in zip(rows, slots, feeds, strict=True):
             slot.tokens.extend(feed)
@@ -338,6 +374,14 @@ def sample(
     # float64 holds every id and every float32 exactly
     picked = torch.cat([ids.double(), logprobs.gather(-1, ids).double()], dim=-1).tolist()
     return [int(token) for token, _ in picked], [logprob for _, logprob in picked]
+
+
+def _begins(slot: _Slot, prompt: list[int]) -> bool:
+    """Returns whether a slot has all but the last token of a prompt, all of them shared or none."""
+    length = len(prompt) - 1
+    if slot.shared is not None and slot.shared.length != length:
+        return False
+    return slot.tokens[:length] == prompt[:-1]
 
 
 def _common(held: list[int], prompt: list[int]) -> int:

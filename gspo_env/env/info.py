@@ -176,12 +176,14 @@ def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader])
     """Parses the fields of an `info`; keys without a reader go to `extra`."""
     if not isinstance(info, dict):
         raise _fault(env_id, f"{method} info", info, "a dict")
-    read = {
-        key: _value(env_id, f"{method} info[{key!r}]", info[key], reader)
-        for key, reader in readers.items()
-        if info.get(key) is not None
-    }
-    extra = {key: value for key, value in info.items() if key not in readers}
+    read: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for key, value in info.items():
+        reader = readers.get(key)
+        if reader is None:
+            extra[key] = value
+        elif value is not None:
+            read[key] = _value(env_id, f"{method} info[{key!r}]", value, reader)
     return {**read, "extra": extra} if extra else read
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from gspo_env.batch.upload import upload
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import Ragged, sdpa
+from gspo_env.model.kv_shared import Behind, Shared, SharedPrompts
 
 _FIRST_CAPACITY = 128
 _MAX_SPAN_RATIO = 2
@@ -23,6 +24,9 @@ _MAX_SPAN_RATIO = 2
 _MOST_SCORES = 1 << 22
 """Scores that are held at once; with more, the fused kernel holds blocks of them."""
 
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+Before = tuple[Tensor, Tensor]
+"""Outputs and logarithms of normalisers; see `Behind.attend`."""
 Forward = Callable[[Tensor, Tensor, Tensor, Ragged], Tensor]
 """A forward pass: takes ids (T,), positions (T,), the tokens to predict behind (B,) and the
 attention; returns logits (B, V)."""
@@ -36,11 +40,34 @@ class KVCache:
         self._max_context = max_context
         self._capacity = min(_FIRST_CAPACITY, max_context)
         self._layers: dict[int, Tensor] = {}
+        self._shared = SharedPrompts()
         self._device = next(model.parameters()).device
 
     def drop(self) -> None:
         """Frees the memory."""
         self._layers.clear()
+        self._shared.layers.clear()
+
+    @property
+    def shares(self) -> bool:
+        """Whether slots can share a prompt: on a CPU in float32, where the kernels take it."""
+        held = self._layers.values()
+        return self._device.type == "cpu" and all(t.dtype is torch.float32 for t in held)
+
+    @torch.inference_mode()
+    def share(self, slot: int, shared: Shared, held: int) -> None:
+        """Moves the first keys and values of a slot to a shared prompt.
+
+        Args:
+            slot: The slot; those behind the prompt move to its start.
+            shared: The place, which must be free.
+            held: How many tokens the slot holds.
+        """
+        for number, layer in self._layers.items():
+            own = layer[:, slot]
+            self._shared.put(number, shared.index, own[:, :, : shared.length])
+            rest = own[:, :, shared.length : held].clone()
+            own[:, :, : held - shared.length] = rest
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of a slot to another."""
@@ -56,19 +83,24 @@ class KVCache:
         starts: list[int],
         feeds: list[list[int]],
         direct: Forward | None = None,
+        shared: list[Shared | None] | None = None,
     ) -> Tensor:
         """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V).
 
         Args:
             model: The causal LM.
             slots: (B,) the slots.
-            starts: (B,) how many tokens each slot holds before.
+            starts: (B,) how many tokens each slot holds before, those of a shared prompt included.
             feeds: (B,) the new tokens.
             direct: Runs the forward pass in place of the model.
+            shared: (B,) the shared prompts that the slots begin with; None if none does.
         """
-        sizes = [len(feed) for feed in feeds]
-        self._reserve(max(a + n for a, n in zip(starts, sizes, strict=True)))
-        step = _Step(self, slots, starts, feeds)
+        shared = shared or [None] * len(slots)
+        ends = [start + len(feed) for start, feed in zip(starts, feeds, strict=True)]
+        if (longest := max(ends)) > self._max_context:
+            raise EngineError(f"{longest} tokens do not fit a context of {self._max_context}")
+        self._reserve(max(end - _length(s) for end, s in zip(ends, shared, strict=True)))
+        step = _Step(self, slots, starts, feeds, shared)
         if direct is not None:
             return direct(step.ids_T, step.positions_T, step.last_B, step)
         if model.training:
@@ -91,8 +123,6 @@ class KVCache:
         return self._layers[index]
 
     def _reserve(self, length: int) -> None:
-        if length > self._max_context:
-            raise EngineError(f"{length} tokens do not fit a context of {self._max_context}")
         while self._capacity < length:
             more = min(self._capacity, self._max_context - self._capacity)
             self._capacity += more
@@ -104,25 +134,38 @@ class _Step:
     """`Ragged` attention of one step: where each token is written and which positions it sees."""
 
     def __init__(
-        self, cache: KVCache, slots: list[int], starts: list[int], feeds: list[list[int]]
+        self,
+        cache: KVCache,
+        slots: list[int],
+        starts: list[int],
+        feeds: list[list[int]],
+        shared: list[Shared | None],
     ) -> None:
         self._cache = cache
-        sizes = [len(feed) for feed in feeds]
-        slot_B, start_B, size_B = (np.array(x, dtype=np.int64) for x in (slots, starts, sizes))
+        sizes, before = [len(feed) for feed in feeds], [_length(s) for s in shared]
+        slot_B, start_B, size_B, before_B = (
+            np.array(x, dtype=np.int64) for x in (slots, starts, sizes, before)
+        )
         first_B = np.cumsum(size_B) - size_B
         row_T = np.repeat(np.arange(len(slots)), size_B)
         offset_T = np.arange(len(row_T)) - first_B[row_T]
         ids_T = np.array([i for feed in feeds for i in feed], dtype=np.int64)
-        arrays = [ids_T, start_B[row_T] + offset_T, first_B + size_B - 1, slot_B[row_T]]
+        positions_T = start_B[row_T] + offset_T
+        start_B = start_B - before_B  # from here on, places in the slot
+        places_T = start_B[row_T] + offset_T
+        arrays = [ids_T, positions_T, first_B + size_B - 1, slot_B[row_T], places_T]
+        self._behind = Behind(shared, row_T, positions_T) if before_B.any() else None
         # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
         members = [m for m in (size_B == 1, size_B > 1) if m.any()]
         groups = [_Rows(slot_B[m], start_B[m], size_B[m], first_B[m]) for m in members]
         order_T = np.argsort(size_B[row_T] > 1, kind="stable")  # the groups one after the other
         arrays.append(np.argsort(order_T))
-        tensors = iter(upload([*arrays, *(a for g in groups for a in g.arrays)], cache._device))
-        self.ids_T, self.positions_T, self.last_B, self._slot_T, restore_T = islice(tensors, 5)
-        for group in groups:
-            group.place(*islice(tensors, len(group.arrays)))
+        parts: list[_Rows | Behind] = [*groups, *([self._behind] if self._behind else [])]
+        tensors = iter(upload([*arrays, *(a for p in parts for a in p.arrays)], cache._device))
+        self.ids_T, self.positions_T, self.last_B = islice(tensors, 3)
+        self._slot_T, self._places_T, restore_T = islice(tensors, 3)
+        for part in parts:
+            part.place(*islice(tensors, len(part.arrays)))
         self._written: dict[int, Tensor] = {}
         self._groups, self._restore = groups, restore_T if len(groups) > 1 else None
 
@@ -140,7 +183,10 @@ class _Step:
         rows = self._rows(keys)
         for held, new in ((keys, key), (values, value)):
             held.view(-1, held.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
-        outs = [group.attend(query, keys, values, scale, window) for group in self._groups]
+        before = None
+        if self._behind is not None:
+            before = self._behind.attend(query, self._cache._shared.layers[layer], scale, window)
+        outs = [group.attend(query, keys, values, scale, window, before) for group in self._groups]
         return outs[0] if self._restore is None else torch.cat(outs).index_select(0, self._restore)
 
     def _rows(self, keys: Tensor) -> Tensor:
@@ -148,7 +194,7 @@ class _Step:
         _, heads, capacity, _ = keys.shape
         if heads not in self._written:
             head = torch.arange(heads, device=keys.device)
-            row_TH = (self._slot_T[:, None] * heads + head) * capacity + self.positions_T[:, None]
+            row_TH = (self._slot_T[:, None] * heads + head) * capacity + self._places_T[:, None]
             self._written[heads] = row_TH.flatten()
         return self._written[heads]
 
@@ -192,47 +238,104 @@ class _Rows:
         self._mask = self._distance >= 0
 
     def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        window: int | None,
+        before: Before | None,
     ) -> Tensor:
+        """Returns the outputs of the rows' tokens, (T, H, D).
+
+        Args:
+            query: (T, H, D) of all tokens.
+            keys: Of the layer, as are the values.
+            values: See `keys`.
+            scale: The scale of the scores.
+            window: The number of last tokens that a token sees.
+            before: What `Behind.attend` returned; None if no row has a shared prompt.
+        """
         mask = self._mask if window is None else self._mask & (self._distance < window)
         if self._decode:
-            return self._attend_one(query, keys, values, scale, mask)
+            return self._attend_one(query, keys, values, scale, mask, before)
         q = query[self._index].transpose(1, 2)
+        if before is not None:
+            before = before[0][self._index].transpose(1, 2), before[1][self._index].transpose(1, 2)
         k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
-        out = _few_queries(q, k, v, scale, mask).transpose(1, 2).flatten(0, 1)
+        out = _few_queries(q, k, v, scale, mask, before).transpose(1, 2).flatten(0, 1)
         return out if self._real is None else out.index_select(0, self._real)
 
     def _attend_one(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scale: float,
+        mask: Tensor,
+        before: Before | None,
     ) -> Tensor:
         """Attends with one query per row; the heads of a group become the queries of one head."""
-        q = query.index_select(0, self._index[:, 0]).view(
-            len(self._index), keys.shape[1], -1, query.shape[-1]
-        )
+        q = self._one_each(query, keys.shape[1])
+        norm = None if before is None else self._one_each(before[1][..., None], keys.shape[1])
+        if before is not None and norm is not None:
+            before = self._one_each(before[0], keys.shape[1]), norm[..., 0]
         if self._span is None:
             k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
-            return _few_queries(q, k, v, scale, mask).flatten(1, 2)
+            return _few_queries(q, k, v, scale, mask, before).flatten(1, 2)
         low, high = self._span
-        if not self._dense:
-            q = q.new_zeros(high - low, *q.shape[1:]).index_copy_(0, self._slots, q)
         k, v = (t[low:high, :, : self._length] for t in (keys, values))
-        out = _few_queries(q, k, v, scale, mask)
+        out = _few_queries(q, k, v, scale, mask, before)
         return (out if self._dense else out.index_select(0, self._slots)).flatten(1, 2)
 
+    def _one_each(self, tensor: Tensor, heads: int) -> Tensor:
+        """Converts (T, H, D) to (B, Hkv, G, D), of the whole span if there is one."""
+        taken = tensor.index_select(0, self._index[:, 0])
+        taken = taken.view(len(taken), heads, -1, tensor.shape[-1])
+        if self._span is None or self._dense:
+            return taken
+        low, high = self._span
+        return taken.new_zeros(high - low, *taken.shape[1:]).index_copy_(0, self._slots, taken)
 
-def _few_queries(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+
+def _length(shared: Shared | None) -> int:
+    return 0 if shared is None else shared.length
+
+
+def _few_queries(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, before: Before | None = None
+) -> Tensor:
     """Attends with a few queries per row, (B, H, Q, D); keys and values are (B, Hkv, L, D).
 
     On a CPU in float32 two batched products take about half of the time of the fused kernel, whose
     blocks are made for many queries. The queries of a group share their keys in one product.
+    `before` has outputs (B, H, Q, D) and logarithms of normalisers (B, H, Q) over other keys.
     """
     rows, heads, queries, size = q.shape
     shared, length = k.shape[1:3]
     few = rows * heads * queries * length <= _MOST_SCORES
     if q.device.type != "cpu" or q.dtype is not torch.float32 or not few:
-        return sdpa(q, k, v, scale, mask, causal=False)
+        return _fused(q, k, v, scale, mask, before)
     hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
     hidden = hidden.expand(-1, heads, queries, -1).reshape(rows * shared, -1, length)
     flat = q.reshape(rows * shared, -1, size)
     scores = torch.baddbmm(hidden, flat, k.flatten(0, 1).transpose(1, 2), alpha=scale)
-    return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(q.shape)
+    if before is None:
+        return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(q.shape)
+    # the other keys are one more column
+    column = before[1].reshape(rows * shared, -1, 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)
+    out = torch.bmm(weights[..., :-1], v.flatten(0, 1)).view(q.shape)
+    return torch.addcmul(out, weights[..., -1].reshape(*q.shape[:3], 1), before[0])
+
+
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, before: Before | None
+) -> Tensor:
+    if before is None:
+        return sdpa(q, k, v, scale, mask, causal=False)
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    out, norm = _flash(q, k, v, attn_mask=hidden, scale=scale)
+    return torch.lerp(before[0], out, torch.sigmoid(norm - before[1])[..., None])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +21,10 @@ _SHARE = 8
 class BoundedCache(Generic[R]):
     """Calls a function and keeps its last results, as many as fit.
 
+    The results are in two generations. A full young generation becomes the old one, and the old one
+    is dropped; what is used again moves back to the young one. So a frequent result is found
+    without a lock.
+
     Args:
         function: A function of positional, hashable arguments.
         most: Bytes of all arguments and results that are kept.
@@ -29,28 +32,40 @@ class BoundedCache(Generic[R]):
 
     def __init__(self, function: Callable[..., R], most: int) -> None:
         self._function, self._most = function, most
-        self._entries: OrderedDict[Any, tuple[R, int]] = OrderedDict()
+        self._young: dict[Any, tuple[R, int]] = {}
+        self._old: dict[Any, tuple[R, int]] = {}
         self._lock = threading.Lock()
-        self.bytes = 0
+        self._bytes = [0, 0]
+
+    @property
+    def bytes(self) -> int:
         """Estimated bytes of the entries."""
+        return sum(self._bytes)
 
     def __call__(self, *args: Any) -> R:
         """Returns the result for the arguments."""
-        with self._lock:
-            if args in self._entries:
-                self._entries.move_to_end(args)
-                return self._entries[args][0]
-        result = self._function(*args)
-        size = _ENTRY + _size(args) + _size(result)
-        if size * _SHARE > self._most:
-            return result
-        with self._lock:
-            if args not in self._entries:
-                self._entries[args] = result, size
-                self.bytes += size
-            while self.bytes > self._most:
-                self.bytes -= self._entries.popitem(last=False)[1][1]
-        return result
+        found = self._young.get(args)
+        if found is not None:
+            return found[0]
+        found = self._old.get(args)
+        if found is None:
+            result = self._function(*args)
+            found = result, _ENTRY + _size(args) + _size(result)
+        if found[1] * _SHARE <= self._most:
+            with self._lock:
+                self._keep(args, found)
+        return found[0]
+
+    def _keep(self, args: Any, entry: tuple[R, int]) -> None:
+        if args in self._young:
+            return
+        if 2 * (self._bytes[0] + entry[1]) > self._most:
+            self._young, self._old = {}, self._young
+            self._bytes = [0, self._bytes[0]]
+        self._young[args] = entry
+        self._bytes[0] += entry[1]
+        if self._old.pop(args, None) is not None:
+            self._bytes[1] -= entry[1]
 
 
 def _size(value: Any) -> int:

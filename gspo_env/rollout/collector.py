@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -14,23 +13,20 @@ from types import MappingProxyType
 from gspo_env.engines.base import (
     Engine,
     NamedTensors,
-    Sampling,
     UpdatesInFlight,
-    check_completion,
 )
-from gspo_env.errors import ChatTemplateError, EnvironmentContractError
-from gspo_env.rollout.conversation import Opening, Transcript
 from gspo_env.rollout.draw import Draw
-from gspo_env.rollout.faults import EnvironmentFailed, describe, refuse_failures
-from gspo_env.rollout.play import ENDED, Move, Situation, conclude
+from gspo_env.rollout.faults import refuse_failures
+from gspo_env.rollout.play import ENDED, conclude
+from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.stragglers import Pace
 from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.rollout.waits import Heartbeat, Wait, Waits
+from gspo_env.rollout.waits import Heartbeat, Waits
 from gspo_env.seeding import derive_seed
-from gspo_env.types import Episode, Group, StopReason, Task
+from gspo_env.types import Episode, Group, Task
 
 logger = logging.getLogger(__name__)
 
@@ -131,23 +127,55 @@ class Collector:
                 many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of one task have different keys.
         """
-        size = group_size or self.config.group_size
         heat = self.config.temperature if temperature is None else temperature
-        gate = asyncio.Semaphore(self.config.concurrency)
-        jobs = [
+        groups = await self._play(self._jobs(tasks, seed, group_size, heat, held_out))
+        return self.accept(groups)
+
+    async def collect_both(
+        self, tasks: Sequence[Task], *, seed: int
+    ) -> tuple[list[Group], list[Group]]:
+        """Plays each task once sampled and once greedily, at the same time.
+
+        Args:
+            tasks: The tasks.
+            seed: See `collect`.
+
+        Raises:
+            RolloutError: See `collect`.
+            EnvironmentContractError: See `collect`.
+        """
+        sampled = self._jobs(tasks, seed, 1, self.config.temperature)
+        greedy = self._jobs(tasks, seed, 1, 0.0)
+        # the two episodes of a task are neighbours, because they have the same prompt
+        pairs = [job for pair in zip(sampled, greedy, strict=True) for job in pair]
+        groups = self.accept(await self._play(pairs))
+        return groups[::2], groups[1::2]
+
+    def _jobs(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        group_size: int | None,
+        temperature: float,
+        held_out: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> list[GroupJob]:
+        return [
             GroupJob(
                 task=task,
                 seed=seed,
                 place=p,
-                group_size=size,
-                temperature=heat,
+                group_size=group_size or self.config.group_size,
+                temperature=temperature,
                 held_out=held_out,
             )
             for p, task in enumerate(tasks)
         ]
+
+    async def _play(self, jobs: Sequence[GroupJob]) -> list[Group]:
+        gate = asyncio.Semaphore(self.config.concurrency)
         async with _one_error(), asyncio.TaskGroup() as running:
             played = [running.create_task(self.play(job, gate)) for job in jobs]
-        return self.accept([group.result() for group in played])
+        return [group.result() for group in played]
 
     async def play(self, job: GroupJob, gate: asyncio.Semaphore) -> Group:
         """Plays the episodes of one group; `accept` then checks the groups of a batch.
@@ -211,7 +239,7 @@ class Collector:
 
     async def _attempt(self, draw: Draw, seed: int, temperature: float) -> Episode:
         wait = self._waits.begin(draw.task)
-        policy = _EnginePolicy(self, wait, seed, temperature)
+        policy = EnginePolicy(self, wait, seed, temperature)
         try:
             episode = await play_pooled(
                 self.pool,
@@ -290,94 +318,3 @@ async def _one_error() -> AsyncIterator[None]:
         yield
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-class _EnginePolicy:
-    """Samples the actions of one episode from an engine, token-exact."""
-
-    def __init__(self, collector: Collector, wait: Wait, seed: int, temperature: float) -> None:
-        self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
-        self.wait, task = wait, wait.task
-        self.session = f"{task.env_id}:{task.seed}:{seed}"
-        self.sessions = {self.session}
-        self.seed, self.temperature = seed, temperature
-        self.vocab_size, self.weights_stay = collector.vocab_size, collector._weights_stay
-        self.transcript: Transcript | None = None
-        self.unfit: int | None = None
-
-    async def __call__(self, now: Situation) -> Move:
-        """See `gspo_env.rollout.play.Policy`."""
-        if self.transcript is None:
-            self.transcript = Transcript(self.chat, now.prompt)
-        opening = self._read(self.transcript, now)
-        asked = now.request.max_tokens
-        limit = self.limits.max_turn_tokens if asked is None else asked
-        limit = min(limit, self.limits.max_turn_tokens)
-        if len(opening.ids) + limit > self.limits.max_context:
-            self.unfit = None if now.turn else len(opening.ids)
-            return Move(stop=StopReason.MAX_CONTEXT, prompt_tokens=len(opening.ids))
-        sampling = Sampling(
-            max_tokens=limit,
-            temperature=self.temperature,
-            stop_ids=self.chat.stop_ids,
-            ends=self.chat.ends(now.request.stop),
-            seed=derive_seed(self.seed, now.turn),
-        )
-        await self.weights_stay.wait()
-        started = time.perf_counter()
-        session = self._session(self.transcript, opening.session)
-        self.wait.on("the engine", now.turn)
-        done = await self.engine.generate(opening.ids, sampling, session)
-        self.wait.on("their environments", now.turn)
-        check_completion(done, sampling, self.vocab_size)
-        saying = self.transcript.write(done.token_ids)
-        return Move(
-            text=_until(self.chat.decode(done.token_ids), now.request.stop),
-            message=saying.message,
-            parent=opening.parent,
-            fork=opening.fork,
-            prompt_ids=opening.prompt_ids,
-            prompt_tokens=len(opening.ids),
-            action_ids=done.token_ids,
-            logprobs=done.logprobs,
-            weights_version=done.weights_version,
-            weights_versions=done.weights_versions,
-            seconds=time.perf_counter() - started,
-            stop=StopReason.MAX_TURN_TOKENS if done.finish_reason == "length" else None,
-        )
-
-    def release(self) -> None:
-        """Drops what the engine caches of the episode."""
-        for session in self.sessions:
-            self.engine.release(session)
-
-    def _read(self, transcript: Transcript, now: Situation) -> Opening:
-        """Returns the prompt.
-
-        Raises:
-            EnvironmentFailed: The template refuses the conversation that the environment gave.
-        """
-        try:
-            return transcript.read(now.observation, now.role, now.request)
-        except ChatTemplateError as error:
-            if not now.request.messages:
-                raise
-            told = EnvironmentContractError(f"{now.env}: the conversation of info: {error}")
-            raise EnvironmentFailed(describe("reading its conversation", told)) from error
-
-    def _session(self, transcript: Transcript, number: int) -> str:
-        """Names the cache of a sequence; releases the caches that are not used any more."""
-        names = {self._name(n) for n in transcript.session_ids()}
-        for name in self.sessions - names:
-            self.engine.release(name)
-        self.sessions = names
-        return self._name(number)
-
-    def _name(self, number: int) -> str:
-        return f"{self.session}/{number}" if number else self.session
-
-
-def _until(text: str, stop: Sequence[str]) -> str:
-    """Returns a text up to the first of the stop texts."""
-    places = [place for place in map(text.find, stop) if place >= 0]
-    return text[: min(places)] if places else text

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from gspo_env.rollout.cache import BoundedCache
 from gspo_env.rollout.literal import Literal
 from gspo_env.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
+_CACHE = 1 << 24
+"""Bytes of the actions that are kept with their texts."""
 _END_OF_REASONING = "</think>"
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKUP = re.compile(r"\s*[^\w\s.,;:!?'()\"]")
@@ -127,6 +130,7 @@ class Parser:
 
     def __init__(self, tokenizer: Any, texts: Literal, *, splits: bool) -> None:
         self._tokenizer, self._texts, self._splits = tokenizer, texts, splits
+        self._read = BoundedCache(self._decode, _CACHE)
         self._has_schema = getattr(tokenizer, "response_template", None) is not None
 
     def parse(
@@ -150,11 +154,7 @@ class Parser:
         """
         ids = tuple(action_ids)
         ended = bool(ids) and ids[-1] in stop_ids
-        text = self._texts.decode(ids[:-1] if ended else ids)
-        literal = text
-        if ended:  # a control token is decoded apart from what is before it
-            control = self._texts.text.controls.get(ids[-1])
-            literal = self._texts.decode(ids) if control is None else text + control.content
+        text, literal = self._read(ids, ended)
         places = [p for p in (text.find(self._texts.hide(word)) for word in stop) if p >= 0]
         text = text[: min(places)] if places else text
         fields: dict[str, Any] = {}
@@ -163,6 +163,15 @@ class Parser:
         if not fields:
             fields = self._by_tag(text)
         return Saying(literal=literal, text=text, length=length, texts=self._texts, **fields)
+
+    def _decode(self, ids: tuple[int, ...], ended: bool) -> tuple[str, str]:
+        """Returns the literal text of an action without its end, and with it."""
+        text = self._texts.decode(ids[:-1] if ended else ids)
+        if not ended:
+            return text, text
+        # a control token is decoded apart from what is before it
+        control = self._texts.text.controls.get(ids[-1])
+        return text, self._texts.decode(ids) if control is None else text + control.content
 
     def _by_tag(self, text: str) -> dict[str, Any]:
         before, tag, behind = text.partition(_END_OF_REASONING)

@@ -19,6 +19,7 @@ from jinja2 import nodes
 
 from gspo_env.errors import ChatTemplateError
 from gspo_env.rollout.bounds import parser
+from gspo_env.rollout.cache import BoundedCache
 from gspo_env.rollout.literal import Literal
 from gspo_env.rollout.slots import Parts, Shape, Slot, Text
 from gspo_env.rollout.speech import Parser
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 History = typing.Literal["template", "keep", "refuse"]
 
+_CACHE = 1 << 24
+"""Bytes of the observations that are kept with their ids."""
 _FIRST, _ACTION, _NEXT = range(3)
 """Places of the messages in the conversation that shows how a turn is added."""
 
@@ -54,6 +57,7 @@ class ChatTokenizer:
         source = str(tokenizer.chat_template)
         splits = "reasoning" in source or "thinking" in source
         self.parser = Parser(tokenizer, self.literal, splits=splits)
+        self._following = BoundedCache(self._follow, _CACHE)
         self._after = lru_cache(8)(self._after_action)
         self._turn = {"user": Shape(roles=("user", "assistant", "user"))}
         tool = Shape(roles=("user", "assistant", "tool"))
@@ -91,6 +95,9 @@ class ChatTokenizer:
 
     def follow(self, observation: str, last_id: int, role: str = "user") -> tuple[int, ...]:
         """Returns the ids that follow an action whose last sampled id is `last_id`."""
+        return self._following(observation, last_id, role)
+
+    def _follow(self, observation: str, last_id: int, role: str) -> tuple[int, ...]:
         shape, texts = self._turn.get(role, self._turn["user"]), ("", "", observation)
         parts = self.template.with_empty(shape, texts, self._after)
         end, rest = _split_end(parts)

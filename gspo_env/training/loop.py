@@ -360,6 +360,5 @@ class Loop:
 async def evaluate(collector: Collector, tasks: Sequence[Task]) -> Evaluation:
     """Plays the tasks once sampled at the training temperature and once greedily."""
     started = time.perf_counter()
-    sampled = await collector.collect(tasks, seed=0, group_size=1)
-    greedy = await collector.collect(tasks, seed=0, group_size=1, temperature=0.0)
+    sampled, greedy = await collector.collect_both(tasks, seed=0)
     return Evaluation.of(sampled, greedy, time.perf_counter() - started)

@@ -8,10 +8,13 @@ import random
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from gspo_env.engines import transformers
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.transformers import TransformersEngine, sample
 from gspo_env.errors import EngineError
+from gspo_env.model import kv_cache
 
 
 def plain_logprobs(model, ids, count, temperature=1.0):
@@ -207,3 +210,48 @@ def test_a_device_without_float64_samples_the_same():
         logits.as_subclass(OnApple).double()
     settings = [1.0, 0.0, 0.5], [0.3, 0.9, 0.999]
     assert sample(logits.as_subclass(OnApple), *settings) == sample(logits, *settings)
+
+
+def windowed():
+    """A model whose second layer sees 9 tokens."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
+    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**shape, **heads, **window)).eval()
+
+
+@pytest.mark.parametrize("most_scores", [1 << 22, 0], ids=["products", "fused kernel"])
+@pytest.mark.parametrize("kind", ["default", "windowed"])
+def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
+    model, kind, most_scores, monkeypatch
+):
+    monkeypatch.setattr(kv_cache, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(transformers, "_LEAST_SHARED", 16)
+    model = windowed() if kind == "windowed" else model
+    engine = TransformersEngine(model, max_slots=9, max_context=400, max_step_tokens=50)
+    rng = random.Random(0)
+    prompts = [random_ids(rng, 17, 70), random_ids(rng, 17, 70), [*range(1, 30)], [*range(1, 45)]]
+
+    async def episode(n, prompt, turns):
+        ids, log, own = list(prompt), [], random.Random(n)
+        for k in range(turns):
+            sampling = Sampling(max_tokens=own.randrange(1, 9), seed=10 * n + k)
+            done = await engine.generate(list(ids), sampling, f"s{n}")
+            log.append((list(ids), done))
+            ids += [*done.token_ids, *random_ids(own, 1, 12)]
+            if own.random() < 0.2:  # an edit, sometimes of the prompt itself
+                ids = ids[: own.randrange(5, len(ids))]
+        engine.release(f"s{n}")
+        return log
+
+    async def play():
+        jobs = [episode(n, prompts[n % 5 % 4], 1 + n % 6) for n in range(40)]
+        return await asyncio.gather(*jobs)
+
+    asyncio.run(play())
+    for log in asyncio.run(play()):  # again, in slots that others have used
+        for prompt, done in log:
+            expected = plain_logprobs(model, prompt + list(done.token_ids), len(done.token_ids))
+            assert torch.tensor(done.logprobs).sub(expected).abs().max() < 1e-5
+    assert engine._cache._shared.layers

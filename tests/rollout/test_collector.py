@@ -540,3 +540,19 @@ def test_an_environment_that_runs_out_of_an_iterator_is_an_error_and_does_not_ha
     running = collector(player, lambda: Exhausted(), episode_timeout=20.0)
     with pytest.raises(RolloutError, match="StopIteration"):
         play(running, tasks=1)
+
+
+def test_sampled_and_greedy_episodes_at_the_same_time_are_those_of_one_after_the_other(player):
+    def make():
+        return make_env(player.env_id)
+
+    tasks = [Task(env_id="test", seed=n) for n in range(6)]
+    both = collector(player, make, Recording, concurrency=5)
+    sampled, greedy = asyncio.run(both.collect_both(tasks, seed=3))
+    apart = collector(player, make, concurrency=5)
+    wanted = play(apart, tasks=6, size=1, seed=3), play(apart, 6, 1, seed=3, temperature=0.0)
+    for found, expected in zip((sampled, greedy), wanted, strict=True):
+        assert [g.task for g in found] == tasks
+        actions = [[t.action_ids for t in e.turns] for e in episodes(found)]
+        assert actions == [[t.action_ids for t in e.turns] for e in episodes(expected)]
+    assert len(both.engine.log) == 12  # no two episodes share a session
