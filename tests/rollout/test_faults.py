@@ -342,7 +342,7 @@ def test_a_call_that_never_returns_costs_one_attempt_and_is_counted(player):
 
 def test_too_many_threads_that_hang_stop_the_run(player):
     env = type("Fresh", (Stuck,), {"stuck": set(range(5)), "release": threading.Event()})
-    running = collector(player, env, episode_timeout=0.5, max_turn_tokens=400)
+    running = collector(player, env, episode_timeout=3.0, max_turn_tokens=400)
     running.pool.max_stuck = 2
     try:
         with pytest.raises(RolloutError, match=r"3 environments hang.*rollout.isolation"):

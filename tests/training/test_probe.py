@@ -107,10 +107,10 @@ def test_a_weight_that_missed_an_update_stops_the_run(learner, chat, missed):
 def test_an_engine_that_does_not_answer_is_named(learner, chat):
     engine = Copying(learner.policy)
 
-    async def generate(*_):
+    async def silent(*_):
         await asyncio.sleep(60.0)
 
-    engine.generate = generate
+    engine.generate_on = silent
     with pytest.raises(EngineError, match=r"did not answer a probe of 16 tokens within 0\.1 s"):
         probed(engine, learner, chat, episode_timeout=0.1)
 
