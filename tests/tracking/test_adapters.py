@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from pathlib import Path
 
 import pytest
@@ -183,8 +184,14 @@ def read_wandb(path: Path):
 def test_wandb_ends_a_failed_run_with_an_exit_code(tmp_path: Path, status, code) -> None:
     info = RunInfo(name="bad", folder=tmp_path)
     start(WandB(mode="offline"), info).finish(status)
-    records = read_wandb(next(tmp_path.glob("wandb/offline-run-*/*.wandb")))
-    assert next(r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit") == code
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    codes: list[int] = []
+    end = time.monotonic() + 60.0
+    while not codes and time.monotonic() < end:  # another process of wandb writes the file
+        time.sleep(0.1)
+        kinds = ((r, r.WhichOneof("record_type")) for r in read_wandb(path))
+        codes = [record.exit.exit_code for record, kind in kinds if kind == "exit"]
+    assert codes == [code]
 
 
 def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path: Path) -> None:
