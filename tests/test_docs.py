@@ -120,7 +120,8 @@ def test_the_architecture_table_lists_the_import_layers_in_order():
 @pages
 def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name in ("examples", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "run.toml").touch()
     (tmp_path / "mine.py").symlink_to(ROOT / "examples" / "own_estimator.py")
     saved = tmp_path / "runs/Lookup-v0-seed0-1/checkpoints/step-000001"
