@@ -84,7 +84,7 @@ print(json.dumps(found))
 
 
 def main() -> None:
-    """Prints the CPU seconds of each round and the ratio of the medians."""
+    """Prints the CPU seconds of each round and the median ratio of the pairs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
@@ -99,8 +99,8 @@ def main() -> None:
             for tracker, values in found.items():
                 values.append(train(tracker, options.steps, Path(folder), n))
                 print(f"round {n}: {tracker:<6} {values[-1]:.2f} CPU seconds", flush=True)
-    none, mlflow = (statistics.median(values) for values in found.values())
-    print(f"MLflow / none, medians: {mlflow / none:.4f}")
+    ratios = [with_it / none for none, with_it in zip(*found.values(), strict=True)]
+    print(f"MLflow / none, median of the pairs: {statistics.median(ratios):.4f}")
     print(f"the panel, share of one core: {panel():.4f}")
 
 
