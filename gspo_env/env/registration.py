@@ -203,6 +203,8 @@ def _near_argument(env_id: str, error: BaseException) -> str:
         return "."
     creator = load_env_creator(creator) if isinstance(creator, str) else creator
     known = list(inspect.signature(creator).parameters)
+    if "Did you mean" in str(error):  # Python 3.13 and later say it
+        return ""
     near = difflib.get_close_matches(found[1], known, n=1)
     return f", did you mean {near[0]}?" if near else f", it has {', '.join(known) or 'none'}."
 
