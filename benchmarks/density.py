@@ -30,6 +30,7 @@ from density_learning import (
     ARMS,
     DECISIONS,
     DENSITIES,
+    FIRST_SEED,
     GROUP,
     LATE,
     LENGTH_ARMS,
@@ -180,42 +181,59 @@ def interval(values: np.ndarray) -> str:
     return f"{values.mean():.3f} ({low:.3f} to {high:.3f})"
 
 
+def slope_of(gains_MD: np.ndarray) -> str:
+    """Formats the mean slope of the logarithms over those of the densities, and its interval."""
+    slopes = np.polyfit([math.log(rho) for rho in DENSITIES], gains_MD.T, 1)[0]  # (models,)
+    low, high = paired_interval(slopes)
+    return f"{slopes.mean():.2f} ({low:.2f} to {high:.2f})"
+
+
+def measured(updates: Mapping[str, Mapping[str, Any]], arm: str, what: str) -> np.ndarray:
+    """Returns the signal or noise of the updates by an arm, (models, densities)."""
+    models = range(FIRST_SEED, FIRST_SEED + MODELS)
+    return np.array(
+        [[updates[f"{rho.denominator}-{n}"][arm][what] for rho in DENSITIES] for n in models]
+    )
+
+
+def left_out(values_MD: np.ndarray) -> np.ndarray:
+    """Returns pseudo-values of the jackknife of the log of a mean over models, (M, D)."""
+    models = len(values_MD)
+    others_MD = (values_MD.sum(0) - values_MD) / (models - 1)
+    return models * np.log(values_MD.mean(0)) - (models - 1) * np.log(others_MD)
+
+
 def noise_table(updates: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the table of the noise of updates of the tiny model, beside the exact one."""
-    arms = [name for name in ARMS if name != "outcome"]
-    noise = {
-        (rho, arm): np.array(
-            [updates[f"{rho.denominator}-{n}"][arm]["noise"] for n in range(MODELS)]
-        )
-        for rho in DENSITIES
-        for arm in ARMS
-    }
+    """Returns the table of the SNR and noise of updates of the tiny model, beside the exact one.
+
+    The mean of the signal over models is used, since that of one model can be below 0; its interval
+    is from the jackknife over models.
+    """
     exact = {"returns_to_go": ReturnsToGo(), "immediate": ReturnsToGo(gamma=0.0)}
     make = next(iter(SWEEPS.values()))
     head = ["credit", *(f"density {rho}" for rho in DENSITIES), "slope (95 % interval)"]
     lines = [row(head), row(["---"] * len(head))]
-    x = [math.log(rho) for rho in DENSITIES]
-    for arm in arms:
-        values = gains(make, exact[arm], noise=NOISE)
-        value, low, high = slope(x, np.log(values))
-        lines.append(row([f"`{arm}`, exact", *(f"{v:.2f}" for v in values), f"{value:.2f}"]))
-        gain = np.array([np.log(noise[rho, "outcome"] / noise[rho, arm]) for rho in DENSITIES])
-        slopes = np.polyfit(x, gain, 1)[0]  # (models,)
-        low, high = paired_interval(slopes)
-        shown = f"{slopes.mean():.2f} ({low:.2f} to {high:.2f})"
-        cells = [f"{v:.2f}" for v in np.exp(gain.mean(1))]
-        lines.append(row([f"`{arm}`, tiny model", *cells, shown]))
+    noise = {arm: np.log(measured(updates, arm, "noise")) for arm in ARMS}
+    size = {arm: left_out(measured(updates, arm, "signal")) for arm in ARMS}
+    for arm, estimator in exact.items():
+        values = gains(make, estimator, noise=NOISE)
+        value, _, _ = slope([math.log(rho) for rho in DENSITIES], np.log(values))
+        lines.append(row([f"`{arm}`, exact SNR", *(f"{v:.2f}" for v in values), f"{value:.2f}"]))
+        less_noise = noise["outcome"] - noise[arm]
+        for name, of in (("SNR", less_noise + size[arm] - size["outcome"]), ("noise", less_noise)):
+            cells = [f"{v:.2f}" for v in np.exp(of.mean(0))]
+            lines.append(row([f"`{arm}`, tiny model, {name}", *cells, slope_of(of)]))
     return "\n".join(lines)
 
 
 def signal_line(updates: Mapping[str, Mapping[str, Any]]) -> str:
-    """Says whether the arms have the same expected update, as unbiased ones must."""
-    of = {arm: [u[arm]["signal"] for u in updates.values()] for arm in ARMS}
-    base = np.array(of["immediate"])
+    """Says whether the arms have the same expected update, up to the factor of their baselines."""
+    of = {arm: measured(updates, arm, "signal").mean(1) for arm in ARMS}  # (models,)
+    base = of["immediate"]
     parts = []
     for arm in ("outcome", "returns_to_go"):
-        low, high = paired_interval(np.array(of[arm]) - base)
-        mean, size = np.mean(of[arm]), base.mean()
+        low, high = paired_interval(of[arm] - base)
+        mean, size = of[arm].mean(), base.mean()
         parts.append(f"`{arm}` {mean / size:.2f} ({1 + low / size:.2f} to {1 + high / size:.2f})")
     return f"Mean update along that of `immediate`, over it: {', '.join(parts)}."
 
@@ -329,16 +347,9 @@ def draw(rows: Rows, updates: Mapping[str, Any]) -> None:
     make, found = next(iter(SWEEPS.values())), curves(rows, right)
     x = [float(rho) for rho in DENSITIES]
     axes[0].loglog(x, gains(make, ReturnsToGo(gamma=0.0), noise=NOISE), "--", label="exact")
-    gain = [
-        [
-            updates[f"{rho.denominator}-{n}"]["outcome"]["noise"]
-            / updates[f"{rho.denominator}-{n}"]["immediate"]["noise"]
-            for n in range(MODELS)
-        ]
-        for rho in DENSITIES
-    ]
-    middle = np.exp(np.log(gain).mean(1))
-    bounds = [np.exp(paired_interval(np.log(of))) for of in gain]
+    gain = np.log(measured(updates, "outcome", "noise") / measured(updates, "immediate", "noise"))
+    middle = np.exp(gain.mean(0))
+    bounds = [np.exp(paired_interval(of)) for of in gain.T]
     error = np.abs(np.array(bounds).T - middle)
     axes[0].errorbar(x, middle, error, fmt="o", label="tiny model")
     axes[0].set(title="noise of outcome / immediate", xlabel="density")

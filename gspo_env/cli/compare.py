@@ -26,6 +26,9 @@ class Compare(Run):
     """An axis of the grid, as NAME=VALUE,VALUE: a setting and its values. Repeat it for more."""
     seeds: int = 5
     """Paired seeds."""
+    first_seed: int = 0
+    """The first of the seeds. Choose another one to confirm a result on seeds that no setting was
+    picked with."""
     metric: str = "eval/success"
     """The metric that is compared."""
     target: float = 0.0
@@ -65,7 +68,8 @@ class Compare(Run):
         from gspo_env.compare.rounds import Rounds
         from gspo_env.report.comparison import write_report
 
-        options = {name: getattr(self, name) for name in ("seeds", "metric", "target", "workers")}
+        names = ("seeds", "first_seed", "metric", "target", "workers")
+        options = {name: getattr(self, name) for name in names}
         comparison = parse(self.tables, self.arm, self.resolved, **options)
         base = next(iter(comparison.problems.values()))
         folder = Path(base.output or "comparisons/comparison")

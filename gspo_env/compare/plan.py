@@ -40,6 +40,8 @@ class Comparison:
     """The first is the baseline of the others."""
     axes: tuple[str, ...] = ()
     seeds: int = 5
+    first_seed: int = 0
+    """The seeds are this one and the next; another one makes a study on fresh seeds."""
     metric: str = "eval/success"
     """The metric that is compared; `rollout/...` has a value at every step."""
     target: float = 0.0
@@ -51,8 +53,11 @@ class Comparison:
         """Rejects arms that cannot be compared."""
         names = [arm.name for arm in self.arms]
         twice = next((n for n in names if names.count(n) > 1), None)
-        if self.seeds < 1 or self.workers < 0:
-            raise ConfigError("seeds has to be at least 1 and workers at least 0")
+        if self.seeds < 1 or self.workers < 0 or self.first_seed < 0:
+            raise ConfigError(
+                f"seeds is {self.seeds}, workers {self.workers} and first_seed {self.first_seed}; "
+                "expected at least 1, 0 and 0"
+            )
         for problem in self.problems.values():
             for arm in self.arms:
                 _refuse_other_tasks(problem, arm)
@@ -115,7 +120,7 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
 
 _OPTIONS: dict[str, Any] = {
     **{"seeds": int, "workers": int, "target": float, "metric": str, "difference": float},
-    **{"like": str, "until": float, "budget": str, "most_seeds": int},
+    **{"first_seed": int, "like": str, "until": float, "budget": str, "most_seeds": int},
 }
 _TABLES = {"grid": (list, "lists"), "arms": (dict, "tables"), "problems": (dict, "tables")}
 
@@ -153,7 +158,7 @@ def parse(
         tables: `grid`, `arms` and `problems`, as `check_table` gives them.
         axes: `name=value,value`, each an axis of the grid.
         base: The config that the problems change.
-        options: `seeds`, `metric`, `target` and `workers`.
+        options: `seeds`, `first_seed`, `metric`, `target` and `workers`.
 
     Raises:
         ConfigError: A name is unknown or a value invalid.

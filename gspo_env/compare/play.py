@@ -243,6 +243,7 @@ def _describe(comparison: Comparison) -> dict[str, Any]:
         "arms": [arm.name for arm in comparison.arms],
         "problems": list(comparison.problems),
         "seeds": comparison.seeds,
+        "first_seed": comparison.first_seed,
         "metric": comparison.metric,
     }
 
@@ -271,7 +272,7 @@ def _claim(comparison: Comparison, output: Path) -> None:
 
 def planned(comparison: Comparison, output: Path) -> Iterator[Run]:
     """Yields every run of a comparison, seed by seed."""
-    for seed in range(comparison.seeds):
+    for seed in range(comparison.first_seed, comparison.first_seed + comparison.seeds):
         for problem in comparison.problems:
             for arm in comparison.arms:
                 config = comparison.config(problem, arm, seed)

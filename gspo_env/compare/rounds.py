@@ -42,7 +42,7 @@ class Planned:
         runs = list(planned(comparison, output))
         if comparison.seeds > PILOT and not self._announce(runs, comparison, say):
             say(f"No earlier runs: the first {PILOT} seeds are the pilot")
-            play([run for run in runs if run.seed < PILOT])
+            play([run for run in runs if run.seed < comparison.first_seed + PILOT])
             self._announce(runs, comparison, say)
         return play(runs)
 
@@ -51,7 +51,7 @@ class Planned:
         seeds = _common_seeds(runs)
         if seeds < PILOT:
             return False
-        results = [read(run) for run in runs if run.seed < seeds]
+        results = [read(run) for run in runs if run.seed < comparison.first_seed + seeds]
         count = comparisons(comparison, with_first=True)
         spread = spreads(areas_by_arm(comparison, results))
         for line in lines(spread, self.difference, comparison.seeds, count):
@@ -101,7 +101,7 @@ class Rounds:
             run
             for run in planned(dataclasses.replace(comparison, seeds=seeds), output)
             if run.arm.name not in self.pruned[run.problem]
-            or run.seed < self.pruned[run.problem][run.arm.name].seeds
+            or run.seed - comparison.first_seed < self.pruned[run.problem][run.arm.name].seeds
         ]
 
     def _affordable(
@@ -151,4 +151,5 @@ class Rounds:
 def _common_seeds(runs: Sequence[Run]) -> int:
     """Counts the first seeds of which every run has a result."""
     missing = [run.seed for run in runs if not has_result(run)]
-    return min(missing, default=max(run.seed for run in runs) + 1)
+    seeds = [run.seed for run in runs]
+    return min(missing, default=max(seeds) + 1) - min(seeds)
