@@ -6,9 +6,9 @@ environment with the model that all of them start from, and compares the episode
 stopped; `... table --output FOLDER` prints what is there. It needs the extra `agents` and node.
 
 Every arm reads the same rows and draws the same tasks and tokens from a seed. `native` is
-`gspo/Lookup-v0` over these rows, which rewards each hop at its turn; `native-end` pays the same
-rewards at the last turn, as the reward functions of the programs do. After a call that cannot be
-parsed the native environment goes on with an error message, and the agents end with that text.
+`gspo/Lookup-v0` over these rows: it rewards each hop at its turn, and after a call that cannot be
+parsed it goes on with an error message. `native-end` does what the programs do: it pays the same
+rewards at the last turn, and such a call ends the episode, since the agents return it as text.
 
 The rule was written before any form was trained: success on 400 held-out tasks after 40 updates of
 `--tasks` tasks, each form played through its own program, is on the mean of seeds 0, 1 and 2 within
@@ -89,13 +89,16 @@ class Native(LookupEnv):
 
 
 class NativeEnd(Native):
-    """The same with all rewards at the last turn."""
+    """The same with what the agents do: rewards at the last turn, no turn after a broken call."""
 
     gives_outcome = False
 
     def step(self, action: str) -> StepResult:
         """Keeps rewards back until the end."""
         observation, reward, terminated, truncated, info = super().step(action)
+        if info.get("malformed_calls"):
+            terminated, truncated, self._ended = True, False, True
+            info["success"] = False
         self._kept = reward + (self._kept if self._turn > 1 else 0.0)
         reward = self._kept if terminated or truncated else 0.0
         return observation, reward, terminated, truncated, info
@@ -285,17 +288,17 @@ def table(options: argparse.Namespace) -> None:
 
 
 def same(options: argparse.Namespace) -> None:
-    """Plays the same held-out tasks from the start in all arms and compares the episodes."""
+    """Plays the same held-out tasks from the start and compares the episodes of all arms."""
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
     imitating(folder, options)
     played: dict[str, list[Episode]] = {}
-    for arm in options.arms:
+    first, *others = dict.fromkeys(["native-end", *options.arms])
+    for arm in (first, *others):
         agent = make_arm(arm, folder, 0, options)
         played[arm] = evaluate(agent, options.episodes)
         agent.close()
-    first = options.arms[0]
-    for arm in options.arms[1:]:
+    for arm in others:
         pairs = list(zip(played[first], played[arm], strict=True))
         equal = [ids(one) == ids(two) for one, two in pairs]
         paid = sum(abs(sum(a.rewards) - sum(b.rewards)) < 1e-9 for a, b in pairs)
