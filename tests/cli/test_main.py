@@ -22,6 +22,9 @@ TINY = [
 ]
 
 
+pytestmark = pytest.mark.usefixtures("quick_store")
+
+
 @pytest.fixture(autouse=True)
 def _folder(tmp_path, monkeypatch):
     """Each test runs in a new working folder."""

@@ -60,15 +60,9 @@ def engine(parts):
     running.close()
 
 
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory):
-    return tmp_path_factory.mktemp("warm-ups")
-
-
 @pytest.fixture
-def same_start(kept, tmp_path, monkeypatch):
-    """Runs of this file find the warm-up of the first one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+def same_start(shared_warm_ups, tmp_path, monkeypatch):
+    """Runs of this file find the warm-up of the first one, and have a folder each."""
     monkeypatch.chdir(tmp_path)
 
 
