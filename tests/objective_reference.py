@@ -1,4 +1,4 @@
-"""A reference for the objectives in NumPy float64, written from the equations, for tests.
+"""A reference for the objectives in NumPy float64, written from the equations.
 
 It uses loops and closed-form gradients on purpose, and shares no code with `objectives.py`.
 """
