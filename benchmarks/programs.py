@@ -1,24 +1,18 @@
-"""Programs as environments: their cost, what they leave behind, their failures, and learning.
+"""Programs as environments: their cost, what they leave behind, and their failures.
 
 `python benchmarks/programs.py load` plays 256 programs at once against an engine that answers at
 once, and then 1,000 episodes. It prints our own processor time a turn and what is left of them.
 `... faults` trains while 20 % of the programs crash, hang or send garbage, and compares our counts
-with those of the programs. `... forms` trains the four look-up agents of `examples/agents` and the
-native environment from one start that imitated captured conversations; it needs the extra `agents`
-and node. One training takes 40 s of the processor for the native environment, 5 minutes for a
-Python agent, of which most is its client, and longer for node, of which each episode is a process:
-more than an hour in all. `--arms`, `--seeds`, `--steps` and `--tasks` make it shorter.
+with those of the programs. Whether agents learn as the native environment does is in `forms.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import copy
 import gc
 import json
 import logging
-import math
 import random
 import tempfile
 import threading
@@ -28,35 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import numpy as np
 import psutil
+from forms import ENV, add_settings, imitating, lookup, make_agent
 
-from gspo_agents.gspo import GSPOAgent
-from gspo_env.cli.capture import to_lines
-from gspo_env.config import Config
 from gspo_env.env.registration import make_env
-from gspo_env.env.tools import format_tool_call
-from gspo_env.importing import load_module
-from gspo_env.recipes.base import Recipe
-from gspo_env.recipes.embedded import build, imitation_samples, warm_up
-from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.play import play_now
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.retry import play_pooled
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Task
 
-ENV = "gspo/Program-v0"
-EXAMPLES = Path(__file__).parents[1] / "examples" / "agents"
-TASKS = load_module(str(EXAMPLES / "lookup_tasks.py"))
 TURNS = 8
-LIMITS = {"max_turn_tokens": 32, "max_context": 512}
-FORMS: dict[str, dict[str, Any]] = {
-    "openai": {"program": f"{EXAMPLES / 'lookup_openai.py'}:run"},
-    "openai-agents": {"program": f"{EXAMPLES / 'lookup_openai_agents.py'}:run"},
-    "langgraph": {"program": f"{EXAMPLES / 'lookup_langgraph.py'}:run"},
-    "node": {"command": ["node", str(EXAMPLES / "lookup.js")]},
-}
 CLIENT_SECONDS: list[float] = []
 """Processor seconds of each program's own thread."""
 
@@ -193,89 +167,16 @@ def follow(task: dict[str, Any], http: httpx2.Client, fault: str | None) -> str:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": word})
 
 
-def lookup(folder: Path, **kwargs: Any) -> dict[str, Any]:
-    """Returns the arguments of the look-up task."""
-    data = folder / "lookup.jsonl"
-    if not data.exists():
-        data.write_text("".join(f"{json.dumps(TASKS.make_task(n))}\n" for n in range(2000)))
-    rewards = [f"{EXAMPLES / 'lookup_tasks.py'}:{name}" for name in ("right", "hops")]
-    return {"data": str(data), "rewards": rewards, "success": 1.0, "max_turns": 8, **kwargs}
-
-
-def captured(folder: Path, count: int, slips: float = 0.1, early: float = 0.5) -> Path:
-    """Plays the plain agent with a scripted policy and writes the conversations to a file.
-
-    A word is wrong with probability `slips`, and a share of the episodes answers one hop early. The
-    file has the form that `gspo-env capture` writes and `--conversations` reads.
-    """
-    env = make_env(ENV, **lookup(folder, **FORMS["openai"]))
-    episodes = []
-    for n in range(count):
-        rng, row = random.Random(n), n % 1800
-        task = TASKS.make_task(row)
-        hops = len(task["path"]) - (rng.random() < early)
-
-        def act(now: Any, task: Any = task, hops: int = hops, rng: Any = rng) -> str:
-            word = now.observation.split('"')[1] if now.turn == 0 else now.observation
-            word = rng.choice(list(task["links"])) if rng.random() < slips else word
-            if now.turn >= hops:
-                return f"<answer>{word}</answer>"
-            return format_tool_call("lookup", {"key": word})
-
-        episodes.append(play_now(env, Task(env_id=ENV, seed=n, options={"row": row}), act))
-    env.close()
-    played = [episode for episode in episodes if not episode.failed]
-    right = np.mean([bool(episode.success) for episode in played])
-    print(f"captured {len(played)} of {count} conversations, {right:.0%} of them right", flush=True)
-    path = folder / "captured.jsonl"
-    path.write_text("".join(f"{line}\n" for episode in played for line in to_lines(episode)))
-    return path
-
-
-def imitating(folder: Path, options: argparse.Namespace) -> tuple[Any, Any]:
-    """Builds the tiny model and lets it imitate captured conversations of the plain agent."""
-    path, native = captured(folder, options.captured), "gspo/Lookup-v0"
-    config = Tiny(conversations=str(path), imitation_steps=options.imitation_steps)
-    model, tokenizer, episodes = build({native: make_env(native)}, config, 0)
-    samples = imitation_samples(episodes, ChatTokenizer(tokenizer))
-    warm_up(model, samples, config, 0, lambda step, loss: None)
-    return model, tokenizer
-
-
-def train(
-    start: tuple[Any, Any], env: str, kwargs: dict[str, Any], seed: int, options: Any
-) -> tuple[GSPOAgent, list[dict[str, float]]]:
-    """Trains a copy of the start; returns the metrics of each step."""
-    config = Config.from_recipe(
-        Recipe(),
-        env=env,
-        env_kwargs=kwargs,
-        seed=seed,
-        steps=options.steps,
-        tasks_per_step=options.tasks,
-        eval_every=options.steps,
-        eval_tasks=options.eval_tasks,
-        rollout=LIMITS,
-        loss={"clip_low": 0.03, "clip_high": 0.05},
-        learner={
-            "learning_rate": options.learning_rate,
-            "warmup_steps": options.warmup_steps,
-        },
-        tracker="none",
-        output=tempfile.mkdtemp(prefix="programs-"),
-    )
-    model, tokenizer = copy.deepcopy(start[0]), start[1]
-    agent = GSPOAgent(model, config=config, tokenizer=tokenizer)
-    COUNTS.clear()
-    return agent, [metrics for _, metrics in agent.train()]
-
-
 def faults(options: argparse.Namespace) -> None:
     """Trains while one program in five fails, and compares the counts of both sides."""
     with tempfile.TemporaryDirectory() as name:
-        start = imitating(Path(name), options)
-        kwargs = lookup(Path(name), program=unreliable, silence=SILENCE)
-        agent, history = train(start, ENV, kwargs, 0, options)
+        folder = Path(name)
+        imitating(folder, options)
+        kwargs = lookup(folder, program=unreliable, silence=SILENCE)
+        evaluations = {"eval_every": options.steps, "eval_tasks": options.eval_tasks}
+        agent = make_agent(ENV, kwargs, folder, 0, options, **evaluations)
+        COUNTS.clear()
+        history = [metrics for _, metrics in agent.train()]
     agent.close()
     total: Counter[str] = Counter()
     for metrics in history:
@@ -291,50 +192,15 @@ def faults(options: argparse.Namespace) -> None:
     print(f"success    {success[0]:.1%} -> {success[-1]:.1%} in {options.steps} updates")
 
 
-def forms(options: argparse.Namespace) -> None:
-    """Trains each form of the agent and the native environment from one start."""
-    results: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as name:
-        start = imitating(Path(name), options)
-        arms = {form: lookup(Path(name), **program) for form, program in FORMS.items()}
-        for arm in options.arms:
-            for seed in range(options.seeds):
-                began = time.perf_counter()
-                env = "gspo/Lookup-v0" if arm == "native" else ENV
-                agent, history = train(start, env, arms.get(arm, {}), seed, options)
-                agent.close()
-                success = [m["eval/success"] for m in history if "eval/success" in m]
-                worst = max(m.get("train/logprob_diff_max", 0.0) for m in history)
-                results.setdefault(arm, []).append(success[-1])
-                print(
-                    f"{arm:14} seed {seed}: success {success[0]:.1%} -> {success[-1]:.1%}, engine "
-                    f"against trainer {worst:.1e}, {time.perf_counter() - began:.0f} s",
-                    flush=True,
-                )
-    print(f"| form | success after {options.steps} steps | difference to native, points |")
-    print("|---|---|---|")
-    native = float(np.mean(results.get("native", [math.nan])))
-    for arm, found in results.items():
-        mean = float(np.mean(found))
-        print(f"| {arm} | {mean:.1%} | {100 * (mean - native):+.1f} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("load", "faults", "forms"))
+    parser.add_argument("what", choices=("load", "faults"))
     parser.add_argument("--command", default="", help="load: a command in place of the function")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--tasks", type=int, default=16, help="tasks of a step")
     parser.add_argument("--eval-tasks", type=int, default=200)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--arms", nargs="+", choices=("native", *FORMS), default=["native", *FORMS])
-    parser.add_argument("--captured", type=int, default=1000, help="conversations to imitate")
-    parser.add_argument("--imitation-steps", type=int, default=250)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--warmup-steps", type=int, default=5)
+    add_settings(parser)
     options = parser.parse_args()
     logging.getLogger("gspo_env").setLevel(logging.CRITICAL)
-    {"load": load, "faults": faults, "forms": forms}[options.what](options)
+    {"load": load, "faults": faults}[options.what](options)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import random
 import sys
 
+from gspo_env.env.base import extract_tag
 from gspo_envs.lookup import WORDS
 
 PROMPT = (
@@ -25,7 +26,7 @@ def make_task(seed):
 
 def right(attempt):
     """1.0 for the right answer, which the program returned."""
-    return float(attempt.result == f"<answer>{attempt.row['path'][-1]}</answer>")
+    return float(extract_tag(attempt.result or "", "answer") == attempt.row["path"][-1])
 
 
 def hops(attempt):

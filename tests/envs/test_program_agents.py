@@ -16,15 +16,12 @@ from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 from gspo_env.importing import load_module
 from gspo_env.recipes.base import Recipe
+from gspo_env.types import Task
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 TASKS = load_module(str(EXAMPLES / "lookup_tasks.py"))
-FORMS = {
-    "openai": {"program": f"{EXAMPLES / 'lookup_openai.py'}:run"},
-    "openai-agents": {"program": f"{EXAMPLES / 'lookup_openai_agents.py'}:run"},
-    "langgraph": {"program": f"{EXAMPLES / 'lookup_langgraph.py'}:run"},
-    "node": {"command": ["node", str(EXAMPLES / "lookup.js")]},
-}
+STUDY = load_module(str(EXAMPLES.parents[1] / "benchmarks" / "forms.py"))
+FORMS = STUDY.FORMS
 pytestmark = pytest.mark.agents
 forms = pytest.mark.parametrize("form", FORMS)
 
@@ -55,6 +52,26 @@ def test_an_agent_asks_as_the_native_environment_does(form, kwargs):
     assert (terminated, info["success"]) == (True, True)
     assert reward == pytest.approx(1.0 + 0.2 * len(task["path"]))
     env.close()
+
+
+@forms
+def test_an_agent_plays_the_native_episode_id_by_id(form, kwargs, player):
+    played = []
+    for env, given in (
+        (STUDY.NATIVE["native-end"], {"data": kwargs["data"]}),
+        ("gspo/Program-v0", kwargs),
+    ):
+        config = Config.from_recipe(
+            Recipe(), env=env, env_kwargs=given, rollout=STUDY.LIMITS, tracker="none"
+        )
+        agent = GSPOAgent(player.model, config=config, tokenizer=player.tokenizer)
+        tasks = [Task(env_id=agent.env_id, seed=n, options={"row": n}) for n in range(6)]
+        played.append([e for group in agent.evaluate(tasks, 2) for e in group.episodes])
+        agent.close()
+    for one, two in zip(*played, strict=True):
+        assert STUDY.ids(one) == STUDY.ids(two)
+        assert one.rewards == pytest.approx(two.rewards)
+        assert (one.success, one.stop_reason) == (two.success, two.stop_reason)
 
 
 @forms
