@@ -58,7 +58,7 @@ _OF_TURN = (
 )
 _OF_TOKENS = (
     *("prompt_ids", "action_ids", "engine_logprobs", "trainer_logprobs", "advantages", "ratios"),
-    *("clipped", "entropies"),
+    *("clipped", "entropies", "token_versions"),
 )
 
 
