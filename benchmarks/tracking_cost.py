@@ -43,7 +43,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 from rich.console import Console
 
@@ -162,10 +161,11 @@ def main() -> None:
             found[tracker].append(made := train(tracker, options.steps))
             shown = "  ".join(f"{name} {value:.3f}" for name, value in made.items())
             print(f"round {n}: {tracker:<6} {shown}", flush=True)
+    step = middle(found["mlflow"], "tracker_steps") / (options.steps - 1)
     account = [one["tracker_steps"] / (one["cpu"] - one["in_steps"]) for one in found["mlflow"]]
     fixed = [one["tracker_fixed"] for one in found["mlflow"]]
     print(f"account: share of the steps {shown_all(account)}")
-    print(f"account: a step costs {1e3 * middle(found['mlflow'], 'tracker_steps') / (options.steps - 1):.1f} ms")
+    print(f"account: a step costs {1e3 * step:.1f} ms")
     print(f"account: fixed CPU seconds {shown_all(fixed)}")
     for what in ("cpu", "wall", "fixed_cpu", "whole_cpu", "whole_wall"):
         pairs = zip(found["none"], found["mlflow"], strict=True)

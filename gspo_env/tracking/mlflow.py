@@ -67,9 +67,10 @@ class MLflow:
     links to them, no copies."""
     register: str = ""
     """Name of a registered model, of which the trained model becomes a new version."""
-    traces: int = 2
+    traces: int = 1
     """Number of the episodes that the run keeps of each training step and of each evaluation,
-    sampled and greedy, that become traces; 0 for none."""
+    sampled and greedy, that become traces; 0 for none. More do while sending them computes less
+    than 0.5 % of the run's time."""
 
     def __post_init__(self) -> None:
         """Refuses an experiment without a name, and a model to register that is not logged."""
