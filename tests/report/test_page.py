@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo_env.cli.main import main
 from gspo_env.redaction import _LOOKS, MARK, redact_text
 from gspo_env.report.episodes_live import LiveServer
 from gspo_env.report.episodes_log import to_table
@@ -194,6 +195,20 @@ def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(
     assert "train" in page.read_text()
     assert "'\\x1b[31mstrange' is no id of an episode" in caplog.text
     assert "nested too deeply" in caplog.text
+
+
+def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    for name in ("view.html", "report/report.html"):
+        (run / name).mkdir(parents=True)  # stands for a disk that is read-only
+    for command in ("view", "report"):
+        with pytest.raises(SystemExit):
+            main([command, str(run), "--no-browser"])
+        assert "written, named with --out" in capsys.readouterr().err
+    main(["view", str(run), "--no-browser", "--out", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_a_live_page_follows_the_run(tmp_path: Path) -> None:
