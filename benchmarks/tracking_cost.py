@@ -136,7 +136,7 @@ def timed(name, work):
 Reporter._trace = timed("made", Reporter._trace)
 TraceWriter.write = timed("sent", TraceWriter.write)
 recipe = {"demonstrations": 300, "imitation_steps": 40}
-tracker = MLflow(traces=10**6)
+tracker = MLflow(traces=10**6, train_traces=10**6)
 config = Config.from_recipe(
     recipe=recipe, steps=3, eval_every=0, eval_tasks=64, tracker=tracker, output="traces"
 )

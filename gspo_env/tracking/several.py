@@ -56,9 +56,12 @@ class Several:
         fed = {n: choice for n, choice in choices.items() if not isinstance(choice, NoTracker)}
         tags = {name: redact_text(value) for name, value in run.tags.items()}
         run = replace(run, params=flatten(redact(run.params)), tags=tags)
-        self._least_traces = max(map(_traces, fed.values()), default=0)
+        self._least = {
+            kind: max((_least_traces(choice, kind) for choice in fed.values()), default=0)
+            for kind in ("traces", "train_traces")
+        }
         self._began, self._traced = time.monotonic(), 0
-        self._journal = Journal(run, files=bool(fed), traces=self._least_traces > 0)
+        self._journal = Journal(run, files=bool(fed), traces=any(self._least.values()))
         self._folder, run = run.folder, self._journal.run
         for name, choice in fed.items():
             known = Cursor.read(run.folder, name).id or run.resume.get(name, "")
@@ -116,19 +119,23 @@ class Several:
         self._traced += 1
         self._note(lambda: self._journal.trace(trace))
 
-    @property
-    def traces(self) -> int:
-        """Episodes of this step or evaluation that become traces.
+    def traces(self, phase: str) -> int:
+        """Returns how many episodes of this step or evaluation become traces.
 
         As many as a tracker wants, and more while sending them computes less than a share of the
         time, `TRACES_SHARE`.
+
+        Args:
+            phase: See `gspo_env.report.episodes.Phase`.
         """
+        least = self._least["train_traces" if phase == "train" else "traces"]
         costs = [delivery.trace_cost for delivery in self._deliveries.values()]
-        if not any(costs) or self._journal.traces_size > _MOST_TRACES:
-            return self._least_traces
+        if not any(costs) or not any(self._least.values()):
+            return least
+        if self._journal.traces_size > _MOST_TRACES:
+            return least
         seconds = time.monotonic() - self._began
-        known = {"least": self._least_traces, "taken": self._traced}
-        return affordable(seconds=seconds, cost=sum(costs), **known)
+        return affordable(least=least, seconds=seconds, cost=sum(costs), taken=self._traced)
 
     def finish(self, status: Status = "FINISHED", reason: str = "") -> None:
         """Ends the run in each tracker; the first call counts.
@@ -222,9 +229,10 @@ class Several:
         self._errors.setdefault(name, []).append(message)
 
 
-def _traces(choice: Any) -> int:
-    """Returns how many traces of a step a tracker wants, by its settings."""
-    return int(choice.traces) if hasattr(type(choice), "traces") else 0
+def _least_traces(choice: Any, kind: str) -> int:
+    """Returns how many traces a tracker wants at least, by its settings."""
+    name = kind if hasattr(type(choice), kind) else "traces"
+    return int(getattr(choice, name)) if hasattr(type(choice), name) else 0
 
 
 def _number(value: Any) -> float:
