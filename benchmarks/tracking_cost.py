@@ -10,7 +10,8 @@ What is counted: the processor seconds of the training process, all of its threa
 children; nothing is left out because another core was idle. They are split into
 
 - fixed: until the end of the first step (imports, the making of a store, the first evaluation) and
-  after the last step (figures, files), less the traces that are sent there;
+  after the last step (figures, files), less the traces that are sent there; and opening the
+  tracker, wherever that falls, since it goes on in a thread while the first steps are played;
 - steps: from the end of the first step to the end of the last one. All that is spent on traces
   counts as steps, also what is sent at the end.
 
@@ -60,23 +61,23 @@ from gspo_env.tracking.delivery import Delivery
 from gspo_env.tracking.several import Several
 
 tracker, steps, output = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-calls, traced, marks, inside = 0.0, 0.0, [], threading.local()
+calls, own, marks, inside = 0.0, {"traces": 0.0, "open": 0.0}, [], threading.local()
 threads = {}  # processor seconds of threads that have ended, or their clock
 
 def counted(cls, name, kind):
     work = getattr(cls, name)
     @wraps(work)
     def run(*given, **more):
-        global calls, traced
+        global calls
         outer, inside.it = getattr(inside, "it", False), True
         began = time.thread_time()
         try:
             return work(*given, **more)
         finally:
             inside.it, spent = outer, time.thread_time() - began
-            if kind == "traces":
-                traced += spent
-            if kind != "traces" and not outer:
+            if kind:
+                own[kind] += spent
+            elif not outer:
                 calls += spent
     setattr(cls, name, run)
 
@@ -95,7 +96,7 @@ def now():
         "wall": time.monotonic(),
         "cpu": time.process_time() + spent.children_user + spent.children_system,
         "tracker": calls + sum(alive),
-        "traces": traced,
+        **own,
     }
 
 def played(self, *given, work=Reporter.played):
@@ -104,9 +105,10 @@ def played(self, *given, work=Reporter.played):
 
 Delivery._work = ran
 for name in ("log", "text", "artifact", "input", "finish"):
-    counted(Several, name, "calls")
-counted(Reporter, "_trace", "calls")
+    counted(Several, name, "")
+counted(Reporter, "_trace", "")
 counted(Delivery, "_send_traces", "traces")
+counted(Delivery, "_open", "open")
 Reporter.played = played
 recipe = {"demonstrations": 1000, "imitation_steps": 100}
 config = Config.from_recipe(recipe=recipe, steps=steps, tracker=tracker, output=output)
@@ -213,8 +215,9 @@ def train(tracker: str, steps: int) -> dict[str, float]:
     marks = json.loads(done.stdout.splitlines()[-1])
     first, last, end = marks["first"], marks["last"], marks["end"]
     late = end["traces"] - last["traces"]
-    in_steps = last["tracker"] - first["tracker"]
-    cpu, wall = last["cpu"] - first["cpu"], last["wall"] - first["wall"]
+    opening = last["open"] - first["open"]
+    in_steps = last["tracker"] - first["tracker"] - opening
+    cpu, wall = last["cpu"] - first["cpu"] - opening, last["wall"] - first["wall"]
     return {
         "cpu": cpu + late,
         "wall": wall,
