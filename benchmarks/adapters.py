@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env import make_env
-from gspo_env.check.environment import check_env, random_policy
+from gspo_env.check import check_env, random_policy
 from gspo_env.env.info import parse_reset, parse_step
 from gspo_env.errors import ConfigError, MissingExtraError
 

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -48,6 +49,8 @@ def _state(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        # otherwise each engine of vLLM starts a process that finds out what its models can do
+        patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm")))
         yield
 
 
@@ -56,6 +59,40 @@ def _cache(tmp_path_factory, monkeypatch):
     """A test finds no warm-up of another test."""
     name = f"cache-{uuid.uuid4().hex}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / name))
+
+
+@pytest.fixture(scope="module")
+def _warm_ups(tmp_path_factory):
+    return tmp_path_factory.mktemp("warm-ups")
+
+
+@pytest.fixture
+def shared_warm_ups(_warm_ups, _cache, monkeypatch):
+    """A test finds the warm-ups of other tests of its file, for those that are about what follows.
+
+    A recipe with `cache=False` is warmed up anew.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(_warm_ups))
+
+
+@pytest.fixture
+def quick_store(tmp_path_factory, monkeypatch):
+    """A new store of MLflow is a copy of one that MLflow has made, which takes it a second."""
+    import sqlalchemy
+    from mlflow.store.db import utils
+
+    make, empty = utils._initialize_tables, tmp_path_factory.getbasetemp() / "empty.db"
+
+    def copy(engine):
+        if not empty.exists():
+            make(sqlalchemy.create_engine(f"sqlite:///{empty}"))
+        with (
+            contextlib.closing(sqlite3.connect(empty)) as source,
+            contextlib.closing(sqlite3.connect(engine.url.database)) as target,
+        ):
+            source.backup(target)
+
+    monkeypatch.setattr(utils, "_initialize_tables", copy)
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def from_padded(
     Padding may be on either side. Credit is given in one of three ways: `rewards` with
     `group_ids`, which go through the estimator; `advantages` of sequences; or
     `token_advantages`, which reach the loss unchanged. Sequences without a response token are left
-    out. The function is long because it describes and checks every argument.
+    out.
 
     Args:
         input_ids: (B, T)
@@ -68,17 +68,10 @@ def from_padded(
     if episode_ids is not None:
         owners = _array("episode_ids", episode_ids, ids.shape[:1], np.int64)
     rows = [np.flatnonzero(owners == owner) for owner in np.unique(owners)]
-    if turn_ids is not None:
-        turns = _array("turn_ids", turn_ids, ids.shape, np.int64)
-    else:
-        turns = np.zeros(ids.shape, dtype=np.int64)
-        for place in rows:
-            spoke = model[place].any(axis=1)
-            turns[place] = np.maximum(np.cumsum(spoke) - 1, 0)[:, None]
-    turns = np.where(model, turns, -1)
+    turns = _turns(turn_ids, rows, model)
     _check_rows(real, model)
     _check_turns(rows, turns)
-    logprobs: FloatArray | None = None
+    logprobs = None
     if old_logprobs is not None:
         logprobs = _array("old_logprobs", old_logprobs, ids.shape, np.float64)
         _check_finite("old_logprobs", logprobs[model])
@@ -88,10 +81,34 @@ def from_padded(
         credit = _from_rewards(rewards, group_ids, rows, turns, estimator)
     elif advantages is not None:
         values = _array("advantages", advantages, ids.shape[:1], np.float64)
-        credit = np.repeat(values[:, None], ids.shape[1], axis=1)
+        credit = np.broadcast_to(values[:, None], ids.shape)
     else:
         credit = _array("token_advantages", token_advantages, ids.shape, np.float64)
     _check_finite("the advantages", credit[model])
+    return _samples(ids, real, turns, credit, logprobs, owners)
+
+
+def _turns(turn_ids: Any, rows: Sequence[IntArray], model: BoolArray) -> IntArray:
+    """Returns the turn of each response token, -1 elsewhere: by default each row is one turn."""
+    if turn_ids is not None:
+        turns = _array("turn_ids", turn_ids, model.shape, np.int64)
+    else:
+        turns = np.zeros(model.shape, dtype=np.int64)
+        for place in rows:
+            spoke = model[place].any(axis=1)
+            turns[place] = np.maximum(np.cumsum(spoke) - 1, 0)[:, None]
+    return np.where(model, turns, -1)
+
+
+def _samples(
+    ids: IntArray,
+    real: BoolArray,
+    turns: IntArray,
+    credit: FloatArray,
+    logprobs: FloatArray | None,
+    owners: IntArray,
+) -> list[Sample]:
+    model = turns >= 0
     return [
         Sample(
             token_ids=ids[b][real[b]],
@@ -100,8 +117,7 @@ def from_padded(
             engine_logprobs=None if logprobs is None else logprobs[b][model[b]],
             episode=int(owners[b]),
         )
-        for b in range(len(ids))
-        if model[b].any()
+        for b in np.flatnonzero(model.any(axis=1))
     ]
 
 

@@ -22,16 +22,12 @@ def success_interval(
     """Computes a confidence interval of the success rate over tasks.
 
     Uses Wilson's interval if each task has one sample. Otherwise a percentile bootstrap resamples
-    tasks and keeps the samples of a task together, because they are not independent. Two
-    cases leave a bootstrap nothing to resample: for a single task, Wilson's interval over its
-    samples is used; for equal rates in all tasks, Wilson's interval with one trial per task. If
-    there are fewer tasks than rows, Wilson's interval with one trial per task is used too.
-
-    Shapes:
-        successes_per_task: one row per task with its samples, 0 or 1.
+    tasks and keeps the samples of a task together, because they are not independent. Wilson's
+    interval replaces it where there is nothing to resample: over the samples of a single task, and
+    with one trial per task for equal rates in all tasks or fewer tasks than rows.
 
     Args:
-        successes_per_task: The samples; tasks may have different numbers of them.
+        successes_per_task: The samples of each task, 0 or 1; their numbers may differ.
         tasks: The number of different tasks; by default every row is one.
         confidence: Probability that the interval contains the rate.
         seed: Seed of the bootstrap.
@@ -42,24 +38,16 @@ def success_interval(
     Source:
         Wilson 1927; Efron 1979; clustering by task: arXiv 2411.00640, section 2.2.
     """
-    rows = [np.asarray(row, dtype=np.float64).ravel() for row in successes_per_task]
-    if not rows or not all(len(row) for row in rows):
-        raise ConfigError(
-            "successes_per_task has no rows or an empty row; expected samples of each task"
-        )
-    values = np.concatenate(rows)
-    if not np.isin(values, (0.0, 1.0)).all():
-        raise ConfigError("successes_per_task has other values; expected 0 or 1 for each sample")
-    means = np.array([row.mean() for row in rows])
-    if tasks is not None and tasks < len(rows):
-        return _wilson(round(float(values.mean()) * tasks), tasks, confidence)
-    if len(rows) == 1 or all(len(row) == 1 for row in rows):
-        return _wilson(int(values.sum()), len(values), confidence)
-    if np.ptp(means) == 0:
-        return _wilson(round(float(means.sum())), len(means), confidence)
-    from scipy.stats import bootstrap
-
+    rows = _rows(successes_per_task)
     sums, sizes = np.array([row.sum() for row in rows]), np.array([len(row) for row in rows])
+    rates = sums / sizes
+    if tasks is not None and tasks < len(rows):
+        return _wilson(round(float(sums.sum() / sizes.sum()) * tasks), tasks, confidence)
+    if len(rows) == 1 or sizes.max() == 1:
+        return _wilson(int(sums.sum()), int(sizes.sum()), confidence)
+    if np.ptp(rates) == 0:
+        return _wilson(round(float(rates.sum())), len(rates), confidence)
+    from scipy.stats import bootstrap
 
     def rate(sums: FloatArray, sizes: FloatArray, axis: int) -> Any:
         return sums.sum(axis) / sizes.sum(axis)
@@ -68,6 +56,17 @@ def success_interval(
     result = bootstrap((sums, sizes), rate, paired=True, vectorized=True, **options)
     low, high = result.confidence_interval
     return float(low), float(high)
+
+
+def _rows(successes_per_task: Sequence[Sequence[float]]) -> list[FloatArray]:
+    rows = [np.asarray(row, dtype=np.float64).ravel() for row in successes_per_task]
+    if not rows or not all(len(row) for row in rows):
+        raise ConfigError(
+            "successes_per_task has no rows or an empty row; expected samples of each task"
+        )
+    if not np.isin(np.concatenate(rows), (0.0, 1.0)).all():
+        raise ConfigError("successes_per_task has other values; expected 0 or 1 for each sample")
+    return rows
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -141,7 +141,8 @@ class Transformers:
 
     own_weights: bool = False
     """Whether the engine has a copy of the weights, so that it samples while the learner updates
-    its own. The copy needs the memory of the weights once more."""
+    its own. The copy needs the memory of the weights once more, and during an update that of the
+    trained ones a third time."""
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
         """Starts the engine for a model, one sequence a pass if the model needs that.

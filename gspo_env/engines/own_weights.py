@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,9 @@ class OwnWeights:
     """An engine with a copy of the learner's model, adapters included.
 
     The engine samples while the learner updates its weights in another thread. The learner must not
-    change them during `update_weights` and `update_in_flight`, which copy them.
+    change them during `update_weights` and `update_in_flight`, which copy them in a thread: the
+    event loop and the engine go on with the old weights until all are copied, which needs the
+    memory of the trained ones once more.
 
     Args:
         model: The learner's causal LM.
@@ -65,29 +68,43 @@ class OwnWeights:
         Raises:
             EngineError: Requests still run after minutes.
         """
+        copied = await asyncio.to_thread(self._copied)
         await self._engine.drain()
-        self._copy()
+        self._take(copied)
         await self._engine.update_weights(named_tensors, version)
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
         """Copies the weights; see `UpdatesInFlight.update_in_flight`."""
-        self._copy()
+        self._take(await asyncio.to_thread(self._copied))
         await self._engine.update_in_flight(named_tensors, version)
 
     def close(self) -> None:
         """Frees the cache and rejects further requests."""
         self._engine.close()
 
-    def _copy(self) -> None:
-        with torch.no_grad():
-            own, learned = _tensors(self._model), _tensors(self._learned)
-            if changed := own.keys() ^ learned.keys():
-                raise EngineError(
-                    f"the model has other weights than at the start of the engine, such as "
-                    f"{min(changed)}; start the engine again"
-                )
-            for name, tensor in own.items():
-                tensor.copy_(learned[name])
+    def _copied(self) -> dict[str, torch.Tensor]:
+        """Returns copies of what training changes.
+
+        Raises:
+            EngineError: The model has other weights than at the start.
+        """
+        own, learned = _tensors(self._model), _tensors(self._learned)
+        if changed := own.keys() ^ learned.keys():
+            raise EngineError(
+                f"the model has other weights than at the start of the engine, such as "
+                f"{min(changed)}; start the engine again"
+            )
+        return {
+            name: tensor.detach().to(own[name].device, copy=True)
+            for name, tensor in learned.items()
+            if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+        }
+
+    def _take(self, copied: dict[str, torch.Tensor]) -> None:
+        """Puts the copies in the place of the old weights, between two steps of the engine."""
+        own = _tensors(self._model)
+        for name, tensor in copied.items():
+            own[name].data = tensor
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -210,7 +210,7 @@ class Learner:
         loss, trainer_N, reference_N = self.loss, None, None
         policy_is_reference = loss.needs_reference and self._policy_is_reference
         if not minibatch.first and (loss.old_logprobs == "trainer" or policy_is_reference):
-            trainer_N = self._logprobs(microbatch.row)
+            trainer_N = self.logprobs(microbatch.row)
         if policy_is_reference:
             reference_N = trainer_N
         elif loss.needs_reference:
@@ -219,9 +219,6 @@ class Learner:
 
     def logprobs(self, row: PackedBatch) -> Tensor:
         """Computes the log-probabilities of the model tokens without gradient, (N,)."""
-        return self._logprobs(row)
-
-    def _logprobs(self, row: PackedBatch) -> Tensor:
         with torch.no_grad():
             return self.scorer(row)[0].logprobs_N
 
@@ -229,7 +226,7 @@ class Learner:
         """Computes the log-probabilities of the model tokens by the initial model, (N,)."""
         if self._reference is None:
             with self.policy.disable_adapter():
-                return self._logprobs(row)
+                return self.logprobs(row)
         with torch.no_grad():
             return self._reference(row)[0].logprobs_N
 
@@ -257,7 +254,7 @@ class Learner:
             microbatch = minibatch.microbatches[n]
             row = microbatch.row
             with watch(n):
-                policy_N = torch.zeros_like(row.advantages_N) if alike else self._logprobs(row)
+                policy_N = torch.zeros_like(row.advantages_N) if alike else self.logprobs(row)
             if minibatch.first:
                 microbatch = replace(microbatch, trainer_logprobs_N=policy_N)
             inputs = self._loss_input(microbatch, minibatch, policy_N)

@@ -5,7 +5,7 @@ Axis letters: B sequences, T tokens, N model tokens (those that the policy sampl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack, get_args
 
 import torch
@@ -47,16 +47,11 @@ def policy_loss(
     importance_weights: Tensor | None = None,
     **options: Unpack[ClipOptions],
 ) -> ObjectiveOutput:
-    """Computes the clipped policy loss of padded sequences.
+    """Computes the loss of `packed_policy_loss` for padded sequences.
 
-    The options, their defaults and what they mean are the fields of
-    `gspo_env.learner.loss.ClipSettings`: `ratio_level`, `ratio_mean`, `clip_low`, `clip_high`,
-    `clip_adapt`, `dual_clip`, `aggregation`, `max_tokens` and `kl_coef`.
-
-    The content of a masked-out slot, NaN included, changes neither the loss nor its gradient.
-    Sequences without a model token count in neither the sum nor the number of sequences. Rows with
-    the same id in `episode_ids` are one sequence in these terms: they have one ratio and one
-    weight. The function is long because it describes and checks every argument.
+    The options are the fields of `gspo_env.learner.loss.ClipSettings`. What a masked-out slot
+    holds, NaN included, changes neither the loss nor its gradient. Sequences without a model token
+    do not count. Rows with the same id in `episode_ids` are one sequence in these terms.
 
     Shapes:
         logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
@@ -65,47 +60,44 @@ def policy_loss(
 
     Raises:
         BatchError: Shapes do not fit together, or a setting is invalid.
-
-    Source:
-        arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729; `token_mean`:
-        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3;
-        `clip_adapt`: arXiv 2605.06200, see `gspo_env.learner.loss.AdaptiveClip`.
     """
     _check_padded(logprobs, advantages, mask)
-    if advantages.ndim == 1:
-        advantages = advantages[:, None].expand(logprobs.shape)
 
     def packed(name: str, values: Tensor | None) -> Any:
         _check_shape(name, values, logprobs.shape)
         return None if values is None else values[mask]
 
+    _check_shape("episode_ids", episode_ids, mask.shape[:1])
     rows_N = mask.nonzero()[:, 0]
-    if episode_ids is not None:
-        _check_shape("episode_ids", episode_ids, mask.shape[:1])
-        rows_N = episode_ids[rows_N]
-
     output = packed_policy_loss(
         logprobs[mask],
         packed("old_logprobs", old_logprobs),
-        advantages[mask],
-        rows_N,
+        advantages[rows_N] if advantages.ndim == 1 else advantages[mask],
+        rows_N if episode_ids is None else episode_ids[rows_N],
         num_sequences=len(mask),
         turn_ids_N=packed("turn_ids", turn_ids),
         reference_logprobs_N=packed("reference_logprobs", reference_logprobs),
         importance_weights_N=packed("importance_weights", importance_weights),
         **options,
     )
-    ones, zeros = torch.ones_like(logprobs, dtype=output.loss.dtype), torch.zeros_like(mask)
-    return ObjectiveOutput(
-        loss=output.loss,
-        ratio=_scattered(output.ratio, mask, ones),
-        clipped=_scattered(output.clipped, mask, zeros),
-        kl=_scattered(output.kl, mask, zeros.to(output.loss.dtype)),
+    return _padded(output, mask)
+
+
+def _padded(output: ObjectiveOutput, mask: Tensor) -> ObjectiveOutput:
+    """Puts the parts of an output where the mask is true; elsewhere no token changes anything."""
+
+    def scattered(values_N: Tensor | None, elsewhere: float) -> Tensor | None:
+        if values_N is None:
+            return None
+        full = torch.full(mask.shape, elsewhere, dtype=values_N.dtype, device=mask.device)
+        return full.masked_scatter(mask, values_N)
+
+    return replace(
+        output,
+        ratio=scattered(output.ratio, 1.0),
+        clipped=scattered(output.clipped, False),
+        kl=scattered(output.kl, 0.0),
     )
-
-
-def _scattered(values_N: Tensor | None, mask: Tensor, elsewhere: Tensor) -> Tensor | None:
-    return None if values_N is None else elsewhere.detach().masked_scatter(mask, values_N)
 
 
 def packed_policy_loss(
@@ -127,8 +119,7 @@ def packed_policy_loss(
     The arguments are those of `policy_loss`. `normaliser` is the denominator of the aggregation:
     the number of non-empty sequences, or of model tokens for `token_mean`. Microbatches that pass
     the count of the whole minibatch have losses that add up to its loss. All tokens of a sequence
-    have to be in one microbatch. The function is long because it checks every argument by name and
-    has the whole loss in one place.
+    have to be in one microbatch.
 
     Shapes:
         Every tensor: (N,). `sequence_ids_N` in [0, num_sequences), `turn_ids_N` in [0, num_turns),
@@ -138,7 +129,9 @@ def packed_policy_loss(
         BatchError: Shapes do not fit together, or a setting is invalid.
 
     Source:
-        See `policy_loss`.
+        arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729; `token_mean`:
+        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3;
+        `clip_adapt`: arXiv 2605.06200, see `gspo_env.learner.loss.AdaptiveClip`.
     """
     settings = _settings(options)
     shape = logprobs_N.shape
@@ -152,18 +145,13 @@ def packed_policy_loss(
     segments_N, count = _segments(
         sequence_ids_N, num_sequences, settings.ratio_level, turn_ids_N, num_turns
     )
-
-    # bf16 and fp16 round exp(3e-4) to exactly 1
-    dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
-    lp_N = logprobs_N.to(dtype)
-    log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
-    log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, settings.ratio_mean)
-    # The difference first: (carrier + lp) - lp would round the carrier to the precision of lp.
-    carrier_N = ((lp_N - lp_N.detach()) + log_carrier_N).exp()
-    ratio_N, adv_N = log_s_N.exp(), advantages_N.detach().to(dtype)
+    lp_N, ratio_N, carrier_N = _ratios(
+        logprobs_N, old_logprobs_N, segments_N, count, settings.ratio_mean
+    )
+    adv_N = advantages_N.detach().to(lp_N.dtype)
     objective_N, clipped_N = _clipped_objective(ratio_N, carrier_N, adv_N, settings)
     if importance_weights_N is not None:
-        objective_N = objective_N * importance_weights_N.detach().to(dtype)
+        objective_N = objective_N * importance_weights_N.detach().to(lp_N.dtype)
     kl_N = None
     if reference_logprobs_N is not None:
         kl_N = _k3(lp_N, reference_logprobs_N)
@@ -176,6 +164,23 @@ def packed_policy_loss(
         )
     mean = _aggregate(objective_N, sequence_ids_N, num_sequences, settings, normaliser)
     return ObjectiveOutput(loss=-mean, ratio=ratio_N, clipped=clipped_N, kl=kl_N)
+
+
+def _ratios(
+    logprobs_N: Tensor, old_logprobs_N: Tensor, segments_N: Tensor, count: int, power: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the log-probabilities in the loss's dtype, ratios s, and carriers of the gradient.
+
+    A carrier has the value of `_log_ratios` and the gradient of its own token's log-probability.
+    """
+    # bf16 and fp16 round exp(3e-4) to exactly 1
+    dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
+    lp_N = logprobs_N.to(dtype)
+    log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
+    log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, power)
+    # The difference first: (carrier + lp) - lp would round the carrier to the precision of lp.
+    carrier_N = ((lp_N - lp_N.detach()) + log_carrier_N).exp()
+    return lp_N, log_s_N.exp(), carrier_N
 
 
 def _settings(options: ClipOptions) -> ClipSettings:

@@ -124,7 +124,7 @@ class ShardedLearner(Learner):
 
     def probe(self) -> Tensor:
         """Scores `probe_row`; all ranks call this together."""
-        found = self._logprobs(self.probe_row())
+        found = self.logprobs(self.probe_row())
         reshard(self.model)
         return found
 
@@ -147,7 +147,7 @@ class ShardedLearner(Learner):
         missing = self._missing(0 if self._all_ratios_one(minibatch) else len(rows))
         found = super()._spread(minibatch)
         for _ in missing:
-            self._logprobs(self._idle.row)
+            self.logprobs(self._idle.row)
         return found
 
     def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:

@@ -272,7 +272,7 @@ class Supply:
     def _must_resample(self, ticket: Ticket, group: Group) -> bool:
         if ticket.attempt >= self._settings.max_resamples:
             return False
-        wins = [bool(e.success) for e in group.episodes if not e.failed]
+        wins = _wins(group.episodes)
         if not wins:
             return False  # `Collector.accept` counts what failed
         low, high = self._settings.min_success, self._settings.max_success
@@ -300,7 +300,8 @@ class Supply:
         for ticket in list(self._tickets.values()):
             if ticket.group is None:
                 continue
-            if (age := self._age(ticket.group)) > self._settings.max_staleness:
+            age = max(_ages(ticket.group, self.admission.version), default=0)
+            if age > self._settings.max_staleness:
                 self._drop(ticket, ticket.group, age)
         return self.admission.choose([n for n, t in self._tickets.items() if t.group is not None])
 
@@ -315,9 +316,6 @@ class Supply:
             )
         again = replace(ticket, drops=ticket.drops + 1, group=None, playing=None)
         self._give_back(again)
-
-    def _age(self, group: Group) -> int:
-        return max([0, *_ages(group, self.admission.version)])
 
     async def _wait(self, asked: float) -> None:
         """Waits until a group is played; says from time to time what is waited for.
@@ -391,11 +389,10 @@ def _cost(groups: Sequence[Group], discarded: Sequence[Group]) -> dict[str, floa
         "rollout/resampled_groups": float(len(discarded)),
         "rollout/resampled_tokens": float(tokens),
         "rollout/resampled_share": tokens / max(1, sum(e.model_tokens for e in every)),
-        "rollout/success_played": success_of(every),
+        "rollout/success_played": float(np.mean(_wins(every) or [False])),
     }
 
 
-def success_of(episodes: Sequence[Episode]) -> float:
-    """Returns the share of successes among the episodes whose environment did not fail."""
-    wins = [bool(episode.success) for episode in episodes if not episode.failed]
-    return float(np.mean(wins)) if wins else 0.0
+def _wins(episodes: Sequence[Episode]) -> list[bool]:
+    """Returns which of the episodes whose environment did not fail succeeded."""
+    return [bool(episode.success) for episode in episodes if not episode.failed]

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from gspo_env import TextEnv, ToolEnv, tool
+from gspo_env.check import check_env, random_policy
 from gspo_env.check.calls import valid_call
-from gspo_env.check.environment import check_env, random_policy
 from gspo_env.cli.main import main
 from gspo_env.env import threads
 from gspo_env.env.tools import ToolCall, as_tool, parse_tool_calls

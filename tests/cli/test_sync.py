@@ -11,6 +11,8 @@ from gspo_env.cli.main import main
 from gspo_env.tracking import MLflow, RunInfo, start
 from gspo_env.tracking.mlflow import MLflowTracker
 
+pytestmark = pytest.mark.usefixtures("quick_store")
+
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

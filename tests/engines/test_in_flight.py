@@ -178,6 +178,58 @@ def test_an_update_of_a_copy_waits_for_requests_unless_it_is_in_flight(model):
     assert engine.weights_version == 1
 
 
+@pytest.mark.parametrize("update", ["update_in_flight", "update_weights"])
+def test_the_event_loop_goes_on_while_the_copy_is_made(model, monkeypatch, update):
+    """Reading a weight waits for a heartbeat of the loop, which a copy on the loop would stop."""
+    engine = Transformers(own_weights=True).start(model, max_slots=4, max_context=100)
+    models = [copy.deepcopy(model), other_weights(model, 1)]
+    model.load_state_dict(models[1].state_dict())
+    parameters, beat = model.named_parameters, threading.Event()
+
+    def slow():
+        for name, parameter in parameters():
+            beat.clear()
+            assert beat.wait(5), "the loop stands still"
+            yield name, parameter
+
+    async def pulse():
+        while True:
+            beat.set()
+            await asyncio.sleep(0)
+
+    async def play():
+        beating = asyncio.create_task(pulse())
+        sampling = Sampling(max_tokens=60)
+        running = asyncio.create_task(engine.generate([3, 4, 5], sampling))
+        await asyncio.sleep(0)
+        await getattr(engine, update)([], 1)
+        later = await engine.generate([3, 4, 5], Sampling(max_tokens=20))
+        beating.cancel()
+        return await running, later
+
+    monkeypatch.setattr(model, "named_parameters", slow)
+    done, later = asyncio.run(play())
+    monkeypatch.undo()
+    assert greatest_difference(models, [3, 4, 5], done) < 1e-4
+    assert greatest_difference(models, [3, 4, 5], later) < 1e-4
+    assert later.weights_version == engine.weights_version == 1
+    assert 0 in versions_of(done)
+
+
+def test_a_copy_of_a_model_with_an_adapter_takes_what_trains(model):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], use_dora=True))
+    engine = Transformers(own_weights=True).start(adapted, max_slots=4, max_context=100)
+    with torch.no_grad():
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape), alpha=0.3)
+    asyncio.run(engine.update_weights([], 1))
+    done = asyncio.run(engine.generate([3, 4, 5], Sampling(max_tokens=20)))
+    assert greatest_difference([adapted] * 2, [3, 4, 5], done) < 1e-4
+
+
 def test_a_model_that_got_an_adapter_after_the_start_is_refused(model):
     from peft import LoraConfig, get_peft_model
 

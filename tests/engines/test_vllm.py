@@ -9,6 +9,7 @@ import asyncio
 import copy
 import os
 import signal
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -57,6 +58,24 @@ def engine(parts):
     running = VLLMEngine(parts[0], EAGER, **SIZES)
     yield running
     running.close()
+
+
+@pytest.fixture
+def same_start(shared_warm_ups, tmp_path, monkeypatch):
+    """Runs of this file find the warm-up of the first one, and have a folder each."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def servers(request, parts):
+    """Two servers, by their transfer, which start with weights that nobody sent."""
+    config = VLLMServer(replicas=2, transfer=request.param, enforce_eager=True)
+    running = VLLMServerEngine(build_other(parts[0]), config, max_slots=64, max_context=2048)
+    yield running
+    running.close()
+
+
+over = partial(pytest.mark.parametrize, "servers", indirect=True)
 
 
 class Recording:
@@ -220,25 +239,21 @@ def test_weights_that_cannot_be_loaded_in_flight_end_the_requests(parts, engine)
     assert update(learner_of(parts), log)["train/logprob_diff_max"] < 1e-4
 
 
-@pytest.mark.parametrize("transfer", ["folder", "gloo"])
-def test_two_servers_take_weights_in_flight_by_either_transfer(parts, transfer):
-    fleet = VLLMServer(replicas=2, transfer=transfer, enforce_eager=True)
-    servers = VLLMServerEngine(parts[0], fleet, max_slots=8, max_context=2048)
+@over(["folder", "gloo"])
+def test_two_servers_take_weights_in_flight_by_either_transfer(parts, servers):
+    before = servers.servers_lost
     models = [parts[0], *(other_weights(parts[0], n) for n in (1, 2))]
-    try:
-        play = sample_while_weights_change(
-            servers,
-            parts[1],
-            models,
-            lambda count: sum(len(server.requests) for server in servers._servers) == count,
-            tokens=1900,
-        )
-        log = asyncio.run(play)
-        assert servers.servers_lost == 0
-        assert sum(bool(done.weights_versions) for _, done in log) >= 4
-        assert difference_by_version(models, log) < 1e-4
-    finally:
-        servers.close()
+    play = sample_while_weights_change(
+        servers,
+        parts[1],
+        models,
+        lambda count: sum(len(server.requests) for server in servers._servers) == count,
+        tokens=1900,
+    )
+    log = asyncio.run(play)
+    assert servers.servers_lost == before
+    assert sum(bool(done.weights_versions) for _, done in log) >= 4
+    assert difference_by_version(models, log) < 1e-4
 
 
 def test_500_episodes_extend_their_prompts_by_exactly_the_sampled_ids(parts, engine):
@@ -325,15 +340,13 @@ def check_ahead(history, staleness):
     assert sum(m["rollout/lost_episodes"] + m["rollout/dropped_groups"] for m in log) == 0
 
 
-def test_a_training_run_with_vllm_learns(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("same_start")
+def test_a_training_run_with_vllm_learns():
     check_learned(GSPOAgent(config=short_run(engine=EAGER)).train())
 
 
-def test_a_run_that_plays_ahead_of_vllm_in_this_process_trains_on_each_group_once(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("same_start")
+def test_a_run_that_plays_ahead_of_vllm_in_this_process_trains_on_each_group_once():
     config = Config.from_recipe(
         recipe={"demonstrations": 500, "imitation_steps": 60},
         engine=EAGER,
@@ -348,9 +361,9 @@ def test_a_run_that_plays_ahead_of_vllm_in_this_process_trains_on_each_group_onc
     check_ahead(history, 1)
 
 
-def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("same_start")
+def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(monkeypatch):
     """The groups of two steps are in flight, which take new weights between two tokens."""
-    monkeypatch.chdir(tmp_path)
     fleet = VLLMServer(replicas=2, enforce_eager=True)
     agent = GSPOAgent(config=short_run(engine=fleet, supply={"max_staleness": 2}))
     generate = VLLMServerEngine.generate
@@ -377,27 +390,23 @@ def test_a_server_killed_in_mid_run_loses_no_episode_and_training_goes_on(tmp_pa
     assert not any(_runs(pid) for pid in pids)
 
 
-def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_nothing(parts):
-    learner = learner_of(parts)
-    fleet = VLLMServer(replicas=2, transfer="gloo", enforce_eager=True)
-    servers = VLLMServerEngine(build_other(parts[0]), fleet, **SIZES)
-    try:
-        for version in range(1, 5):
-            if version == 3:
-                os.killpg(servers.pids[0], signal.SIGKILL)
-            sync(servers, learner, version)
-            groups = collect(servers, parts[1])
-            assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
-            assert update(learner, groups)["train/logprob_diff_max"] < 1e-4
-        assert servers.servers_lost == 1
-        assert not list(servers._folder.glob("*.safetensors"))  # nothing went through the disk
-    finally:
-        servers.close()
+@over(["gloo"])
+def test_weights_reach_servers_over_vllms_transfer_api_and_a_dead_one_stops_nothing(parts, servers):
+    learner, before = learner_of(parts), servers.servers_lost
+    for version in range(1, 5):
+        if version == 3:
+            os.killpg(servers.pids[0], signal.SIGKILL)
+        sync(servers, learner, version)
+        groups = collect(servers, parts[1])
+        assert {e.weights_versions for g in groups for e in g.episodes} == {(version, version)}
+        assert update(learner, groups)["train/logprob_diff_max"] < 1e-4
+    assert servers.servers_lost == before + 1
+    assert not list(servers._folder.glob("*.safetensors"))  # nothing went through the disk
 
 
-def test_a_server_that_still_runs_a_cancelled_request_takes_the_next_weights(parts):
-    servers = VLLMServerEngine(parts[0], VLLMServer(enforce_eager=True), **SIZES)
-    prompt = list(parts[1].start("hello"))
+@over(["folder"])
+def test_servers_that_still_run_cancelled_requests_take_the_next_weights(parts, servers):
+    prompt, before = list(parts[1].start("hello")), servers.servers_lost
 
     async def timed_out():
         for version in range(1, 4):
@@ -411,11 +420,8 @@ def test_a_server_that_still_runs_a_cancelled_request_takes_the_next_weights(par
             await servers.update_weights(named_weights(parts[0]), version)
         return await servers.generate(prompt, Sampling(max_tokens=3))
 
-    try:
-        assert asyncio.run(timed_out()).weights_version == 3
-        assert servers.servers_lost == 0
-    finally:
-        servers.close()
+    assert asyncio.run(timed_out()).weights_version == 3
+    assert servers.servers_lost == before
 
 
 def test_a_server_without_the_transfer_backend_is_named_with_its_reason(parts, monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 
 import learners
 import numpy as np
+import objective_reference as reference
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,7 +17,6 @@ from learners import evaluate
 from torch import Tensor
 
 from gspo_env.errors import BatchError
-from gspo_env.learner import reference
 from gspo_env.learner.objectives import packed_policy_loss, policy_loss
 
 AGGREGATIONS = ["sequence_mean", "token_mean", "token_sum"]

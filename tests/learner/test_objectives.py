@@ -9,6 +9,7 @@ from typing import Any
 
 import learners
 import numpy as np
+import objective_reference as reference
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,6 @@ from learners import evaluate
 from torch import Tensor
 
 from gspo_env.errors import BatchError
-from gspo_env.learner import reference
 from gspo_env.learner.objectives import importance_weights, packed_policy_loss, policy_loss
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())

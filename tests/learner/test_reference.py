@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import objective_reference as reference
 import pytest
 
 from gspo_env.errors import BatchError, ConfigError
-from gspo_env.learner import reference
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())
 INPUTS = ("logprobs", "old_logprobs", "advantages", "mask", "turn_ids")

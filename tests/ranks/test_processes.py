@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,6 +140,31 @@ def whole(tmp_path_factory):
     return where
 
 
+@pytest.fixture(scope="module")
+def stopped_once(tmp_path_factory):
+    """A run of two ranks that SIGTERM stopped after a step."""
+    where = folder(tmp_path_factory.mktemp("stopped"), "stopped")
+    (where / "slow").touch()
+    process = start(where, "--config", "run.toml")
+    wait_for_step(where, 2, process)
+    children = ranks_of(process)
+    process.send_signal(signal.SIGTERM)
+    assert "stops after this step" in finish(process, where)
+    assert gone(children)
+    assert not (where / "run/checkpoints/step-000006").exists()
+    (where / "slow").unlink()
+    shutil.copytree(where / "run", where / "as stopped")
+    return where
+
+
+@pytest.fixture
+def stopped(stopped_once):
+    """The run as it was stopped, where the user's record says that it was trained."""
+    shutil.rmtree(stopped_once / "run")
+    shutil.copytree(stopped_once / "as stopped", stopped_once / "run")
+    return stopped_once
+
+
 def test_two_ranks_learn_what_one_process_learns(tmp_path, whole):
     where = folder(tmp_path, "one")
     command = [sys.executable, "-m", "gspo_env", "train", "--config", "run.toml"]
@@ -151,19 +177,9 @@ def test_two_ranks_learn_what_one_process_learns(tmp_path, whole):
     assert tensors.keys() == other.keys()
 
 
-def test_a_run_that_sigterm_stops_goes_on_bit_for_bit(tmp_path, whole):
-    where = folder(tmp_path, "stopped")
-    (where / "slow").touch()
-    process = start(where, "--config", "run.toml")
-    wait_for_step(where, 2, process)
-    children = ranks_of(process)
-    process.send_signal(signal.SIGTERM)
-    assert "stops after this step" in finish(process, where)
-    assert gone(children)
-    assert not (where / "run/checkpoints/step-000006").exists()
-    (where / "slow").unlink()
-    finish(start(where, "--resume", "run"), where)
-    same(state(where), state(whole))
+def test_a_run_that_sigterm_stops_goes_on_bit_for_bit(stopped, whole):
+    finish(start(stopped, "--resume", "run"), stopped)
+    same(state(stopped), state(whole))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -251,16 +267,9 @@ def test_torchrun_starts_the_same_run(tmp_path, whole):
     same(state(where), state(whole))
 
 
-def test_a_run_of_two_ranks_goes_on_in_one_process(tmp_path, whole):
-    where = folder(tmp_path, "one")
-    (where / "slow").touch()
-    process = start(where, "--config", "run.toml")
-    wait_for_step(where, 2, process)
-    process.send_signal(signal.SIGTERM)
-    finish(process, where)
-    (where / "slow").unlink()
+def test_a_run_of_two_ranks_goes_on_in_one_process(stopped, whole):
     command = [sys.executable, "-m", "gspo_env", "train", "--resume", "run"]
-    subprocess.run(command, cwd=where, check=True, timeout=240)
-    assert Path(where, "run/model/config.json").exists()
-    (history, _), (expected, _) = state(where), state(whole)
+    subprocess.run(command, cwd=stopped, check=True, timeout=240)
+    assert Path(stopped, "run/model/config.json").exists()
+    (history, _), (expected, _) = state(stopped), state(whole)
     assert [step for step, _ in history] == [step for step, _ in expected]

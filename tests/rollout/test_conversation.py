@@ -91,18 +91,25 @@ def test_the_engine_that_runs_one_sequence_a_pass_reads_the_same_contexts(forks)
     assert forks.differences(copy.deepcopy(model), episodes).max() < 1e-4
 
 
-@pytest.mark.vllm
-@pytest.mark.parametrize("template", ["appends", "thinking"])
-def test_vllm_and_the_trainer_agree_on_every_token_however_a_conversation_is_cut(forks, template):
+@pytest.fixture(scope="module")
+def on_vllm(forks):
+    """A model, which both templates share, and vLLM with its weights."""
     from gspo_env.engines.vllm import VLLM
 
-    chat = forks.make_chat(template)
-    model = forks.make_model(chat, shape=forks.VLLM_SHAPE)
-    engine = VLLM(dtype="float32").start(model, max_slots=16, max_context=300)
-    try:
-        episodes = forks.play(engine, chat, 15, seed=3)
-    finally:
-        engine.close()
+    model = forks.make_model(forks.make_chat(), shape=forks.VLLM_SHAPE)
+    config = VLLM(dtype="float32", enforce_eager=True)
+    engine = config.start(model, max_slots=16, max_context=300)
+    yield model, engine
+    engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("template", ["appends", "thinking"])
+def test_vllm_and_the_trainer_agree_on_every_token_however_a_conversation_is_cut(
+    forks, on_vllm, template
+):
+    model, engine = on_vllm
+    episodes = forks.play(engine, forks.make_chat(template), 15, seed=3)
     assert forks.differences(model, episodes).max() < 1e-4
     assert any(turn.info.stop for episode in episodes for turn in episode.turns)
 

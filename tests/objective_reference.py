@@ -1,4 +1,4 @@
-"""A reference for the objectives in NumPy float64, written from the equations, for tests.
+"""A reference for the objectives in NumPy float64, written from the equations.
 
 It uses loops and closed-form gradients on purpose, and shares no code with `objectives.py`.
 """
@@ -44,8 +44,6 @@ def policy_loss(
 ) -> ReferenceOutput:
     """Computes the clipped loss and its gradient, token by token.
 
-    The function is long because it has all equations in one loop, with nothing hidden.
-
     Shapes:
         As `gspo_env.learner.objectives.policy_loss`.
 
@@ -70,13 +68,9 @@ def policy_loss(
     ref = _or(reference_logprobs, new)
     gradient, kl = np.zeros(new.shape), np.zeros(new.shape)
     clipped = np.zeros(new.shape, np.bool_)
-    objective, sequences = 0.0, max(int(keep.any(axis=1).sum()), 1)
+    objective = 0.0
     for i, t in np.argwhere(keep):
-        weight = {
-            "sequence_mean": 1 / (keep[i].sum() * sequences),
-            "token_mean": 1 / keep.sum(),
-            "token_sum": 1 / (settings.max_tokens * sequences),
-        }[settings.aggregation]
+        weight = _weight(keep, i, settings)
         s, a = ratio[i, t], adv[i, t]
         bound = _bound(s, a, settings)
         carrier = s ** (1 - settings.ratio_mean) * token_ratio[i, t] ** settings.ratio_mean
@@ -108,6 +102,17 @@ def truncated_importance_weights(
 
 def _or(values: ArrayLike | None, default: FloatArray) -> FloatArray:
     return default if values is None else np.asarray(values, np.float64)
+
+
+def _weight(keep: BoolArray, i: int, settings: ClipSettings) -> float:
+    """Returns the weight of a token of sequence i in the loss."""
+    sequences = int(keep.any(axis=1).sum())
+    counts = {
+        "sequence_mean": keep[i].sum() * sequences,
+        "token_mean": keep.sum(),
+        "token_sum": settings.max_tokens * sequences,
+    }
+    return float(1 / counts[settings.aggregation])
 
 
 def _bound(s: float, a: float, settings: ClipSettings) -> float | None:
