@@ -175,9 +175,11 @@ class Chatty(Pick):
 
 
 class Tail(Pick):
-    """One of eight episodes takes long."""
+    """One of eight episodes takes `pause` seconds longer."""
 
-    pause = 2.5
+    def __init__(self, pause=2.5):
+        super().__init__()
+        self.pause = pause
 
     def reset(self, *, seed=None, options=None):
         result = super().reset(seed=seed, options=options)
@@ -191,19 +193,27 @@ class Tail(Pick):
 
 
 class Slow(Pick):
-    """Every step takes long."""
+    """Every step takes `pause` seconds."""
+
+    def __init__(self, pause=0.1):
+        super().__init__()
+        self.pause = pause
 
     async def step(self, action):
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(self.pause)
         return super().step(action)
 
 
 class Uneven(Tail):
-    """Half of the episodes take up to two seconds."""
+    """Half of the episodes take up to `pause` seconds longer."""
+
+    def __init__(self, pause=2.0):
+        super().__init__(pause)
+        self.longest = pause
 
     def reset(self, *, seed=None, options=None):
         result = super().reset(seed=seed, options=options)
-        self.slow, self.pause = random.random() < 1 / 2, random.uniform(0, 2)
+        self.slow, self.pause = random.random() < 1 / 2, random.uniform(0, self.longest)
         return result
 
 

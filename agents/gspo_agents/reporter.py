@@ -219,7 +219,7 @@ class Reporter:
                     self._tracker.artifact(self._checkpoints.run / name)
 
     def _trace(self, step: int, phase: Phase, groups: Mapping[int, Group]) -> None:
-        for trace in traces(step, phase, groups, self._tracker.traces):
+        for trace in traces(step, phase, groups, self._tracker.traces(phase)):
             self._tracker.trace(trace)
 
     def _example(self, step: int, groups: Sequence[Group]) -> None:

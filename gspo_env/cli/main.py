@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import os
 import sys
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"gspo-env {gspo_env.__version__}")
         return
     log_to_terminal()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal or a file that is not UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             parse(arguments).run()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,8 @@ class Play:
 
         if not 0 <= self.seed < SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected at least 0 and below 2**63")
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="backslashreplace")
         env_id = resolve_env(self.env)
         env = make_env(env_id, **self.env_kwargs)
         try:
@@ -65,18 +69,21 @@ def _ask(now: Situation) -> str | Move:
     print(f"{now.role}: {visible(now.observation)}")
     while True:
         try:
-            line = _read()
+            line = input("> ")
+            if line.strip() == '"""':
+                return _several_lines()
         except EOFError:
             line = "/quit"
         if line == "/quit":
             return Move(stop=StopReason.MAX_TURNS)
+        if not line.startswith("/"):
+            return line
         try:
-            action = _special(line, now) if line.startswith("/") else line
+            action = _special(line, now)
         except ConfigError as error:
-            print(f"{error}\n{_HELP}")
+            print(f"{visible(str(error))}\n{_HELP}")
             continue
-        if action != line:
-            print(visible(action))
+        print(visible(action))
         return action
 
 
@@ -95,10 +102,7 @@ def _tools(now: Situation) -> dict[str, Any]:
     return {tool.name: tool for tool in given}
 
 
-def _read() -> str:
-    line = input("> ")
-    if line.strip() != '"""':
-        return line
+def _several_lines() -> str:
     lines: list[str] = []
     while (line := input("... ")).strip() != '"""':
         lines.append(line)

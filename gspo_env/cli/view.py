@@ -51,7 +51,12 @@ class View:
         try:
             page = write_page(self.folder, out, most_mb=self.mb)
         except OSError as error:
-            raise OutputError(f"cannot write {str(out)!r}: {error.strerror}") from error
+            if error.filename not in (None, str(out)):
+                raise OutputError(f"cannot read {error.filename!r}: {error.strerror}") from error
+            raise OutputError(
+                f"cannot write {str(out)!r}: {error.strerror}; expected a file that can be "
+                "written, named with --out"
+            ) from error
         print(f"Wrote {page} ({page.stat().st_size / 1e6:.1f} MB)", flush=True)
         self._open(page.resolve().as_uri())
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import secrets
+import sys
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,6 +14,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from gspo_env.report.episodes_page import Part, Source, render
+
+logger = logging.getLogger(__name__)
 
 
 class LiveServer(ThreadingHTTPServer):
@@ -57,6 +61,8 @@ class LiveServer(ThreadingHTTPServer):
             return 200, "text/html; charset=utf-8", render(mark, "'self'").encode()
         with self._lock:
             if name == "index":
+                if not self._source.exists:
+                    return 503, "text/plain", b"the folder of the run is gone"
                 state = self._source.state
                 if state == known:
                     return 204, "", b""
@@ -68,6 +74,12 @@ class LiveServer(ThreadingHTTPServer):
                     if name == f"{part.name}.{n}":
                         return 200, "application/json", zlib.decompress(block)
         return 404, "text/plain", b"not found"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Logs in one line what a request failed of; that a browser hung up is no failure."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError):
+            logger.warning("a request of the page failed: %s: %s", type(error).__name__, error)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ _COLUMNS = (
 )
 _TEXTS = ("phase", "env", "options", "task_key", "stop_reason")
 """The columns that the index has as numbers of distinct texts."""
+_NAME = re.compile(r"\w+-\d+-(?P<group>\d{1,15})-(?P<member>\d{1,15})")
+"""The id of an episode; see `gspo_env.report.episodes_log.to_table`."""
 _OF_BLOCK = ("episode", "error", "final_observation")
 _OF_TURN = (
     *("turn", "parent", "fork", "sequence", "role", "observation", "action", "tool_calls"),
@@ -58,7 +61,7 @@ _OF_TURN = (
 )
 _OF_TOKENS = (
     *("prompt_ids", "action_ids", "engine_logprobs", "trainer_logprobs", "advantages", "ratios"),
-    *("clipped", "entropies"),
+    *("clipped", "entropies", "token_versions"),
 )
 
 
@@ -79,16 +82,20 @@ class Part:
 
 
 def read_part(file: EpisodeFile) -> Part | None:
-    """Reads a file; None if it is damaged."""
+    """Reads a file; None if it is damaged, or its episodes have other ids than a run gives."""
     table = read_file(file.path)
     if table is None:
         return None
     starts = _starts(table)
     firsts = table.take(starts[:-1])
     columns: dict[str, list[Any]] = {name: firsts[name].to_pylist() for name in _COLUMNS}
-    places = [name.rsplit("-", 2)[1:] for name in firsts["episode"].to_pylist()]
-    columns["group"] = [int(group) for group, _ in places]
-    columns["member"] = [int(member) for _, member in places]
+    names = firsts["episode"].to_pylist()
+    places = [_NAME.fullmatch(name) for name in names]
+    if strange := [name for name, place in zip(names, places, strict=True) if not place]:
+        logger.warning("%s is left out: %.80r is no id of an episode", file.path, strange[0])
+        return None
+    columns["group"] = [int(place["group"]) for place in places if place]
+    columns["member"] = [int(place["member"]) for place in places if place]
     rows = np.asarray(table["action_ids"].combine_chunks().value_lengths())
     sums = np.concatenate([[0], np.cumsum(rows)])
     columns["tokens"] = np.diff(sums[starts]).tolist()
@@ -150,9 +157,14 @@ class Source:
 
     def __init__(self, run: str | Path, most: int) -> None:
         self.run, self._most = Path(run), most
-        if not (self.run / METRICS).is_file():
+        if not self.exists:
             raise OutputError(f"{str(run)!r} has no {METRICS}; expected the folder of a run")
         self._parts: dict[str, tuple[tuple[int, int], Part | None]] = {}
+
+    @property
+    def exists(self) -> bool:
+        """Whether the folder is still there."""
+        return (self.run / METRICS).is_file()
 
     @property
     def state(self) -> str:
@@ -243,8 +255,11 @@ def read_points(run: Path) -> dict[str, list[list[float]]]:
             record = json.loads(line)
             step = int(record["step"])
             metrics = {str(name): float(value) for name, value in record["metrics"].items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             logger.warning("a line of %s is damaged and left out: %s", METRICS, error)
+            continue
+        except RecursionError:
+            logger.warning("a line of %s is nested too deeply and left out", METRICS)
             continue
         for name, value in metrics.items():
             found.setdefault(name, {})[step] = value

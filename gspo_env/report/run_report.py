@@ -314,5 +314,8 @@ def write_run_report(
             paths.append(folder / MARKDOWN)
             write_text(paths[-1], markdown(report, made))
     except OSError as error:
-        raise OutputError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
+        raise OutputError(
+            f"cannot write to {str(folder)!r}: {error.strerror}; expected a folder that can be "
+            "written, named with --out"
+        ) from error
     return paths

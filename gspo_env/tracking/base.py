@@ -115,7 +115,8 @@ class Repeatable(Tracker, Protocol):
 
     A call that fails for a passing reason is repeated until it succeeds, also by a later process.
     If it has a method `log_input`, that gets each `Input`. If its settings have a field `traces`
-    above 0, its method `log_traces` gets sequences of `gspo_env.tracking.traces.Trace`.
+    above 0, its method `log_traces` gets sequences of `gspo_env.tracking.traces.Trace`; see
+    `gspo_env.tracking.MLflow` for it and for `train_traces`.
     """
 
     def open(self) -> str:

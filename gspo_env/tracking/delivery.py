@@ -21,7 +21,7 @@ from typing import Any
 from gspo_env.redaction import redact_text
 from gspo_env.tracking.base import Input, Repeatable, RunInfo, Tracker
 from gspo_env.tracking.journal import FOLDER, METRICS, Event, Journal, write_atomically
-from gspo_env.tracking.traces import Trace
+from gspo_env.tracking.traces import TRACES_SHARE, Trace
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,9 @@ long if no call has failed, for example while a store is made."""
 _SLOWEST_UPLOAD = 1e6
 """Bytes per second; the patience grows with the files that are sent."""
 _INTERVAL = 0.5
-"""Seconds between deliveries, so that many points become one request."""
+"""Seconds between deliveries."""
+_POINTS_WAIT = 10.0
+"""Seconds between calls for points, since one call for several steps is much cheaper."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 """Seconds before a call that failed is repeated; each pause is twice the one before."""
 _PAUSE_AT_END = 1.0
@@ -44,8 +46,8 @@ _TRACES = 16
 """Maximum number of traces in one call."""
 _TRACES_WAIT = 20.0
 """Seconds between calls, since one call for many traces is much cheaper."""
-_TRACES_SHARE = 0.005
-"""Share of the time that sending traces may compute. More wait until training is over."""
+_TRACE_COST = 0.01
+"""Processor seconds of a trace, before one was sent."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -135,7 +137,8 @@ class Delivery:
         self._lanes = {name: _Lane() for name in ("start", "points", "files", "traces")}
         self._takes_traces = self._repeatable is not None and hasattr(type(tracker), "log_traces")
         self._began = self._traced = time.monotonic()
-        self._traces_cost = 0.0
+        self._traces_cost, self._traces_sent = 0.0, 0
+        self._points_due = 0.0
         self._news, self._ending, self._stopped = (threading.Event() for _ in range(3))
         self._alive = time.monotonic()
         self._allowance = 0.0
@@ -177,6 +180,13 @@ class Delivery:
             f"which wait in {self._folder}: {reason or 'it does not answer'}"
         )
 
+    @property
+    def trace_cost(self) -> float:
+        """Processor seconds of one trace; 0 if the tracker takes none."""
+        if not self._takes_traces:
+            return 0.0
+        return self._traces_cost / self._traces_sent if self._traces_sent else _TRACE_COST
+
     def notify(self) -> None:
         """Says that there is something new in the journal."""
         self._news.set()
@@ -215,7 +225,8 @@ class Delivery:
                 self._ending.wait(_INTERVAL)
             else:
                 # a pause may have ended since `_deliver` saw it
-                dues = [lane.due for lane in self._lanes.values() if lane.due > began]
+                dues = [*(lane.due for lane in self._lanes.values()), self._points_due]
+                dues = [due for due in dues if due > began]
                 self._news.wait(max(0.0, min(dues) - time.monotonic()) if dues else 60.0)
 
     def _left(self) -> bool:
@@ -254,8 +265,10 @@ class Delivery:
         return True
 
     def _send_points(self, end: int | None) -> bool:
+        """Sends points up to a byte, or all; all of them only now and then."""
         lane, tracker = self._lanes["points"], self.tracker
-        if lane.left:
+        early = end is None and time.monotonic() < self._points_due
+        if lane.left or (early and not self._ending.is_set()):
             return False
         found = list(islice(self._journal.points(self._cursor.metrics, end), _POINTS))
         if not found:
@@ -266,6 +279,7 @@ class Delivery:
             if not self._call(lane, "log", lambda: repeatable.log_points(points)):
                 return False
             self._cursor.metrics = found[-1][0]
+            self._points_due = time.monotonic() + _POINTS_WAIT * (len(found) < _POINTS)
             self._save()
         else:
             for place, point in found:
@@ -281,7 +295,7 @@ class Delivery:
         """Sends traces now and then, as many together as possible, unless that costs too much."""
         lane, tracker, now = self._lanes["traces"], self.tracker, time.monotonic()
         early = now < self._traced + _TRACES_WAIT
-        dear = self._traces_cost > _TRACES_SHARE * (now - self._began)
+        dear = self._traces_cost > TRACES_SHARE * (now - self._began)
         if lane.left or ((early or dear) and not self._ending.is_set()):
             return False
         before, sent = time.thread_time(), False
@@ -293,6 +307,7 @@ class Delivery:
         if len(found) < _TRACES:
             self._traced = now
         if sent:
+            self._traces_sent += len(found)
             self._cursor.traces = found[-1][0]
             self._save()
         return sent

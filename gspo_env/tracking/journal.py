@@ -265,6 +265,11 @@ class Journal:
         return found
 
     @property
+    def traces_size(self) -> int:
+        """Bytes of the traces."""
+        return 0 if self._traces is None else self._traces.size
+
+    @property
     def missing(self) -> int:
         """Number of lines that could not be written."""
         return sum(lines.missing for lines in self._lines)

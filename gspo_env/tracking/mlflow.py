@@ -67,14 +67,18 @@ class MLflow:
     links to them, no copies."""
     register: str = ""
     """Name of a registered model, of which the trained model becomes a new version."""
-    traces: int = 2
-    """Number of the episodes that the run keeps of each training step and of each evaluation,
-    sampled and greedy, that become traces; 0 for none."""
+    traces: int = 1
+    """Episodes of each evaluation, sampled and greedy, that become traces at least. More of those
+    that the run keeps do while sending them computes less than 0.3 % of its time."""
+    train_traces: int = 0
+    """Episodes of each training step that become traces at least. With 0 here and in `traces`,
+    none do."""
 
     def __post_init__(self) -> None:
         """Refuses an experiment without a name, and a model to register that is not logged."""
-        if self.traces < 0:
-            raise ConfigError(f"tracker.traces is {self.traces}; expected 0 or more")
+        for name in ("traces", "train_traces"):
+            if (count := getattr(self, name)) < 0:
+                raise ConfigError(f"tracker.{name} is {count}; expected 0 or more")
         if self.register and not self.log_model:
             raise ConfigError(
                 f"tracker.register is {self.register!r} and tracker.log_model is false; expected "

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _KINDS = {"episode": "AGENT", "turn": "CHAT_MODEL", "step": "TOOL"}
 """MLflow's type of each kind of span."""
+_TAGS = ("step", "phase", "success")
+"""The tags that MLflow has as such. Its store writes each in a statement of its own, which takes
+as long as half a span, so the others are attributes of the first span."""
 _MOST_PREVIEW = 1000
 """Characters of a preview (mlflow.tracing.constant)."""
 
@@ -80,7 +83,7 @@ class TraceWriter:
             request_preview=json.dumps(first.inputs)[:_MOST_PREVIEW],
             response_preview=json.dumps(first.outputs)[:_MOST_PREVIEW],
             trace_metadata={"mlflow.sourceRun": self._run_id},
-            tags={"mlflow.traceName": trace.name, **trace.tags},
+            tags=_tags(trace),
         )
         place = get_artifact_uri_for_trace(self._store.start_trace(info))
         text = json.dumps(TraceData(spans=spans).to_dict(), default=str)
@@ -116,8 +119,8 @@ def _span(name: str, trace: Trace, number: int, span: Span) -> StoredSpan:
         usage = {"input_tokens": context, "output_tokens": sampled}
         attributes["mlflow.chat.tokenUsage"] = usage | {"total_tokens": context + sampled}
     if number == 0:
-        tags = {"mlflow.traceName": trace.name, **trace.tags}
-        attributes |= {f"mlflow.traceTag.{tag}": value for tag, value in tags.items()}
+        attributes |= {name: value for name, value in trace.tags.items() if name not in _TAGS}
+        attributes |= {f"mlflow.traceTag.{tag}": value for tag, value in _tags(trace).items()}
     failed = number == 0 and bool(trace.error)
     return Stored.from_dict(
         {
@@ -131,6 +134,11 @@ def _span(name: str, trace: Trace, number: int, span: Span) -> StoredSpan:
             "attributes": {key: json.dumps(value) for key, value in attributes.items()},
         }
     )
+
+
+def _tags(trace: Trace) -> dict[str, str]:
+    chosen = {name: trace.tags[name] for name in _TAGS if name in trace.tags}
+    return {"mlflow.traceName": trace.name, **chosen}
 
 
 def _encode(number: int, size: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass, replace
 from functools import cache
@@ -17,12 +18,15 @@ from gspo_env.registry import find, name_of
 from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, TrackerChoice, flatten
 from gspo_env.tracking.delivery import Cursor, Delivery
 from gspo_env.tracking.journal import METRICS, Journal
-from gspo_env.tracking.traces import Trace
+from gspo_env.tracking.traces import Trace, affordable
 
 _log = logging.getLogger(__name__)
 
 NON_FINITE = "tracking/non_finite"
 """The metric that counts the values of a step that were dropped because they are not finite."""
+
+_MOST_TRACES = 1 << 26
+"""Bytes of traces on the disk, after which a run makes only those that a tracker wants."""
 
 
 class Several:
@@ -52,9 +56,12 @@ class Several:
         fed = {n: choice for n, choice in choices.items() if not isinstance(choice, NoTracker)}
         tags = {name: redact_text(value) for name, value in run.tags.items()}
         run = replace(run, params=flatten(redact(run.params)), tags=tags)
-        self.traces = max(map(_traces, fed.values()), default=0)
-        """Episodes of each step and evaluation that a tracker wants as traces."""
-        self._journal = Journal(run, files=bool(fed), traces=self.traces > 0)
+        self._least = {
+            kind: max((_least_traces(choice, kind) for choice in fed.values()), default=0)
+            for kind in ("traces", "train_traces")
+        }
+        self._began, self._traced = time.monotonic(), 0
+        self._journal = Journal(run, files=bool(fed), traces=any(self._least.values()))
         self._folder, run = run.folder, self._journal.run
         for name, choice in fed.items():
             known = Cursor.read(run.folder, name).id or run.resume.get(name, "")
@@ -109,7 +116,26 @@ class Several:
 
     def trace(self, trace: Trace) -> None:
         """Records a trace, if a tracker wants traces; the same trace again is left out."""
+        self._traced += 1
         self._note(lambda: self._journal.trace(trace))
+
+    def traces(self, phase: str) -> int:
+        """Returns how many episodes of this step or evaluation become traces.
+
+        As many as a tracker wants, and more while sending them computes less than a share of the
+        time, `TRACES_SHARE`.
+
+        Args:
+            phase: See `gspo_env.report.episodes.Phase`.
+        """
+        least = self._least["train_traces" if phase == "train" else "traces"]
+        costs = [delivery.trace_cost for delivery in self._deliveries.values()]
+        if not any(costs) or not any(self._least.values()):
+            return least
+        if self._journal.traces_size > _MOST_TRACES:
+            return least
+        seconds = time.monotonic() - self._began
+        return affordable(least=least, seconds=seconds, cost=sum(costs), taken=self._traced)
 
     def finish(self, status: Status = "FINISHED", reason: str = "") -> None:
         """Ends the run in each tracker; the first call counts.
@@ -203,9 +229,10 @@ class Several:
         self._errors.setdefault(name, []).append(message)
 
 
-def _traces(choice: Any) -> int:
-    """Returns how many traces of a step a tracker wants, by its settings."""
-    return int(choice.traces) if hasattr(type(choice), "traces") else 0
+def _least_traces(choice: Any, kind: str) -> int:
+    """Returns how many traces a tracker wants at least, by its settings."""
+    name = kind if hasattr(type(choice), kind) else "traces"
+    return int(getattr(choice, name)) if hasattr(type(choice), name) else 0
 
 
 def _number(value: Any) -> float:

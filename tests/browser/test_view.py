@@ -94,6 +94,26 @@ def test_a_token_shows_its_exact_id_and_values(page: Any, run: Path) -> None:
     assert sampled.nth(0).get_attribute("style") != before
 
 
+def test_tokens_show_the_weights_that_sampled_them(page: Any, tmp_path: Path) -> None:
+    of_two = turn(action_ids=(3, 4, 5), logprobs=(-1.0,) * 3, weights_versions=((4, 2), (5, 1)))
+    keep(tmp_path, 5, episode(of_two), episode(turn(weights_version=4)))
+    address = write_page(tmp_path, tmp_path / "view.html").as_uri()
+    start(page, f"{address}#tokens=train-5-0-0")
+    page.click("label:has-text('weights')")
+    assert "Weights of steps 4 to 5." in page.locator(".note").inner_text()
+    sampled = page.locator(".t:not(.read)")
+    styles = [sampled.nth(i).get_attribute("style") for i in range(3)]
+    assert styles[0] == styles[1] != styles[2]
+    for i, version in enumerate((4, 4, 5)):
+        sampled.nth(i).hover()
+        assert f"weights\nof step {version}" in page.locator(".tip").inner_text()
+    page.goto(f"{address}#tokens=train-5-0-1")
+    page.wait_for_selector("h2:has-text('train-5-0-1')")
+    sampled.nth(0).hover()
+    assert "weights\nof step 4" in page.locator(".tip").inner_text()
+    assert page.locator("label:has-text('weights')").count() == 0
+
+
 def test_the_attempts_of_a_group_are_side_by_side(page: Any, run: Path) -> None:
     record = next(iter(read_episodes(run, phases=["train"])))
     start(page, f"{(run / 'view.html').as_uri()}#attempts={record.episode}")

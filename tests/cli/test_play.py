@@ -47,6 +47,48 @@ def test_an_action_of_several_lines_is_one_action(monkeypatch, capsys, tmp_path)
     assert "\x1b" not in said
 
 
+HOSTILE = r"""
+from gspo_env import TextEnv
+
+class Hostile(TextEnv):
+    def reset(self, *, seed=None, options=None):
+        return 'h\u00e9 \x1b[31m', {}
+    def step(self, action):
+        return repr(action), 1.0, True, False, {}
+"""
+
+
+def test_an_action_of_several_lines_may_begin_with_a_slash(monkeypatch, capsys, tmp_path):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    said = played(monkeypatch, capsys, '"""\n/quit\n"""\n', "hostile.py:Hostile")
+    assert "1 turn with rewards +1" in said
+    assert "'/quit'" in said
+
+
+def test_neither_bytes_that_are_no_text_nor_a_narrow_terminal_end_the_game(monkeypatch, tmp_path):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    monkeypatch.chdir(tmp_path)
+    typed, shown = io.BytesIO(b"\xff\xfe h\xc3\xa9\n"), io.BytesIO()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(typed, encoding="utf-8"))
+    out = io.TextIOWrapper(shown, encoding="ascii", write_through=True)
+    monkeypatch.setattr("sys.stdout", out)
+    main(["play", "hostile.py:Hostile"])
+    said = shown.getvalue().decode()
+    assert "user: h\\xe9 \\x1b[31m" in said
+    assert r"\\xff\\xfe h\xe9" in said
+    assert "Success" in said or "No success" in said
+
+
+def test_the_name_of_a_tool_does_not_act_on_the_terminal(monkeypatch, capsys):
+    tools = {"e\x1b[31mvil": object()}
+    monkeypatch.setattr("gspo_env.cli.play._tools", lambda now: tools)
+    monkeypatch.setattr("gspo_env.cli.play._begin", lambda now: None)
+    said = played(monkeypatch, capsys, "/nothing\n/quit\n")
+    assert "expected one of e\\x1b[31mvil" in said
+    assert "\x1b" not in said
+
+
 def test_the_end_of_the_input_ends_the_episode(monkeypatch, capsys):
     assert "0 turns" in played(monkeypatch, capsys, "")
 

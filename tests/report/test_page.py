@@ -7,17 +7,20 @@ import hashlib
 import http.client
 import json
 import re
+import socket
 import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gspo_env.cli.main import main
 from gspo_env.redaction import _LOOKS, MARK, redact_text
 from gspo_env.report.episodes_live import LiveServer
 from gspo_env.report.episodes_log import to_table
@@ -156,6 +159,56 @@ def ask(server: LiveServer, path: str, host: str = "") -> tuple[int, bytes]:
         return answer.status, answer.read()
     finally:
         connection.close()
+
+
+def test_a_live_page_outlasts_the_folder_and_a_browser_that_hangs_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "run", steps=1, text="long " * 10**5)
+    with live(run) as server:
+        at = f"/{server.key}/"
+        known = json.loads(ask(server, f"{at}index?known=")[1])
+        with socket.create_connection(server.server_address[:2]) as browser:  # type: ignore[arg-type]
+            asked = f"GET {at}{known['blocks'][0]} HTTP/1.0\r\nHost: {server.host}\r\n\r\n"
+            browser.sendall(asked.encode())
+            browser.recv(1)
+        run.rename(tmp_path / "moved")
+        assert ask(server, f"{at}index?known=")[0] == 503
+        (tmp_path / "moved").rename(run)
+        assert ask(server, f"{at}index?known=")[0] == 200
+    assert capsys.readouterr().err == ""
+    assert caplog.text == ""
+
+
+def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    path = run / "episodes" / "000000-train.parquet"
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("episode")
+    strange = pa.array(["\x1b[31mstrange"] * table.num_rows)
+    pq.write_table(table.set_column(place, "episode", strange), path)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+    page = write_page(run, tmp_path / "view.html")
+    assert "train" in page.read_text()
+    assert "'\\x1b[31mstrange' is no id of an episode" in caplog.text
+    assert "nested too deeply" in caplog.text
+
+
+def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    for name in ("view.html", "report/report.html"):
+        (run / name).mkdir(parents=True)  # stands for a disk that is read-only
+    for command in ("view", "report"):
+        with pytest.raises(SystemExit):
+            main([command, str(run), "--no-browser"])
+        assert "written, named with --out" in capsys.readouterr().err
+    main(["view", str(run), "--no-browser", "--out", str(tmp_path / "page.html")])
+    assert (tmp_path / "page.html").is_file()
 
 
 def test_a_live_page_follows_the_run(tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ class Store:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_FIRST_PAUSE": 0.001, "_LONGEST_PAUSE": 0.01, "_INTERVAL": 0.001}.items():
+    short = {"_FIRST_PAUSE": 0.001, "_LONGEST_PAUSE": 0.01, "_INTERVAL": 0.001, "_POINTS_WAIT": 0.0}
+    for name, value in short.items():
         monkeypatch.setattr(f"gspo_env.tracking.delivery.{name}", value)
 
 
@@ -448,6 +449,50 @@ def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path: Path)
         assert os.stat(path).st_mode & 0o077 == 0, path
 
 
+def test_the_points_of_many_steps_are_few_calls_and_an_event_comes_behind_its_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo_env.tracking.delivery._POINTS_WAIT", 600.0)
+    calls: list[str] = []
+
+    class Counts(Store):
+        def log_points(self, points):
+            super().log_points(points)
+            calls.append("points")
+
+        def text(self, name, text):
+            calls.append(f"text behind {len(self.points)}")
+
+    store = Counts()
+    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        for step in range(40):
+            tracker.log({"a": 1.0}, step)
+            if step == 19:
+                tracker.text("a.txt", "x")
+            time.sleep(0.005)
+    assert len(store.points) == 40
+    assert calls.count("points") <= 3  # the first, those before the text, the rest at the end
+    assert "text behind 20" in calls
+
+
+def test_more_episodes_become_traces_where_they_cost_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    with Several({"store": Store()}, RunInfo(name="r", folder=tmp_path / "a")) as tracker:
+        assert tracker.traces("train") == tracker.traces("eval") == 1
+        tracker._began -= 100.0
+        assert tracker.traces("train") == 30  # 0.3 % of 100 s at 10 ms each
+        for n in range(20):
+            tracker.trace(trace(f"train-0-0-{n}"))
+        monkeypatch.setattr("gspo_env.tracking.several._MOST_TRACES", 10)
+        assert tracker.traces("eval") == 1  # the disk has enough of them
+    with Several({"store": Store(traces=0)}, RunInfo(name="r", folder=tmp_path / "b")) as tracker:
+        tracker._began -= 100.0
+        assert tracker.traces("eval") == 0
+
+
 def test_traces_wait_for_the_end_where_they_would_cost_training_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,7 +512,7 @@ def test_traces_wait_for_the_end_where_they_would_cost_training_too_much(
             tracker.trace(trace(f"train-{step}-0-0"))
             time.sleep(0.002)
         sent = len(calls)
-    assert sent <= 2  # in 0.4 s, 0.5 % are 2 ms
+    assert sent <= 2  # in 0.4 s, 0.3 % are 1.2 ms
     assert sum(calls) == 200
     assert len(calls) <= sent + 14  # many in one call
     assert tracker.problems == []

@@ -253,7 +253,7 @@ def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(
 
     group = Group(task=played().task, episodes=(played(), played()))
     with begin() as tracker:
-        for trace in traces(3, "train", {5: group}, tracker.traces):
+        for trace in traces(3, "train", {5: group}, 2):
             tracker.trace(trace)
             tracker.trace(trace)
     assert tracker.problems == []
@@ -264,10 +264,10 @@ def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(
         filter_string="tags.success = 'true' and tags.step = '3' and tags.phase = 'train'",
     )
     assert len(found) == 2
-    assert found[0].info.tags["return"] == "1.25"
-    assert found[0].info.tags["group"] == "train-3-5"
     assert (found[0].info.request_time, found[0].info.execution_duration) == (1_000_000, 1750)
     spans = found[0].data.spans
+    told = {name: spans[0].get_attribute(name) for name in ("return", "group", "stop")}
+    assert told == {"return": "1.25", "group": "train-3-5", "stop": "terminated"}
     assert [(s.name, s.span_type) for s in spans] == [
         *(("episode", "AGENT"), ("turn 0", "CHAT_MODEL"), ("lookup", "TOOL")),
         *(("turn 1", "CHAT_MODEL"), ("step", "TOOL")),

@@ -44,7 +44,8 @@ export type Measure =
   | "difference"
   | "ratios"
   | "clipped"
-  | "entropies";
+  | "entropies"
+  | "versions";
 
 export interface Episode {
   row: number;
@@ -120,6 +121,8 @@ function unpack(block: any, row: number, place: number): Episode {
     if (block.turn[k] === null) continue;
     const engine = fractions("engine_logprobs", k) as number[];
     const trainer = fractions("trainer_logprobs", k);
+    const sampled: number[] = slice("action_ids", k);
+    const versions: number[] = slice("token_versions", k);
     turns.push({
       turn: block.turn[k],
       parent: block.parent[k],
@@ -139,7 +142,7 @@ function unpack(block: any, row: number, place: number): Episode {
       generate_seconds: block.generate_seconds[k],
       step_seconds: block.step_seconds[k],
       prompt_ids: slice("prompt_ids", k),
-      action_ids: slice("action_ids", k),
+      action_ids: sampled,
       values: {
         engine_logprobs: engine,
         trainer_logprobs: trainer,
@@ -148,6 +151,7 @@ function unpack(block: any, row: number, place: number): Episode {
         ratios: fractions("ratios", k),
         clipped: fractions("clipped", k),
         entropies: fractions("entropies", k),
+        versions: versions.length ? versions : sampled.map(() => block.weights_version[k]),
       },
     });
   }

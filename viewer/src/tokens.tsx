@@ -9,20 +9,38 @@ const measures: [Measure, string, string][] = [
   ["clipped", "clipped", "Orange tokens give no policy gradient."],
   ["difference", "engine − trainer", "Difference of the log-probabilities; blue is above 0, orange below."],
   ["entropies", "entropy", "The darker, the less sure the policy was, in nats."],
+  ["versions", "weights", "Blue tokens were sampled with newer weights, orange ones with older."],
 ];
 const zero: Partial<Record<Measure, number>> = { advantages: 0, ratios: 1, difference: 0 };
 
-function scale(turns: Turn[], measure: Measure): number {
-  const middle = zero[measure] ?? 0;
-  let most = 0;
-  for (const turn of turns) for (const value of turn.values[measure]) if (value !== null) most = Math.max(most, Math.abs(+value - middle));
-  return most;
+interface Scale {
+  middle: number | undefined;
+  most: number;
+  ends: [number, number];
 }
 
-function colour(value: number | null | undefined, measure: Measure, most: number): string {
+function scale(turns: Turn[], measure: Measure): Scale {
+  let [least, most] = [Infinity, -Infinity];
+  for (const turn of turns) {
+    for (const value of turn.values[measure]) {
+      if (value === null) continue;
+      least = Math.min(least, +value);
+      most = Math.max(most, +value);
+    }
+  }
+  if (least > most) least = most = 0;
+  const middle = measure === "versions" ? (least + most) / 2 : zero[measure];
+  return { middle, most: Math.max(Math.abs(least - (middle ?? 0)), Math.abs(most - (middle ?? 0))), ends: [least, most] };
+}
+
+function range({ middle, most, ends }: Scale, measure: Measure): string {
+  if (measure === "versions") return `Weights of steps ${ends[0]} to ${ends[1]}.`;
+  return measure !== "clipped" && most > 0 ? `Full colour: ${middle ? `${short(middle)} ± ` : ""}${short(most)}.` : "";
+}
+
+function colour(value: number | null | undefined, measure: Measure, { middle, most }: Scale): string {
   if (value === null || value === undefined) return "transparent";
   if (measure === "clipped") return value ? "rgb(var(--minus) / 0.6)" : "rgb(var(--plus) / 0.08)";
-  const middle = zero[measure];
   const size = most ? Math.min(1, Math.abs(+value - (middle ?? 0)) / most) : 0;
   const strength = (0.06 + 0.6 * Math.sqrt(size)).toFixed(3);
   if (middle === undefined) return `rgb(var(--heat) / ${strength})`;
@@ -37,14 +55,19 @@ interface Spot {
 
 const shown = (text: string) => (text === "" ? "∅" : text.replace(/\n/g, "↵\n").replace(/\t/g, "→\t"));
 
+function isKnown(turns: Turn[], name: Measure): boolean {
+  const values = turns.flatMap((turn) => turn.values[name]);
+  return name === "versions" ? new Set(values).size > 1 : values.some((value) => value !== null);
+}
+
 export function Tokens({ index, episode }: { index: Index; episode: Episode }) {
   const { turns } = episode;
-  const known = measures.filter(([name]) => turns.some((turn) => turn.values[name].some((value) => value !== null)));
+  const known = useMemo(() => measures.filter(([name]) => isKnown(turns, name)), [episode]);
   const [wanted, setMeasure] = useState<Measure>(known[0]?.[0] ?? "engine_logprobs");
   const measure = known.some(([name]) => name === wanted) ? wanted : (known[0]?.[0] ?? "engine_logprobs");
   const [spot, setSpot] = useState<Spot | null>(null);
   const [at, setAt] = useState<Record<string, string>>({});
-  const most = useMemo(() => scale(turns, measure), [episode, measure]);
+  const spread = useMemo(() => scale(turns, measure), [episode, measure]);
   const paths = useMemo(() => sequences(turns), [episode]);
   const box = useRef<HTMLDivElement>(null);
   const note = known.find(([name]) => name === measure)?.[2] ?? "";
@@ -84,7 +107,7 @@ export function Tokens({ index, episode }: { index: Index; episode: Episode }) {
         key={`${sampled}${place}`}
         data-t={`${turn.turn},${place},${+sampled}`}
         class={sampled ? "t" : "t read"}
-        style={sampled ? { background: colour(value, measure, most) } : undefined}
+        style={sampled ? { background: colour(value, measure, spread) } : undefined}
       >
         {shown(index.tokens[id] ?? `[${id}]`)}
       </span>
@@ -107,8 +130,8 @@ export function Tokens({ index, episode }: { index: Index; episode: Episode }) {
         ))}
       </div>
       <p class="soft note">
-        {note} {measure !== "clipped" && most > 0 && `Full colour: ${zero[measure] ? `${short(zero[measure]!)} ± ` : ""}${short(most)}.`} Grey tokens were read, not sampled. Arrow keys go from token to token.
-        {known.length < 3 && " This episode was not trained on, so only the engine's log-probabilities are known."}
+        {note} {range(spread, measure)} Grey tokens were read, not sampled. Arrow keys go from token to token.
+        {!turns.some((turn) => turn.values.trainer_logprobs.some((value) => value !== null)) && " This episode was not trained on, so only the engine's log-probabilities are known."}
       </p>
       <div
         ref={box}
@@ -154,10 +177,9 @@ function Tip({ index, turn, spot, at }: { index: Index; turn: Turn; spot: Spot; 
     for (const [name, title] of measures) {
       const value = turn.values[name][spot.place];
       if (value === null || value === undefined) continue;
-      const text = name === "clipped" ? (value ? "yes" : "no") : name === "advantages" || name === "difference" ? signed(+value) : name === "ratios" ? (+value).toFixed(6) : short(+value);
+      const text = name === "versions" ? `of step ${value}` : name === "clipped" ? (value ? "yes" : "no") : name === "advantages" || name === "difference" ? signed(+value) : name === "ratios" ? (+value).toFixed(6) : short(+value);
       rows.push([title, name.endsWith("logprobs") ? `${text} (p ${short(Math.exp(+value))})` : text]);
     }
-    rows.push(["weights", `of step ${turn.weights_version}`]);
   } else rows.push(["", "read, not sampled"]);
   return (
     <div class="tip" role="status" style={at} key={JSON.stringify(at)}>
