@@ -19,6 +19,8 @@ from gspo_env.model.attention import Ragged, sdpa
 from gspo_env.model.kv_shared import Behind, Shared, SharedPrompts
 
 _FIRST_CAPACITY = 128
+_PLACES = 16
+"""The capacity of a slot grows by a multiple of it."""
 _MAX_SPAN_RATIO = 2
 """Attend over a contiguous range of slots if it has at most this many slots per row."""
 _MOST_SCORES = 1 << 22
@@ -69,7 +71,9 @@ class KVCache:
         """
         for number, layer in self._layers.items():
             own = [tensor[slot] for tensor in layer]
-            self._shared.put(number, shared.index, torch.stack([t[:, : shared.length] for t in own]))
+            self._shared.put(
+                number, shared.index, torch.stack([t[:, : shared.length] for t in own])
+            )
             for tensor in own:
                 rest = tensor[:, shared.length : held].clone()
                 tensor[:, : held - shared.length] = rest
@@ -135,11 +139,12 @@ class KVCache:
         return like.new_zeros(self._slots, heads, size, self._capacity).transpose(2, 3), values
 
     def _reserve(self, length: int) -> None:
-        if length <= self._capacity:
-            return
+        """Lets slots hold this many tokens; little more, because idle places spread the keys."""
         before = self._capacity
-        while self._capacity < length:
-            self._capacity += min(self._capacity, self._max_context - self._capacity)
+        if length <= before:
+            return
+        more = max(length, before + before // 4)
+        self._capacity = min(-(-more // _PLACES) * _PLACES, self._max_context)
         for index, layer in self._layers.items():
             self._layers[index] = self._allocate(layer[0].shape[1], layer[0])
             for held, old in zip(self._layers[index], layer, strict=True):
