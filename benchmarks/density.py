@@ -203,24 +203,29 @@ def left_out(values_MD: np.ndarray) -> np.ndarray:
     return models * np.log(values_MD.mean(0)) - (models - 1) * np.log(others_MD)
 
 
-def noise_table(updates: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the table of the SNR and noise of updates of the tiny model, beside the exact one.
+def tiny_gains(updates: Mapping[str, Mapping[str, Any]], arm: str) -> dict[str, np.ndarray]:
+    """Returns the logs of the gains in SNR and in noise over `outcome`, each (models, densities).
 
     The mean of the signal over models is used, since that of one model can be below 0; its interval
     is from the jackknife over models.
     """
+    noise = {name: np.log(measured(updates, name, "noise")) for name in (arm, "outcome")}
+    size = {name: left_out(measured(updates, name, "signal")) for name in (arm, "outcome")}
+    less_noise = noise["outcome"] - noise[arm]
+    return {"SNR": less_noise + size[arm] - size["outcome"], "noise": less_noise}
+
+
+def noise_table(updates: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the table of the SNR and noise of updates of the tiny model, beside the exact one."""
     exact = {"returns_to_go": ReturnsToGo(), "immediate": ReturnsToGo(gamma=0.0)}
     make = next(iter(SWEEPS.values()))
     head = ["credit", *(f"density {rho}" for rho in DENSITIES), "slope (95 % interval)"]
     lines = [row(head), row(["---"] * len(head))]
-    noise = {arm: np.log(measured(updates, arm, "noise")) for arm in ARMS}
-    size = {arm: left_out(measured(updates, arm, "signal")) for arm in ARMS}
     for arm, estimator in exact.items():
         values = gains(make, estimator, noise=NOISE)
         value, _, _ = slope([math.log(rho) for rho in DENSITIES], np.log(values))
         lines.append(row([f"`{arm}`, exact SNR", *(f"{v:.2f}" for v in values), f"{value:.2f}"]))
-        less_noise = noise["outcome"] - noise[arm]
-        for name, of in (("SNR", less_noise + size[arm] - size["outcome"]), ("noise", less_noise)):
+        for name, of in tiny_gains(updates, arm).items():
             cells = [f"{v:.2f}" for v in np.exp(of.mean(0))]
             lines.append(row([f"`{arm}`, tiny model, {name}", *cells, slope_of(of)]))
     return "\n".join(lines)
@@ -347,12 +352,12 @@ def draw(rows: Rows, updates: Mapping[str, Any]) -> None:
     make, found = next(iter(SWEEPS.values())), curves(rows, right)
     x = [float(rho) for rho in DENSITIES]
     axes[0].loglog(x, gains(make, ReturnsToGo(gamma=0.0), noise=NOISE), "--", label="exact")
-    gain = np.log(measured(updates, "outcome", "noise") / measured(updates, "immediate", "noise"))
+    gain = tiny_gains(updates, "immediate")["SNR"]
     middle = np.exp(gain.mean(0))
     bounds = [np.exp(paired_interval(of)) for of in gain.T]
     error = np.abs(np.array(bounds).T - middle)
     axes[0].errorbar(x, middle, error, fmt="o", label="tiny model")
-    axes[0].set(title="noise of outcome / immediate", xlabel="density")
+    axes[0].set(title="SNR of immediate / outcome", xlabel="density")
     axes[0].set_xticks(x, [str(rho) for rho in DENSITIES], minor=False)
     axes[0].set_yticks((2, 4, 6), ("2", "4", "6"), minor=False)
     axes[0].minorticks_off()

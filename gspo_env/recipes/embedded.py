@@ -355,19 +355,43 @@ def warm_up(
     seed: int,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Imitates demonstrations by maximum likelihood, with a cosine learning rate."""
+    """Imitates demonstrations by maximum likelihood, with a cosine learning rate.
+
+    A small transformer learns to copy words suddenly, after some steps in which the loss hardly
+    falls. How many depends on the seed. If it has not fallen by a tenth in half of the steps, the
+    schedule starts again, at most twice (warm restarts, arXiv 1608.03983).
+    """
+    total = config.imitation_steps
     settings = LearnerConfig(
         learning_rate=config.imitation_learning_rate,
-        warmup_steps=max(1, config.imitation_steps // 20),
+        warmup_steps=max(1, total // 20),
         schedule="cosine",
     )
-    learner = Learner(model, GSPO(), settings, total_steps=config.imitation_steps)
+    learner = Learner(model, GSPO(), settings, total_steps=total)
     generator = torch.Generator().manual_seed(seed)
     size = min(config.imitation_batch, len(samples))
     epoch = math.ceil(len(samples) / size)
-    for step in range(config.imitation_steps):
-        if step % epoch == 0:
+    losses: list[float] = []
+    began = 0
+    while len(losses) - began < total:
+        place = len(losses) % epoch
+        if not place:
             order = torch.randperm(len(samples), generator=generator).tolist()
-        start = (step % epoch) * size
-        loss = learner.imitate([samples[i] for i in order[start : start + size]])
-        on_step(step + 1, loss)
+        chosen = order[place * size : (place + 1) * size]
+        losses.append(learner.imitate([samples[i] for i in chosen]))
+        step = len(losses) - began
+        on_step(step, losses[-1])
+        if step == total // 2 and began < 2 * step and _has_not_fallen(losses, total):
+            logger.info(
+                "the loss of the imitation has hardly fallen in %d steps: it begins again "
+                "from these weights",
+                len(losses),
+            )
+            learner = Learner(model, GSPO(), settings, total_steps=total)
+            began = len(losses)
+
+
+def _has_not_fallen(losses: Sequence[float], total: int) -> bool:
+    """Returns whether the last losses are above nine tenths of those after the first steps."""
+    few = max(1, total // 20)
+    return bool(np.mean(losses[-few:]) > 0.9 * np.mean(losses[few : 2 * few]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -201,6 +202,28 @@ def test_the_first_seeds_are_the_pilot_and_earlier_results_replace_it(tmp_path):
     assert value == pytest.approx(np.std(scores["b"] - scores["a"], ddof=1))
     with pytest.raises(ConfigError, match="no run with the metric 'x'"):
         earlier(tmp_path, "x")
+
+
+def test_a_study_on_fresh_seeds_has_the_same_pilot_looks_and_pairs(tmp_path):
+    fresh = dataclasses.replace(comparison("first", "worse", seeds=5), first_seed=100)
+    play, played = player(noise)
+    said = []
+    results = Planned(difference=0.1)(play, fresh, tmp_path / "planned", said.append)
+    assert said[0] == "No earlier runs: the first 3 seeds are the pilot"
+    assert {seed for _, seed in played} == {r.run.seed for r in results} == set(range(100, 105))
+    said.clear()
+    Planned(difference=0.1)(play, fresh, tmp_path / "planned", said.append)
+    assert "(5 seeds)" in said[0]
+    (tmp_path / "rounds").mkdir()
+    pruning = dataclasses.replace(comparison("first", "worse", "good"), first_seed=100)
+    level = {"first": 0.0, "worse": -0.8, "good": 0.02}
+    play, played = player(lambda name, seed: level[name] + noise(name, seed, 0.1))
+    Rounds(plan=PLAN)(play, pruning, tmp_path / "rounds", said.append)
+    seeds = {name: [seed for arm, seed in played if arm == name] for name in level}
+    assert len(seeds["first"]) > len(seeds["worse"]) >= 6
+    assert min(seeds["worse"]) == 100
+    with pytest.raises(ConfigError, match="first_seed -1"):
+        dataclasses.replace(fresh, first_seed=-1)
 
 
 def test_few_seeds_are_said_to_be_too_few():

@@ -293,6 +293,25 @@ class Mute(Patient):
         raise NotImplementedError
 
 
+@pytest.mark.parametrize(("rate", "restarts"), [(1e-2, 0), (1e-9, 2)])
+def test_a_warm_up_whose_loss_has_not_fallen_by_its_middle_begins_again(caplog, rate, restarts):
+    config = Tiny(
+        hidden_size=32,
+        layers=1,
+        demonstrations=64,
+        imitation_steps=40,
+        imitation_batch=8,
+        imitation_learning_rate=rate,
+    )
+    model, tokenizer, demonstrations = build({"test": Patient()}, config, 0)
+    samples = imitation_samples(demonstrations, ChatTokenizer(tokenizer))
+    steps = []
+    with caplog.at_level("INFO", logger="gspo_env"):
+        warm_up(model, samples, config, 0, lambda step, loss: steps.append(step))
+    assert steps == [*range(1, 21)] * restarts + [*range(1, 41)]
+    assert caplog.text.count("it begins again") == restarts
+
+
 def test_without_a_demonstrator_the_model_learns_to_end_its_turns():
     config = Tiny(hidden_size=32, demonstrations=200, imitation_steps=60)
     env = Mute()
