@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.recipes.embedded import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.rollout.garbage import few_collections
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Group, Task
@@ -68,11 +68,8 @@ def collect(collector: Collector, tasks: int = 32, seed: int = 0) -> list[Group]
     """Collects one rollout batch with an empty cache."""
     batch = [Task(env_id=ENV, seed=n) for n in range(tasks)]
     asyncio.run(collector.engine.update_weights([], seed))
-    gc.freeze()  # as a run does
-    try:
+    with few_collections():  # as a run does
         return asyncio.run(collector.collect(batch, seed=seed))
-    finally:
-        gc.unfreeze()
 
 
 def alternate(rounds: int, *programs: Callable[[], float]) -> list[list[float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
 from collections.abc import Callable, Coroutine
@@ -20,6 +19,7 @@ from gspo_env.errors import ConfigError, EngineError
 from gspo_env.model.load import load_model
 from gspo_env.model.threads import use_threads
 from gspo_env.rollout.conversation import Transcript
+from gspo_env.rollout.garbage import few_collections
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import read_saved
@@ -50,13 +50,10 @@ class EngineLoop:
 
         async def main() -> T:
             self._loop = asyncio.get_running_loop()
-            # a rollout makes many objects; without this, the collector looks for garbage among
-            # those of all libraries again and again, which takes a tenth of the time
-            gc.freeze()
             try:
-                return await coroutine
+                with few_collections():
+                    return await coroutine
             finally:
-                gc.unfreeze()
                 self._loop = None
 
         if self._loop is not None or not self._alone.acquire(timeout=_PATIENCE):

@@ -243,6 +243,8 @@ def version_runs(starts: Sequence[tuple[int, int]], tokens: int) -> tuple[int, V
         >>> version_runs([(3, 0), (4, 5), (5, 9)], 8)
         (3, ((3, 5), (4, 3)))
     """
+    if len(starts) == 1:
+        return starts[0][0], ()
     ends = [min(start, tokens) for _, start in starts[1:]] + [tokens]
     runs: list[tuple[int, int]] = []
     for (version, start), end in zip(starts, ends, strict=True):

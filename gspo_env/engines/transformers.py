@@ -34,6 +34,7 @@ from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.direct import Direct, fast_forward
 from gspo_env.model.kv_cache import KVCache
 from gspo_env.model.kv_shared import Shared
+from gspo_env.model.threads import keep_memory
 
 _LEAST_SHARED = 64
 """Least tokens of a prompt that slots share; a copy of fewer costs less than another product."""
@@ -85,6 +86,7 @@ class TransformersEngine:
         max_step_tokens: int = 8192,
     ) -> None:
         use_ragged_attention(model)
+        keep_memory()
         self._model = model
         self._max_context = max_context
         self._max_step_tokens = max(max_step_tokens, max_slots)
@@ -363,17 +365,20 @@ def sample(
         np.array(() if rows is None else rows, dtype=np.int64),
     ]
     scale, draw, greedy, chosen = upload(arrays, logits.device)
-    logits = logits if rows is None else logits.index_select(0, chosen)
-    logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
+    logits = (logits if rows is None else logits.index_select(0, chosen)).float()
+    if (arrays[0] != 1.0).any():
+        logits = logits / scale[:, None]
+    probs = logits.softmax(-1)
     # float64, because rounding in a float32 sum would make the last ids of a large vocabulary rarer
-    total = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    target = draw * total[:, -1]
-    ids = torch.searchsorted(total, target[:, None], right=True).clamp_(max=logits.shape[-1] - 1)
+    total = probs.cumsum(-1, dtype=torch.float64)
+    target = draw[:, None] * total[:, -1:]
+    ids = torch.searchsorted(total, target, right=True).clamp_(max=logits.shape[-1] - 1)
     if 0 in temperatures:
-        ids = torch.where(greedy[:, None], logprobs.argmax(-1, keepdim=True), ids)
+        ids = torch.where(greedy[:, None], probs.argmax(-1, keepdim=True), ids)
     # float64 holds every id and every float32 exactly
-    picked = torch.cat([ids.double(), logprobs.gather(-1, ids).double()], dim=-1).tolist()
-    return [int(token) for token, _ in picked], [logprob for _, logprob in picked]
+    picked = torch.cat([ids.double(), probs.gather(-1, ids).log().double()], dim=-1)
+    tokens, logprobs = picked.T.tolist()
+    return list(map(int, tokens)), logprobs
 
 
 def _begins(slot: _Slot, prompt: list[int]) -> bool:

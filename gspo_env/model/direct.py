@@ -43,7 +43,8 @@ class Direct:
         self._size = int(self._body.layers[0].self_attn.head_dim)
         self._hooks = _hooks(model)
         self._angles = torch.empty(0, 2, self._size)
-        self._linear: Any = torch.ops.mkldnn._linear_pointwise
+        self._linear: Any = torch.ops.mkldnn._linear_pointwise.default
+        self._linear_binary: Any = torch.ops.mkldnn._linear_pointwise.binary
 
     @staticmethod
     def fits(model: Any) -> bool:
@@ -93,7 +94,10 @@ class Direct:
             v = self._heads(attention, "v", x, count, None)
             window = getattr(attention, "sliding_window", None)
             out = ragged.attend(number, q, k, v, attention.scaling, window)
-            heads[:count] = out.flatten(1)
+            if padding:
+                heads[:count] = out.flatten(1)
+            else:
+                heads = out.flatten(1)
             h = self._product(attention.o_proj, heads, "add", h)
             mlp, x = layer.mlp, self._norm(layer.post_attention_layernorm, h)
             gate = self._linear(x, mlp.gate_proj.weight, mlp.gate_proj.bias, "swish", [1.0], "")
@@ -119,7 +123,7 @@ class Direct:
         if other is None:
             out: Tensor = self._linear(x, module.weight, module.bias, "none", [], "")
             return out
-        fused: Tensor = self._linear.binary(x, other, module.weight, module.bias, then)
+        fused: Tensor = self._linear_binary(x, other, module.weight, module.bias, then)
         return fused
 
     def _heads(

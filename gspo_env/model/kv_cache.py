@@ -6,7 +6,7 @@ Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D he
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,10 @@ from gspo_env.model.attention import Ragged, sdpa
 from gspo_env.model.kv_shared import Behind, Shared, SharedPrompts
 
 _FIRST_CAPACITY = 128
+_PLACES = 16
+"""The capacity of a slot grows by a multiple of it."""
 _MAX_SPAN_RATIO = 2
-"""Attend over a contiguous range of slots if it has at most this many slots per decoding row."""
+"""Attend over a contiguous range of slots if it has at most this many slots per row."""
 _MOST_SCORES = 1 << 22
 """Scores that are held at once; with more, the fused kernel holds blocks of them."""
 
@@ -33,13 +35,17 @@ attention; returns logits (B, V)."""
 
 
 class KVCache:
-    """Keys and values of each layer, (2, S, H, capacity, D); the capacity grows when needed."""
+    """Keys and values of each layer, (S, H, capacity, D); the capacity grows when needed.
+
+    On a CPU, the numbers of a key have a distance of `capacity` in memory. A product of a few
+    queries with such keys takes about half of the time.
+    """
 
     def __init__(self, model: Any, slots: int, max_context: int) -> None:
         self._slots = slots
         self._max_context = max_context
         self._capacity = min(_FIRST_CAPACITY, max_context)
-        self._layers: dict[int, Tensor] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._shared = SharedPrompts()
         self._device = next(model.parameters()).device
 
@@ -51,8 +57,8 @@ class KVCache:
     @property
     def shares(self) -> bool:
         """Whether slots can share a prompt: on a CPU in float32, where the kernels take it."""
-        held = self._layers.values()
-        return self._device.type == "cpu" and all(t.dtype is torch.float32 for t in held)
+        kinds = {held.dtype for pair in self._layers.values() for held in pair}
+        return self._device.type == "cpu" and kinds <= {torch.float32}
 
     @torch.inference_mode()
     def share(self, slot: int, shared: Shared, held: int) -> None:
@@ -64,16 +70,20 @@ class KVCache:
             held: How many tokens the slot holds.
         """
         for number, layer in self._layers.items():
-            own = layer[:, slot]
-            self._shared.put(number, shared.index, own[:, :, : shared.length])
-            rest = own[:, :, shared.length : held].clone()
-            own[:, :, : held - shared.length] = rest
+            own = [tensor[slot] for tensor in layer]
+            self._shared.put(
+                number, shared.index, torch.stack([t[:, : shared.length] for t in own])
+            )
+            for tensor in own:
+                rest = tensor[:, shared.length : held].clone()
+                tensor[:, : held - shared.length] = rest
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copies the first `length` positions of a slot to another."""
         with torch.inference_mode():
             for layer in self._layers.values():
-                layer[:, target, :, :length] = layer[:, source, :, :length]
+                for held in layer:
+                    held[target, :, :length] = held[source, :, :length]
 
     @torch.inference_mode()
     def forward(
@@ -115,19 +125,30 @@ class KVCache:
         logits: Tensor = output.logits[0]
         return logits
 
-    def layer(self, index: int, key: Tensor) -> Tensor:
+    def layer(self, index: int, key: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a layer's keys and values, allocated at its first use."""
         if index not in self._layers:
-            shape = (2, self._slots, key.shape[1], self._capacity, key.shape[2])
-            self._layers[index] = key.new_zeros(shape)
+            self._layers[index] = self._allocate(key.shape[1], key)
         return self._layers[index]
 
+    def _allocate(self, heads: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        size = like.shape[-1]
+        values = like.new_zeros(self._slots, heads, self._capacity, size)
+        if self._device.type != "cpu":
+            return torch.zeros_like(values), values
+        return like.new_zeros(self._slots, heads, size, self._capacity).transpose(2, 3), values
+
     def _reserve(self, length: int) -> None:
-        while self._capacity < length:
-            more = min(self._capacity, self._max_context - self._capacity)
-            self._capacity += more
-            for index, layer in self._layers.items():
-                self._layers[index] = torch.nn.functional.pad(layer, (0, 0, 0, more))
+        """Lets slots hold this many tokens; little more, because idle places spread the keys."""
+        before = self._capacity
+        if length <= before:
+            return
+        more = max(length, before + before // 4)
+        self._capacity = min(-(-more // _PLACES) * _PLACES, self._max_context)
+        for index, layer in self._layers.items():
+            self._layers[index] = self._allocate(layer[0].shape[1], layer[0])
+            for held, old in zip(self._layers[index], layer, strict=True):
+                held[:, :, :before] = old
 
 
 class _Step:
@@ -148,26 +169,27 @@ class _Step:
         )
         first_B = np.cumsum(size_B) - size_B
         row_T = np.repeat(np.arange(len(slots)), size_B)
-        offset_T = np.arange(len(row_T)) - first_B[row_T]
-        ids_T = np.array([i for feed in feeds for i in feed], dtype=np.int64)
-        positions_T = start_B[row_T] + offset_T
-        start_B = start_B - before_B  # from here on, places in the slot
-        places_T = start_B[row_T] + offset_T
-        arrays = [ids_T, positions_T, first_B + size_B - 1, slot_B[row_T], places_T]
+        ids_T = np.fromiter(chain.from_iterable(feeds), dtype=np.int64, count=len(row_T))
+        positions_T = (start_B - first_B)[row_T] + np.arange(len(row_T))
         self._behind = Behind(shared, row_T, positions_T) if before_B.any() else None
+        start_B = start_B - before_B  # from here on, places in the slot
+        places_T = positions_T - before_B[row_T]
         # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
         members = [m for m in (size_B == 1, size_B > 1) if m.any()]
-        groups = [_Rows(slot_B[m], start_B[m], size_B[m], first_B[m]) for m in members]
-        order_T = np.argsort(size_B[row_T] > 1, kind="stable")  # the groups one after the other
-        arrays.append(np.argsort(order_T))
-        parts: list[_Rows | Behind] = [*groups, *([self._behind] if self._behind else [])]
+        self._groups = [_Rows(slot_B[m], start_B[m], size_B[m], first_B[m]) for m in members]
+        restore_T, total = np.empty(len(row_T), dtype=np.int64), 0
+        for group in self._groups:
+            restore_T[group.tokens] = group.found + total
+            total += group.total
+        arrays = [ids_T, positions_T, first_B + size_B - 1, slot_B[row_T], places_T, restore_T]
+        parts: list[_Rows | Behind] = [*self._groups, *([self._behind] if self._behind else [])]
         tensors = iter(upload([*arrays, *(a for p in parts for a in p.arrays)], cache._device))
         self.ids_T, self.positions_T, self.last_B = islice(tensors, 3)
-        self._slot_T, self._places_T, restore_T = islice(tensors, 3)
+        self._slot_T, self._places_T, restore = islice(tensors, 3)
         for part in parts:
             part.place(*islice(tensors, len(part.arrays)))
-        self._written: dict[int, Tensor] = {}
-        self._groups, self._restore = groups, restore_T if len(groups) > 1 else None
+        in_order = total == len(row_T) and bool((restore_T == np.arange(total)).all())
+        self._restore = None if in_order else restore
 
     def attend(
         self,
@@ -180,62 +202,48 @@ class _Step:
     ) -> Tensor:
         """See `Ragged.attend`."""
         keys, values = self._cache.layer(layer, key)
-        rows = self._rows(keys)
         for held, new in ((keys, key), (values, value)):
-            held.view(-1, held.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
+            held.transpose(1, 2).index_put_((self._slot_T, self._places_T), new)
         before = None
         if self._behind is not None:
             before = self._behind.attend(query, self._cache._shared.layers[layer], scale, window)
         outs = [group.attend(query, keys, values, scale, window, before) for group in self._groups]
-        return outs[0] if self._restore is None else torch.cat(outs).index_select(0, self._restore)
-
-    def _rows(self, keys: Tensor) -> Tensor:
-        """Returns where keys are written, as rows of all slots, heads and positions, (T * H,)."""
-        _, heads, capacity, _ = keys.shape
-        if heads not in self._written:
-            head = torch.arange(heads, device=keys.device)
-            row_TH = (self._slot_T[:, None] * heads + head) * capacity + self._places_T[:, None]
-            self._written[heads] = row_TH.flatten()
-        return self._written[heads]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out if self._restore is None else out.index_select(0, self._restore)
 
 
 class _Rows:
     """The rows of one step that share an attention call.
 
-    If decoding rows fill most of a contiguous range of slots, attention runs over the whole range,
-    idle slots included. A view of the cache is free, and copying rows costs more than attention.
+    If the rows fill most of a contiguous range of slots, attention runs over the whole range, idle
+    slots included. A view of the cache is free, and copying rows costs more than attention.
     """
 
     def __init__(self, slot_B: Any, start_B: Any, size_B: Any, first_B: Any) -> None:
         self._length = int((start_B + size_B).max())
-        self._decode = bool(size_B.max() == 1)
+        self._width = int(size_B.max())
         low, high = int(slot_B.min()), int(slot_B.max()) + 1
-        contiguous = self._decode and high - low <= _MAX_SPAN_RATIO * len(slot_B)
+        contiguous = high - low <= _MAX_SPAN_RATIO * len(slot_B)
         self._span = (low, high) if contiguous else None
-        column = np.arange(int(size_B.max()))
+        rows = slot_B - low if contiguous else np.arange(len(slot_B))
+        count = high - low if contiguous else len(slot_B)
+        self.total = count * self._width
+        """Tokens of the outputs, padding included."""
+        column = np.arange(self._width)
         inside = column < size_B[:, None]
-        positions = start_B[:, None] + column
-        if self._span:
-            self._dense = bool((np.diff(slot_B) == 1).all())
-            span = np.zeros((high - low, 1), dtype=np.int64)
-            span[slot_B - low] = positions
-            positions = span
-        self._whole = bool(inside.all())
-        self.arrays = [
-            first_B[:, None] + np.where(inside, column, 0),
-            np.flatnonzero(inside),
-            slot_B - low if self._span else slot_B,
-            positions,
-        ]
+        self.tokens = (first_B[:, None] + column)[inside]
+        """The rows' tokens."""
+        self.found = (rows[:, None] * self._width + column)[inside]
+        """Where they are in the outputs."""
+        index, places = np.zeros((2, count, self._width), dtype=np.int64)
+        index[rows] = first_B[:, None] + np.where(inside, column, 0)
+        places[rows] = start_B[:, None] + column
+        self.arrays = [index.reshape(-1), places, slot_B]
 
-    def place(self, index: Tensor, real: Tensor, slots: Tensor, positions: Tensor) -> None:
+    def place(self, index: Tensor, places: Tensor, slots: Tensor) -> None:
         """Takes the arrays back, as tensors on the device."""
-        self._index, self._slots = index, slots
-        self._real = None if self._whole else real
-        # (B, 1, queries, length); a token sees the positions up to its own
-        seen = torch.arange(self._length, device=index.device)
-        self._distance = positions[:, None, :, None] - seen
-        self._mask = self._distance >= 0
+        self._index, self._places, self._slots = index, places, slots
+        self._masks: dict[int | None, Tensor] = {}
 
     def attend(
         self,
@@ -246,7 +254,7 @@ class _Rows:
         window: int | None,
         before: Before | None,
     ) -> Tensor:
-        """Returns the outputs of the rows' tokens, (T, H, D).
+        """Returns the outputs of the rows' tokens and of padding, (total, H, D).
 
         Args:
             query: (T, H, D) of all tokens.
@@ -256,46 +264,34 @@ class _Rows:
             window: The number of last tokens that a token sees.
             before: What `Behind.attend` returned; None if no row has a shared prompt.
         """
-        mask = self._mask if window is None else self._mask & (self._distance < window)
-        if self._decode:
-            return self._attend_one(query, keys, values, scale, mask, before)
-        q = query[self._index].transpose(1, 2)
+        q = self._taken(query)
         if before is not None:
-            before = before[0][self._index].transpose(1, 2), before[1][self._index].transpose(1, 2)
-        k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
-        out = _few_queries(q, k, v, scale, mask, before).transpose(1, 2).flatten(0, 1)
-        return out if self._real is None else out.index_select(0, self._real)
+            before = self._taken(before[0]), self._taken(before[1][..., None])[..., 0]
+        k, v = (self._held(tensor) for tensor in (keys, values))
+        out = _few_queries(q, k, v, scale, self._hidden(window), before)
+        return out.transpose(1, 2).reshape(-1, *query.shape[1:])
 
-    def _attend_one(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        scale: float,
-        mask: Tensor,
-        before: Before | None,
-    ) -> Tensor:
-        """Attends with one query per row; the heads of a group become the queries of one head."""
-        q = self._one_each(query, keys.shape[1])
-        norm = None if before is None else self._one_each(before[1][..., None], keys.shape[1])
-        if before is not None and norm is not None:
-            before = self._one_each(before[0], keys.shape[1]), norm[..., 0]
+    def _held(self, tensor: Tensor) -> Tensor:
+        """Returns the keys or values of the rows, (B, H, L, D)."""
         if self._span is None:
-            k, v = (t[:, :, : self._length].index_select(0, self._slots) for t in (keys, values))
-            return _few_queries(q, k, v, scale, mask, before).flatten(1, 2)
-        low, high = self._span
-        k, v = (t[low:high, :, : self._length] for t in (keys, values))
-        out = _few_queries(q, k, v, scale, mask, before)
-        return (out if self._dense else out.index_select(0, self._slots)).flatten(1, 2)
+            return tensor[:, :, : self._length].index_select(0, self._slots)
+        return tensor[self._span[0] : self._span[1], :, : self._length]
 
-    def _one_each(self, tensor: Tensor, heads: int) -> Tensor:
-        """Converts (T, H, D) to (B, Hkv, G, D), of the whole span if there is one."""
-        taken = tensor.index_select(0, self._index[:, 0])
-        taken = taken.view(len(taken), heads, -1, tensor.shape[-1])
-        if self._span is None or self._dense:
-            return taken
-        low, high = self._span
-        return taken.new_zeros(high - low, *taken.shape[1:]).index_copy_(0, self._slots, taken)
+    def _taken(self, tensor: Tensor) -> Tensor:
+        """Converts (T, H, D) to (B, H, Q, D), of the whole span if there is one."""
+        taken = tensor.index_select(0, self._index)
+        return taken.view(-1, self._width, *tensor.shape[1:]).transpose(1, 2)
+
+    def _hidden(self, window: int | None) -> Tensor:
+        """Returns what is added to scores, (B, 1, Q, L): a token sees places up to its own."""
+        if window not in self._masks:
+            far = self._places[:, None, :, None] - torch.arange(
+                self._length, device=self._places.device
+            )
+            seen = far >= 0 if window is None else (far >= 0) & (far < window)
+            hidden = torch.zeros(seen.shape, device=seen.device)
+            self._masks[window] = hidden.masked_fill_(~seen, -torch.inf)
+        return self._masks[window]
 
 
 def _length(shared: Shared | None) -> int:
@@ -303,7 +299,7 @@ def _length(shared: Shared | None) -> int:
 
 
 def _few_queries(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, before: Before | None = None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor, before: Before | None = None
 ) -> Tensor:
     """Attends with a few queries per row, (B, H, Q, D); keys and values are (B, Hkv, L, D).
 
@@ -315,11 +311,10 @@ def _few_queries(
     shared, length = k.shape[1:3]
     few = rows * heads * queries * length <= _MOST_SCORES
     if q.device.type != "cpu" or q.dtype is not torch.float32 or not few:
-        return _fused(q, k, v, scale, mask, before)
-    hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    hidden = hidden.expand(-1, heads, queries, -1).reshape(rows * shared, -1, length)
-    flat = q.reshape(rows * shared, -1, size)
-    scores = torch.baddbmm(hidden, flat, k.flatten(0, 1).transpose(1, 2), alpha=scale)
+        return _fused(q, k, v, scale, hidden.to(q.dtype), before)
+    flat = q.mul_(scale).reshape(rows * shared, -1, size)
+    scores = torch.bmm(flat, k.transpose(2, 3).flatten(0, 1))
+    scores.view(rows, heads, queries, length).add_(hidden)
     if before is None:
         return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(q.shape)
     # the other keys are one more column
@@ -330,12 +325,13 @@ def _few_queries(
 
 
 def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, before: Before | None
+    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor, before: Before | None
 ) -> Tensor:
+    if k.stride(-1) != 1:
+        k = k.contiguous()
     if before is None:
-        return sdpa(q, k, v, scale, mask, causal=False)
+        return sdpa(q, k, v, scale, hidden, causal=False)
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    hidden = torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf)
     out, norm = _flash(q, k, v, attn_mask=hidden, scale=scale)
     return torch.lerp(before[0], out, torch.sigmoid(norm - before[1])[..., None])

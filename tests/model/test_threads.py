@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -56,3 +57,24 @@ _set_up(8)
 print(torch.get_num_threads(), file=out)
 """
     assert run(program, OMP_NUM_THREADS="1") == "1"
+
+
+KEEPS = """
+import resource, torch
+from gspo_env.model.threads import keep_memory
+keep_memory()
+def work():
+    made = [torch.ones(1 << 20) for _ in range(8)]  # 4 MiB each
+work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
+def test_tensors_after_others_were_freed_need_no_new_pages_unless_the_user_set_the_allocator():
+    pages = 10 * 8 * (1 << 22) // 4096
+    assert int(run(KEEPS)) < pages // 10
+    assert int(run(KEEPS, MALLOC_TRIM_THRESHOLD_="131072")) > pages // 10

@@ -1,0 +1,38 @@
+"""Searches for garbage during a rollout."""
+
+import gc
+
+import pytest
+
+from gspo_env.rollout.garbage import few_collections
+
+
+def fails_after_many_objects():
+    found = []
+    gc.callbacks.append(lambda phase, info: found.append(phase))
+    try:
+        with few_collections():
+            kept = [[n] for n in range(20_000)]
+            raise KeyError(len(found), len(kept))
+    finally:
+        gc.callbacks.pop()
+
+
+def test_a_rollout_makes_many_objects_without_a_search_and_leaves_the_users_settings():
+    before = gc.get_threshold()
+    with pytest.raises(KeyError) as error:
+        fails_after_many_objects()
+    assert error.value.args == (0, 20_000)
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_the_user_switched_off_by_its_threshold_stays_off():
+    before = gc.get_threshold()
+    gc.set_threshold(0, *before[1:])
+    try:
+        with few_collections():
+            assert gc.get_threshold()[0] == 0
+        assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*before)
