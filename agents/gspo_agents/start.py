@@ -214,7 +214,15 @@ def imitate(
         return
     total = settings.imitation_steps
 
+    seen = 0
+
     def show(step: int, loss: float) -> None:
+        nonlocal seen
+        if step < seen:
+            progress.line(
+                f"the loss has hardly fallen in {seen} steps: the imitation goes on longer"
+            )
+        seen = step
         if step % 20 == 0 or step == total:
             progress.update("imitation", step, total, Numbers(loss=loss))
 

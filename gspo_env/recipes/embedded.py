@@ -358,8 +358,8 @@ def warm_up(
     """Imitates demonstrations by maximum likelihood, with a cosine learning rate.
 
     A small transformer learns to copy words suddenly, after some steps in which the loss hardly
-    falls. How many depends on the seed. If it has not fallen by a tenth in half of the steps, the
-    schedule starts again, at most twice (warm restarts, arXiv 1608.03983).
+    falls. How many depends on the seed. Where that lasts half of the steps, the schedule starts
+    again, at most twice (warm restarts, arXiv 1608.03983).
     """
     total = config.imitation_steps
     settings = LearnerConfig(
@@ -381,17 +381,16 @@ def warm_up(
         losses.append(learner.imitate([samples[i] for i in chosen]))
         step = len(losses) - began
         on_step(step, losses[-1])
-        if step == total // 2 and began < 2 * step and _has_not_fallen(losses, total):
-            logger.info(
-                "the loss of the imitation has hardly fallen in %d steps: it begins again "
-                "from these weights",
-                len(losses),
-            )
+        if step == total // 2 and began < 2 * step and _is_stuck(losses, total):
             learner = Learner(model, GSPO(), settings, total_steps=total)
             began = len(losses)
 
 
-def _has_not_fallen(losses: Sequence[float], total: int) -> bool:
-    """Returns whether the last losses are above nine tenths of those after the first steps."""
+def _is_stuck(losses: Sequence[float], total: int) -> bool:
+    """Returns whether the last losses are high, and hardly below those of the first fifth.
+
+    A loss below half a nat a token is low: there may be nothing more to learn.
+    """
     few = max(1, total // 20)
-    return bool(np.mean(losses[-few:]) > 0.9 * np.mean(losses[few : 2 * few]))
+    last = np.mean(losses[-few:])
+    return bool(last > 0.5 and last > 0.85 * np.mean(losses[2 * few : 4 * few]))
