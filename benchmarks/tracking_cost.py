@@ -63,6 +63,7 @@ from gspo_env.tracking.several import Several
 tracker, steps, output = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 calls, own, marks, inside = 0.0, {"traces": 0.0, "open": 0.0}, [], threading.local()
 threads = {}  # processor seconds of threads that have ended, or their clock
+opening = {}  # clocks of threads that open a tracker now, and what they said when they began
 
 def counted(cls, name, kind):
     work = getattr(cls, name)
@@ -70,10 +71,13 @@ def counted(cls, name, kind):
     def run(*given, **more):
         global calls
         outer, inside.it = getattr(inside, "it", False), True
-        began = time.thread_time()
+        began, me = time.thread_time(), threading.get_ident()
+        if kind == "open":
+            opening[me] = time.pthread_getcpuclockid(me), began
         try:
             return work(*given, **more)
         finally:
+            opening.pop(me, None)
             inside.it, spent = outer, time.thread_time() - began
             if kind:
                 own[kind] += spent
@@ -97,6 +101,7 @@ def now():
         "cpu": time.process_time() + spent.children_user + spent.children_system,
         "tracker": calls + sum(alive),
         **own,
+        "open": own["open"] + sum(time.clock_gettime(t) - b for t, b in opening.values()),
     }
 
 def played(self, *given, work=Reporter.played):

@@ -32,7 +32,7 @@ _SLOWEST_UPLOAD = 1e6
 """Bytes per second; the patience grows with the files that are sent."""
 _INTERVAL = 0.5
 """Seconds between deliveries."""
-_POINTS_WAIT = 10.0
+_POINTS_WAIT = 20.0
 """Seconds between calls for points, since one call for several steps is much cheaper."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 """Seconds before a call that failed is repeated; each pause is twice the one before."""

@@ -69,7 +69,7 @@ class MLflow:
     """Name of a registered model, of which the trained model becomes a new version."""
     traces: int = 1
     """Episodes of each evaluation, sampled and greedy, that become traces at least. More of those
-    that the run keeps do while sending them computes less than 0.3 % of its time."""
+    that the run keeps do while sending them computes less than 0.2 % of its time."""
     train_traces: int = 0
     """Episodes of each training step that become traces at least. With 0 here and in `traces`,
     none do."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-TRACES_SHARE = 0.003
+TRACES_SHARE = 0.002
 """Share of the run's time that traces may compute, but for those that the settings ask for."""
 
 SpanKind = Literal["episode", "turn", "step"]
@@ -57,7 +57,7 @@ def affordable(*, least: int, seconds: float, cost: float, taken: int) -> int:
         taken: Traces that the run has made so far.
 
     Example:
-        >>> affordable(least=1, seconds=100.0, cost=0.01, taken=20)
+        >>> affordable(least=1, seconds=100.0, cost=0.01, taken=10)
         10
         >>> affordable(least=1, seconds=100.0, cost=0.01, taken=60)
         1

@@ -483,7 +483,7 @@ def test_more_episodes_become_traces_where_they_cost_little(
     with Several({"store": Store()}, RunInfo(name="r", folder=tmp_path / "a")) as tracker:
         assert tracker.traces("train") == tracker.traces("eval") == 1
         tracker._began -= 100.0
-        assert tracker.traces("train") == 30  # 0.3 % of 100 s at 10 ms each
+        assert tracker.traces("train") == 20  # 0.2 % of 100 s at 10 ms each
         for n in range(20):
             tracker.trace(trace(f"train-0-0-{n}"))
         monkeypatch.setattr("gspo_env.tracking.several._MOST_TRACES", 10)
