@@ -149,17 +149,29 @@ def test_wandb_writes_a_run_that_can_be_synced(tmp_path: Path) -> None:
     assert (files / "episodes" / "step 2.txt").read_text() == "héllo\n*2*"
     assert (files / "config.toml").read_text() == "a = 1"
     assert (files / "curve.png").exists()
-    records = read_wandb(next(folder.glob("*.wandb")))
+    records = ended(next(folder.glob("*.wandb")))
     losses = [float(v) for r in records for k, v in history(r) if k == "train/loss"]
     assert losses == [0.0, 0.5, 1.0]
     kinds = [record.WhichOneof("record_type") for record in records]
     assert "artifact" in str(kinds) or "request" in kinds
-    assert next(r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit") == 0
+    assert exit_codes(records) == [0]
 
 
 def history(record):
     for item in record.history.item:
         yield item.key or item.nested_key[0], item.value_json
+
+
+def ended(path: Path):
+    """The records of a run's file, as soon as the process that writes it has written its end."""
+    end = time.monotonic() + 60.0
+    while not exit_codes(records := read_wandb(path)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return records
+
+
+def exit_codes(records):
+    return [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"]
 
 
 def read_wandb(path: Path):
@@ -174,6 +186,8 @@ def read_wandb(path: Path):
         length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
         part += data[place + 7 : place + 7 + length]
         place += 7 + length
+        if place > len(data):  # it is being written
+            break
         if kind in (1, 4):  # a whole record, or its last part
             found.append(wandb_internal_pb2.Record.FromString(part))
             part = b""
@@ -185,13 +199,7 @@ def test_wandb_ends_a_failed_run_with_an_exit_code(tmp_path: Path, status, code)
     info = RunInfo(name="bad", folder=tmp_path)
     start(WandB(mode="offline"), info).finish(status)
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    codes: list[int] = []
-    end = time.monotonic() + 60.0
-    while not codes and time.monotonic() < end:  # another process of wandb writes the file
-        time.sleep(0.1)
-        kinds = ((r, r.WhichOneof("record_type")) for r in read_wandb(path))
-        codes = [record.exit.exit_code for record, kind in kinds if kind == "exit"]
-    assert codes == [code]
+    assert exit_codes(ended(path)) == [code]
 
 
 def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path: Path) -> None:
