@@ -15,8 +15,8 @@ after 40 updates, each form played through its own program, is on the mean of se
 within 5 points of `native`. `--tasks` and `--learning-rate` were chosen with the native arms only,
 on seeds 10 and 11 and another start. The aim was four runs that end at 90 % or more. With 8 tasks,
 a constant rate of 1e-3 gave 63.0 and 76.2 % (with 16 tasks 79.2 and 92.2 %), a cosine from 5e-4
-86.2 to 95.5 % (three runs), and one from 3e-4 89.5 to 92.0 %: short of the aim in one run, and taken
-because its runs differ least.
+86.2 to 95.5 % (three runs), and one from 3e-4 89.5 to 92.0 %: short of the aim in one run, and
+taken because its runs differ least.
 """
 
 from __future__ import annotations
