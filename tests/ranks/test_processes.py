@@ -153,7 +153,7 @@ def stopped_once(tmp_path_factory):
     assert gone(children)
     assert not (where / "run/checkpoints/step-000006").exists()
     (where / "slow").unlink()
-    shutil.copytree(where / "run", where / "as stopped")
+    shutil.copytree(where / "run", where / "as stopped", symlinks=True)
     return where
 
 
@@ -161,7 +161,7 @@ def stopped_once(tmp_path_factory):
 def stopped(stopped_once):
     """The run as it was stopped, where the user's record says that it was trained."""
     shutil.rmtree(stopped_once / "run")
-    shutil.copytree(stopped_once / "as stopped", stopped_once / "run")
+    shutil.copytree(stopped_once / "as stopped", stopped_once / "run", symlinks=True)
     return stopped_once
 
 
