@@ -391,6 +391,8 @@ def _is_stuck(losses: Sequence[float], total: int) -> bool:
 
     A loss below half a nat a token is low: there may be nothing more to learn.
     """
-    few = max(1, total // 20)
+    few = total // 20
+    if not few:  # too few steps to compare
+        return False
     last = np.mean(losses[-few:])
     return bool(last > 0.5 and last > 0.85 * np.mean(losses[2 * few : 4 * few]))

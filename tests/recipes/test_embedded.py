@@ -329,6 +329,7 @@ def test_a_warm_up_whose_loss_has_not_fallen_by_its_middle_begins_again(rate, re
 def test_only_a_high_loss_that_hardly_falls_is_stuck(points, stuck):
     losses = np.interp(np.arange(225), [0, 45, 100, 150, 225], points).tolist()
     assert _is_stuck(losses, 450) is stuck
+    assert not _is_stuck(losses[:3], 6)
 
 
 def test_without_a_demonstrator_the_model_learns_to_end_its_turns():
