@@ -269,7 +269,7 @@ def test_the_interval_of_an_arm_contains_the_true_value_as_often_as_it_says():
     rng = np.random.default_rng(0)
     for runs in (5, 8, 14):
         low, high = interquartile_interval(rng.standard_normal((1000, runs)), resamples=1000)
-        assert 0.92 < np.mean((low <= 0) & (high >= 0)) < 0.972  # plain percentiles: 0.90 for 5
+        assert 0.925 < np.mean((low <= 0) & (high >= 0)) < 0.972  # plain percentiles: 0.90 for 5
 
 
 @given(runs=st.integers(1, 5), points=st.integers(0, 3))

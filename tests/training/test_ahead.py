@@ -34,7 +34,7 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.saved import record
-from gspo_env.training import loop
+from gspo_env.training import loop, probe
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.timeline import Timeline
 from gspo_env.types import Task
@@ -162,7 +162,7 @@ def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed
     monkeypatch, staleness
 ):
     """The state is read on the event loop, where nothing happens meanwhile, and written beside."""
-    threads = {"read": [], "written": [], "scored": []}
+    threads = {"read": [], "written": [], "scored": [], "probed": []}
 
     def note(owner, name, what):
         real = getattr(owner, name)
@@ -176,11 +176,14 @@ def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed
     note(loop, "generators", "read")
     note(Checkpoints, "save", "written")
     note(Learner, "logprobs", "scored")
+    note(probe, "difference", "probed")
     GSPOAgent(config=config(steps=2, supply={"max_staleness": staleness})).train()
+    probed = threads.pop("probed")
     names = {what: set(found) for what, found in threads.items()}
     own = threading.current_thread().name
     beside = "learner" if staleness else own
     assert names == {"read": {own}, "written": {beside}, "scored": {beside}}
+    assert bool(probed) == bool(staleness)  # an engine on the learner's weights needs no probe
     assert len(threads["written"]) == 3
 
 
