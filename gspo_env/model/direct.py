@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, rms_norm
 
-from gspo_env.model.attention import Ragged
-from gspo_env.model.kv_cache import KVCache
+from gspo_env.model.kv_cache import KVCache, Step
 
 logger = logging.getLogger(__name__)
 
@@ -74,44 +73,32 @@ class Direct:
         """Whether the model's modules have no hooks, which this pass would not call."""
         return not any(self._hooks)
 
-    def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, last_B: Tensor, ragged: Ragged
-    ) -> Tensor:
-        """See `gspo_env.model.kv_cache.Forward`."""
-        count = len(ids_T)
+    def __call__(self, step: Step) -> Tensor:
+        """See `gspo_env.model.kv_cache.Forward`.
+
+        In the last layer, the tokens that predict nothing have keys and values only.
+        """
+        count = len(step.ids_T)
         # oneDNN compiles a kernel for each number of rows, so there are few of them
-        padding = rounded(count) - count
-        if padding:
-            ids_T = torch.cat([ids_T, ids_T.new_zeros(padding)])
-        h = embedding(ids_T, self._body.embed_tokens.weight)
-        angles = self._angles_of(positions_T)
-        heads = h.new_zeros(len(h), self._model.config.num_attention_heads * self._size)
-        for number, layer in enumerate(self._body.layers):
-            attention = layer.self_attn
-            x = self._norm(layer.input_layernorm, h)
-            q = self._heads(attention, "q", x, count, angles)
+        h = embedding(_padded(step.ids_T), self._body.embed_tokens.weight)
+        angles = query_angles = self._angles_of(step.positions_T)
+        attend, layers = step.attend, self._body.layers
+        for number, layer in enumerate(layers):
+            attention, x = layer.self_attn, self._norm(layer.input_layernorm, h)
             k = self._heads(attention, "k", x, count, angles)
             v = self._heads(attention, "v", x, count, None)
+            if number == len(layers) - 1 and len(step.last_B) < count:
+                x, h = (_padded(tensor.index_select(0, step.last_B)) for tensor in (x, h))
+                query_angles = angles.index_select(0, step.last_B)
+                attend, count = step.attend_last, len(step.last_B)
+            q = self._heads(attention, "q", x, count, query_angles)
             window = getattr(attention, "sliding_window", None)
-            out = ragged.attend(number, q, k, v, attention.scaling, window)
-            if padding:
-                heads[:count] = out.flatten(1)
-            else:
-                heads = out.flatten(1)
-            h = self._product(attention.o_proj, heads, "add", h)
+            heads = attend(number, q, k, v, attention.scaling, window)
+            h = self._product(attention.o_proj, _padded(heads.flatten(1)), "add", h)
             mlp, x = layer.mlp, self._norm(layer.post_attention_layernorm, h)
             gate = self._linear(x, mlp.gate_proj.weight, mlp.gate_proj.bias, "swish", [1.0], "")
             h = self._product(mlp.down_proj, self._product(mlp.up_proj, x, "mul", gate), "add", h)
-        return self._logits(h, last_B)
-
-    def _logits(self, h: Tensor, last_B: Tensor) -> Tensor:
-        rows = rounded(len(last_B))
-        if rows < len(h) or len(last_B) != len(h):
-            last = h.index_select(0, last_B)
-            h = torch.cat([last, last.new_zeros(rows - len(last), last.shape[1])])
-        h = self._norm(self._body.norm, h)
-        logits: Tensor = self._product(self._model.lm_head, h)
-        return logits[: len(last_B)]
+        return self._product(self._model.lm_head, self._norm(self._body.norm, h))[:count]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
         return rms_norm(x, (x.shape[-1],), module.weight, self._eps)
@@ -189,6 +176,14 @@ def _difference(model: Any, direct: Direct) -> float:
         gap = float((own.log_softmax(-1) - other.log_softmax(-1)).abs().max())
         worst = gap if not gap <= worst else worst
     return worst
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """Returns the rows with zeros behind them, `rounded` in all."""
+    padding = rounded(len(rows)) - len(rows)
+    if not padding:
+        return rows
+    return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
 
 
 def rounded(count: int) -> int:

@@ -1,4 +1,4 @@
-"""The key-value cache of the `transformers` engine, and the attention of one ragged step over it.
+"""The key-value cache of the `transformers` engine, and one ragged step over it.
 
 Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D head size.
 """
@@ -15,23 +15,15 @@ from torch import Tensor
 
 from gspo_env.batch.upload import upload
 from gspo_env.errors import EngineError
-from gspo_env.model.attention import Ragged, sdpa
-from gspo_env.model.kv_shared import Behind, Shared, SharedPrompts
+from gspo_env.model.kv_attention import Queries, tokens
+from gspo_env.model.kv_shared import Shared, SharedPrompts
 
 _FIRST_CAPACITY = 128
 _PLACES = 16
 """The capacity of a slot grows by a multiple of it."""
-_MAX_SPAN_RATIO = 2
-"""Attend over a contiguous range of slots if it has at most this many slots per row."""
-_MOST_SCORES = 1 << 22
-"""Scores that are held at once; with more, the fused kernel holds blocks of them."""
 
-_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-Before = tuple[Tensor, Tensor]
-"""Outputs and logarithms of normalisers; see `Behind.attend`."""
-Forward = Callable[[Tensor, Tensor, Tensor, Ragged], Tensor]
-"""A forward pass: takes ids (T,), positions (T,), the tokens to predict behind (B,) and the
-attention; returns logits (B, V)."""
+Forward = Callable[["Step"], Tensor]
+"""A forward pass: takes a step; returns the logits behind the last token of each row, (B, V)."""
 
 
 class KVCache:
@@ -110,9 +102,9 @@ class KVCache:
         if (longest := max(ends)) > self._max_context:
             raise EngineError(f"{longest} tokens do not fit a context of {self._max_context}")
         self._reserve(max(end - _length(s) for end, s in zip(ends, shared, strict=True)))
-        step = _Step(self, slots, starts, feeds, shared)
+        step = Step(self, slots, starts, feeds, shared)
         if direct is not None:
-            return direct(step.ids_T, step.positions_T, step.last_B, step)
+            return direct(step)
         if model.training:
             model.eval()
         output = model(
@@ -151,7 +143,7 @@ class KVCache:
                 held[:, :, :before] = old
 
 
-class _Step:
+class Step:
     """`Ragged` attention of one step: where each token is written and which positions it sees."""
 
     def __init__(
@@ -162,34 +154,24 @@ class _Step:
         feeds: list[list[int]],
         shared: list[Shared | None],
     ) -> None:
-        self._cache = cache
-        sizes, before = [len(feed) for feed in feeds], [_length(s) for s in shared]
-        slot_B, start_B, size_B, before_B = (
-            np.array(x, dtype=np.int64) for x in (slots, starts, sizes, before)
+        self._cache, self._shared = cache, shared
+        before = [_length(s) for s in shared]
+        self._slot_B, self._start_B, self._size_B, self._before_B = (
+            np.array(x, dtype=np.int64) for x in (slots, starts, list(map(len, feeds)), before)
         )
-        first_B = np.cumsum(size_B) - size_B
-        row_T = np.repeat(np.arange(len(slots)), size_B)
+        first_B, row_T, positions_T = tokens(self._start_B, self._size_B)
         ids_T = np.fromiter(chain.from_iterable(feeds), dtype=np.int64, count=len(row_T))
-        positions_T = (start_B - first_B)[row_T] + np.arange(len(row_T))
-        self._behind = Behind(shared, row_T, positions_T) if before_B.any() else None
-        start_B = start_B - before_B  # from here on, places in the slot
-        places_T = positions_T - before_B[row_T]
-        # Decoding rows and prompts form two groups, so that a long prompt pads no decoding row.
-        members = [m for m in (size_B == 1, size_B > 1) if m.any()]
-        self._groups = [_Rows(slot_B[m], start_B[m], size_B[m], first_B[m]) for m in members]
-        restore_T, total = np.empty(len(row_T), dtype=np.int64), 0
-        for group in self._groups:
-            restore_T[group.tokens] = group.found + total
-            total += group.total
-        arrays = [ids_T, positions_T, first_B + size_B - 1, slot_B[row_T], places_T, restore_T]
-        parts: list[_Rows | Behind] = [*self._groups, *([self._behind] if self._behind else [])]
-        tensors = iter(upload([*arrays, *(a for p in parts for a in p.arrays)], cache._device))
+        places_T = positions_T - self._before_B[row_T]
+        own = [ids_T, positions_T, first_B + self._size_B - 1, self._slot_B[row_T], places_T]
+        self._queries = self._queries_of(self._start_B, self._size_B)
+        tensors = iter(upload([*own, *self._queries.arrays], cache._device))
         self.ids_T, self.positions_T, self.last_B = islice(tensors, 3)
-        self._slot_T, self._places_T, restore = islice(tensors, 3)
-        for part in parts:
-            part.place(*islice(tensors, len(part.arrays)))
-        in_order = total == len(row_T) and bool((restore_T == np.arange(total)).all())
-        self._restore = None if in_order else restore
+        self._slot_T, self._places_T = islice(tensors, 2)
+        self._queries.place(tensors)
+        self._last: Queries | None = None
+
+    def _queries_of(self, start_B: Any, size_B: Any) -> Queries:
+        return Queries(self._slot_B, start_B, size_B, self._before_B, self._shared)
 
     def attend(
         self,
@@ -201,137 +183,40 @@ class _Step:
         window: int | None,
     ) -> Tensor:
         """See `Ragged.attend`."""
-        keys, values = self._cache.layer(layer, key)
-        for held, new in ((keys, key), (values, value)):
-            held.transpose(1, 2).index_put_((self._slot_T, self._places_T), new)
-        before = None
-        if self._behind is not None:
-            before = self._behind.attend(query, self._cache._shared.layers[layer], scale, window)
-        outs = [group.attend(query, keys, values, scale, window, before) for group in self._groups]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out if self._restore is None else out.index_select(0, self._restore)
+        return self._attend(self._queries, layer, query, key, value, scale, window)
 
-
-class _Rows:
-    """The rows of one step that share an attention call.
-
-    If the rows fill most of a contiguous range of slots, attention runs over the whole range, idle
-    slots included. A view of the cache is free, and copying rows costs more than attention.
-    """
-
-    def __init__(self, slot_B: Any, start_B: Any, size_B: Any, first_B: Any) -> None:
-        self._length = int((start_B + size_B).max())
-        self._width = int(size_B.max())
-        low, high = int(slot_B.min()), int(slot_B.max()) + 1
-        contiguous = high - low <= _MAX_SPAN_RATIO * len(slot_B)
-        self._span = (low, high) if contiguous else None
-        rows = slot_B - low if contiguous else np.arange(len(slot_B))
-        count = high - low if contiguous else len(slot_B)
-        self.total = count * self._width
-        """Tokens of the outputs, padding included."""
-        column = np.arange(self._width)
-        inside = column < size_B[:, None]
-        self.tokens = (first_B[:, None] + column)[inside]
-        """The rows' tokens."""
-        self.found = (rows[:, None] * self._width + column)[inside]
-        """Where they are in the outputs."""
-        index, places = np.zeros((2, count, self._width), dtype=np.int64)
-        index[rows] = first_B[:, None] + np.where(inside, column, 0)
-        places[rows] = start_B[:, None] + column
-        self.arrays = [index.reshape(-1), places, slot_B]
-
-    def place(self, index: Tensor, places: Tensor, slots: Tensor) -> None:
-        """Takes the arrays back, as tensors on the device."""
-        self._index, self._places, self._slots = index, places, slots
-        self._masks: dict[int | None, Tensor] = {}
-
-    def attend(
+    def attend_last(
         self,
+        layer: int,
         query: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        key: Tensor,
+        value: Tensor,
         scale: float,
         window: int | None,
-        before: Before | None,
     ) -> Tensor:
-        """Returns the outputs of the rows' tokens and of padding, (total, H, D).
+        """Attends only with the last token of each row, (B, H, D); keys and values are of all."""
+        if self._last is None:
+            ends_B = self._start_B + self._size_B - 1
+            self._last = self._queries_of(ends_B, np.ones_like(ends_B))
+            self._last.place(iter(upload(self._last.arrays, self._cache._device)))
+        return self._attend(self._last, layer, query, key, value, scale, window)
 
-        Args:
-            query: (T, H, D) of all tokens.
-            keys: Of the layer, as are the values.
-            values: See `keys`.
-            scale: The scale of the scores.
-            window: The number of last tokens that a token sees.
-            before: What `Behind.attend` returned; None if no row has a shared prompt.
-        """
-        q = self._taken(query)
-        if before is not None:
-            before = self._taken(before[0]), self._taken(before[1][..., None])[..., 0]
-        k, v = (self._held(tensor) for tensor in (keys, values))
-        out = _few_queries(q, k, v, scale, self._hidden(window), before)
-        return out.transpose(1, 2).reshape(-1, *query.shape[1:])
-
-    def _held(self, tensor: Tensor) -> Tensor:
-        """Returns the keys or values of the rows, (B, H, L, D)."""
-        if self._span is None:
-            return tensor[:, :, : self._length].index_select(0, self._slots)
-        return tensor[self._span[0] : self._span[1], :, : self._length]
-
-    def _taken(self, tensor: Tensor) -> Tensor:
-        """Converts (T, H, D) to (B, H, Q, D), of the whole span if there is one."""
-        taken = tensor.index_select(0, self._index)
-        return taken.view(-1, self._width, *tensor.shape[1:]).transpose(1, 2)
-
-    def _hidden(self, window: int | None) -> Tensor:
-        """Returns what is added to scores, (B, 1, Q, L): a token sees places up to its own."""
-        if window not in self._masks:
-            far = self._places[:, None, :, None] - torch.arange(
-                self._length, device=self._places.device
-            )
-            seen = far >= 0 if window is None else (far >= 0) & (far < window)
-            hidden = torch.zeros(seen.shape, device=seen.device)
-            self._masks[window] = hidden.masked_fill_(~seen, -torch.inf)
-        return self._masks[window]
+    def _attend(
+        self,
+        queries: Queries,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        held = self._cache.layer(layer, key)
+        for old, new in zip(held, (key, value), strict=True):
+            old.transpose(1, 2).index_put_((self._slot_T, self._places_T), new)
+        shared = self._cache._shared.layers.get(layer)
+        return queries.attend(query, held, shared, scale, window)
 
 
 def _length(shared: Shared | None) -> int:
     return 0 if shared is None else shared.length
-
-
-def _few_queries(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor, before: Before | None = None
-) -> Tensor:
-    """Attends with a few queries per row, (B, H, Q, D); keys and values are (B, Hkv, L, D).
-
-    On a CPU in float32 two batched products take about half of the time of the fused kernel, whose
-    blocks are made for many queries. The queries of a group share their keys in one product.
-    `before` has outputs (B, H, Q, D) and logarithms of normalisers (B, H, Q) over other keys.
-    """
-    rows, heads, queries, size = q.shape
-    shared, length = k.shape[1:3]
-    few = rows * heads * queries * length <= _MOST_SCORES
-    if q.device.type != "cpu" or q.dtype is not torch.float32 or not few:
-        return _fused(q, k, v, scale, hidden.to(q.dtype), before)
-    flat = q.mul_(scale).reshape(rows * shared, -1, size)
-    scores = torch.bmm(flat, k.transpose(2, 3).flatten(0, 1))
-    scores.view(rows, heads, queries, length).add_(hidden)
-    if before is None:
-        return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(q.shape)
-    # the other keys are one more column
-    column = before[1].reshape(rows * shared, -1, 1)
-    weights = torch.cat([scores, column], -1).softmax(-1)
-    out = torch.bmm(weights[..., :-1], v.flatten(0, 1)).view(q.shape)
-    return torch.addcmul(out, weights[..., -1].reshape(*q.shape[:3], 1), before[0])
-
-
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, hidden: Tensor, before: Before | None
-) -> Tensor:
-    if k.stride(-1) != 1:
-        k = k.contiguous()
-    if before is None:
-        return sdpa(q, k, v, scale, hidden, causal=False)
-    group = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-    out, norm = _flash(q, k, v, attn_mask=hidden, scale=scale)
-    return torch.lerp(before[0], out, torch.sigmoid(norm - before[1])[..., None])

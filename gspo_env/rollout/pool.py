@@ -57,8 +57,8 @@ class EnvPool:
     """Seconds that `close` waits for the environments."""
     faults: FaultLog = field(default_factory=FaultLog)
     _known: bool = False
-    _first: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while the first environment is made, whose declarations the others wait for."""
+    _first: asyncio.Event | None = None
+    """Set when the first environment is made, whose declarations the others wait for."""
     _idle: list[TextEnvironment] = field(default_factory=list)
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _leaving: list[Future[Any]] = field(default_factory=list)
@@ -87,11 +87,16 @@ class EnvPool:
         Raises:
             EnvironmentFailed: A new one could not be made.
         """
-        if not self._known:
-            async with self._first:
-                if not self._known:
-                    return await self._new(timeout)
-        return self._idle.pop() if self._idle else await self._new(timeout)
+        while self._first is not None:
+            await self._first.wait()
+        if self._known:
+            return self._idle.pop() if self._idle else await self._new(timeout)
+        self._first = asyncio.Event()
+        try:
+            return await self._new(timeout)
+        finally:
+            self._first.set()  # all who wait go on at the same time
+            self._first = None
 
     async def _new(self, timeout: float | None) -> TextEnvironment:
         thread = None if self.blocking is False else EnvThread()

@@ -14,7 +14,7 @@ from gspo_env.engines import transformers
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.transformers import TransformersEngine, sample
 from gspo_env.errors import EngineError
-from gspo_env.model import kv_cache
+from gspo_env.model import kv_attention
 
 
 def plain_logprobs(model, ids, count, temperature=1.0):
@@ -226,7 +226,7 @@ def windowed():
 def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
     model, kind, most_scores, monkeypatch
 ):
-    monkeypatch.setattr(kv_cache, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(kv_attention, "_MOST_SCORES", most_scores)
     monkeypatch.setattr(transformers, "_LEAST_SHARED", 16)
     model = windowed() if kind == "windowed" else model
     engine = TransformersEngine(model, max_slots=9, max_context=400, max_step_tokens=50)

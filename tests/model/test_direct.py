@@ -68,6 +68,23 @@ def test_ragged_steps_have_the_log_probabilities_of_the_models_modules(make):
     torch.testing.assert_close(steps(model, direct), steps(model, None), rtol=1e-5, atol=2e-5)
 
 
+def test_in_the_last_layer_only_tokens_that_predict_have_queries(model, monkeypatch):
+    use_ragged_attention(model)
+    direct, sizes = fast_forward(model), []
+    product = Direct._product
+
+    def counted(self, module, x, *rest):
+        if module is model.model.layers[-1].mlp.down_proj:
+            sizes.append(len(x))
+        return product(self, module, x, *rest)
+
+    monkeypatch.setattr(Direct, "_product", counted)
+    cache = KVCache(model, 2, 200)
+    cache.forward(model, [0, 1], [0, 0], [[5] * 100, [6] * 90], direct)
+    cache.forward(model, [0, 1], [100, 90], [[7], [8]], direct)
+    assert sizes == [rounded(2), rounded(2)]
+
+
 def test_the_default_model_runs_directly_and_new_weights_count_at_once(model):
     use_ragged_attention(model)
     direct = fast_forward(model)
