@@ -272,6 +272,11 @@ class Checkpoints:
 
     def _link(self, best: int) -> None:
         link, target = self.folder / "best", f"step-{best:06d}"
+        if link.is_dir() and not link.is_symlink():  # the run was copied without its links
+            aside = self.folder / "copied-best"
+            shutil.rmtree(aside, ignore_errors=True)
+            link.rename(aside)
+            logger.info("%s is no link to a checkpoint, as after a copy; it is now %s", link, aside)
         if not (self.folder / target).is_dir():
             link.unlink(missing_ok=True)
         elif not link.is_symlink() or os.readlink(link) != target:

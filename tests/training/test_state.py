@@ -290,6 +290,20 @@ def test_the_newest_and_the_best_are_kept_and_the_best_can_be_played(done, monke
     assert len(GSPOAgent.load("run/checkpoints/best").evaluate(2)) == 2
 
 
+def test_a_run_that_was_copied_without_its_links_goes_on_with_its_checkpoints(caplog):
+    state, tensors = {"best": {"step": 0, "success": 0.5}}, [("a", torch.ones(2))]
+    Path("first").mkdir()
+    with Checkpoints(Path("first"), CheckpointConfig(save_every=1)) as store:
+        assert store.save({"step": 0, **state}, tensors)
+    shutil.copytree("first", "copy")  # the link to the best is a folder now
+    store = Checkpoints(Path("copy"), CheckpointConfig(save_every=1))
+    for step in (1, 2):
+        assert store.save({"step": step, **state}, tensors)
+    assert Path("copy/checkpoints/best").readlink() == Path("step-000000")
+    assert Path("copy/checkpoints/copied-best/state.json").exists()
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
 def test_without_a_number_of_steps_saving_takes_a_fiftieth_of_the_time(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
