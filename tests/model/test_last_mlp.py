@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from learners import learner_of
 
 from gspo_env.batch.packing import pack
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.last_mlp import last_mlp, only
-from learners import learner_of
 
 
 @pytest.mark.parametrize("share", [True, False])
