@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gspo_env.env.tools import Tool, format_tool_call
 from gspo_env.errors import ConfigError
+from gspo_env.types import Episode
 
 _TRIES = 20
 """Draws of arguments until they fit a tool, whose schema may not say all that it wants."""
 _DEEPEST = 8
+_BUGS = {
+    *("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError"),
+    *("SyntaxError", "TypeError", "UnboundLocalError"),
+}
+"""Exceptions that are faults of a tool, not of the arguments, which fit its schema."""
+_FAILED = re.compile(r"Error: (\S+) failed: ((\w+): .*)", re.DOTALL)
+"""What the policy reads of a tool that raised."""
 _FORMATS = {
     "date": "2024-02-29",
     "date-time": "2024-02-29T12:00:00Z",
@@ -22,6 +31,15 @@ _FORMATS = {
     "email": "a@example.org",
 }
 """A text for each format of JSON schema."""
+
+
+def bug_in(episode: Episode) -> tuple[str, str]:
+    """Returns the first tool with a fault in an episode, and the fault; empty if none has one."""
+    for text in [*(t.observation for t in episode.turns[1:]), episode.final_observation]:
+        found = _FAILED.match(text)
+        if found is not None and found[3] in _BUGS:
+            return found[1], found[2]
+    return "", ""
 
 
 def valid_call(tool: Tool, rng: random.Random, words: Sequence[str]) -> str | None:

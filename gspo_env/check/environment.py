@@ -23,7 +23,7 @@ from gymnasium.utils.env_checker import check_env as check_by_gymnasium
 from gymnasium.utils.env_checker import data_equivalence
 
 from gspo_env.check.actions import HOSTILE, random_policy
-from gspo_env.check.calls import valid_call
+from gspo_env.check.calls import bug_in, valid_call
 from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import TextEnv, attribute, clean
 from gspo_env.env.curriculum import unread_options
@@ -32,7 +32,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.env.threads import EnvThread, attempt, watched
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.rollout.play import ENDED, Move, Situation, play
+from gspo_env.rollout.play import ENDED, Move, Situation, demonstrator, play
 from gspo_env.seeding import global_generators_kept
 from gspo_env.types import Episode, Prompt, ResetInfo, Score, StepInfo, Task
 
@@ -42,11 +42,6 @@ Running = Coroutine[Any, None, Episode]
 """An episode that is being played."""
 _CALLS = 8
 """Calls of a tool with other arguments, if it has a fault in each."""
-_BUGS = {
-    *("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "NotImplementedError"),
-    *("SyntaxError", "TypeError", "UnboundLocalError"),
-}
-"""Exceptions that are faults of a tool, not of the arguments, which fit its schema."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +55,8 @@ class Checked:
     """Why."""
     declares_success: bool
     """Whether `info` says what a success is; otherwise every outcome above 0 is one."""
+    demonstrated: tuple[bool, ...] = ()
+    """Whether each episode of the environment's own demonstrator succeeded; empty without one."""
 
 
 def check_env(
@@ -79,7 +76,8 @@ def check_env(
     rewards; no exception on hostile actions; a call of each tool with arguments that fit its
     schema; no control token from environment text; the same episode for the same seed and actions,
     also beside another copy of the environment and in any state of the global random generators;
-    `reset` in the middle of an episode and after `close`; task keys that fit `num_tasks`.
+    its own demonstrator; `reset` in the middle of an episode and after `close`; task keys that fit
+    `num_tasks`.
 
     Args:
         env: The environment, or a specification for `make_env`.
@@ -145,6 +143,8 @@ class _Check:
         self.env, self.name, self.policy, self.max_turns = env, name, policy, max_turns
         self.chat = _chat()
         self.played: list[Episode] = []
+        self.shown: list[bool] = []
+        """Which episodes of the demonstrator succeeded."""
         self.num_tasks = attribute(env, "num_tasks", None)
         self.tasks: set[str | None] = set()
         """The task keys that were drawn."""
@@ -163,6 +163,7 @@ class _Check:
         for n in range(seed, seed + episodes):
             self.repeats(n)
         self.reset_at_any_time(seed)
+        self.demonstrations(seed, episodes)
         self.by_gymnasium()
 
     def result(self) -> Checked:
@@ -172,7 +173,8 @@ class _Check:
         choice.see(self.played, attribute(self.env, "gives_outcome", None))
         ended = [e.turns[-1].info for e in self.played if e.turns and e.stop_reason in ENDED]
         said = all(info.success is not None for info in ended)
-        return Checked(score=choice.score, reason=choice.reason, declares_success=said)
+        says, shown = {"declares_success": said}, tuple(self.shown)
+        return Checked(score=choice.score, reason=choice.reason, demonstrated=shown, **says)
 
     def spaces(self) -> None:
         for name in ("observation_space", "action_space"):
@@ -213,11 +215,20 @@ class _Check:
     def fault(self, tool: Tool, seed: int, draw: int, words: Sequence[str]) -> str:
         """Calls a tool; returns its fault, empty if it has none in this call."""
         call = valid_call(tool, random.Random(draw), words)
-        if call is None:
-            return ""
-        answer = self.finish(self.running(self.env, seed, call)).final_observation
-        told = answer.removeprefix(f"Error: {tool.name} failed: ")
-        return told if told != answer and told.partition(":")[0] in _BUGS else ""
+        return bug_in(self.finish(self.running(self.env, seed, call)))[1] if call else ""
+
+    def demonstrations(self, seed: int, episodes: int) -> None:
+        """Plays what the environment's own `expert_action` does, if it has one."""
+        for n in range(seed, seed + episodes):
+            task = Task(env_id=self.name, seed=n)
+            try:
+                shown = self.finish(play(self.env, task, demonstrator(), max_turns=self.max_turns))
+            except NotImplementedError:
+                return
+            self.shown.append(bool(shown.success))
+            tool, bug = bug_in(shown)
+            if bug:
+                self.fail(f"tool {tool} raised in a call of expert_action(): {bug}")
 
     def repeats(self, seed: int) -> None:
         """Plays three times: twice alone, then beside a copy that plays another seed."""

@@ -29,6 +29,13 @@ class Envs:
                     "Success: every outcome above 0, because the last `info` has no `success`; "
                     "give it if partial outcomes are no success."
                 )
+            if found.demonstrated:
+                print(
+                    f"Demonstrator: {sum(found.demonstrated)} of {len(found.demonstrated)} "
+                    "episodes succeeded."
+                )
+            else:
+                print("Demonstrator: none, so a tiny model begins untrained; see expert_action().")
             return
         for env in describe_envs():
             tools = f"  [tools: {', '.join(env.tools)}]" if env.tools else ""

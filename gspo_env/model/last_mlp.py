@@ -23,20 +23,19 @@ _SMALL = 1e-3
 def last_mlp(model: Any) -> nn.Module | None:
     """Returns the MLP of the last layer if other tokens' outputs of it change no prediction.
 
-    This is tried with one pass. The model is on a CPU, has ragged attention, and does not compute
-    layers again in the backward pass, where the context of `only` is over.
+    This is tried with a short row. The model has ragged attention, and does not compute layers
+    again in the backward pass, where the context of `only` is over.
     """
     found = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "mlp"]
-    if not found or router_coefficient(model) or model.device.type != "cpu":
-        return None
+    if not found or router_coefficient(model) or "forward" in vars(found[-1]):
+        return None  # a forward of its own: somebody has replaced it
     if getattr(model, "is_gradient_checkpointing", False):
         return None
-    mlp, ids, read = found[-1], torch.arange(6)[None], torch.tensor([2, 5])
-    if "forward" in vars(mlp):  # somebody has replaced it
-        return None
+    mlp, device = found[-1], model.device
+    ids, read = torch.arange(6, device=device)[None], torch.tensor([2, 5], device=device)
 
     def logits(rows: Tensor | None) -> Tensor:
-        ragged = PackedAttention([4, 2])
+        ragged = PackedAttention([4, 2], device)
         with only(mlp, rows):
             out = model(input_ids=ids, position_ids=ids, use_cache=False, ragged=ragged)
         part: Tensor = out.logits[0, read]
@@ -57,7 +56,7 @@ def only(mlp: nn.Module | None, rows: Tensor | None) -> Iterator[None]:
 
     Args:
         mlp: The module, which takes (1, T, D); None changes nothing.
-        rows: (R,) different places of tokens; None for all.
+        rows: (R,) places of tokens, each once; None for all.
     """
     if mlp is None or rows is None:
         yield

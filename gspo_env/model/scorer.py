@@ -89,7 +89,7 @@ class Scorer:
             source_M = source_M[batch.distinct_M]
         device = batch.input_ids_T.device
         tree = TreeAttention(batch.runs, device) if batch.runs else None
-        with only(self._last_mlp, torch.unique(source_M) if self._last_mlp else None):
+        with only(self._last_mlp, batch.sources_R):
             output = self.model(
                 input_ids=batch.input_ids_T[None],
                 position_ids=batch.positions_T[None],

@@ -23,7 +23,7 @@ from gspo_env.check import check_env, random_policy
 from gspo_env.check.calls import valid_call
 from gspo_env.cli.main import main
 from gspo_env.env import threads
-from gspo_env.env.tools import ToolCall, as_tool, parse_tool_calls
+from gspo_env.env.tools import ToolCall, as_tool, format_tool_call, parse_tool_calls
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentHangError
 from gspo_env.rollout import template
 
@@ -503,6 +503,40 @@ def test_a_tool_that_raises_in_every_call_by_its_own_fault_is_a_fault() -> None:
 
     assert not check_env(Mended()).declares_success
     assert check_env("gspo/Lookup-v0", episodes=1).declares_success
+
+
+class Picky(Buggy):
+    """A tool that refuses most arguments in front of its fault."""
+
+    strict = None
+
+    @tool
+    def faulty(self, weight: int) -> str:
+        """Has a fault behind its check."""
+        if weight != 3:
+            raise ValueError("the only weight is 3")
+        return undefined_name  # type: ignore[name-defined]  # noqa: F821
+
+    def expert_action(self, noise=0.0):
+        return format_tool_call("faulty", {"weight": 3})
+
+
+def test_a_fault_that_only_the_demonstrator_meets_is_a_fault() -> None:
+    with pytest.raises(EnvironmentCheckError, match=r"faulty raised in a call of expert_.*NameErr"):
+        check_env(Picky())
+
+    class Mended(Picky):
+        def expert_action(self, noise=0.0):
+            return "done"
+
+    assert check_env(Mended(), episodes=3).demonstrated == (True, True, True)
+    assert check_env(Plain(), episodes=3).demonstrated == ()
+
+
+class Plain(Buggy):
+    """No tool and no demonstrator."""
+
+    faulty = strict = None
 
 
 def test_the_check_says_what_counts_as_a_success_where_the_environment_does_not(
