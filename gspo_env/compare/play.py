@@ -181,7 +181,10 @@ def _played(
     # The first run of each missing start makes it.
     starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
     if waiting:
-        say(f"{len(waiting)} runs to play, {len(starts)} warm-ups before them, {workers} at a time")
+        say(
+            f"runs to play: {len(waiting)}, after warm-ups: {len(starts)}, at a time: {workers}; "
+            "a line follows each that is done"
+        )
     for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
         say(f"warmed up {done}/{len(starts)}")
     begun = time.perf_counter()

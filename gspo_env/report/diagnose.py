@@ -20,6 +20,8 @@ from gspo_env.training.collapse import may_be_chance
 
 _MOST_FILES = 8
 """Steps whose training episodes are read, at the beginning and at the end."""
+_SHORT = 10
+"""Steps from which the rule `no_progress` judges."""
 _MOST = 16 * 10**6
 """Bytes of their files, for runs that keep all episodes of large batches."""
 
@@ -103,6 +105,8 @@ def _notes(run: RunRecord) -> list[str]:
     notes = []
     if not len(run.steps):
         notes.append("The run has logged no training step, so most rules have nothing to judge.")
+    elif len(run.steps) < _SHORT:
+        notes.append(f"Fewer than {_SHORT} steps are too few to say that nothing improves.")
     if not run.settings:
         notes.append("The folder has no readable config.toml, so settings are not known.")
     best, levels = run.folder / "checkpoints" / "best", run.evaluations
