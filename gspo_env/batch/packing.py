@@ -37,7 +37,6 @@ def pack(
         "positions_T": positions[first],
         "uses_T": uses,
         "source_N": source,
-        "sources_R": np.unique(source),
         "target_N": target,
         "episode_N": np.repeat(number_B, sizes)[model],
         "turn_N": turns[model],

@@ -63,8 +63,6 @@ class PackedBatch:
     uses_T: Tensor
     """The number of sequences that each token of the row belongs to."""
     source_N: Tensor
-    sources_R: Tensor
-    """The positions in `source_N`, each once."""
     target_N: Tensor
     episode_N: Tensor
     """Index into `episodes` of each model token."""

@@ -291,7 +291,7 @@ class _Checker:
     def scored(self, causes: list[str], share: bool = False, **how: bool) -> float:
         """Scores both sequences in one row, as the learner does."""
         row = pack(self.samples, self.device, share=share)
-        scorer = Scorer(self.model, self.model, 1.0, whole=True, **how)  # so that layers compare
+        scorer = Scorer(self.model, self.model, 1.0, **how)
         places = np.arange(_LONG + _SHORT)
         if row.runs:
             tree = build_tree(self.ids, sort_by_prefix(self.ids))

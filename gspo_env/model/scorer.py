@@ -14,7 +14,6 @@ from gspo_env.batch.sample import PackedBatch
 from gspo_env.model import head
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.experts import RouterBalance, balance_router, router_coefficient
-from gspo_env.model.last_mlp import last_mlp, only
 from gspo_env.model.tree_attention import TreeAttention
 
 _MODE = "_gspo_training"
@@ -32,7 +31,6 @@ class Scorer:
         packed: Runs a row in one pass, which needs ragged attention. Otherwise the sequences of a
             row are taken apart for the model's own attention; they cannot share tokens.
         padded: Runs those of similar length as one padded batch, not each in a pass of its own.
-        whole: Computes the last MLP for all tokens of a packed row; see `last_mlp`.
     """
 
     def __init__(
@@ -43,14 +41,12 @@ class Scorer:
         *,
         packed: bool = True,
         padded: bool = False,
-        whole: bool = False,
     ) -> None:
         self.model, self.temperature = model, temperature
         self.head = head.linear_head(policy, packed)
         # without a linear head, a batch would have logits of every token in memory
         apart = self._run_alone if not padded or self.head is None else self._run_padded
         self._run = self._run_packed if packed else apart
-        self._last_mlp = last_mlp(policy) if packed and not whole else None
         self.router_coefficient = router_coefficient(policy)
         self._experts_per_token = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
         self._checkpointed = _checkpointed_layers(policy)
@@ -89,15 +85,14 @@ class Scorer:
             source_M = source_M[batch.distinct_M]
         device = batch.input_ids_T.device
         tree = TreeAttention(batch.runs, device) if batch.runs else None
-        with only(self._last_mlp, batch.sources_R):
-            output = self.model(
-                input_ids=batch.input_ids_T[None],
-                position_ids=batch.positions_T[None],
-                use_cache=False,
-                logits_to_keep=source_M,
-                ragged=tree or PackedAttention(batch.lengths_B, device),
-                **options,
-            )
+        output = self.model(
+            input_ids=batch.input_ids_T[None],
+            position_ids=batch.positions_T[None],
+            use_cache=False,
+            logits_to_keep=source_M,
+            ragged=tree or PackedAttention(batch.lengths_B, device),
+            **options,
+        )
         return output.logits[0], output.router_logits if options else ()
 
     def _run_alone(
