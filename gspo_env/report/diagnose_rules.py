@@ -16,7 +16,13 @@ import numpy as np
 
 from gspo_env.report.episodes import EpisodeRecord
 from gspo_env.report.runs import RunRecord, trained_dtype
-from gspo_env.training.collapse import Level, fallen, return_fall, success_fall
+from gspo_env.training.collapse import (
+    Level,
+    fallen,
+    return_fall,
+    stays_lower,
+    success_fall,
+)
 
 Said = tuple[str, str]
 """What is wrong, and what to try."""
@@ -183,6 +189,7 @@ def collapse(found: Evidence, limit: float) -> Said | None:
     for known in (levels, tuple(_chunks(found)) if fixed else ()):
         if not text and len(known) > 1 and return_fall(known[-1], known[0]) < limit:
             text = fallen(known)
+    text = text or (stays_lower(levels) if fixed else "")
     if not text:
         return None
     run = found.run

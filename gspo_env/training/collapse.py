@@ -26,6 +26,8 @@ from gspo_env.types import StopReason
 
 _SURE = 5.0
 """Standard errors of a fall that is no chance, although the best is the highest of many."""
+_STAYS = 3
+"""Evaluations in a row for which a smaller fall has to last."""
 _LIKELY = 3.5
 """Standard errors of a fall that is no chance if two evaluations in a row have it."""
 
@@ -103,6 +105,21 @@ def fallen(levels: Sequence[Level]) -> str:
     if not text and last > 1 and fall(last - 1, _LIKELY):
         text = fall(last, _LIKELY)
     return text
+
+
+def stays_lower(levels: Sequence[Level]) -> str:
+    """Says that success was higher than in each of the last evaluations; empty if it was not.
+
+    Success and return of each are below those of the best evaluation by more than chance. The fall
+    may be smaller than that of `fallen`, since a policy that only goes up and down comes back.
+    """
+    before, after = levels[:-_STAYS], levels[-_STAYS:]
+    if not before:
+        return ""
+    best = max(before, key=lambda level: level.success)
+    if any(min(success_fall(best, now), return_fall(best, now)) < _SURE for now in after):
+        return ""
+    return _say("success", f"{after[-1].success:.1%}", f"{best.success:.1%}", after[-1], best)
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config, override
-from gspo_env.training.collapse import CollapseWatch, Level, may_be_chance
+from gspo_env.training.collapse import CollapseWatch, Level, may_be_chance, stays_lower
 
 NAN = float("nan")
 STRANGER = [0.97, 1.0, 0.84, 1.0, 1.0, 1.0, 1.0, 0.97, 1.0, 0.0, 0.0, 0.0]
@@ -47,6 +47,17 @@ def test_a_run_of_a_stranger_that_collapsed_is_said_at_its_first_bad_evaluation_
 @pytest.mark.parametrize(("success", "n"), GOOD)
 def test_runs_that_go_up_and_down_are_no_collapse(success, n):
     assert said(level(k, p, n=n, spread=1.0) for k, p in enumerate(success)) == ([], None)
+
+
+def test_a_third_that_is_lost_and_does_not_come_back_is_found_at_the_end():
+    fell = [level(10 * k, p) for k, p in enumerate([0.15, 0.68, 0.82, 0.93, 0.60, 0.61, 0.63])]
+    assert stays_lower(fell) == "success fell to 63.0% after step 60, from 93.0% after step 30"
+    assert not stays_lower(fell[:-1])
+    assert not stays_lower([*fell, level(70, 0.92)])
+    # what the reward asks for rises: that is no loss of what was learned
+    assert not stays_lower([level(10 * k, f.success, mean=k) for k, f in enumerate(fell)])
+    for success, n in GOOD:
+        assert not stays_lower([level(k, p, n=n) for k, p in enumerate(success)])
 
 
 @pytest.mark.parametrize("n", [4, 8, 32, 256])
