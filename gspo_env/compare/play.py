@@ -181,10 +181,7 @@ def _played(
     # The first run of each missing start makes it.
     starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
     if waiting:
-        say(
-            f"runs to play: {len(waiting)}, after warm-ups: {len(starts)}, at a time: {workers}; "
-            "a line follows each that is done"
-        )
+        say(f"{len(waiting)} runs to play, warm-ups before: {len(starts)}, {workers} at a time")
     for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
         say(f"warmed up {done}/{len(starts)}")
     begun = time.perf_counter()
