@@ -35,7 +35,7 @@ class Envs:
                     "episodes succeeded."
                 )
             else:
-                print("Demonstrator: none, so a tiny model begins untrained; see expert_action().")
+                print("Demonstrator: none, since it has no expert_action().")
             return
         for env in describe_envs():
             tools = f"  [tools: {', '.join(env.tools)}]" if env.tools else ""
