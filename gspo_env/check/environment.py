@@ -143,7 +143,7 @@ class _Check:
         self.env, self.name, self.policy, self.max_turns = env, name, policy, max_turns
         self.chat = _chat()
         self.played: list[Episode] = []
-        self.shown: list[bool] = []
+        self.shown: tuple[bool, ...] = ()
         """Which episodes of the demonstrator succeeded."""
         self.num_tasks = attribute(env, "num_tasks", None)
         self.tasks: set[str | None] = set()
@@ -173,8 +173,9 @@ class _Check:
         choice.see(self.played, attribute(self.env, "gives_outcome", None))
         ended = [e.turns[-1].info for e in self.played if e.turns and e.stop_reason in ENDED]
         said = all(info.success is not None for info in ended)
-        says, shown = {"declares_success": said}, tuple(self.shown)
-        return Checked(score=choice.score, reason=choice.reason, demonstrated=shown, **says)
+        return Checked(
+            score=choice.score, reason=choice.reason, declares_success=said, demonstrated=self.shown
+        )
 
     def spaces(self) -> None:
         for name in ("observation_space", "action_space"):
@@ -225,10 +226,9 @@ class _Check:
                 shown = self.finish(play(self.env, task, demonstrator(), max_turns=self.max_turns))
             except NotImplementedError:
                 return
-            self.shown.append(bool(shown.success))
-            tool, bug = bug_in(shown)
-            if bug:
-                self.fail(f"tool {tool} raised in a call of expert_action(): {bug}")
+            self.shown += (bool(shown.success),)
+            if (found := bug_in(shown))[1]:
+                self.fail(f"tool {found[0]} raised in a call of expert_action(): {found[1]}")
 
     def repeats(self, seed: int) -> None:
         """Plays three times: twice alone, then beside a copy that plays another seed."""
