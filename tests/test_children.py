@@ -205,14 +205,14 @@ def test_tools_that_run_for_a_policy_end_with_the_trainer():
 COMPARE = """
 import sys, time
 from pathlib import Path
-from gspo_env.compare.play import _parallel
+from gspo_env.compare.processes import in_processes
 
 def work(run):
     Path(sys.argv[1], run).touch()
     time.sleep(600 if run == "long" else 0.0)
 
 if __name__ == "__main__":
-    list(_parallel(work, ["short", "long"], 2))
+    list(in_processes(work, {"1": "short", "2": "long"}, 2, print, print))
 """
 
 

@@ -57,7 +57,7 @@ class TaskRows:
         rows = self._eval if evaluation and self._eval is not None else self._train
         if wanted is not None:
             if type(wanted) is not int or not 0 <= wanted < len(rows):
-                raise ConfigError(f"Dataset: row is {wanted!r}, expected 0 to {len(rows) - 1}.")
+                raise ConfigError(f"row is {wanted!r}, expected 0 to {len(rows) - 1}.")
             return rows[wanted], wanted
         # every k-th row is held out, so that no list of them is needed
         every = round(1 / self._share) if self._share else 0
@@ -140,9 +140,9 @@ def open_rows(source: Any, split: str = "train", subset: str | None = None) -> R
         stamp = path.stat().st_mtime_ns if path.exists() else 0
         source = _open_path(str(source), split, subset, stamp)
     if not hasattr(source, "__getitem__") or not hasattr(source, "__len__"):
-        raise ConfigError(f"Dataset: data is {source!r}, expected rows or where they are.")
+        raise ConfigError(f"data is {source!r}, expected rows or where they are.")
     if not len(source):
-        raise ConfigError("Dataset: data has no rows.")
+        raise ConfigError("data has no rows; expected at least one.")
     rows: Rows = source
     return rows
 
@@ -152,17 +152,17 @@ def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
     """Opens a dataset once per process; a changed `stamp` reopens a changed file."""
     path = Path(source).expanduser()
     if path.suffix in (*_READERS, ".parquet") and not path.is_file():
-        raise ConfigError(f"Dataset: the file {source} does not exist.")
+        raise ConfigError(f"data: the file {source} does not exist.")
     if read := _READERS.get(path.suffix):
         try:
             return read(path)
         except ConfigError:
             raise
         except (OSError, ValueError, csv.Error, RecursionError) as error:
-            raise ConfigError(f"Dataset: {path} cannot be read: {error}.") from error
+            raise ConfigError(f"data: {path} cannot be read: {error}.") from error
     if path.is_file() and path.suffix != ".parquet":
         kinds = ", ".join(_READERS)
-        raise ConfigError(f"Dataset: {path} is of no known kind, expected {kinds} or .parquet.")
+        raise ConfigError(f"data: {path} is of no known kind, expected {kinds} or .parquet.")
     try:
         if path.suffix == ".parquet":
             return _Parquet(path)
@@ -176,7 +176,7 @@ def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
         found = load_from_disk(source) if saved else load_dataset(source, subset, split=split)
         return found[split] if isinstance(found, DatasetDict) else found  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, ConnectionError) as error:
-        raise ConfigError(f"Dataset: {source!r} cannot be loaded: {error}.") from error
+        raise ConfigError(f"data: {source!r} cannot be loaded: {error}.") from error
 
 
 def _read_json(path: Path) -> Rows:
@@ -185,7 +185,7 @@ def _read_json(path: Path) -> Rows:
     lists = [v for v in found.values() if isinstance(v, list)] if isinstance(found, dict) else []
     rows = lists[0] if len(lists) == 1 else found
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"Dataset: {path} is no list of JSON objects.")
+        raise ConfigError(f"data: {path} is no list of JSON objects.")
     return rows
 
 
@@ -234,7 +234,7 @@ class _Parquet(Sequence[Mapping[str, Any]]):
         try:
             self._table = pyarrow.parquet.read_table(path)
         except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"Dataset: {path} cannot be read: {error}.") from error
+            raise ConfigError(f"data: {path} cannot be read: {error}.") from error
 
     def __len__(self) -> int:
         return int(self._table.num_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import itertools
@@ -74,7 +75,9 @@ def parse(arguments: Sequence[str]) -> Any:
     commands: dict[str, Any] = {}
     name, *rest = arguments
     if name not in (*COMMANDS, "-h", "--help"):
-        raise ConfigError(f"there is no command {name!r}; expected one of: {', '.join(COMMANDS)}")
+        near = "".join(difflib.get_close_matches(name, COMMANDS, n=1))
+        hint = f"did you mean {near}? There are" if near else "expected one of"
+        raise ConfigError(f"there is no command {name!r}; {hint}: {', '.join(COMMANDS)}")
     for flag in _NOT_EMPTY:
         if f"{flag}=" in rest or (flag, "") in itertools.pairwise(rest):
             raise ConfigError(f"{flag} is ''; expected a name, or no {flag} for the default")

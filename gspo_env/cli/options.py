@@ -220,7 +220,7 @@ def one_sentence() -> Iterator[None]:
         lines = [line.strip(_FRAME) for line in said.getvalue().splitlines()][1:]
         ruled = itertools.groupby(lines, key=lambda line: bool(line.strip("-+")))  # or no Unicode
         parts = [list(group) for text, group in ruled if text] or [[]]
-        text = " ".join(parts[0])
+        text = " ".join(parts[0]).replace("Expected 1 values", "Expected a value")
         usage = next((line for line in itertools.chain(*parts[1:]) if line.startswith("--")), "")
         hint = f" (expected {usage})" if usage else ""
         if text.startswith("Unrecognized"):

@@ -63,15 +63,17 @@ class Train(Run):
             sys.exit(code)
 
     def _train(self, ranks: Any = None) -> None:
-        from gspo_env.env.registration import load_agent
+        from gspo_env.env.registration import load_agent, resolve_env
         from gspo_env.tracking.several import check_trackers
         from gspo_env.training.launch import interrupted_run
 
         config = self.resolved
-        if text := "" if self.resume else inherited(config):
-            print(text)
+        if not self.resume:
+            for member in config.environments:  # before the imports, which take seconds
+                resolve_env(member.spec)
+            if text := inherited(config):
+                print(text)
         check_trackers(config.tracker)  # before demonstrations, which may take long
-        # before the imports, which take seconds
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
         together = {} if ranks is None else {"ranks": ranks}

@@ -7,41 +7,30 @@ import difflib
 import hashlib
 import json
 import logging
-import multiprocessing
 import os
 import shutil
-import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
-from multiprocessing import active_children, get_context
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from gspo_env.children import die_with_parent
 from gspo_env.compare.plan import Arm, Comparison, check_metric, start_settings
+from gspo_env.compare.processes import in_processes
 from gspo_env.compare.record import Recorder
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.model.load import load_model
-from gspo_env.redaction import log_to_terminal, redact, redact_text, write_text
+from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
+from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.several import check_trackers
 from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.watch import refuse_hopeless
 
 logger = logging.getLogger(__name__)
-
-_ATTEMPTS = 2
-"""Maximum attempts of a run whose worker process dies."""
-_PATIENCE = 5.0
-"""Seconds that a worker process has to close what is open when it is stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,10 +171,12 @@ def _played(
     starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
     if waiting:
         say(f"{len(waiting)} runs to play, warm-ups before: {len(starts)}, {workers} at a time")
-    for done, _ in enumerate(_parallel(_prepare, list(starts.values()), workers), 1):
+    names = {run.name: run for run in starts.values()}
+    for done, _ in enumerate(in_processes(_prepare, names, workers, _lose, say), 1):
         say(f"warmed up {done}/{len(starts)}")
     begun = time.perf_counter()
-    for done, run in enumerate(_parallel(_play, waiting, workers), 1):
+    names = {run.name: run for run in waiting}
+    for done, run in enumerate(in_processes(_play, names, workers, _lose, say), 1):
         left = (time.perf_counter() - begun) / done * (len(waiting) - done) / 60
         say(f"played {done}/{len(waiting)}  ({left:.0f} min left)")
         yield run
@@ -301,7 +292,7 @@ def _prepare(run: Run) -> None:
     """Warms up a model and saves it for all runs that start from it."""
     assert run.start is not None
     agent = load_agent("gspo")(config=run.config)
-    agent.warm_up()
+    agent.warm_up(Progress())
     agent.save(run.start)
 
 
@@ -326,74 +317,12 @@ def _play(run: Run) -> None:
     _leave(run, history, time.perf_counter() - begun, error)
 
 
+def _lose(run: Run) -> None:
+    _leave(run, [], 0.0, "the worker process died")
+
+
 def _leave(run: Run, history: Sequence[Any], seconds: float, error: str) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     part = run.folder / "result.json.part"
     write_text(part, json.dumps({"history": history, "seconds": seconds, "error": error}))
     part.replace(run.folder / "result.json")
-
-
-def _set_up(threads: int) -> None:
-    """Prepares a worker process."""
-    import sys
-
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; `_stop` follows
-
-    def end(*_: object) -> None:
-        logging.getLogger(
-            "asyncio"
-        ).disabled = True  # it would report the task that is left by this
-        sys.exit()
-
-    signal.signal(signal.SIGTERM, end)
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        die_with_parent(parent.pid)  # an idle worker would wait for ever, a busy one play on
-    log_to_terminal()
-    torch.set_num_threads(min(torch.get_num_threads(), threads))
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-
-
-def _parallel(work: Callable[[Run], None], runs: Sequence[Run], workers: int) -> Iterator[Run]:
-    """Runs work in processes; yields each run when it is done.
-
-    A worker that dies breaks its pool; the remaining runs are retried in a new one. On an error in
-    this process, such as KeyboardInterrupt, the workers are stopped.
-    """
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    left = list(runs)
-    others = active_children()
-    for _ in range(_ATTEMPTS):
-        if not left:
-            return
-        with ProcessPoolExecutor(workers, get_context("spawn"), _set_up, (threads,)) as pool:
-            futures: dict[Future[None], Run] = {pool.submit(work, run): run for run in left}
-            try:
-                for future in as_completed(futures):
-                    future.result()
-                    left.remove(futures[future])
-                    yield futures[future]
-            except BrokenProcessPool:
-                logger.warning("a worker process died; what it left is tried again")
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                _stop([process for process in active_children() if process not in others])
-                raise
-    for run in left:
-        _leave(run, [], 0.0, "the worker process died")
-        yield run
-
-
-def _stop(workers: Sequence[BaseProcess]) -> None:
-    """Ends worker processes: they close what is open, and are killed if that takes too long."""
-    try:
-        for worker in workers:
-            worker.terminate()
-        left, until = {worker.sentinel for worker in workers}, time.monotonic() + _PATIENCE
-        while left and (seconds := until - time.monotonic()) > 0:
-            left -= set(wait(list(left), seconds))
-    finally:
-        for worker in workers:
-            worker.kill()

@@ -218,6 +218,12 @@ def demonstrate(
     played = [e for e in episodes if not e.failed]
     if len(played) < len(episodes):
         logger.warning("%d of %d demonstrations failed", len(episodes) - len(played), len(episodes))
+    if played and not any(episode.success for episode in played):
+        logger.warning(
+            "none of the %d demonstrations of %s succeeded: the model learns the form of actions "
+            "from them and nothing else",
+            *(len(played), tasks[0].env_id),
+        )
     return played
 
 
@@ -344,7 +350,7 @@ def imitation_samples(
     for n, demonstration in enumerate(demonstrations):
         episode = tokenize(demonstration, chat, max_context, encode)
         episodes += [episode] if episode.turns else []
-        show("tokens", n + 1, len(demonstrations))
+        show("tokenising", n + 1, len(demonstrations))
     return to_samples(episodes, [np.zeros(len(episode.turns)) for episode in episodes])
 
 

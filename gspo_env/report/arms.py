@@ -163,9 +163,7 @@ def command(run: RunRecord) -> str:
         if name == "output" or usual.get(name) == value or section == "env_kwargs":
             continue
         flag = section if rest == "name" and section in BUILTIN else name
-        if value is True or value is False:
-            flags.append(f"--{'' if value else 'no-'}{flag.replace('_', '-')}")
-        elif not isinstance(value, dict):
+        if not isinstance(value, dict):
             values = value if isinstance(value, list) else [value]
             flags += [f"--{flag.replace('_', '-')}", *map(str, values)]
     kwargs = {

@@ -144,12 +144,27 @@ def test_an_unknown_environment_offers_the_nearest_names(capsys):
     assert "gspo/Lookup-v0" in refused(capsys, "train", "--env", "gspo/Lokup-v0")
 
 
+@pytest.mark.parametrize("env", ["gspo/Lokup-v0", "none.py:Env", "gspo/Lookup-v0:0.5 none-v0"])
+def test_an_unknown_environment_is_named_before_torch_is_imported(env):
+    code = "import sys; from gspo_env.cli.main import main\ntry:\n    main(sys.argv[1:])\n"
+    code += "finally:\n    print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", "--env", *env.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
+    assert "none" in done.stderr or "Lookup" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--stepz", "3"], "there is no setting 'stepz'; perhaps you mean steps"),
         (["--ratio-level", "word"], "word"),
         (["--steps", "x"], "--steps"),
+        (["--steps"], "'--steps'. Expected a value"),
         (["--learning-rate", "-1"], "learning_rate is -1.0; expected a finite number above 0"),
         (["--steps", "-3"], "steps is -3; expected an integer of at least 0"),
         (["--group-size", "0"], "group_size is 0"),
@@ -306,7 +321,10 @@ def test_the_version_and_the_module(capsys):
 
 
 def test_an_unknown_command_lists_the_known_ones(capsys):
-    assert ", ".join(COMMANDS) in refused(capsys, "trein")
+    said = refused(capsys, "trein")
+    assert "did you mean train?" in said
+    assert ", ".join(COMMANDS) in said
+    assert "did you mean" not in refused(capsys, "xyz")
 
 
 def test_the_installed_command_starts_without_torch(tmp_path):

@@ -188,6 +188,19 @@ def test_demonstrations_that_fail_are_left_out_and_too_many_are_an_error(caplog)
         demonstrate(Fragile(), tasks, 0.0)
 
 
+def test_demonstrations_none_of_which_succeeds_are_named(caplog):
+    class Hopeless(Patient):
+        def step(self, action):
+            observation, _, *rest = super().step(action)
+            return observation, 0.0, *rest
+
+    tasks = [Task(env_id="test", seed=n) for n in range(3)]
+    demonstrate(Patient(), tasks, 0.0)
+    assert not caplog.text
+    demonstrate(Hopeless(), tasks, 0.0)
+    assert "none of the 3 demonstrations of test succeeded" in caplog.text
+
+
 def test_demonstrations_are_repeated_as_often_as_episodes_of_the_rollout():
     tasks = [Task(env_id="test", seed=n) for n in range(30)]
 
