@@ -1,6 +1,6 @@
 """Prints where the time of the default training goes.
 
-    python benchmarks/default_run.py [--steps 70] [--fresh]
+    python benchmarks/default_run.py [--steps 30] [--fresh]
 
 The parts are seconds of the processor, and their shares: importing, the warm-up (or what loads the
 kept one, unless `--fresh`), and the rollouts, updates and evaluations of the training. The rest is
@@ -37,7 +37,7 @@ def timed(owner: Any, name: str, part: str) -> None:
 def main() -> None:
     """Trains once and prints the parts."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--fresh", action="store_true", help="do not use the kept warm-up")
     chosen = parser.parse_args()
     from gspo_agents.gspo import GSPOAgent

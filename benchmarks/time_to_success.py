@@ -2,11 +2,11 @@
 
     pip install --no-deps --target DIR "trl==1.16.*" "datasets<5" xxhash multiprocess dill \
         httpx httpcore jinja2
-    python benchmarks/time_to_success.py DIR [--seeds 3] [--steps 70] [--goals 0.8 0.9]
+    python benchmarks/time_to_success.py DIR [--seeds 3] [--steps 30] [--goals 0.8 0.9]
 
 The task is the look-up environment, the reward the return of an episode (0.2 a hop, 1 for the right
-answer), a step 32 tasks of 8 episodes and 4 minibatches, the loss GSPO's with the same clip range
-and learning rate. TRL plays it by its own environment interface (`environment_factory`) with
+answer), a step 32 tasks of 8 episodes and 4 minibatches, the loss GSPO's with the same clip range,
+learning rate and gradient norm. TRL plays it by its own environment interface (`environment_factory`) with
 `transformers`, as on any machine without vLLM. Ours runs with credit by turn (the default) and with
 credit by outcome, which is what TRL can express. Each training is a process of its own with one
 thread; arms take turns. A run has reached a goal after the first step whose training episodes and
@@ -33,6 +33,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import numpy as np
 
 TASKS, GROUP, MINIBATCHES, RATE, CLIP = 32, 8, 4, 1e-3, (0.03, 0.05)
+WARM, NORM = 20, 0.1
 TURN, CONTEXT = 32, 512
 ARMS = ("ours, turns", "ours, outcome", "TRL")
 
@@ -82,7 +83,12 @@ def ours(start: Path, out: Path, advantage: str, seed: int, steps: int) -> None:
         tracker="none",
         rollout={"group_size": GROUP, "max_turn_tokens": TURN, "max_context": CONTEXT},
         loss={"clip_low": CLIP[0], "clip_high": CLIP[1]},
-        learner={"learning_rate": RATE, "warmup_steps": 60, "schedule": "cosine"},
+        learner={
+            "learning_rate": RATE,
+            "warmup_steps": WARM,
+            "schedule": "cosine",
+            "max_grad_norm": NORM,
+        },
         checkpoints={"keep": 0},
         episodes={"keep_episodes": "none"},
         output=str(out.with_suffix(".run")),
@@ -186,8 +192,8 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
         num_generations=GROUP,
         learning_rate=RATE,
         lr_scheduler_type="cosine",
-        warmup_steps=60,
-        max_grad_norm=1.0,
+        warmup_steps=WARM,
+        max_grad_norm=NORM,
         importance_sampling_level="sequence",
         loss_type="grpo",
         epsilon=CLIP[0],
@@ -275,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packages", help="the folder with TRL")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=70)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--goals", type=float, nargs="+", default=[0.8, 0.9])
     parser.add_argument("--output", default="", help="keeps each training; it goes on there")
     parser.add_argument("--picture", default="", help="file of a picture of the curves")

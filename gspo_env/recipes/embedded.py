@@ -107,6 +107,7 @@ def build_model(config: Tiny, vocabulary: int, eos_id: int, seed: int) -> Qwen3F
         head_dim=config.hidden_size // config.heads,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
+        initializer_range=config.initializer_range or config.hidden_size**-0.5,
         eos_token_id=eos_id,
         bos_token_id=None,
     )
@@ -393,7 +394,7 @@ def warm_up(
 
 
 def _is_stuck(losses: Sequence[float], total: int) -> bool:
-    """Returns whether the last losses are high, and hardly below those of the first fifth.
+    """Returns whether the last losses are high, and hardly below those of the first third.
 
     A loss below half a nat a token is low: there may be nothing more to learn.
     """
@@ -401,4 +402,4 @@ def _is_stuck(losses: Sequence[float], total: int) -> bool:
     if not few:  # too few steps to compare
         return False
     last = np.mean(losses[-few:])
-    return bool(last > 0.5 and last > 0.85 * np.mean(losses[2 * few : 4 * few]))
+    return bool(last > 0.5 and last > 0.85 * np.mean(losses[5 * few : 7 * few]))

@@ -23,11 +23,16 @@ class Tiny(Recipe):
     """A tiny Qwen3, built for the environment and warmed up on imperfect demonstrations."""
 
     changes: ClassVar[Mapping[str, Any]] = {
-        "steps": 70,
+        "steps": 30,
         "tasks_per_step": 32,
         "rollout": {"max_turn_tokens": 32, "max_context": 512},
         "loss": {"clip_low": 0.03, "clip_high": 0.05},
-        "learner": {"learning_rate": 1e-3, "warmup_steps": 60, "schedule": "cosine"},
+        "learner": {
+            "learning_rate": 1e-3,
+            "warmup_steps": 20,
+            "schedule": "cosine",
+            "max_grad_norm": 0.1,
+        },
     }
 
     hidden_size: Annotated[int, Ge(1)] = 128
@@ -36,6 +41,9 @@ class Tiny(Recipe):
     """Transformer layers."""
     heads: Annotated[int, Ge(1)] = 4
     """Attention heads."""
+    initializer_range: Annotated[float, Ge(0)] = 0.0
+    """Standard deviation of the random weights; 0 is 1/√hidden_size, with which a product keeps the
+    size of its input (LeCun et al., Efficient BackProp, 1998)."""
     demonstrations: Annotated[int, Ge(1)] = 4000
     """Scripted episodes to imitate; several environments share them equally."""
     slips: Annotated[float, Interval(ge=0, lt=1)] = 0.1
@@ -45,7 +53,7 @@ class Tiny(Recipe):
     as `gspo-env capture` writes. The vocabulary has their words."""
     min_reward: float | None = None
     """Imitate only conversations with at least this reward; by default all."""
-    imitation_steps: Annotated[int, Ge(0)] = 450
+    imitation_steps: Annotated[int, Ge(0)] = 110
     """Steps of maximum likelihood; 0 skips the warm-up."""
     imitation_batch: Annotated[int, Ge(1)] = 64
     """Episodes of a warm-up step."""

@@ -27,7 +27,7 @@ def test_the_start_names_environment_model_device_length_folder_and_tracker() ->
     assert "sk-aaaa" not in text
     assert lines["model"] == "tiny, Linear, 1 million parameters, float32"
     assert lines["device"].startswith("cpu with ")
-    assert lines["training"] == "70 steps of 32 tasks with 8 episodes each"
+    assert lines["training"] == "30 steps of 32 tasks with 8 episodes each"
     assert lines["folder"] == "runs/one"
     assert lines["tracker"] == "mlflow (mlflow ui)"
 
