@@ -45,6 +45,7 @@ BASE: dict[str, Any] = {
         "demonstrations": 512,
         "imitation_steps": 100,
         "imitation_learning_rate": 0.005,
+        "initializer_range": 0.02,  # measured with this
     },
     "rollout": {"max_turn_tokens": 4, "max_turns": 64, "max_context": 1024, "group_size": GROUP},
     "learner": {
@@ -52,6 +53,7 @@ BASE: dict[str, Any] = {
         "warmup_steps": 0,
         "schedule": "constant",
         "minibatches": 1,  # all ratios are 1, so that the clip range decides nothing
+        "max_grad_norm": 1.0,
     },
     "credit": {"rms": 1.0},
     "tracker": "none",

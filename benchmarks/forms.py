@@ -161,7 +161,11 @@ def imitating(folder: Path, options: argparse.Namespace) -> Path:
     if start.exists():
         return start
     path, native = captured(folder, options.captured), "gspo/Lookup-v0"
-    config = Tiny(conversations=str(path), imitation_steps=options.imitation_steps)
+    config = Tiny(
+        conversations=str(path),
+        imitation_steps=options.imitation_steps,
+        initializer_range=0.02,  # measured with this
+    )
     model, tokenizer, episodes = build({native: make_env(native)}, config, options.start_seed)
     samples = imitation_samples(episodes, ChatTokenizer(tokenizer))
     warm_up(model, samples, config, options.start_seed, lambda step, loss: None)

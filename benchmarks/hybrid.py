@@ -87,7 +87,12 @@ def main() -> None:
                 Hybrid(kind=kind, imitation_steps=arguments.imitation),
                 str(Path(folder) / "run"),
                 env_kwargs={"hops": 1, "entries": 12},
-                learner={"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "cosine"},
+                learner={
+                    "learning_rate": 1e-3,
+                    "warmup_steps": 5,
+                    "schedule": "cosine",
+                    "max_grad_norm": 1.0,
+                },
                 steps=arguments.steps,
                 tasks_per_step=16,
                 eval_every=0,

@@ -133,6 +133,9 @@ def train_one(arguments: argparse.Namespace) -> dict[str, float]:
         seed=arguments.seed,
         steps=arguments.steps,
         eval_every=0,
+        # measured with these
+        recipe={"initializer_range": 0.02, "imitation_steps": 450},
+        learner={"warmup_steps": 60, "max_grad_norm": 1.0},
         supply={"max_staleness": arguments.staleness},
         checkpoints={"keep": 0},
         tracker="none",

@@ -6,12 +6,12 @@
 
 The task is the look-up environment, the reward the return of an episode (0.2 a hop, 1 for the right
 answer), a step 32 tasks of 8 episodes and 4 minibatches, the loss GSPO's with the same clip range,
-learning rate and gradient norm. TRL plays it by its own environment interface (`environment_factory`) with
-`transformers`, as on any machine without vLLM. Ours runs with credit by turn (the default) and with
-credit by outcome, which is what TRL can express. Each training is a process of its own with one
-thread; arms take turns. A run has reached a goal after the first step whose training episodes and
-those of the two steps before it have that mean success. Its time is the seconds of the process's
-processor from the first step on; wall-clock seconds are printed too.
+learning rate and gradient norm. TRL plays it by its own environment interface
+(`environment_factory`) with `transformers`, as on any machine without vLLM. Ours runs with credit
+by turn (the default) and with credit by outcome, which is what TRL can express. Each training is a
+process of its own with one thread; arms take turns. A run has reached a goal after the first step
+whose training episodes and those of the two steps before it have that mean success. Its time is the
+seconds of the process's processor from the first step on; wall-clock seconds are printed too.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from gspo_env.recipes.embedded import (
     _is_stuck,
     babble,
     build,
+    build_model,
     demonstrate,
     imitation_samples,
     warm_up,
@@ -312,6 +313,14 @@ class Mute(Patient):
 
     def expert_action(self, noise=0.0):
         raise NotImplementedError
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 1 / 8), ({"initializer_range": 0.02}, 0.02)])
+def test_random_weights_keep_the_size_of_what_they_multiply_unless_told_otherwise(given, expected):
+    model = build_model(Tiny(hidden_size=64, **given), 500, 1, 0)
+    for name in ("embed_tokens.weight", "layers.0.self_attn.q_proj.weight"):
+        spread = float(model.get_parameter(f"model.{name}").std())
+        assert spread == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(("rate", "restarts"), [(1e-2, 0), (1e-9, 2)])
