@@ -186,10 +186,11 @@ def collapse(found: Evidence, limit: float) -> Said | None:
     levels = found.run.evaluations
     fixed = found.run.text("curriculum.name") in ("", "none")  # else training becomes harder
     text = ""
-    for known in (levels, tuple(_chunks(found)) if fixed else ()):
+    for known in (levels, _chunks(found, found.run.window) if fixed else ()):
         if not text and len(known) > 1 and return_fall(known[-1], known[0]) < limit:
             text = fallen(known)
-    text = text or (stays_lower(levels) if fixed else "")
+    if fixed:
+        text = text or stays_lower(levels) or stays_lower(_chunks(found, _tenth(found)))
     if not text:
         return None
     run = found.run
@@ -201,16 +202,20 @@ def collapse(found: Evidence, limit: float) -> Said | None:
     )
 
 
-def _chunks(found: Evidence) -> Iterator[Level]:
-    """Yields how good the policy was in each part of the training."""
-    run = found.run
-    steps, size = run.steps, run.window
+def _tenth(found: Evidence) -> int:
+    return max(3, math.ceil(len(found.run.steps) / 10))
+
+
+def _chunks(found: Evidence, size: int) -> tuple[Level, ...]:
+    """Returns how good the policy was in each part of the training, of so many steps."""
+    run, levels = found.run, []
+    steps = run.steps
     names = ("rollout/success", "rollout/return", "rollout/return_std", "rollout/turns")
     for start in range(0, len(steps) - size + 1, size):
         stop = start + size if start + 2 * size <= len(steps) else len(steps)
         means = [run.mean(name, steps[start:stop]) for name in names]
         if means[0] is not None:
-            yield Level(
+            level = Level(
                 step=int(steps[stop - 1]),
                 episodes=round((stop - start) * run.episodes_per_step),
                 success=means[0],
@@ -218,6 +223,8 @@ def _chunks(found: Evidence) -> Iterator[Level]:
                 spread=math.inf if means[2] is None else means[2],
                 turns=means[3],
             )
+            levels.append(level)
+    return tuple(levels)
 
 
 def malformed(found: Evidence, limit: float) -> Said | None:

@@ -260,6 +260,30 @@ def test_a_default_run_that_wobbles_in_its_middle_is_not_blamed(tmp_path: Path) 
     assert found(folder) == []
 
 
+FELL = (
+    *(18, 24, 26, 53, 76, 87, 91, 90, 91, 94, 95, 93, 93, 45, 61),
+    *(79, 60, 66, 62, 59, 73, 71, 55, 69, 66, 52, 66, 72, 75, 63),
+)
+"""Success of the training steps of a default run that lost one of its three lengths, in percent."""
+
+
+def test_a_fall_in_the_middle_of_a_run_with_few_evaluations_is_named(tmp_path: Path) -> None:
+    evaluated = {0: 0.16, 10: 0.94, 20: 0.64, 30: 0.64}
+    rows = []
+    for step, percent in enumerate([0, *FELL]):
+        names = {"rollout": percent / 100} if step else {}
+        names |= {"eval": evaluated[step]} if step in evaluated else {}
+        metrics = {
+            f"{name}/{what}": value
+            for name, p in names.items()
+            for what, value in (("success", p), ("return", 1.6 * p), ("return_std", 0.6))
+        }
+        rows.append({"step": step, "time": 0, "metrics": metrics})
+    folder = write(tmp_path, steps=30, settings={"tasks_per_step": 32})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert found(folder) == ["collapse"]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
 def test_a_run_of_few_steps_is_judged_without_an_error(tmp_path: Path, steps: int) -> None:
     folder = write(tmp_path, STUCK)
