@@ -109,7 +109,7 @@ RULES = (
         limit=3.5,
         reason="standard errors of a rise of the return that is no chance; with one, the rule "
         "`hacking` applies. What counts as a fall is what the warning of a run says, or a smaller "
-        "one that the last three evaluations all have",
+        "one that the last three evaluations, or tenths of the training, all have",
         needs=("rollout/success",),
         explains=("clipped", *_SHAPE, *_OUTCOME),
     ),
