@@ -39,10 +39,11 @@ ARMS = ("ours, turns", "ours, outcome", "TRL")
 
 
 def make_start(folder: Path) -> None:
-    """Saves the model of the default recipe after its imitation."""
+    """Saves the model of the default recipe after a short imitation."""
     from gspo_agents.gspo import GSPOAgent
+    from gspo_env.config import Config
 
-    agent = GSPOAgent()
+    agent = GSPOAgent(config=Config.from_recipe(recipe={"imitation_steps": 110}))
     agent.warm_up()
     agent.save(folder)
 

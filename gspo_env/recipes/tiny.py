@@ -53,7 +53,7 @@ class Tiny(Recipe):
     as `gspo-env capture` writes. The vocabulary has their words."""
     min_reward: float | None = None
     """Imitate only conversations with at least this reward; by default all."""
-    imitation_steps: Annotated[int, Ge(0)] = 110
+    imitation_steps: Annotated[int, Ge(0)] = 250
     """Steps of maximum likelihood; 0 skips the warm-up."""
     imitation_batch: Annotated[int, Ge(1)] = 64
     """Episodes of a warm-up step."""
