@@ -122,7 +122,8 @@ def chat(tokenizer):
 @pytest.fixture
 def model(tokenizer):
     """A tiny Qwen3 with random weights, large enough to prefer some ids."""
-    tiny = build_model(Tiny(hidden_size=32), len(tokenizer), tokenizer.eos_token_id, 0)
+    shape = Tiny(hidden_size=32, initializer_range=0.02)
+    tiny = build_model(shape, len(tokenizer), tokenizer.eos_token_id, 0)
     for parameter in tiny.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4)

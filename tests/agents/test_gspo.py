@@ -218,14 +218,14 @@ def test_act_answers_as_an_episode_of_the_same_task_does():
 
 def test_the_prompt_of_a_conversation_is_the_callers():
     agent = GSPOAgent(config=tiny())
-    agent.act("hello", prompt=Prompt(system="one"))
+    agent.act("hello", prompt=Prompt(system="quagga"))
     with_prompt = agent.chat.decode_all(agent._talk.player.ids)
-    assert "one" in with_prompt
+    assert "quagga" in with_prompt
     assert "Follow the links" not in with_prompt
     agent.act("again")
     assert agent.chat.decode_all(agent._talk.player.ids).startswith(with_prompt)
     agent.act("hello", prompt=Prompt())
-    assert "one" not in agent.chat.decode_all(agent._talk.player.ids)
+    assert "quagga" not in agent.chat.decode_all(agent._talk.player.ids)
 
 
 def test_act_without_a_conversation_is_refused():
