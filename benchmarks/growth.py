@@ -29,6 +29,7 @@ from gspo_env.batch.sample import to_samples
 from gspo_env.engines import Completion, Sampling
 from gspo_env.engines.transformers import TransformersEngine
 from gspo_env.env.base import TextEnv
+from gspo_env.env.spaces import UnicodeText
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.recipes.embedded import build_tokenizer
 from gspo_env.rollout.collector import Collector
@@ -59,6 +60,7 @@ class Idle(TextEnv):
     def __init__(self, turns: int = 4, words: int = 24) -> None:
         super().__init__(max_turns=turns)
         self.prompt = " on" * words
+        self.observation_space = UnicodeText(max(16, len(self.prompt)))
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
         """Returns the prompt."""
