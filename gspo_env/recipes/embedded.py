@@ -220,11 +220,8 @@ def demonstrate(
     if len(played) < len(episodes):
         logger.warning("%d of %d demonstrations failed", len(episodes) - len(played), len(episodes))
     if played and not any(episode.success for episode in played):
-        logger.warning(
-            "none of the %d demonstrations of %s succeeded: the model learns the form of actions "
-            "from them and nothing else",
-            *(len(played), tasks[0].env_id),
-        )
+        text = "none of the %d demonstrations of %s succeeded: only the form of actions is learned"
+        logger.warning(text, len(played), tasks[0].env_id)
     return played
 
 
@@ -394,10 +391,7 @@ def warm_up(
 
 
 def _is_stuck(losses: Sequence[float], total: int) -> bool:
-    """Returns whether the last losses are high, and hardly below those of the first third.
-
-    A loss below half a nat a token is low: there may be nothing more to learn.
-    """
+    """Returns whether the last losses are hardly below earlier ones, and not low by themselves."""
     few = total // 20
     if not few:  # too few steps to compare
         return False
