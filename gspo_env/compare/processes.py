@@ -91,7 +91,7 @@ def _finished(
         done, running = wait(running, _QUIET, FIRST_COMPLETED)
         if not done:
             for path in sorted(folder.glob("*.line")):
-                with contextlib.suppress(FileNotFoundError):  # its job has just ended
+                with contextlib.suppress(OSError):  # its job has just ended
                     say(visible(redact_text(path.read_text(errors="replace"))))
         yield from sorted(done, key=lambda future: future.exception() is not None)
 
@@ -108,8 +108,9 @@ class _Newest(io.TextIOWrapper):
         lines = [line for line in text.splitlines() if line.strip()]
         if lines and self.job:
             part = self._path.with_suffix(".part")
-            part.write_text(f"{self.job}: {lines[-1][:_LONGEST]}", errors="replace")
-            part.replace(self._path)
+            with contextlib.suppress(OSError):  # a full disk costs the line, not the run
+                part.write_text(f"{self.job}: {lines[-1][:_LONGEST]}", errors="replace")
+                part.replace(self._path)
         return len(text)
 
     def end(self) -> None:

@@ -21,6 +21,12 @@ def imitate(said):
     while not said.exists():
         time.sleep(0.01)
 
+def lose_the_folder(path):
+    import shutil, sys
+    shutil.rmtree(sys.stdout._path.parent)  # as where a disk is full, no line can be kept
+    print("still at it")
+    path.touch()
+
 def fail_for_one(name):
     if name == "bad":
         raise ValueError("no such thing")
@@ -49,6 +55,12 @@ def test_the_newest_line_of_a_long_job_is_said_while_it_runs(work, tmp_path, mon
     assert list(in_processes(work.imitate, jobs, 1, print, say)) == [tmp_path / "said"]
     assert said[-1] == "seed 0: half way"
     assert set(said) <= {"seed 0: imitation 20/450", r"seed 0: \x1b[2J", "seed 0: half way"}
+
+
+def test_a_line_that_cannot_be_kept_ends_no_job(work, tmp_path):
+    path = tmp_path / "done"
+    assert list(in_processes(work.lose_the_folder, {"seed 0": path}, 1, print, print)) == [path]
+    assert path.exists()
 
 
 def test_an_error_of_one_job_stops_the_others_and_is_raised(work):
