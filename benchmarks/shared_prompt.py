@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 from common import alternate, cpu_seconds, make_model
 
-from gspo_env.engines import transformers
+from gspo_env.engines import sequences, transformers
 from gspo_env.engines.base import Sampling
 
 GROUPS, SIZE, TOKENS = 32, 8, 16
@@ -38,7 +38,7 @@ def make_play(engine: transformers.TransformersEngine, length: int) -> Callable[
         await asyncio.gather(*wanted)
 
     def measure(least: int) -> float:
-        transformers._LEAST_SHARED = least
+        sequences._LEAST_SHARED = least
         return cpu_seconds(lambda: asyncio.run(play()))
 
     return measure

@@ -70,12 +70,18 @@ class KVCache:
                 rest = tensor[:, shared.length : held].clone()
                 tensor[:, : held - shared.length] = rest
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` positions of a slot to another."""
-        with torch.inference_mode():
-            for layer in self._layers.values():
-                for held in layer:
-                    held[target, :, :length] = held[source, :, :length]
+    @torch.inference_mode()
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copies the first `length` positions of slots to others.
+
+        A slot can be both: what it held before is copied.
+        """
+        places = [np.array(slots, dtype=np.int64) for slots in (sources, targets)]
+        source, target = upload(places, self._device)
+        for layer in self._layers.values():
+            for held in layer:
+                part = held[:, :, :length]
+                part.index_copy_(0, target, part.index_select(0, source))
 
     @torch.inference_mode()
     def forward(

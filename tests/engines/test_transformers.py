@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gspo_env.engines import transformers
+from gspo_env.engines import sequences
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.transformers import TransformersEngine, sample
 from gspo_env.errors import EngineError
@@ -87,7 +87,7 @@ def test_a_prompt_shared_by_a_group_is_computed_once(model):
         return await asyncio.gather(*jobs)
 
     done = asyncio.run(play())
-    assert engine.fed_tokens == 60 + 7
+    assert engine.fed_tokens == 60
     for completion in done:
         ids = [*range(1, 61), *completion.token_ids]
         assert abs(plain_logprobs(model, ids, 1)[0].item() - completion.logprobs[0]) < 1e-5
@@ -227,7 +227,7 @@ def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
     model, kind, most_scores, monkeypatch
 ):
     monkeypatch.setattr(kv_attention, "_MOST_SCORES", most_scores)
-    monkeypatch.setattr(transformers, "_LEAST_SHARED", 16)
+    monkeypatch.setattr(sequences, "_LEAST_SHARED", 16)
     model = windowed() if kind == "windowed" else model
     engine = TransformersEngine(model, max_slots=9, max_context=400, max_step_tokens=50)
     rng = random.Random(0)
@@ -255,3 +255,123 @@ def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
             expected = plain_logprobs(model, prompt + list(done.token_ids), len(done.token_ids))
             assert torch.tensor(done.logprobs).sub(expected).abs().max() < 1e-5
     assert engine._cache._shared.layers
+
+
+def sharp(seed):
+    """Sampling that mostly takes the likeliest id, so that requests stay together for long."""
+    return {"temperature": 0.15, "seed": seed}
+
+
+async def replay(engine, tasks, size, turns, edits=False):
+    """Groups of episodes that begin alike; returns each turn's (prompt, sampling, completion)."""
+
+    async def episode(task, n):
+        rng, log, session = random.Random(task), [], f"s{task}-{n}"
+        ids = random_ids(rng, 5, 60)
+        for k in range(turns):
+            sampling = Sampling(max_tokens=6, **sharp(100 * n + k))
+            done = await engine.generate(list(ids), sampling, session)
+            log.append((list(ids), sampling, done))
+            # the observation follows from the action, as in an environment
+            ids += [*done.token_ids, *random_ids(random.Random(sum(done.token_ids)), 1, 12)]
+            if edits and k == n % turns:
+                ids = ids[: len(ids) // 2 + n]
+        if n % 2:
+            engine.release(session)
+        return log
+
+    jobs = [episode(task, n) for task in range(tasks) for n in range(size)]
+    return [entry for log in await asyncio.gather(*jobs) for entry in log]
+
+
+def distinct(log):
+    """Number of different contexts in front of a sampled id, and those between them."""
+    texts = [(*prompt, *done.token_ids[:-1]) for prompt, _, done in log]
+    return len({text[:n] for text in texts for n in range(1, len(text) + 1)})
+
+
+def test_every_context_is_computed_once_however_many_episodes_have_it(model):
+    engine = TransformersEngine(model, max_slots=32, max_context=400)
+    log = asyncio.run(replay(engine, tasks=4, size=8, turns=4))
+    tokens = sum(len(prompt) + len(done.token_ids) for prompt, _, done in log)
+    assert engine.fed_tokens == distinct(log) < tokens / 4
+    assert len({(*prompt, *done.token_ids) for prompt, _, done in log}) > 40  # and they part
+
+
+@pytest.mark.parametrize("least", [1, 448])
+@pytest.mark.parametrize("slots", [32, 7])
+def test_episodes_that_stay_together_sample_what_each_samples_alone(
+    model, slots, least, monkeypatch
+):
+    monkeypatch.setattr(sequences, "_LEAST_SHARED", least)
+    engine = TransformersEngine(model, max_slots=slots, max_context=400, max_step_tokens=40)
+    log = asyncio.run(replay(engine, tasks=4, size=8, turns=4, edits=True))
+    for prompt, sampling, done in log:
+        expected = plain_logprobs(
+            model, prompt + list(done.token_ids), len(done.token_ids), sampling.temperature
+        )
+        assert torch.tensor(done.logprobs).sub(expected).abs().max() < 2e-5
+    for prompt, sampling, done in log[::5]:
+        fresh = TransformersEngine(model, max_slots=1, max_context=400)
+        assert asyncio.run(fresh.generate(prompt, sampling)).token_ids == done.token_ids
+
+
+def test_requests_with_one_context_may_end_differently(model):
+    engine = TransformersEngine(model, max_slots=8, max_context=100)
+    prompt = [3, 4, 5]
+
+    async def play():
+        alone = TransformersEngine(model, max_slots=1, max_context=100)
+        whole, other, greedy = [
+            (await alone.generate(prompt, Sampling(max_tokens=6, **kind))).token_ids
+            for kind in ({"seed": 1}, {"seed": 2}, {"temperature": 0.0})
+        ]
+        kinds = [
+            Sampling(max_tokens=6, seed=1),
+            Sampling(max_tokens=2, seed=1),
+            Sampling(max_tokens=6, seed=1, stop_ids=(whole[3],)),
+            Sampling(max_tokens=6, seed=1, ends=lambda ids: len(ids) == 5),
+            Sampling(max_tokens=6, seed=2),
+            Sampling(max_tokens=6, temperature=0.0),
+        ]
+        jobs = [asyncio.create_task(engine.generate(prompt, kind, "same")) for kind in kinds]
+        cancelled = asyncio.create_task(engine.generate(prompt, kinds[0], "other"))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        engine.release("other")
+        return whole, other, greedy, await asyncio.gather(*jobs)
+
+    whole, other, greedy, done = asyncio.run(play())
+    assert len(set(whole[:4])) == 4
+    expected = [whole, whole[:2], whole[:4], whole[:5], other, greedy]
+    assert [d.token_ids for d in done] == expected
+    assert [d.finish_reason for d in done] == ["length", "length", "stop", "stop", *2 * ["length"]]
+
+
+def test_episodes_that_stay_together_meet_new_weights_together(model):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    engine = TransformersEngine(model, max_slots=8, max_context=100)
+
+    async def play():
+        jobs = [
+            asyncio.create_task(engine.generate([3, 4, 5], Sampling(max_tokens=8, **sharp(n))))
+            for n in range(6)
+        ]
+        for _ in range(4):
+            await asyncio.sleep(0)
+        model.load_state_dict(other.state_dict())
+        await engine.update_in_flight([], 1)
+        return await asyncio.gather(*jobs)
+
+    before = copy.deepcopy(model)
+    for done in asyncio.run(play()):
+        ids = [3, 4, 5, *done.token_ids]
+        (_, old), (version, new) = done.weights_versions
+        assert (version, old + new) == (1, 8)
+        expected = [plain_logprobs(m, ids, 8, 0.15) for m in (before, other)]
+        expected = torch.cat([expected[0][:old], expected[1][old:]])
+        assert torch.tensor(done.logprobs).sub(expected).abs().max() < 2e-5

@@ -1,0 +1,262 @@
+"""Which sequence of the key-value cache each request of the `transformers` engine belongs to.
+
+Requests with the same context run as one sequence, whose forward pass is computed once; each
+request samples from its logits with its own random numbers. Requests that sampled different ids go
+on in sequences of their own, with copies of the keys and values so far:
+
+    [prompt] a b        three requests, one sequence
+    [prompt] a b c      two of them sampled c
+    [prompt] a b d      one sampled d, in a new sequence
+
+A session (an episode) keeps its sequence from turn to turn, alone or with others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gspo_env.engines.base import Completion, Sampling
+from gspo_env.model.kv_cache import KVCache
+from gspo_env.model.kv_shared import Shared
+
+_LEAST_SHARED = 448
+"""Least tokens that slots share, those of all slots but the first, such as 7 times 64; a copy of
+fewer costs less than another product."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One action that is sampled."""
+
+    prompt: list[int]
+    sampling: Sampling
+    session: str | None
+    future: asyncio.Future[Completion]
+    draw: Callable[[], float]
+    """Uniform numbers in [0, 1) from the request's own generator."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """See `version_runs`."""
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A place of the cache, and the sequence in it."""
+
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    """The ids whose keys and values are in the cache."""
+    shared: Shared | None = None
+    """The place of the first of them, if other slots begin with the same."""
+    pending: list[int] = field(default_factory=list)
+    """The ids that follow."""
+    requests: list[Request] = field(default_factory=list)
+    """Those that run; all have the same context, `tokens` and `pending`."""
+    sessions: set[str] = field(default_factory=set)
+    """Those whose tokens `tokens` begins with, at least to where they ended."""
+
+
+class Sequences:
+    """The slots of a cache.
+
+    Args:
+        cache: The cache.
+        count: How many slots it has; as many requests can run.
+    """
+
+    def __init__(self, cache: KVCache, count: int) -> None:
+        self._cache = cache
+        self._count = count
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything; no request may run."""
+        self._slots = [Slot(index) for index in range(self._count)]
+        self._free = list(range(self._count))  # a heap: low slots first keep the cache dense
+        self._sessions: dict[str, Slot] = {}  # the oldest first
+        self._prefixes: dict[tuple[int, ...], Slot] = {}
+        self._users = [0] * self._count
+        """How many slots begin with each shared prompt."""
+        self._copies: dict[int, tuple[int, int]] = {}
+        """Slots that begin with those of another one: its index and how many, not yet copied."""
+        self._running: dict[int, Slot] = {}
+        self.requests = 0
+        """How many run."""
+
+    def forget(self) -> None:
+        """Forgets all keys and values; requests that run compute theirs anew."""
+        self._prefixes.clear()
+        self._copies.clear()
+        for slot in self._slots:
+            self._empty(slot)
+        for slot in self.running():
+            slot.pending = slot.requests[0].prompt + slot.requests[0].token_ids
+
+    def running(self) -> list[Slot]:
+        """Returns the slots that have requests."""
+        return list(self._running.values())
+
+    def admit(self, waiting: list[Request]) -> list[Request]:
+        """Starts requests; returns those for which there is no slot yet."""
+        starting: dict[tuple[int, ...], Slot] = {}
+        return [r for r in waiting if not self._start(r, starting)]
+
+    def _start(self, request: Request, starting: dict[tuple[int, ...], Slot]) -> bool:
+        if self.requests == self._count:
+            return False  # so that all can go on when they sample different ids
+        key = tuple(request.prompt)
+        slot = starting.get(key)
+        if slot is None:
+            slot = starting[key] = self._place(request, key)
+            slot.pending = request.prompt[len(slot.tokens) :]
+            self._running[slot.index] = slot
+        slot.requests.append(request)
+        self.requests += 1
+        if request.session is not None:
+            self._move(request.session, slot)
+        return True
+
+    def _place(self, request: Request, key: tuple[int, ...]) -> Slot:
+        """Returns a slot that holds as much of the prompt as is known, its last token excepted."""
+        prompt, session = request.prompt, request.session
+        held = self._sessions.get(session) if session is not None else None
+        if held is not None:
+            length = min(_common(held.tokens, prompt), len(prompt) - 1)
+            alone = held.sessions == {session} or length == len(held.tokens)
+            if alone and not held.requests:
+                self._cut(held, length)
+                return held
+            return self._fork(held, length, length, len(held.sessions - {session}))
+        source = self._prefixes.get(key)
+        if source is not None and _begins(source, prompt):
+            return self._fork(source, len(prompt) - 1, len(prompt) - 1, 1)
+        slot = self._prefixes[key] = self._take()
+        self._empty(slot)
+        return slot
+
+    def part(self, slot: Slot, parts: dict[int, list[Request]]) -> None:
+        """Lets the requests of a slot go on with the ids that they sampled."""
+        length, others = len(slot.tokens), len(slot.requests) - 1
+        first = True
+        for token, requests in parts.items():
+            target = slot
+            if not first:
+                target = self._fork(slot, length, len(requests[0].prompt) - 1, others)
+                self._running[target.index] = target
+                for request in requests:
+                    if request.session is not None and self._sessions.get(request.session) is slot:
+                        self._move(request.session, target)
+            target.pending, target.requests, first = [token], requests, False
+
+    def leave(self, slot: Slot, ended: list[Request]) -> None:
+        """Removes requests that ended."""
+        self.requests -= len(ended)
+        slot.requests = [r for r in slot.requests if r not in ended]
+        if not slot.requests:
+            slot.pending = []
+            del self._running[slot.index]
+            self._free_if_idle(slot)
+
+    def release(self, session: str) -> None:
+        """Frees a session's slot. Its prompt can still be copied until the slot is reused."""
+        slot = self._sessions.pop(session, None)
+        if slot is not None:
+            slot.sessions.discard(session)
+            self._free_if_idle(slot)
+
+    def finish_copies(self) -> None:
+        """Copies the keys and values of the slots that were forked."""
+        if self._copies:
+            sources, lengths = zip(*self._copies.values(), strict=True)
+            self._cache.copy(list(sources), list(self._copies), max(lengths))
+            self._copies.clear()
+
+    def _move(self, session: str, slot: Slot) -> None:
+        before = self._sessions.get(session)
+        if before is slot:
+            return
+        self._sessions[session] = slot
+        slot.sessions.add(session)
+        if before is not None:
+            before.sessions.discard(session)
+            self._free_if_idle(before)
+
+    def _free_if_idle(self, slot: Slot) -> None:
+        if not slot.sessions and not slot.requests:
+            heapq.heappush(self._free, slot.index)
+
+    def _take(self) -> Slot:
+        """Returns a slot without requests; there is one, because fewer run than there are slots."""
+        if self._free:
+            return self._slots[heapq.heappop(self._free)]
+        idle = next(slot for slot in self._sessions.values() if not slot.requests)
+        for session in idle.sessions:
+            del self._sessions[session]
+        idle.sessions.clear()
+        return idle
+
+    def _fork(self, source: Slot, length: int, common: int, others: int) -> Slot:
+        """Returns another slot with the first tokens of a slot.
+
+        They are shared, or copied if they are few, or if the device has no products for that.
+
+        Args:
+            source: The slot.
+            length: How many tokens.
+            common: How many of them can be shared.
+            others: How many slots can be expected to share them with the source.
+        """
+        slot = self._take()
+        if slot is source:
+            self._cut(slot, length)
+            return slot
+        self._empty(slot)
+        if source.index in self._copies:
+            self.finish_copies()
+        if source.shared is None and common * others >= _LEAST_SHARED and self._cache.shares:
+            self.finish_copies()  # the keys of the source move
+            source.shared = Shared(index=self._users.index(0), length=common)
+            self._cache.share(source.index, source.shared, len(source.tokens))
+            self._users[source.shared.index] = 1
+        before = 0
+        if source.shared is not None:
+            before = source.shared.length
+            if length < before:
+                return slot
+            slot.shared = source.shared
+            self._users[source.shared.index] += 1
+        if length > before:
+            self._copies[slot.index] = source.index, length - before
+        slot.tokens = source.tokens[:length]
+        return slot
+
+    def _cut(self, slot: Slot, length: int) -> None:
+        if slot.shared is not None and length < slot.shared.length:
+            self._empty(slot)
+        slot.tokens = slot.tokens[:length]
+
+    def _empty(self, slot: Slot) -> None:
+        if slot.shared is not None:
+            self._users[slot.shared.index] -= 1
+        slot.tokens, slot.shared = [], None
+        self._copies.pop(slot.index, None)
+
+
+def _begins(slot: Slot, prompt: list[int]) -> bool:
+    """Returns whether a slot has all but the last token of a prompt, all of them shared or none."""
+    length = len(prompt) - 1
+    if slot.shared is not None and slot.shared.length > length:
+        return False
+    return slot.tokens[:length] == prompt[:-1]
+
+
+def _common(held: list[int], prompt: list[int]) -> int:
+    """Returns the number of leading ids that two sequences share."""
+    if prompt[: len(held)] == held:
+        return len(held)
+    pairs = enumerate(zip(held, prompt, strict=False))
+    return next((n for n, (a, b) in pairs if a != b), min(len(held), len(prompt)))
