@@ -22,8 +22,8 @@ from gspo_env.engines.base import Completion, Sampling
 from gspo_env.model.kv_cache import KVCache
 from gspo_env.model.kv_shared import Shared
 
-_LEAST_SHARED = 448
-"""Least tokens that slots share, those of all slots but the first, such as 7 times 64; a copy of
+_LEAST_SHARED = 896
+"""Least tokens that slots share, those of all slots but the first, such as 7 times 128; a copy of
 fewer costs less than another product."""
 
 
