@@ -154,8 +154,9 @@ class Sequences:
 
     def leave(self, slot: Slot, ended: list[Request]) -> None:
         """Removes requests that ended."""
-        self.requests -= len(ended)
-        slot.requests = [r for r in slot.requests if r not in ended]
+        gone = set(ended)
+        self.requests -= len(gone)
+        slot.requests = [r for r in slot.requests if r not in gone]
         if not slot.requests:
             slot.pending = []
             del self._running[slot.index]
@@ -247,7 +248,7 @@ class Sequences:
 
 
 def _begins(slot: Slot, prompt: list[int]) -> bool:
-    """Returns whether a slot has all but the last token of a prompt, all of them shared or none."""
+    """Returns whether a slot has all but the last token of a prompt, and can give just these."""
     length = len(prompt) - 1
     if slot.shared is not None and slot.shared.length > length:
         return False
