@@ -1,0 +1,145 @@
+"""Requests that share sequences of the cache: whatever they do, each keeps its own context."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from gspo_env.engines import sequences
+from gspo_env.engines.base import Sampling
+from gspo_env.engines.transformers import TransformersEngine
+
+VOCABULARY = 60
+TURNS = 5
+
+
+@pytest.fixture(scope="module")
+def peaked():
+    """A model that is sure of the next id in some contexts, and not in others."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **shape, **heads)).eval()
+
+
+def difference(model, prompt, done, temperature=1.0):
+    """Between the log-probabilities of a completion and those of a plain forward pass."""
+    plain = copy.deepcopy(model)
+    plain.set_attn_implementation("sdpa")
+    ids = torch.tensor([prompt + list(done.token_ids)])
+    with torch.no_grad():
+        logits = plain(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    own = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
+    return float((torch.tensor(done.logprobs) - own).abs().max())
+
+
+async def episode(engine, rng, prompts, session, log):
+    """Samples turns; cancels some, releases its session at any time, and edits what was said."""
+    ids = list(rng.choice(prompts))
+    for _ in range(rng.randrange(1, TURNS)):
+        sampling = Sampling(
+            max_tokens=rng.randrange(1, 9),
+            temperature=rng.choice([0.0, 0.2, 1.0]),
+            stop_ids=tuple(range(rng.choice([0, 4]))),
+            seed=rng.randrange(3),
+        )
+        asked = asyncio.ensure_future(engine.generate(list(ids), sampling, session))
+        if rng.random() < 0.1:
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            asked.cancel()
+            await asyncio.wait([asked])
+            continue
+        done = await asked
+        log.append((list(ids), sampling, done))
+        ids += [*done.token_ids, *rng.choice([1, 1, 1, 5]) * [sum(done.token_ids) % VOCABULARY]]
+        if rng.random() < 0.1:
+            ids = ids[: rng.randrange(1, len(ids))]
+        if rng.random() < 0.1:
+            engine.release(session)
+    if rng.random() < 0.7:
+        engine.release(session)
+
+
+async def updates(engine, rng):
+    for version in range(1, rng.choice([1, 3])):
+        for _ in range(rng.randrange(30)):
+            await asyncio.sleep(0)
+        await (engine.update_in_flight if rng.random() < 0.5 else engine.update_weights)(
+            [], version
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), least=st.sampled_from([1, 20, 896]))
+def test_no_request_meets_the_keys_of_another_and_no_slot_is_lost(peaked, seed, least):
+    rng, log = random.Random(seed), []
+    slots, most = rng.choice([1, 2, 3, 9, 24]), rng.choice([1, 8, 1000])
+    engine = TransformersEngine(peaked, max_slots=slots, max_context=300, max_step_tokens=most)
+    prompts = [
+        [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 50))]
+        for _ in range(rng.randrange(1, 4))
+    ]
+
+    async def play():
+        jobs = [
+            episode(engine, random.Random(f"{seed} {n}"), prompts, f"s{n}", log)
+            for n in range(rng.randrange(1, 24))
+        ]
+        await asyncio.wait_for(asyncio.gather(*jobs, updates(engine, rng)), timeout=120)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequences, "_LEAST_SHARED", least)
+        asyncio.run(play())
+    for prompt, sampling, done in log[::3]:
+        assert difference(peaked, prompt, done, sampling.temperature or 1.0) < 1e-4
+    held = engine._sequences
+    assert held.requests == 0
+    assert sorted(held._free) == [s.index for s in held._slots if not s.sessions]
+    users = [s.shared.index for s in held._slots if s.shared is not None]
+    assert held._users == [users.count(index) for index in range(slots)]
+
+
+def test_keys_that_one_episode_copies_are_there_although_another_one_makes_them_shared(
+    peaked, monkeypatch
+):
+    monkeypatch.setattr(sequences, "_LEAST_SHARED", 20)
+    engine = TransformersEngine(peaked, max_slots=6, max_context=100)
+    together = [n * 7 % VOCABULARY for n in range(30)]
+    edited = [[*together[:5], 1], [*together[:25], 2]]  # a copy of 5, and 20 that are shared
+
+    async def play():
+        sampling = Sampling(max_tokens=3, temperature=0.0)
+        await asyncio.gather(*[engine.generate(together, sampling, name) for name in "abc"])
+        asked = [engine.generate(edited[n], sampling, name) for n, name in enumerate("ab")]
+        return await asyncio.gather(*asked)
+
+    for prompt, done in zip(edited, asyncio.run(play()), strict=True):
+        assert difference(peaked, prompt, done) < 1e-5
+
+
+@pytest.mark.parametrize("session", range(5))
+def test_a_second_request_of_a_session_at_the_same_time_has_all_keys(peaked, session):
+    prompt = [n * 7 % VOCABULARY for n in range(30)]
+    longer = [*prompt, 3]
+
+    async def play(ticks):
+        engine = TransformersEngine(peaked, max_slots=12, max_context=100)
+        kinds = [Sampling(max_tokens=6, seed=n) for n in range(5)]
+        jobs = [engine.generate(prompt, kind, f"s{n}") for n, kind in enumerate(kinds)]
+        first = asyncio.gather(*jobs)
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        second = await engine.generate(longer, Sampling(max_tokens=3), f"s{session}")
+        await first
+        return second
+
+    for ticks in range(8):
+        assert difference(peaked, longer, asyncio.run(play(ticks))) < 1e-5
