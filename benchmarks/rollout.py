@@ -11,7 +11,8 @@ equal:
 - decoding only, at half of the mean episode length, without environment tokens.
 
 The times are seconds of the processor, so that other programs change the ratios little. FOLDER has
-a saved model of the default recipe; without one it is trained for 300 steps.
+a saved model of the default recipe, such as that of a run (`FOLDER/model`); without one it is
+trained for 300 steps.
 """
 
 from __future__ import annotations
@@ -81,11 +82,14 @@ def main() -> None:
     config = RolloutConfig(**LIMITS)
     player = load_player(chosen.start) if chosen.start else make_player(steps=300)
     collector = make_collector(player, config)
+    before = collector.engine.fed_tokens
     episodes = [e for group in collect(collector) for e in group.episodes]
+    fed = collector.engine.fed_tokens - before
     turns = sum(len(e.turns) for e in episodes)
     model_tokens = sum(e.model_tokens for e in episodes)
     follow = sum(len(t.prompt_ids) for e in episodes for t in e.turns[1:])
-    length = sum(len(s.token_ids) for e in episodes for s in e.sequences) / len(episodes)
+    tokens = sum(len(s.token_ids) for e in episodes for s in e.sequences)
+    length = tokens / len(episodes)
     rows = min(config.concurrency, len(episodes))
     same = Shape(
         rows=rows,
@@ -99,15 +103,16 @@ def main() -> None:
     plain.set_attn_implementation("sdpa")
 
     def ours() -> float:
-        tokens = 0
+        sampled = 0
 
         def work() -> None:
-            nonlocal tokens
-            tokens = sum(e.model_tokens for g in collect(collector, seed=1) for e in g.episodes)
+            nonlocal sampled
+            sampled = sum(e.model_tokens for g in collect(collector, seed=1) for e in g.episodes)
 
         taken = cpu_seconds(work)
-        return tokens / taken
+        return sampled / taken
 
+    print(f"the engine computed {fed:,} of the episodes' {tokens:,} tokens: {fed / tokens:.0%}")
     rates = alternate(
         chosen.rounds,
         ours,

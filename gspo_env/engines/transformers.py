@@ -123,8 +123,7 @@ class TransformersEngine:
         The next step computes the keys and values of each request anew.
         """
         self._sequences.forget()
-        running = [request for slot in self._sequences.running() for request in slot.requests]
-        for request in [*running, *self._waiting]:
+        for request in self._requests():
             request.versions.append((version, len(request.token_ids)))
         self.weights_version = version
 
@@ -146,6 +145,10 @@ class TransformersEngine:
     def _left(self) -> int:
         return self._sequences.requests + len(self._waiting)
 
+    def _requests(self) -> list[Request]:
+        running = [request for slot in self._sequences.running() for request in slot.requests]
+        return running + self._waiting
+
     async def _run(self) -> None:
         try:
             while self._left():
@@ -155,8 +158,7 @@ class TransformersEngine:
                 # Lets a finished episode request its next turn before the next step.
                 await asyncio.sleep(0)
         except Exception as error:
-            running = [request for slot in self._sequences.running() for request in slot.requests]
-            for request in [*running, *self._waiting]:
+            for request in self._requests():
                 if not request.future.done():
                     request.future.set_exception(error)
             self._waiting = []

@@ -111,8 +111,7 @@ def test_keys_and_values_of_the_old_weights_would_be_noticed(model, monkeypatch)
     models = [copy.deepcopy(model), other_weights(model, 1)]
 
     async def version_only(named_tensors, version):
-        running = (r for slot in engine._sequences.running() for r in slot.requests)
-        for request in running:
+        for request in engine._requests():
             request.versions.append((version, len(request.token_ids)))
         engine.weights_version = version
 
