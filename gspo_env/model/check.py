@@ -35,8 +35,11 @@ logger = logging.getLogger(__name__)
 BOUND = 1e-4
 """Largest difference of log-probabilities, in nats, that counts as equal in float32."""
 NOISE = 8
-"""In half precision the bound is this many times the larger of the dtype's epsilon and of what a
+"""In half precision the bound is this many times the larger of what rounding changes and of what a
 batch of both sequences changes with the model's own attention."""
+_SPREAD = 2
+"""Rounding changes log-probabilities by the dtype's epsilon times this many standard deviations of
+the logits, or by one epsilon if that is more."""
 _SHARED, _LONG, _SHORT = 20, 32, 26
 """Tokens of the common prefix (a tree shares 16 or more) and of the two sequences."""
 _NOTE = "_gspo_check"
@@ -194,7 +197,7 @@ class _Checker:
         Raises:
             ModelError: The model cannot run on random tokens.
         """
-        rows = []
+        rows, self.spread = [], 0.0
         for ids in (torch.from_numpy(row).to(self.device) for row in self.ids):
             try:
                 with self.trace.record(len(ids)):
@@ -206,6 +209,7 @@ class _Checker:
                     f"{_name(self.model)} cannot score {len(ids)} random tokens: {_line(error)}"
                 ) from error
             rows.append(_picked(logits[:-1], ids[1:]))
+            self.spread = max(self.spread, float(logits.float().std(-1).mean()))
         self.truth = torch.cat(rows)
 
     def find_bound(self) -> float:
@@ -218,7 +222,7 @@ class _Checker:
         rows = [_picked(a[:-1], b[1:]) for a, b in zip(logits, ids, strict=True)]
         alone = torch.split(self.truth, [_LONG - 1, _SHORT - 1])
         noise = [_distance(a[: len(b)], b) for a, b in zip(alone, rows, strict=True)]
-        return NOISE * max(*noise, precision.eps)
+        return NOISE * max(*noise, precision.eps * max(1.0, _SPREAD * self.spread))
 
     def faster(self, max_context: int | None) -> ModelCheck:
         """Measures ragged attention; the way is ALONE if it gives other numbers."""

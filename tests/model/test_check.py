@@ -11,13 +11,14 @@ import pytest
 import torch
 from tiny_models import PROGRAM
 from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gspo_env.batch.sample import Sample
 from gspo_env.engines import Sampling, Transformers, TransformersEngine, UnbatchedEngine
 from gspo_env.errors import ModelError
 from gspo_env.model import check as check_module
 from gspo_env.model.attention import RAGGED, use_ragged_attention
-from gspo_env.model.check import BOUND, Way, check_engine, check_model
+from gspo_env.model.check import BOUND, NOISE, Way, check_engine, check_model
 from gspo_env.model.load import add_adapter
 
 LAYERS = {
@@ -76,11 +77,32 @@ def test_a_healthy_model_of_any_precision_is_packed_with_shared_prefixes(name, d
     assert not check.reason
 
 
+def with_larger_logits(model, scale):
+    """Trained models have logits with standard deviations of several nats, fresh ones of one."""
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach() * scale)
+    return model
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_hides_no_layer_that_mixes_sequences(dtype):
-    check = check_model(PROGRAM.build("Qwen3.5").to(dtype))
+def test_large_logits_in_half_precision_are_no_reason_for_a_slower_way(dtype):
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 256**-0.5}
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=4000, **shape, **heads))
+        check = check_model(with_larger_logits(model, 8).to(dtype))
+        assert check.way is Way.SHARED
+        assert max(check.shared.nats, check.engine.nats) > NOISE * torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("scale", [1, 16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_no_layer_that_mixes_sequences(dtype, scale):
+    check = check_model(with_larger_logits(PROGRAM.build("Qwen3.5"), scale).to(dtype))
     assert check.way is Way.ALONE
     assert check.packed.cause == LAYERS["Qwen3.5"]
+    assert check.packed.nats > 5 * check.bound
 
 
 @pytest.mark.parametrize("name", [*ROPE, "Llama 4"])
