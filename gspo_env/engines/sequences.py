@@ -173,7 +173,7 @@ class Sequences:
         """Copies the keys and values of the slots that were forked."""
         if self._copies:
             sources, lengths = zip(*self._copies.values(), strict=True)
-            self._cache.copy(list(sources), list(self._copies), max(lengths))
+            self._cache.copy(list(sources), list(self._copies), list(lengths))
             self._copies.clear()
 
     def _move(self, session: str, slot: Slot) -> None:

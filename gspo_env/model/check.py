@@ -312,7 +312,7 @@ class _Checker:
         """
         cache = KVCache(self.model, 2, _LONG)
         worst = self.step(cache, causes, [(0, 0, 24)])
-        cache.copy([0], [1], _SHARED)
+        cache.copy([0], [1], [_SHARED])
         worst = max(worst, self.step(cache, causes, [(0, 24, 25), (1, _SHARED, 23)]))
         for n in range(2):
             feeds = [(0, 25 + n, 26 + n), (1, 23 + n, 24 + n)]

@@ -71,17 +71,25 @@ class KVCache:
                 tensor[:, : held - shared.length] = rest
 
     @torch.inference_mode()
-    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copies the first `length` positions of slots to others.
+    def copy(self, sources: list[int], targets: list[int], lengths: list[int]) -> None:
+        """Copies the first positions of slots to others.
 
         A slot can be both: what it held before is copied.
         """
-        places = [np.array(slots, dtype=np.int64) for slots in (sources, targets)]
-        source, target = upload(places, self._device)
+        order = np.argsort(lengths)[::-1]
+        slots = np.stack([sources, targets], 1)[order]
+        parts = _of_similar_length(np.asarray(lengths)[order])
+        places = iter(upload([slots[part].T.reshape(-1) for part, _ in parts], self._device))
+        copies = [(*next(places).view(2, -1), length) for _, length in parts]
         for layer in self._layers.values():
             for held in layer:
-                part = held[:, :, :length]
-                part.index_copy_(0, target, part.index_select(0, source))
+                views = [held[:, :, :length] for _, _, length in copies]
+                taken = [
+                    view.index_select(0, source)
+                    for view, (source, _, _) in zip(views, copies, strict=True)
+                ]
+                for view, new, (_, target, _) in zip(views, taken, copies, strict=True):
+                    view.index_copy_(0, target, new)
 
     @torch.inference_mode()
     def forward(
@@ -222,6 +230,17 @@ class Step:
             old.transpose(1, 2).index_put_((self._slot_T, self._places_T), new)
         shared = self._cache._shared.layers.get(layer)
         return queries.attend(query, held, shared, scale, window)
+
+
+def _of_similar_length(lengths: Any) -> list[tuple[slice, int]]:
+    """Splits falling lengths where they fall below half of the first; returns it for each part."""
+    parts, first = [], 0
+    while first < len(lengths):
+        longest = int(lengths[first])
+        count = int((2 * lengths[first:] >= longest).sum())
+        parts.append((slice(first, first + count), longest))
+        first += count
+    return parts
 
 
 def _length(shared: Shared | None) -> int:
