@@ -45,6 +45,8 @@ class VLLM(Handler):
     going = threading.Event()
 
     def do_GET(self):
+        if takes("busy"):
+            time.sleep(6)
         self.answer({"vllm_config": INFO})
 
     def do_POST(self):
@@ -71,6 +73,8 @@ class VLLM(Handler):
             self.answer({})
         elif takes("dies"):
             os._exit(1)
+        elif takes("drops"):
+            self.close_connection = True
         else:
             choice = self.sample(json.loads(body)["sampling_params"]["max_tokens"])
             choice["finish_reason"] = "abort" if takes("abort") else "length"

@@ -94,10 +94,10 @@ class Server:
         transport = httpx.HTTPTransport(uds=self.socket) if self.socket else None
         return httpx.Client(base_url=self.address, transport=transport, timeout=timeout)
 
-    def is_healthy(self) -> bool:
-        """Returns whether the server answers its health check."""
+    def is_healthy(self, seconds: float = 5.0) -> bool:
+        """Returns whether the server answers its health check in this time."""
         try:
-            with self.client(5.0) as client:
+            with self.client(seconds) as client:
                 return bool(client.get("/health").status_code == 200)
         except httpx.TransportError:
             return False

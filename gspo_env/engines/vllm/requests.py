@@ -22,6 +22,9 @@ _KEEP_ALIVE = 2.0
 here would let requests use a connection that the server is closing."""
 _MAX_FAILURES = 512
 """Broken connections to a healthy server, between two updates of the weights, before it is lost."""
+_HEALTH_SECONDS = 30.0
+"""Time in which a server that broke a connection must say that it is healthy. It may be busy: the
+other servers' requests come to it when they are lost."""
 
 
 class ServerRequests:
@@ -98,7 +101,8 @@ class ServerRequests:
                 # one connection may break; the server is lost if it is not healthy either
                 server.failures += 1
                 usable = server.failures <= _MAX_FAILURES
-                if not (usable and await asyncio.to_thread(server.is_healthy)):
+                healthy = usable and await asyncio.to_thread(server.is_healthy, _HEALTH_SECONDS)
+                if not healthy:
                     self._lose(server, f"{type(error).__name__}: {error}")
             except asyncio.CancelledError:
                 task = asyncio.current_task()
