@@ -239,13 +239,16 @@ LONG: dict[str, tuple[str, list[int], dict[str, int]]] = {
 def grow(part: str, long: bool) -> None:
     """Prints the times of one part and their slopes."""
     name, values, others = (LONG if long else SHORT)[part]
-    print(f"\n{part}: {name} = {values}, {others}")
-    rows = [measure(**{name: value}, **others) for value in values]
-    for value, (rollout, update, tokens) in zip(values, rows, strict=True):
-        print(f"  {value:6}  rollout {rollout:9.3f} s  update {update:9.3f} s  {tokens:9} tokens")
-    for what, column in (("rollout", 0), ("update", 1)):
-        times = [row[column] for row in rows]
-        print(f"  slope of the {what}: {_slope(values, times)}")
+    print(f"\n{part}: {name} = {values}, {others}", flush=True)
+    rollouts, updates = [], []
+    for value in values:
+        rollout, update, tokens = measure(**{name: value}, **others)
+        text = f"  {value:6}  rollout {rollout:9.3f} s  update {update:9.3f} s  {tokens:9} tokens"
+        print(text, flush=True)  # the next value may take an hour
+        rollouts.append(rollout)
+        updates.append(update)
+    print(f"  slope of the rollout: {_slope(values, rollouts)}")
+    print(f"  slope of the update: {_slope(values, updates)}")
 
 
 def _slope(values: Sequence[int], times: Sequence[float]) -> str:

@@ -212,7 +212,8 @@ class TransformersEngine:
         for slot in [slot for slot in rows if not slot.pending]:
             parts: dict[int, list[Request]] = {}
             ended = []
-            for request, (token, logprob) in zip(slot.requests, drawn, strict=False):
+            for request in slot.requests:
+                token, logprob = next(drawn)
                 request.token_ids.append(token)
                 request.logprobs.append(logprob)
                 if self._ended(request):
@@ -260,18 +261,11 @@ def sample(
     if logits.device.type == "mps":  # it has no float64
         logits = logits.cpu()
     rows = range(len(draws)) if rows is None else rows
-    found: dict[tuple[int, float], int] = {}
-    index_B, nth_B, counts = [], [], [0] * len(draws)
-    for kind in zip(rows, temperatures, strict=True):
-        index = found.setdefault(kind, len(found))
-        index_B.append(index)
-        nth_B.append(counts[index])
-        counts[index] += 1
-    row_D, temperature_D = (np.array(x) for x in zip(*found, strict=True))
-    draw_DN = np.zeros((len(found), max(counts)))
+    row_D, temperature_D, index_B, nth_B = _distributions(rows, temperatures)
+    draw_DN = np.zeros((len(row_D), nth_B.max() + 1))
     draw_DN[index_B, nth_B] = draws
     scale_D = np.where(temperature_D == 0, 1.0, temperature_D).astype(np.float32)
-    arrays = [row_D, scale_D, temperature_D == 0, draw_DN, np.array(index_B), np.array(nth_B)]
+    arrays = [row_D, scale_D, temperature_D == 0, draw_DN, index_B, nth_B]
     chosen, scale, greedy, drawn, places, nth = upload(arrays, logits.device)
     if not np.array_equal(row_D, np.arange(len(logits))):
         logits = logits.index_select(0, chosen)
@@ -289,3 +283,22 @@ def sample(
     picked = torch.stack([ids.double(), probs.gather(-1, ids).log().double()])
     tokens, logprobs = picked[:, places, nth].tolist()
     return list(map(int, tokens)), logprobs
+
+
+def _distributions(
+    rows: Sequence[int], temperatures: Sequence[float]
+) -> tuple[np.ndarray[Any, Any], ...]:
+    """Finds the different pairs of a row and a temperature.
+
+    Returns:
+        The row and the temperature of each, (D,), and for each that samples, (B,), the index of its
+        pair and how many before it have the same.
+    """
+    found: dict[tuple[int, float], int] = {}
+    index_B, nth_B, counts = [], [], [0] * len(rows)
+    for pair in zip(rows, temperatures, strict=True):
+        index = found.setdefault(pair, len(found))
+        index_B.append(index)
+        nth_B.append(counts[index])
+        counts[index] += 1
+    return *(np.array(x) for x in zip(*found, strict=True)), np.array(index_B), np.array(nth_B)
