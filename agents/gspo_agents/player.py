@@ -14,7 +14,7 @@ import torch
 
 from gspo_env.config import from_dict
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
-from gspo_env.env.background import run
+from gspo_env.env.background import run, run_alone
 from gspo_env.errors import ConfigError, EngineError
 from gspo_env.model.load import load_model
 from gspo_env.model.threads import use_threads
@@ -42,7 +42,7 @@ class EngineLoop:
         self._alone = threading.Lock()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine that uses the engine, as `asyncio.run` does.
+        """Runs a coroutine that uses the engine; see `run_alone`.
 
         Raises:
             ConfigError: Another thread runs one.
@@ -60,7 +60,7 @@ class EngineLoop:
             coroutine.close()
             raise ConfigError("the agent is playing; expected calls of act alone until it is done")
         try:
-            return asyncio.run(main())
+            return run_alone(main())
         finally:
             self._alone.release()
 

@@ -17,6 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from gspo_env.errors import EnvironmentContractError
@@ -30,6 +31,8 @@ _lock = threading.Lock()
 _ENVIRONMENTS = "environments"
 """The background loop of environments that are called on an event loop."""
 _MARK = "__gspo_async__"
+_LAST_SECONDS = 10.0
+"""Time in which a coroutine that is interrupted can end."""
 
 
 class _Own(threading.local):
@@ -58,6 +61,41 @@ def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = No
         return future.result(timeout)
     except BaseException:
         future.cancel()
+        raise
+
+
+def run_alone(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine on a loop of its own and waits for its result, as `asyncio.run` does.
+
+    If the caller is on an event loop, as in a notebook, the loop runs in a thread of its own.
+    """
+    if _running() is None:
+        return asyncio.run(coroutine)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(coroutine)
+
+    future: Future[T] = Future()
+
+    async def result() -> T:
+        return await task
+
+    def work() -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                done = runner.run(result())
+        except BaseException as error:  # the caller's to handle
+            future.set_exception(error)
+        else:
+            future.set_result(done)
+
+    thread = threading.Thread(target=work, name="loop", daemon=True)
+    thread.start()
+    try:
+        return future.result()
+    except BaseException:  # also Ctrl-C, which does not reach the thread
+        with suppress(RuntimeError):  # the loop is closed, because the coroutine is over
+            loop.call_soon_threadsafe(task.cancel)
+        thread.join(_LAST_SECONDS)
         raise
 
 

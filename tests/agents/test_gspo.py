@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 
@@ -242,6 +243,24 @@ def test_the_readme_shows_what_works(capsys):
     exec(block.removeprefix("python").replace(config, "TINY"), names)
     assert [step for step, _ in names["history"]] == [0, 1, 2, 2, 3, 3]
     assert "gspo/Lookup-v0, seed 7" in capsys.readouterr().out
+
+
+def use(agent):
+    """Every method that plays; in a notebook, cells are run by an event loop."""
+    history = agent.train()
+    episode = agent.play(7)
+    (group,) = agent.evaluate(1, samples=2)
+    acted = agent.act(episode.turns[0].observation, prompt=episode.prompt)
+    agent.close()
+    texts = [turn.text for e in (episode, *group.episodes) for turn in e.turns]
+    return timeless([*history, (0, agent.metrics())]), texts, acted
+
+
+def test_an_agent_does_the_same_in_a_notebook_whose_event_loop_runs():
+    async def cell():
+        return use(GSPOAgent(config=tiny(steps=2)))
+
+    assert asyncio.run(cell()) == use(GSPOAgent(config=tiny(steps=2)))
 
 
 def test_a_model_in_hand_is_trained_where_it_is(player):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import sqlite3
 import sys
@@ -15,6 +16,7 @@ from gymnasium.wrappers import TimeLimit
 
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.check import check_env
+from gspo_env.env.background import run_alone
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import EnvironmentContractError
@@ -288,3 +290,29 @@ def test_a_task_that_would_end_the_loop_between_two_calls_is_logged(caplog):
 
     assert asyncio.run(pooled(Exits, thinks)).success
     assert "SystemExit: 4" in caplog.text
+
+
+def test_a_coroutine_runs_alone_also_where_an_event_loop_runs():
+    place = contextvars.ContextVar("place", default="none")
+
+    async def work(loops):
+        loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0.001)
+        if place.get() == "wrong":
+            raise ValueError("no such place")
+        return place.get()
+
+    async def notebook():
+        loops = [asyncio.get_running_loop()]
+        place.set("cell")
+        first = run_alone(work(loops))
+        assert run_alone(work(loops)) == first
+        place.set("wrong")
+        with pytest.raises(ValueError, match="no such place"):
+            run_alone(work(loops))
+        assert len(set(loops)) == 4
+        assert all(loop.is_closed() for loop in loops[1:])
+        return first
+
+    assert run_alone(work([])) == "none"
+    assert asyncio.run(notebook()) == "cell"

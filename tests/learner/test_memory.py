@@ -144,6 +144,7 @@ print(*found)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits the address space")
 def test_a_real_allocation_that_fails_is_halved(capsys):
     whole = {}

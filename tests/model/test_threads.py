@@ -73,6 +73,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an option of glibc")
 def test_tensors_after_others_were_freed_need_no_new_pages_unless_the_user_set_the_allocator():
     pages = 10 * 8 * (1 << 22) // 4096

@@ -157,7 +157,7 @@ def test_a_run_that_plays_ahead_goes_on_with_what_was_in_flight_and_skips_no_tas
     assert tasks_of(part)[5] == (15, [])
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed(
     monkeypatch, staleness
 ):
@@ -187,6 +187,7 @@ def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed
     assert len(threads["written"]) == 3
 
 
+@pytest.mark.slow
 def test_failures_in_groups_that_were_sampled_again_are_counted():
     agent = GSPOAgent(
         config=config(steps=2, supply={"max_staleness": 0, "max_resamples": 2, "min_success": 1.0})

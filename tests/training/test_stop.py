@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -112,6 +113,11 @@ def _folder(tmp_path, monkeypatch):
 
 
 def start(*arguments, command="train", prepare=None):
+    """Starts a command of gspo-env; see `start_python`."""
+    return start_python("-m", "gspo_env", command, *arguments, prepare=prepare)
+
+
+def start_python(*arguments, prepare=None):
     """Starts a process with Python's own signal handlers and in a session of its own."""
 
     def before():
@@ -120,7 +126,7 @@ def start(*arguments, command="train", prepare=None):
             prepare()
 
     return subprocess.Popen(
-        [sys.executable, "-m", "gspo_env", command, *arguments],
+        [sys.executable, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -152,7 +158,9 @@ def points():
     return [(p["step"], name) for p in map(json.loads, lines) for name in p["metrics"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(number):
     process = start("--config", "run.toml")
     until("run/checkpoints/step-000002", process)
@@ -205,6 +213,7 @@ def test_a_killed_run_goes_on_without_gaps_or_doubled_points():
     assert list(Path("run/checkpoints").glob(".part-*")) == []
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_its_warm_up_says_how_to_begin_again_and_so_does_resume(capsys):
     process = start("--config", "run.toml", "--imitation-steps", "100000", "--steps", "1")
     until("run/config.toml", process)
@@ -233,6 +242,40 @@ def test_a_second_ctrl_c_stops_at_once():
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)  # the step would wait for a minute
     assert process.returncode == 130
+    assert "Go on with: gspo-env train --resume run" in errors
+    assert Path("status").read_text() == "KILLED"
+
+
+CELL = """
+import asyncio
+from gspo_agents.gspo import GSPOAgent
+from gspo_env.config import load_toml
+
+async def cell():
+    GSPOAgent(config=load_toml("run.toml")).train()
+
+asyncio.new_event_loop().run_until_complete(cell())  # `asyncio.run` has a handler of its own
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_run_in_a_notebook_after_its_step_and_the_second_one_at_once():
+    process = start_python("-c", CELL)
+    until("run/checkpoints/step-000002", process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"Stopped after step {steps()[-1]} of 500. Go on with" in output
+    shutil.rmtree("run")
+    process = start_python("-c", CELL)
+    until("run/checkpoints/step-000002", process)
+    Path("wait").touch()
+    until("waiting", process)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    output, errors = process.communicate(timeout=30)  # the step would wait for a minute
+    assert "KeyboardInterrupt" in errors
     assert "Go on with: gspo-env train --resume run" in errors
     assert Path("status").read_text() == "KILLED"
 
