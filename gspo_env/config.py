@@ -22,7 +22,7 @@ from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
 from gspo_env.env.curriculum import NoCurriculum
-from gspo_env.env.mix import Member, read_members
+from gspo_env.env.mix import Member, read_members, specify
 from gspo_env.errors import ConfigError
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
@@ -138,11 +138,10 @@ class Config:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
+        object.__setattr__(self, "env", specify(self.env))
         check_values(self)
         if self.seed >= SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected a number below 2**63")
-        if not isinstance(self.env, str):  # a list of a user is as good
-            object.__setattr__(self, "env", tuple(self.env))
         if len(self.environments) > 1 and not isinstance(self.curriculum, NoCurriculum):
             chosen = name_of("curriculum", self.curriculum)
             text = f"curriculum is {chosen!r} with several environments; expected 'none'"

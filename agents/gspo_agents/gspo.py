@@ -33,6 +33,7 @@ from gspo_agents.start import (
 from gspo_agents.workers import check_workers, make_member, open_collector
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
+from gspo_env.env.mix import specify
 from gspo_env.errors import ConfigError
 from gspo_env.learner.ranks import Ranks
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
@@ -63,7 +64,8 @@ class GSPOAgent:
     Args:
         model: A `transformers` causal LM, a folder or hub id; empty builds the embedded tiny model.
             A model is cast to `config.model_dtype`, unless that is `auto`.
-        env: Environment id or `file.py:Class`, or several; the config's by default.
+        env: Environment id, `file.py:Class` or a class, or several; the config's by default. A
+            class has an id in this process only, so the command line needs its file.
         config: All other settings.
         tokenizer: The tokenizer of `model`, if that is not a name.
         ranks: The ranks that train together, of which this process is the first.
@@ -74,7 +76,7 @@ class GSPOAgent:
     def __init__(
         self,
         model: Any = "",
-        env: str | Sequence[str] = "",
+        env: str | type | Sequence[str | type] = "",
         config: Config | None = None,
         tokenizer: Any = None,
         ranks: Ranks | None = None,
@@ -82,7 +84,7 @@ class GSPOAgent:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
         if env:
-            self.config = replace(self.config, env=env if isinstance(env, str) else tuple(env))
+            self.config = replace(self.config, env=specify(env))
         check_score(self.config)
         check_ranks(self.config, ranks)
         getattr(self.config.engine, "require", lambda: None)()

@@ -60,7 +60,7 @@ class Checked:
 
 
 def check_env(
-    env: gymnasium.Env[str, str] | str,
+    env: gymnasium.Env[str, str] | str | type,
     *,
     episodes: int = 2,
     seed: int = 0,
@@ -103,11 +103,12 @@ def check_env(
             f"check_env: episodes is {episodes} and max_turns {max_turns}, expected at least 1."
         )
     settings = (actions or random_policy, max_turns, dict(options or {}))
-    if isinstance(env, str):
+    if isinstance(env, (str, type)):
         thread = EnvThread()
         try:
-            made = thread.guard(env, timeout, make_env, env, **(env_kwargs or {}))
-            return thread.guard(env, timeout, _checked, made, seed, episodes, *settings)
+            name = env if isinstance(env, str) else env.__name__
+            made = thread.guard(name, timeout, make_env, env, **(env_kwargs or {}))
+            return thread.guard(name, timeout, _checked, made, seed, episodes, *settings)
         finally:
             thread.stop()
     with watched(_name(env)):

@@ -44,6 +44,17 @@ class Member:
         return self.name or resolved
 
 
+def specify(env: Any) -> str | tuple[str, ...]:
+    """Returns the setting `env` for specifications or classes, which get ids; see `resolve_env`.
+
+    Raises:
+        ConfigError: One of them is neither text nor the class of an environment.
+    """
+    if isinstance(env, (list, tuple)):
+        return tuple(one if isinstance(one, str) else resolve_env(one) for one in env)
+    return env if isinstance(env, str) else resolve_env(env)
+
+
 def read_members(
     env: str | Sequence[str], kwargs: Mapping[str, Any] | None = None
 ) -> tuple[Member, ...]:

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import re
+import reprlib
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,15 +89,24 @@ def register_builtin() -> None:
     _load_entry_points()
 
 
-def resolve_env(spec: str) -> str:
+def resolve_env(spec: str | type) -> str:
     """Returns the registered id of an environment specification.
 
     Args:
-        spec: A registered id, `module:id`, `path/to/file.py:ClassName` or `module.path:ClassName`.
+        spec: A registered id, `module:id`, `path/to/file.py:ClassName` or `module.path:ClassName`;
+            or a class, which gets the id `custom/ClassName-v0` in this process.
 
     Raises:
+        ConfigError: It is neither text nor the class of an environment.
         UnknownEnvironmentError: Nothing has that name.
     """
+    if _is_env_class(spec):
+        return _register_class(spec)
+    if not isinstance(spec, str):
+        raise ConfigError(
+            f"env is {reprlib.repr(spec)} of type {type(spec).__name__}; expected an id, "
+            "FILE.py:CLASS or a class of environments"
+        )
     if spec in registry:
         return spec
     source, separator, name = spec.rpartition(":")
@@ -131,7 +141,7 @@ def find_builtin(env_id: str) -> str | None:
     return _BUILTIN.get(env_id)
 
 
-def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
+def make_env(spec: str | type, **kwargs: Any) -> gymnasium.Env[str, str]:
     """Makes a text environment from a specification; see `resolve_env`.
 
     Args:
@@ -141,7 +151,7 @@ def make_env(spec: str, **kwargs: Any) -> gymnasium.Env[str, str]:
 
     Raises:
         UnknownEnvironmentError: Nothing has that name.
-        ConfigError: The environment does not take the arguments.
+        ConfigError: It is no specification, or the environment does not take the arguments.
         EnvironmentContractError: Its observations or actions are not text.
     """
     env_id = resolve_env(spec)
@@ -274,7 +284,13 @@ def _register_class(env_class: Any) -> str:
 
 
 def _near(spec: str) -> str:
+    """Ends the sentence about an unknown id: what it may have meant, or where it may be found."""
+    if own := re.fullmatch(r"custom/(\w+)-v0", spec):
+        return f" in this process; expected FILE.py:{own[1]}, the file that defines it."
     bare = {env_id.rpartition("/")[2].lower(): env_id for env_id in registry}
     keys = difflib.get_close_matches(spec.rpartition("/")[2].lower(), list(bare), n=3)
     near = " or ".join(bare[key] for key in keys)
-    return f", did you mean {near}?" if near else f", known are {', '.join(_OURS)}."
+    known = f", did you mean {near}?" if near else f", known are {', '.join(_OURS)}."
+    if spec.startswith("gspo/") or not spec:
+        return known
+    return f"{known} MODULE:{spec} imports a module that registers it."

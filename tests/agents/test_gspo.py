@@ -12,6 +12,7 @@ from runs import timeless
 from transformers import AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
+from gspo_env import TextEnv
 from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo
 from gspo_env.env.info import read_prompt
@@ -261,6 +262,28 @@ def test_an_agent_does_the_same_in_a_notebook_whose_event_loop_runs():
         return use(GSPOAgent(config=tiny(steps=2)))
 
     assert asyncio.run(cell()) == use(GSPOAgent(config=tiny(steps=2)))
+
+
+def test_an_environment_is_given_as_its_class(capsys):
+    class Yes(TextEnv):
+        blocking = False
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "Say yes.", {}
+
+        def step(self, action):
+            return "", float(action.strip() == "yes"), True, False, {}
+
+        def expert_action(self, noise=0.0):
+            return "yes" if self.np_random.random() < 0.5 else "no"
+
+    agent = GSPOAgent(env=Yes, config=tiny(steps=1))
+    assert [step for step, _ in agent.train()] == [0, 1, 1]
+    assert isinstance(agent.environments.first.env.unwrapped, Yes)
+    assert 'env = "custom/Yes-v0"' in (agent.folder / "config.toml").read_text()
+    with pytest.raises(ConfigError, match="expected an id, FILE"):
+        GSPOAgent(env=Yes(), config=tiny())
 
 
 def test_a_model_in_hand_is_trained_where_it_is(player):

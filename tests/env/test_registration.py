@@ -12,6 +12,8 @@ import gymnasium
 import pytest
 
 import gspo_env
+from gspo_env.check import check_env
+from gspo_env.config import Config
 from gspo_env.env import registration
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
@@ -66,6 +68,8 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
     [
         ("gspo/Lokup-v0", "did you mean gspo/Lookup-v0"),
         ("lookup-v0", "gspo/Lookup-v0"),
+        ("Mine-v0", "MODULE:Mine-v0 imports a module that registers it"),
+        ("custom/Yes-v0", "expected FILE.py:Yes, the file that defines it"),
         ("", "known are"),
         ("no_such_module:Env", "cannot be imported"),
         (":Env", "cannot be imported"),
@@ -78,6 +82,27 @@ def test_unknown_names_are_one_clear_error(spec: str, message: str) -> None:
     with pytest.raises(UnknownEnvironmentError) as caught:
         gspo_env.resolve_env(spec)
     assert message in str(caught.value)
+
+
+def test_a_class_needs_no_file_and_anything_else_is_one_clear_error() -> None:
+    class Yes(TextEnv):
+        """Defined in a cell of a notebook."""
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return "Say yes.", {"task_key": 0}
+
+        def step(self, action):
+            return "", float(action == "yes"), True, False, {"success": action == "yes"}
+
+    assert gspo_env.resolve_env(Yes) == "custom/Yes-v0"
+    assert isinstance(gspo_env.make_env(Yes).unwrapped, Yes)
+    assert check_env(Yes).declares_success
+    assert Config(env=Yes).env == "custom/Yes-v0"
+    assert Config(env=[Yes, "gspo/Lookup-v0"]).env == ("custom/Yes-v0", "gspo/Lookup-v0")
+    for wrong in (Yes(), str, 3, None, [Yes()]):
+        with pytest.raises(ConfigError, match=r"^env is .*; expected an id, FILE.py:CLASS or a"):
+            Config(env=wrong)
 
 
 def test_files_without_the_class_or_with_errors_are_the_same_error(tmp_path: Path) -> None:
