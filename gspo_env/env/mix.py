@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo_env.env.registration import resolve_env
+from gspo_env.env.registration import class_of, resolve_env
 from gspo_env.errors import ConfigError
 
 _ENTRY = re.compile(
@@ -141,13 +141,13 @@ def add_kwargs(
 
 
 def moved_only(old: str | Sequence[str], new: str | Sequence[str]) -> bool:
-    """Returns whether environments differ at most in where the files of their classes are."""
+    """Returns whether environments differ at most in where their classes are defined."""
 
     def parts(env: str | Sequence[str]) -> Iterator[tuple[str, float, str]]:
         for member in read_members(env):
             file, _, name = member.spec.rpartition(":")
-            spec = f"file:{name}" if file.endswith(".py") else member.spec
-            yield member.name, member.weight, spec
+            name = name if file.endswith(".py") else class_of(member.spec)
+            yield member.name, member.weight, f"class {name}" if name else member.spec
 
     return list(parts(old)) == list(parts(new))
 

@@ -283,10 +283,19 @@ def _register_class(env_class: Any) -> str:
     return env_id
 
 
+def class_of(env_id: str) -> str:
+    """Returns the name of the class that has this id; empty if the id is not of that kind."""
+    own = re.fullmatch(r"custom/(\w+)-v0", env_id)
+    return own[1] if own else ""
+
+
 def _near(spec: str) -> str:
     """Ends the sentence about an unknown id: what it may have meant, or where it may be found."""
-    if own := re.fullmatch(r"custom/(\w+)-v0", spec):
-        return f" in this process; expected FILE.py:{own[1]}, the file that defines it."
+    if own := class_of(spec):
+        return (
+            f" in this process; expected the file of its class, FILE.py:{own}, or, before it, "
+            f"gspo_env.resolve_env({own})."
+        )
     bare = {env_id.rpartition("/")[2].lower(): env_id for env_id in registry}
     keys = difflib.get_close_matches(spec.rpartition("/")[2].lower(), list(bare), n=3)
     near = " or ".join(bare[key] for key in keys)

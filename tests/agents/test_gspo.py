@@ -6,13 +6,14 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import gymnasium
 import pytest
 import torch
 from runs import timeless
 from transformers import AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env import TextEnv
+from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo
 from gspo_env.env.info import read_prompt
@@ -264,26 +265,40 @@ def test_an_agent_does_the_same_in_a_notebook_whose_event_loop_runs():
     assert asyncio.run(cell()) == use(GSPOAgent(config=tiny(steps=2)))
 
 
-def test_an_environment_is_given_as_its_class(capsys):
-    class Yes(TextEnv):
-        blocking = False
+YES = """
+from gspo_env import TextEnv
 
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return "Say yes.", {}
+class Yes(TextEnv):
+    blocking = False
 
-        def step(self, action):
-            return "", float(action.strip() == "yes"), True, False, {}
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "Say yes.", {}
 
-        def expert_action(self, noise=0.0):
-            return "yes" if self.np_random.random() < 0.5 else "no"
+    def step(self, action):
+        return "", float(action.strip() == "yes"), True, False, {}
 
-    agent = GSPOAgent(env=Yes, config=tiny(steps=1))
+    def expert_action(self, noise=0.0):
+        return "yes" if self.np_random.random() < 0.5 else "no"
+"""
+
+
+def test_the_environment_of_a_run_may_be_a_class_that_a_file_has_later(tmp_path, capsys):
+    names = {"__name__": "__main__"}
+    exec(YES, names)
+    agent = GSPOAgent(env=names["Yes"], config=tiny(steps=1))
     assert [step for step, _ in agent.train()] == [0, 1, 1]
-    assert isinstance(agent.environments.first.env.unwrapped, Yes)
-    assert 'env = "custom/Yes-v0"' in (agent.folder / "config.toml").read_text()
-    with pytest.raises(ConfigError, match="expected an id, FILE"):
-        GSPOAgent(env=Yes(), config=tiny())
+    assert isinstance(agent.environments.first.env.unwrapped, names["Yes"])
+    with pytest.raises(ConfigError, match=r"of type Yes; expected an id, FILE"):
+        GSPOAgent(env=names["Yes"](), config=tiny())
+    del gymnasium.registry["custom/Yes-v0"]  # as in another process
+    with pytest.raises(SystemExit):
+        main(["evaluate", str(agent.folder)])
+    assert "expected the file of its class, FILE.py:Yes" in capsys.readouterr().err
+    (tmp_path / "yes.py").write_text(YES)
+    main(["evaluate", str(agent.folder), "--env", "yes.py:Yes"])
+    main(["train", "--resume", str(agent.folder), "--env", "yes.py:Yes", "--steps", "2"])
+    assert "train 2/2" in capsys.readouterr().out
 
 
 def test_a_model_in_hand_is_trained_where_it_is(player):

@@ -69,7 +69,7 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
         ("gspo/Lokup-v0", "did you mean gspo/Lookup-v0"),
         ("lookup-v0", "gspo/Lookup-v0"),
         ("Mine-v0", "MODULE:Mine-v0 imports a module that registers it"),
-        ("custom/Yes-v0", "expected FILE.py:Yes, the file that defines it"),
+        ("custom/Yes-v0", "FILE.py:Yes, or, before it, gspo_env.resolve_env(Yes)."),
         ("", "known are"),
         ("no_such_module:Env", "cannot be imported"),
         (":Env", "cannot be imported"),
