@@ -3,7 +3,8 @@
     python benchmarks/threads.py [--run]
 
 For each size of model: the update and the decoding of 64 sequences with one thread and with torch's
-number, which wait passively or actively for each other. `--run` measures the default recipe
+number, which wait passively or actively for each other; and, if the model is small enough, the
+update with two rows at a time, each in a thread, and with one. `--run` measures the default recipe
 instead (some minutes): alone and beside two busy processes, with the threads that it chooses.
 """
 
@@ -94,8 +95,30 @@ def measure() -> list[dict[str, float]]:
                 lambda work=work: with_threads(most, work),
             )
             row |= {f"{name} 1": float(np.median(one)), f"{name} {most}": float(np.median(all_))}
+        if learner._lanes is not None:
+            row |= rows_at_once(learner)
         rows.append(row)
     return rows
+
+
+def rows_at_once(learner: Any) -> dict[str, float]:
+    """Measures an update on 64 episodes of 8 tasks with two rows at a time, and with one."""
+    import numpy as np
+    import torch
+    from common import alternate, multi_turn_group, seconds
+
+    torch.set_num_threads(1)
+    rng, lanes = np.random.default_rng(0), learner._lanes
+    groups = [multi_turn_group(rng, vocabulary=600, shared=48) for _ in range(8)]
+    samples = [sample for group in groups for sample in group]
+
+    def update(at_once: bool) -> float:
+        learner._lanes = lanes if at_once else None
+        return seconds(lambda: learner.update(samples))
+
+    two, one = alternate(5, lambda: update(True), lambda: update(False))
+    learner._lanes = lanes
+    return {"two rows at a time": float(np.median(two)), "one": float(np.median(one))}
 
 
 def child(*arguments: str, **variables: str) -> str:

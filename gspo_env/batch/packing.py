@@ -11,6 +11,9 @@ from gspo_env.batch.prefix import build_tree, sort_by_prefix
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.batch.upload import upload
 
+LEAST_TOKENS = 512
+"""Tokens of a row for which it is worth a pass of its own."""
+
 
 def pack(
     samples: Sequence[Sample], device: torch.device | str = "cpu", *, share: bool = True
@@ -70,9 +73,11 @@ def number_episodes(samples: Sequence[Sample]) -> tuple[tuple[int | None, ...], 
 
 
 def microbatches(
-    samples: Sequence[Sample], max_tokens: int, *, share: bool = True
+    samples: Sequence[Sample], max_tokens: int, *, share: bool = True, least: int = 1
 ) -> list[list[Sample]]:
     """Splits samples into rows of at most `max_tokens`, or of one sample.
+
+    There are at least `least` rows, of similar size, if they can have `LEAST_TOKENS` each.
 
     If `share`, samples with a common prefix go together, and its tokens count once, where that
     saves enough. Otherwise the longest come first, so that the lengths of a row are alike. The
@@ -91,8 +96,11 @@ def microbatches(
     used = 0
     shares = share and order.pays
     ids, saved = (order.ids, order.saved) if shares else (by_size, np.zeros_like(order.saved))
+    tokens = sum(sizes) - int(saved.sum())
+    fair = tokens / least if tokens >= least * LEAST_TOKENS else tokens
     for n, shared in zip(ids, saved.tolist(), strict=True):
-        if rows[-1] and used + sizes[n] - shared > max_tokens:
+        full = used >= fair and len(rows) < least
+        if rows[-1] and (full or used + sizes[n] - shared > max_tokens):
             rows.append([])
             used = shared
         rows[-1] += units[n]

@@ -19,6 +19,7 @@ from gspo_env.batch.packing import by_episode, microbatches, pack
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, TrainingError
 from gspo_env.learner import state
+from gspo_env.learner.lanes import LANES, Lanes
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
@@ -90,6 +91,7 @@ class Learner:
         self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.optimizer = self.accelerator.prepare(optimizer)
         self.scorer = Scorer(self.model, self.policy, temperature, **how)
+        self._lanes = self._made_lanes(lambda model: Scorer(model, model, temperature, **how))
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = self._oom_splits = 0
         self.tokens: dict[tuple[int, int], TokenValues] = {}
@@ -107,6 +109,10 @@ class Learner:
     def _placed(self, model: Any) -> Any:
         """Returns the model as it trains."""
         return self.accelerator.prepare(model)
+
+    def _made_lanes(self, scorer: Callable[[Any], Scorer]) -> Lanes | None:
+        """Returns what computes two rows at the same time, if the model is so small."""
+        return Lanes(self.model, scorer) if self._packed and Lanes.suits(self.policy) else None
 
     @property
     def policy(self) -> Any:
@@ -172,7 +178,8 @@ class Learner:
         return [self._minibatch(part, n == 0) for n, part in enumerate(parts)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
-        rows = microbatches(samples, self.config.microbatch_tokens, share=self._sharing)
+        limit, least = self.config.microbatch_tokens, LANES if self._lanes else 1
+        rows = microbatches(samples, limit, share=self._sharing, least=least)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,
@@ -194,11 +201,22 @@ class Learner:
         return [self._in_memory(part, self._score_rows) for part in minibatches]
 
     def _score_rows(self, minibatch: Minibatch) -> Minibatch:
-        rows = []
-        for n, microbatch in enumerate(minibatch.microbatches):
+        def score(n: int, scorer: Scorer) -> Microbatch:
+            return self._scored(minibatch.microbatches[n], minibatch, scorer)
+
+        return replace(minibatch, microbatches=tuple(self._each_row(minibatch, score)))
+
+    def _each_row(self, minibatch: Minibatch, compute: Callable[[int, Scorer], T]) -> list[T]:
+        """Computes each row, given its index and a scorer; returns the results."""
+
+        def watched(n: int, scorer: Scorer) -> T:
             with watch(n):
-                rows.append(self._scored(microbatch, minibatch))
-        return replace(minibatch, microbatches=tuple(rows))
+                return compute(n, scorer)
+
+        count = len(minibatch.microbatches)
+        if self._lanes is None or count == 1:
+            return [watched(n, self.scorer) for n in range(count)]
+        return self._lanes.run(count, watched, self.scorer)
 
     def _in_memory(self, minibatch: Minibatch, compute: Callable[[Minibatch], T]) -> T:
         """Computes; where a row does not fit into memory, splits it and begins again."""
@@ -206,21 +224,23 @@ class Learner:
         self._oom_splits += splits
         return result
 
-    def _scored(self, microbatch: Microbatch, minibatch: Minibatch) -> Microbatch:
+    def _scored(
+        self, microbatch: Microbatch, minibatch: Minibatch, scorer: Scorer | None = None
+    ) -> Microbatch:
         loss, trainer_N, reference_N = self.loss, None, None
         policy_is_reference = loss.needs_reference and self._policy_is_reference
         if not minibatch.first and (loss.old_logprobs == "trainer" or policy_is_reference):
-            trainer_N = self.logprobs(microbatch.row)
+            trainer_N = self.logprobs(microbatch.row, scorer)
         if policy_is_reference:
             reference_N = trainer_N
         elif loss.needs_reference:
             reference_N = self.reference_logprobs(microbatch.row)
         return replace(microbatch, trainer_logprobs_N=trainer_N, reference_logprobs_N=reference_N)
 
-    def logprobs(self, row: PackedBatch) -> Tensor:
+    def logprobs(self, row: PackedBatch, scorer: Scorer | None = None) -> Tensor:
         """Computes the log-probabilities of the model tokens without gradient, (N,)."""
         with torch.no_grad():
-            return self.scorer(row)[0].logprobs_N
+            return (scorer or self.scorer)(row)[0].logprobs_N
 
     def reference_logprobs(self, row: PackedBatch) -> Tensor:
         """Computes the log-probabilities of the model tokens by the initial model, (N,)."""
@@ -240,12 +260,13 @@ class Learner:
         return self._in_memory(minibatch, self._backward_rows)
 
     def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:
-        spread, passes = self._spread(minibatch), []
-        for n, microbatch in enumerate(minibatch.microbatches):
+        spread = self._spread(minibatch)
+
+        def backward(n: int, scorer: Scorer) -> PassStats:
             others = [other for k, other in spread.items() if k != n]
-            with watch(n):
-                passes.append(self._backward(microbatch, minibatch, others))
-        return passes
+            return self._backward(minibatch.microbatches[n], minibatch, scorer, others)
+
+        return self._each_row(minibatch, backward)
 
     def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
         """Scores the rows that share an episode, before the gradient of any of them."""
@@ -267,10 +288,14 @@ class Learner:
         return clipped and minibatch.first and not self.loss.needs_engine_logprobs
 
     def _backward(
-        self, microbatch: Microbatch, minibatch: Minibatch, others: Sequence[Scored] = ()
+        self,
+        microbatch: Microbatch,
+        minibatch: Minibatch,
+        scorer: Scorer,
+        others: Sequence[Scored] = (),
     ) -> PassStats:
-        row, coefficient = microbatch.row, self.scorer.router_coefficient
-        predictions, router_balance = self.scorer(row, routers=coefficient > 0)
+        row, coefficient = microbatch.row, scorer.router_coefficient
+        predictions, router_balance = scorer(row, routers=coefficient > 0)
         policy_N = predictions.logprobs_N.detach()
         scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
         inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
@@ -352,8 +377,8 @@ class Learner:
         return float(self.accelerator.clip_grad_norm_(self.masters.tensors.values(), limit))
 
     def _total(self, losses: Sequence[Tensor]) -> float:
-        """Returns the loss of a minibatch."""
-        return float(sum(losses))
+        """Returns the loss of a minibatch; the order of its rows does not change it."""
+        return math.fsum(torch.stack(list(losses)).tolist())
 
     def _report_skip(self, norm: float, loss: float) -> None:
         """Logs a skipped step and counts it, unless a lower loss scale may prevent the next."""
@@ -387,12 +412,13 @@ class Learner:
         """
         minibatch = self._minibatch(with_model_tokens(samples), first=True)
         self._in_memory(minibatch, self._imitate_rows)
-        loss = sum(self._losses)
+        loss = self._total(self._losses)
         self.step()
-        return float(loss)
+        return loss
 
     def _imitate_rows(self, minibatch: Minibatch) -> None:
-        for n, microbatch in enumerate(minibatch.microbatches):
-            with watch(n):
-                logprobs_N = self.scorer(microbatch.row)[0].logprobs_N
-                self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
+        def imitate(n: int, scorer: Scorer) -> None:
+            logprobs_N = scorer(minibatch.microbatches[n].row)[0].logprobs_N
+            self._add_gradient(-logprobs_N.sum() / minibatch.tokens)
+
+        self._each_row(minibatch, imitate)

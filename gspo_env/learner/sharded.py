@@ -13,6 +13,7 @@ from gspo_env.batch.packing import microbatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import ConfigError
 from gspo_env.learner.deal import Share
+from gspo_env.learner.lanes import Lanes
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import Loss
@@ -22,6 +23,7 @@ from gspo_env.learner.ranks import OneRankFailed, Ranks
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.shards import full_tensor, reshard
 from gspo_env.learner.spread import Scored, spread_rows
+from gspo_env.model.scorer import Scorer
 
 T = TypeVar("T")
 
@@ -80,6 +82,9 @@ class ShardedLearner(Learner):
 
     def _placed(self, model: Any) -> Any:
         return model  # Accelerate would wrap it for another kind of training
+
+    def _made_lanes(self, scorer: Callable[[Any], Scorer]) -> Lanes | None:
+        return None
 
     def take_shares(self, shares: Sequence[Share]) -> UpdateStats:
         """Takes one optimiser step for each share; its numbers are those of this rank's passes."""

@@ -26,10 +26,14 @@ def use_threads(model: Any) -> int:
     The user's own `OMP_NUM_THREADS` is left as it is, and so is torch's number for larger models.
     """
     keep_memory()
-    small = sum(p.numel() for p in model.parameters()) < SMALL
-    if small and "OMP_NUM_THREADS" not in os.environ:
+    if is_small(model) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return torch.get_num_threads()
+
+
+def is_small(model: Any) -> bool:
+    """Returns whether the operations of a model are too short for several threads."""
+    return bool(sum(p.numel() for p in model.parameters()) < SMALL)
 
 
 def keep_memory() -> None:
