@@ -105,6 +105,7 @@ def test_gradients_of_rows_add_up_in_float32(model, samples):
 @pytest.mark.parametrize("lora", [False, True])
 def test_float16_loses_no_small_gradient(model, samples, lora):
     half = model.half()
+    torch.manual_seed(0)  # else the adapter depends on the tests before this one
     adapter = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     given = get_peft_model(half, adapter) if lora else half
     small = [dataclasses.replace(s, advantages=1e-4 * s.advantages) for s in samples]

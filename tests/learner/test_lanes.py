@@ -134,7 +134,8 @@ def test_restored_weights_reach_the_copy(model, monkeypatch):
     trained.update(samples())
     numbers, tensors = trained.state()
     other.restore([(name, tensor.clone()) for name, tensor in tensors], numbers)
-    assert other.update(samples(seed=1))["train/loss"] == trained.update(samples(seed=1))["train/loss"]
+    metrics = [each.update(samples(seed=1)) for each in (other, trained)]
+    assert metrics[0]["train/loss"] == metrics[1]["train/loss"]
     same = weights(other)
     assert all(torch.equal(same[name], tensor) for name, tensor in weights(trained).items())
 
