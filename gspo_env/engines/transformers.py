@@ -33,6 +33,9 @@ from gspo_env.model.direct import Direct, fast_forward
 from gspo_env.model.kv_cache import KVCache
 from gspo_env.model.threads import keep_memory
 
+_MOST_LOGITS = 1 << 19
+"""Logits that a CPU samples from at the same time: more do not fit into its cache."""
+
 
 class TransformersEngine:
     """Samples from a `transformers` causal LM whose weights it shares with the learner.
@@ -269,20 +272,28 @@ def sample(
     chosen, scale, greedy, drawn, places, nth = upload(arrays, logits.device)
     if not np.array_equal(row_D, np.arange(len(logits))):
         logits = logits.index_select(0, chosen)
-    logits = logits.float()
-    if (scale_D != 1.0).any():
-        logits = logits / scale[:, None]
-    probs = logits.softmax(-1)
+    size = max(1, _MOST_LOGITS // logits.shape[-1]) if logits.device.type == "cpu" else len(row_D)
+    parts = []
+    for part in (slice(n, n + size) for n in range(0, len(row_D), size)):
+        rows_DV = logits[part].float()
+        if (scale_D[part] != 1.0).any():
+            rows_DV = rows_DV / scale[part, None]
+        parts.append(_draw(rows_DV, drawn[part], greedy[part] if 0 in temperatures else None))
+    tokens, logprobs = torch.cat(parts, 1)[:, places, nth].tolist()
+    return list(map(int, tokens)), logprobs
+
+
+def _draw(logits_DV: Tensor, draw_DN: Tensor, greedy_D: Tensor | None) -> Tensor:
+    """Draws N ids from each of D rows; returns them and their log-probabilities, (2, D, N)."""
+    probs = logits_DV.softmax(-1)
     # float64, because rounding in a float32 sum would make the last ids of a large vocabulary rarer
     total = probs.cumsum(-1, dtype=torch.float64)
-    ids = torch.searchsorted(total, drawn * total[:, -1:], right=True)
-    ids.clamp_(max=logits.shape[-1] - 1)
-    if 0 in temperatures:
-        ids = torch.where(greedy[:, None], probs.argmax(-1, keepdim=True), ids)
+    ids = torch.searchsorted(total, draw_DN * total[:, -1:], right=True)
+    ids.clamp_(max=logits_DV.shape[-1] - 1)
+    if greedy_D is not None:
+        ids = torch.where(greedy_D[:, None], probs.argmax(-1, keepdim=True), ids)
     # float64 holds every id and every float32 exactly
-    picked = torch.stack([ids.double(), probs.gather(-1, ids).log().double()])
-    tokens, logprobs = picked[:, places, nth].tolist()
-    return list(map(int, tokens)), logprobs
+    return torch.stack([ids.double(), probs.gather(-1, ids).log().double()])
 
 
 def _distributions(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gspo_env.engines import sequences
+from gspo_env.engines import sequences, transformers
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.transformers import TransformersEngine, sample
 from gspo_env.errors import EngineError
@@ -375,3 +375,17 @@ def test_episodes_that_stay_together_meet_new_weights_together(model):
         expected = [plain_logprobs(m, ids, 8, 0.15) for m in (before, other)]
         expected = torch.cat([expected[0][:old], expected[1][old:]])
         assert torch.tensor(done.logprobs).sub(expected).abs().max() < 2e-5
+
+
+def test_a_step_of_many_logits_is_sampled_in_parts_with_the_same_bits(monkeypatch):
+    torch.manual_seed(0)
+    logits, rng = 3 * torch.randn(9, 500), random.Random(0)
+    rows = [n % 9 for n in range(40)]
+    temperatures = [(0.0, 0.7, 1.0)[rng.randrange(3)] for _ in rows]
+    draws = [rng.random() for _ in rows]
+    whole = sample(logits, temperatures, draws, rows)
+    plain = sample(logits, [1.0] * 9, draws[:9])
+    for most in (1, 1000, 1700):
+        monkeypatch.setattr(transformers, "_MOST_LOGITS", most)
+        assert sample(logits, temperatures, draws, rows) == whole
+        assert sample(logits, [1.0] * 9, draws[:9]) == plain
