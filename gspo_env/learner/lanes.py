@@ -44,6 +44,17 @@ class Lanes:
         self._twins, self._scorer = twins, scorer(other)
         self._thread = ThreadPoolExecutor(1, "rows") if _has_cores() else None
 
+    @property
+    def at_once(self) -> bool:
+        """Whether two rows are in memory at the same time."""
+        return self._thread is not None
+
+    def one_at_a_time(self) -> None:
+        """Computes every row in the thread that asks for it, from now on."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+
     @staticmethod
     def suits(model: Any) -> bool:
         """Returns whether a model is small, in float32 and on a CPU, and keeps what it computes."""

@@ -23,7 +23,7 @@ from gspo_env.learner.lanes import LANES, Lanes
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import Masters
-from gspo_env.learner.memory import in_memory, watch
+from gspo_env.learner.memory import OutOfMemory, in_memory, watch
 from gspo_env.learner.minibatch import Microbatch, Minibatch, split, with_model_tokens
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
@@ -216,7 +216,12 @@ class Learner:
         count = len(minibatch.microbatches)
         if self._lanes is None or count == 1:
             return [watched(n, self.scorer) for n in range(count)]
-        return self._lanes.run(count, watched, self.scorer)
+        try:
+            return self._lanes.run(count, watched, self.scorer)
+        except OutOfMemory as error:
+            error.alone = not self._lanes.at_once
+            self._lanes.one_at_a_time()
+            raise
 
     def _in_memory(self, minibatch: Minibatch, compute: Callable[[Minibatch], T]) -> T:
         """Computes; where a row does not fit into memory, splits it and begins again."""

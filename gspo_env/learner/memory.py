@@ -27,12 +27,17 @@ _SIGNS = ("DefaultCPUAllocator: can't allocate memory", "CUBLAS_STATUS_ALLOC_FAI
 
 
 class OutOfMemory(Exception):
-    """A row of a minibatch did not fit into memory."""
+    """A row of a minibatch did not fit into memory.
 
-    def __init__(self, place: int, reason: str) -> None:
-        """Stores the index of the row, and the first line of the error."""
+    Attributes:
+        place: Index of the row.
+        reason: The first line of the error.
+        alone: No other row was in memory, so this one has to be split.
+    """
+
+    def __init__(self, place: int, reason: str, alone: bool = True) -> None:
         super().__init__(reason)
-        self.place, self.reason = place, reason
+        self.place, self.reason, self.alone = place, reason, alone
 
 
 @contextmanager
@@ -64,8 +69,8 @@ def in_memory(
 ) -> tuple[T, int]:
     """Computes with a minibatch; where a row does not fit into memory, splits it and begins again.
 
-    A pass that failed may have added a part of its gradient, which is dropped with all that
-    `compute` had added before.
+    A row that was computed beside another one is first tried alone. A pass that failed may have
+    added a part of its gradient, which is dropped with all that `compute` had added before.
 
     Args:
         minibatch: The minibatch.
@@ -85,9 +90,12 @@ def in_memory(
         try:
             return compute(minibatch), splits
         except OutOfMemory as error:
-            failed = OutOfMemory(error.place, error.reason)
+            failed = OutOfMemory(error.place, error.reason, error.alone)
         # out of the block, because the error held the tensors of the pass
-        minibatch, splits = _split(minibatch, failed, pack), splits + 1
+        if failed.alone:
+            minibatch, splits = _split(minibatch, failed, pack), splits + 1
+        else:
+            logger.warning("%s; from here on, one row is computed at a time", failed.reason)
         if splits == 1:
             logger.warning(
                 "%s; the pass is repeated in halves, a lower learner.microbatch_tokens avoids this",
