@@ -101,6 +101,10 @@ def resolve_env(spec: str | type) -> str:
         UnknownEnvironmentError: Nothing has that name.
     """
     if _is_env_class(spec):
+        known = registry.get(_class_id(spec))
+        old, new = (_full_name(c) for c in (known.entry_point if known else spec, spec))
+        if old != new:  # not the same class, defined again
+            logger.warning("%s is now %s, no longer %s", _class_id(spec), new, old)
         return _register_class(spec)
     if not isinstance(spec, str):
         raise ConfigError(
@@ -274,13 +278,23 @@ def _load_entry_points() -> None:
 
 
 def _register_class(env_class: Any) -> str:
-    env_id = f"custom/{env_class.__name__}-v0"
+    env_id = _class_id(env_class)
     if env_id in registry and registry[env_id].entry_point is not env_class:
         del registry[env_id]
     if env_id not in registry:
         gymnasium.register(id=env_id, entry_point=env_class)
     _OURS[env_id] = None
     return env_id
+
+
+def _class_id(env_class: Any) -> str:
+    return f"custom/{env_class.__name__}-v0"
+
+
+def _full_name(env_class: Any) -> str:
+    if isinstance(env_class, type):
+        return f"{env_class.__module__}.{env_class.__qualname__}"
+    return str(env_class)
 
 
 def class_of(env_id: str) -> str:

@@ -105,6 +105,18 @@ def test_a_class_needs_no_file_and_anything_else_is_one_clear_error() -> None:
             Config(env=wrong)
 
 
+def test_another_class_with_the_name_of_the_first_is_said(caplog) -> None:
+    def defined(place: str) -> type:
+        return type("Twice", (TextEnv,), {"__qualname__": f"{place}.Twice"})
+
+    for place, lines in [("a", 0), ("a", 0), ("b", 1), ("b", 1)]:
+        found = defined(place)
+        assert gspo_env.make_env(found).unwrapped.__class__ is found
+        assert len(caplog.records) == lines
+    assert "custom/Twice-v0 is now" in caplog.text
+    assert caplog.text.rstrip().endswith("a.Twice")
+
+
 def test_files_without_the_class_or_with_errors_are_the_same_error(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_text(FILE_ENV)
