@@ -56,11 +56,11 @@ class Idle(TextEnv):
     blocking = False
     gives_outcome = False
     takes_cut_actions = True
+    observation_space = UnicodeText(2**17)
 
     def __init__(self, turns: int = 4, words: int = 24) -> None:
         super().__init__(max_turns=turns)
         self.prompt = " on" * words
-        self.observation_space = UnicodeText(max(16, len(self.prompt)))
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
         """Returns the prompt."""
