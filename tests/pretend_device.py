@@ -184,7 +184,8 @@ def _place() -> str:
     frame, foreign = sys._getframe(1), ""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path != Path(__file__) and path.is_relative_to(_OWN):
+        packaged = "site-packages" in path.parts  # also of an environment in this folder
+        if path != Path(__file__) and path.is_relative_to(_OWN) and not packaged:
             line = f"{path.relative_to(_OWN)}:{frame.f_lineno} {frame.f_code.co_name}"
             return f"{line} <- {foreign}" if foreign else line
         if not foreign and "torch" not in path.parts and "site-packages" in path.parts:
