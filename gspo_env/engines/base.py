@@ -317,8 +317,10 @@ def _fault(done: Completion, sampling: Sampling, end: int) -> tuple[str, Any, st
     # no NaN is between two numbers
     if odd := [p for p in logprobs if not -math.inf < p <= _ROUNDING]:
         return "logprobs", odd[:_SHOWN], "finite numbers up to 0 (are the weights finite?)"
-    if not isinstance(done.weights_version, Integral) or done.weights_version < 0:
-        return "weights_version", done.weights_version, "an integer from 0"
+    version = done.weights_version
+    # the test of an abstract class takes longer than all others
+    if (type(version) is not int and not isinstance(version, Integral)) or version < 0:
+        return "weights_version", version, "an integer from 0"
     if done.weights_versions and not _are_runs(done, count):
         expected = f"runs (version, tokens) of {count} tokens, the lowest {done.weights_version}"
         return "weights_versions", done.weights_versions, expected

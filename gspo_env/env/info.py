@@ -23,6 +23,8 @@ from gspo_env.errors import (
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo, ToolCall
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
+_PLAIN = [str, float, bool, bool, dict]
+"""The types of what `step` returns, if nothing has to be converted."""
 PLACEHOLDERS = 3
 """Ids of an action that nothing has sampled, to see how many values a step returns for them."""
 Reader = tuple[Callable[[Any], Any], str]
@@ -55,17 +57,23 @@ def parse_step(env_id: str, result: object, tokens: int | None = None) -> Parsed
     if not isinstance(result, tuple) or len(result) != 5:
         expected = "a tuple (observation, reward, terminated, truncated, info)"
         raise _fault(env_id, "step() result", result, expected)
-    observation = _value(env_id, "step() observation", result[0], _TEXT)
-    terminated = _value(env_id, "step() terminated", result[2], _FLAG)
-    truncated = _value(env_id, "step() truncated", result[3], _FLAG)
-    reward = _value(env_id, "step() reward", result[1], _NUMBER)
-    parsed = StepInfo(**_read(env_id, "step()", result[4], _STEP))
-    for name in ("token_advantages", "token_mask"):
+    observation, reward, terminated, truncated, info = result
+    if list(map(type, result)) != _PLAIN or not _in_range(observation, reward):
+        observation = _value(env_id, "step() observation", observation, _TEXT)
+        terminated = _value(env_id, "step() terminated", terminated, _FLAG)
+        truncated = _value(env_id, "step() truncated", truncated, _FLAG)
+        reward = _value(env_id, "step() reward", reward, _NUMBER)
+    parsed = StepInfo(**_read(env_id, "step()", info, _STEP))
+    for name in ("token_advantages", "token_mask") if info else ():
         values = getattr(parsed, name)
         if tokens is not None and values is not None and len(values) != tokens:
             expected = f"{tokens} values, one per sampled token"
             raise _fault(env_id, f"step() info[{name!r}]", values, expected)
     return observation, reward, terminated, truncated, parsed
+
+
+def _in_range(observation: str, reward: float) -> bool:
+    return len(observation) <= MAX_OBSERVATION and math.isfinite(reward)
 
 
 def read_prompt(env: TextEnvironment, info: ResetInfo | None = None) -> Prompt:

@@ -58,7 +58,7 @@ _causes: set[tuple[str, str, str]] = set()
 """What raised, with the exception and the line; see `log_once`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
     """A call of environment code that has not returned."""
 

@@ -26,7 +26,7 @@ _Key = tuple[Any, ...]
 """What two messages have in common if they are equal; reasoning may be absent in one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Opening:
     """The prompt of a turn."""
 
@@ -46,10 +46,13 @@ class Opening:
 class _Told:
     """A turn, or the prompt of the turn that comes next."""
 
+    observation: str
+    role: Role
     messages: tuple[Message, ...]
-    """The conversation that it answers."""
+    """The conversation that it answers. It is empty until it is needed if it is that of the turn
+    before, its action and the observation."""
     said: tuple[int | None, ...]
-    """The turn whose action each message is."""
+    """The turn whose action each of the messages is."""
     tools: tuple[Any, ...]
     opening: Opening
     literal: str | None = None
@@ -64,6 +67,10 @@ class _Told:
         """What is compared of the messages: equal keys mean equal messages."""
         pairs = zip(self.messages, self.said, strict=True)
         return tuple(_key(message) if turn is None else (turn,) for message, turn in pairs)
+
+
+_NOTHING = Opening(ids=[], parent=None, prompt_ids=())
+"""Stands for a prompt until it is known."""
 
 
 class Transcript:
@@ -102,13 +109,14 @@ class Transcript:
         """
         told = self._conversation(observation, role, request)
         if self._given or (self._turns and not self._is_plain(observation)):
+            self._complete(told)
             self._open(told)
         elif not self._turns:
             ids = list(self.chat.start(observation, self.prompt))
             told.opening = Opening(ids=ids, parent=None, prompt_ids=tuple(ids))
         else:
             self._append(told, self.chat.follow(observation, self.ids_of(-1)[-1], role))
-        told.ids = list(told.opening.ids)
+        told.ids = told.opening.ids.copy()
         self.ids, self._next = told.ids, told
         return told.opening
 
@@ -122,7 +130,6 @@ class Transcript:
             self.chat.stop_ids,
             told.opening.prompt_ids,
             self._schemas_of(told.tools),
-            len(told.messages),
             self._stop,
         )
         told.ids.extend(action_ids)
@@ -136,9 +143,9 @@ class Transcript:
         """Returns all ids of a turn, those of its action included."""
         return self._turns[turn].ids
 
-    def session_ids(self) -> list[int]:
+    def session_ids(self) -> tuple[int, ...]:
         """Returns the numbers of the engine's caches that are in use."""
-        return list(self._sessions)
+        return tuple(self._sessions)
 
     def _conversation(
         self, observation: str, role: Role, request: ResetInfo | StepInfo | None
@@ -149,7 +156,8 @@ class Transcript:
         self._stop = () if request is None else request.stop
         if isinstance(request, StepInfo) and request.tools is not None and request.tools != tools:
             tools, self._given = request.tools, True
-        said: tuple[int | None, ...]
+        messages: tuple[Message, ...] = ()
+        said: tuple[int | None, ...] = ()
         if isinstance(request, StepInfo) and request.messages is not None:
             self._given = True
             messages, said = request.messages, self._recognised(request.messages)
@@ -157,12 +165,27 @@ class Transcript:
             messages = _first_messages(self.prompt, observation)
             said = (None,) * len(messages)
             self._given = _is_whole(self.prompt) or not self._starts_plain()
-        else:
-            answer = Message(role="assistant", content=last.saying.shown if last.saying else "")
-            messages = (*last.messages, answer, Message(role=role, content=observation))
-            said = (*last.said, len(self._turns) - 1, None)
-        opening = Opening(ids=[], parent=None, prompt_ids=())
-        return _Told(messages=messages, said=said, tools=tools, opening=opening, ids=[])
+        return _Told(
+            observation=observation,
+            role=role,
+            messages=messages,
+            said=said,
+            tools=tools,
+            opening=_NOTHING,
+            ids=[],
+        )
+
+    def _complete(self, *others: _Told) -> None:
+        """Sets the messages of all turns, and of the one that comes next."""
+        before: _Told | None = None
+        for number, told in enumerate((*self._turns, *others)):
+            if before is not None and not told.messages:
+                spoken = before.saying.shown if before.saying else ""
+                answer = Message(role="assistant", content=spoken)
+                observed = Message(role=told.role, content=told.observation)
+                told.messages = (*before.messages, answer, observed)
+                told.said = (*before.said, number - 1, None)
+            before = told
 
     def _starts_plain(self) -> bool:
         """Returns whether `ChatTokenizer.start` gives what the template renders."""
@@ -173,6 +196,7 @@ class Transcript:
 
         The latest turn comes first otherwise.
         """
+        self._complete()
         keys: list[_Key] = []
         found: list[int | None] = []
         known = [(place, told, told.keys) for place, told in enumerate(self._turns)][::-1]
@@ -202,9 +226,9 @@ class Transcript:
         """Continues an earlier turn."""
         place = parent % len(self._turns)
         before = self._turns[place]
-        forked = any(t.opening.parent == place for t in self._turns)
+        forked = any(t.opening.parent == place for t in self._turns[place + 1 :])
         told.opening = Opening(
-            ids=[*before.ids, *new],
+            ids=before.ids + list(new),
             parent=place,
             prompt_ids=tuple(new),
             fork="edited" if forked else None,
@@ -266,6 +290,8 @@ class Transcript:
 
     def _session(self, wanted: int | None) -> int:
         """Returns the number of a cache: the wanted one, or one of its own."""
+        if wanted == self._sessions[-1]:
+            return wanted
         if wanted is None:
             wanted, self._count = self._count, self._count + 1
         if wanted in self._sessions:

@@ -43,7 +43,7 @@ _MOST_REFUSED = 8
 """Prompts in a row that do not fit, after which such an environment's episode ends."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Situation:
     """What a policy sees when it chooses an action."""
 
@@ -61,7 +61,7 @@ class Situation:
     action, as far as the environment gives them."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Move:
     """The action of a policy that works with token ids."""
 
@@ -209,7 +209,7 @@ def conclude(
     return outcome, outcome > 0 if last.success is None else last.success
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StepName:
     """The name of a call of `step`, which is written only where a fault names it."""
 

@@ -34,7 +34,7 @@ class EnginePolicy:
         self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
         self.wait, task = wait, wait.task
         self.session = f"{task.env_id}:{task.seed}:{seed}:{temperature}"
-        self.sessions = {self.session}
+        self.sessions: dict[int, str] = {}
         self.seed, self.temperature = seed, temperature
         self.vocab_size, self.weights_stay = collector.vocab_size, collector._weights_stay
         self.transcript: Transcript | None = None
@@ -83,7 +83,7 @@ class EnginePolicy:
 
     def release(self) -> None:
         """Drops what the engine caches of the episode."""
-        for session in self.sessions:
+        for session in self.sessions.values():
             self.engine.release(session)
 
     def _read(self, transcript: Transcript, now: Situation) -> Opening:
@@ -102,14 +102,12 @@ class EnginePolicy:
 
     def _session(self, transcript: Transcript, number: int) -> str:
         """Names the cache of a sequence; releases the caches that are not used any more."""
-        names = {self._name(n) for n in transcript.session_ids()}
-        for name in self.sessions - names:
-            self.engine.release(name)
-        self.sessions = names
-        return self._name(number)
-
-    def _name(self, number: int) -> str:
-        return f"{self.session}/{number}" if number else self.session
+        used = transcript.session_ids()
+        if self.sessions.keys() != set(used):
+            for unused in self.sessions.keys() - set(used):
+                self.engine.release(self.sessions.pop(unused))
+            self.sessions = {n: f"{self.session}/{n}" if n else self.session for n in used}
+        return self.sessions[number]
 
 
 def _until(text: str, stop: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_env.env.background import has_async
-from gspo_env.env.base import TextEnvironment, attribute
+from gspo_env.env.base import TextEnv, TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.threads import EnvThread, attempt
 from gspo_env.errors import EnvironmentHangError, RolloutError
@@ -29,6 +29,8 @@ class _Seat:
     thread: EnvThread | None = None
     lives: bool = False
     """Whether all calls run in the thread, and not only the steps for which `blocks` is true."""
+    asks: bool = False
+    """Whether the environment has a `blocks` of its own."""
 
 
 @dataclass(slots=True)
@@ -113,7 +115,8 @@ class EnvPool:
             if thread is not None:
                 thread.stop()
             raise EnvironmentFailed(describe("making the environment", error)) from error
-        self._seats[id(env)] = _Seat(env, thread, lives=thread is not None)
+        asks = thread is None and _has_own_blocks(env)
+        self._seats[id(env)] = _Seat(env, thread, lives=thread is not None, asks=asks)
         return env
 
     async def _made_in(self, thread: EnvThread, timeout: float | None) -> TextEnvironment:
@@ -171,7 +174,7 @@ class EnvPool:
         """
         env = getattr(function, "__self__", args[0] if args else None)
         seat = self._seats.get(id(env))
-        if seat is None or (not seat.lives and not _blocks(function, args)):
+        if seat is None or not (seat.lives or (seat.asks and _blocks(function, args))):
             return attempt(function, *args, **kwargs)
         seat.thread = seat.thread or EnvThread()
         return await seat.thread.call(function, *args, **kwargs)
@@ -244,9 +247,14 @@ class EnvPools:
         self.faults.summarise()
 
 
+def _has_own_blocks(env: TextEnvironment) -> bool:
+    blocks = attribute(env, "blocks", None)
+    return blocks is not None and getattr(blocks, "__func__", None) is not TextEnv.blocks
+
+
 def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     """Returns whether the environment declares that this step may take long."""
     env = getattr(function, "__self__", None)
     if env is None or not args or function.__name__ != "step":
         return False
-    return bool(env.has_wrapper_attr("blocks") and env.get_wrapper_attr("blocks")(*args))
+    return bool(env.get_wrapper_attr("blocks")(*args))

@@ -10,8 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_env.rollout.cache import BoundedCache
@@ -28,31 +27,26 @@ _MARKUP = re.compile(r"\s*[^\w\s.,;:!?'()\"]")
 """What begins a call behind the content of a message."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Saying:
     """A sampled action in the form in which a template takes messages.
 
-    All texts are literal: see `gspo_env.rollout.literal`.
+    All texts but `shown` are literal: see `gspo_env.rollout.literal`.
     """
 
     literal: str
     """The whole action, its end included."""
     text: str
     """The action without its end."""
+    shown: str
+    """The same as text that is not literal."""
     content: str
     reasoning: str | None = None
     calls: tuple[dict[str, Any], ...] = ()
     """The calls in the form of templates."""
     message: Message | None = None
     """The action as the environment gets it; None if no response template has parsed it."""
-    length: int = 0
-    """Messages of the conversation that it answers."""
     texts: Literal = field(repr=False)
-
-    @cached_property
-    def shown(self) -> str:
-        """The action as text."""
-        return self.texts.show(self.text)
 
     def spoken(self) -> dict[str, Any]:
         """Returns the action as a message for the template."""
@@ -130,7 +124,7 @@ class Parser:
 
     def __init__(self, tokenizer: Any, texts: Literal, *, splits: bool) -> None:
         self._tokenizer, self._texts, self._splits = tokenizer, texts, splits
-        self._read = BoundedCache(self._decode, _CACHE)
+        self._read = BoundedCache(self._read_text, _CACHE)
         self._has_schema = getattr(tokenizer, "response_template", None) is not None
 
     def parse(
@@ -139,8 +133,7 @@ class Parser:
         stop_ids: Sequence[int],
         prompt_ids: Sequence[int],
         schemas: Sequence[Mapping[str, Any]],
-        length: int,
-        stop: Sequence[str] = (),
+        stop: tuple[str, ...] = (),
     ) -> Saying:
         """Parses an action.
 
@@ -149,20 +142,25 @@ class Parser:
             stop_ids: Ids that end an action.
             prompt_ids: The last ids before it, the start of the assistant's message included.
             schemas: The tools, whose types the arguments of calls get.
-            length: Messages of the conversation before it.
             stop: Texts that end it and are not part of its content.
         """
         ids = tuple(action_ids)
         ended = bool(ids) and ids[-1] in stop_ids
-        text, literal = self._read(ids, ended)
+        saying = self._read(ids, ended, stop)
+        if not self._has_schema:
+            return saying
+        whole = saying.literal if ended else saying.text
+        return replace(saying, **self._by_schema(whole, prompt_ids, schemas))
+
+    def _read_text(self, ids: tuple[int, ...], ended: bool, stop: tuple[str, ...]) -> Saying:
+        """Reads an action without a response template."""
+        text, literal = self._decode(ids, ended)
         places = [p for p in (text.find(self._texts.hide(word)) for word in stop) if p >= 0]
         text = text[: min(places)] if places else text
-        fields: dict[str, Any] = {}
-        if self._has_schema:
-            fields = self._by_schema(literal if ended else text, prompt_ids, schemas)
-        if not fields:
-            fields = self._by_tag(text)
-        return Saying(literal=literal, text=text, length=length, texts=self._texts, **fields)
+        shown = self._texts.show(text)
+        return Saying(
+            literal=literal, text=text, shown=shown, texts=self._texts, **self._by_tag(text)
+        )
 
     def _decode(self, ids: tuple[int, ...], ended: bool) -> tuple[str, str]:
         """Returns the literal text of an action without its end, and with it."""
