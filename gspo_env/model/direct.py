@@ -1,21 +1,23 @@
 """The forward pass of a Llama-like model in float32 on a CPU, without its modules.
 
 A model of less than a million parameters spends much of its time between its matrix products: in
-the calls of its modules, and in tensors for each operation of a norm or an activation. Its products
-are those of MKL, which uses half of the vector width of some processors. Here, each product is one
-call of oneDNN with the activation, the product or the sum behind it. The weights are the model's
-own; nothing is copied. `fast_forward` compares it with the model before it is used.
+the calls of its modules, and in tensors for each operation of a norm or an activation. The products
+of PyTorch are those of MKL, which uses half of the vector width of some processors with AVX-512.
+There, each product is one call of oneDNN with the activation, the product or the sum behind it.
+Elsewhere it is one of MKL, because a call of oneDNN takes longer than a product of few rows. The
+weights are the model's own; nothing is copied. `fast_forward` compares it with the model before it
+is used.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, rms_norm
+from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from gspo_env.model.kv_cache import KVCache, Step
 
@@ -32,9 +34,16 @@ _MANY = 128
 
 
 class Direct:
-    """Runs the forward pass; see `fits` for the models that it can run."""
+    """Runs the forward pass; see `fits` for the models that it can run.
 
-    def __init__(self, model: Any) -> None:
+    Args:
+        model: The model.
+        fused: Whether products are those of oneDNN; by default where the processor has AVX-512.
+    """
+
+    def __init__(self, model: Any, *, fused: bool | None = None) -> None:
+        wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        self._products: _Products = _Fused() if (wide if fused is None else fused) else _Apart()
         self._model = model
         self._body = model.model
         config = model.config
@@ -42,16 +51,12 @@ class Direct:
         self._size = int(self._body.layers[0].self_attn.head_dim)
         self._hooks = _hooks(model)
         self._angles = torch.empty(0, 2, self._size)
-        self._linear: Any = torch.ops.mkldnn._linear_pointwise.default
-        self._linear_binary: Any = torch.ops.mkldnn._linear_pointwise.binary
 
     @staticmethod
     def fits(model: Any) -> bool:
-        """Returns whether this is a plain float32 model on a CPU that oneDNN runs on."""
+        """Returns whether this is a plain float32 model on a CPU."""
         kind = type(model)
         if kind.__module__ not in _PLAIN or not kind.__name__.endswith("ForCausalLM"):
-            return False
-        if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
             return False
         if any(p.dtype is not torch.float32 or p.device.type != "cpu" for p in model.parameters()):
             return False
@@ -78,52 +83,43 @@ class Direct:
 
         In the last layer, the tokens that predict nothing have keys and values only.
         """
-        count = len(step.ids_T)
-        # oneDNN compiles a kernel for each number of rows, so there are few of them
-        h = embedding(_padded(step.ids_T), self._body.embed_tokens.weight)
+        count, products, padded = len(step.ids_T), self._products, self._products.padded
+        h = embedding(padded(step.ids_T), self._body.embed_tokens.weight)
         angles = query_angles = self._angles_of(step.positions_T)
         attend, layers = step.attend, self._body.layers
+        # an attribute of a module takes several times as long as an item of its dictionary
         for number, layer in enumerate(layers):
-            attention, x = layer.self_attn, self._norm(layer.input_layernorm, h)
+            parts = layer._modules
+            attention, x = parts["self_attn"], self._norm(parts["input_layernorm"], h)
             k = self._heads(attention, "k", x, count, angles)
             v = self._heads(attention, "v", x, count, None)
             if number == len(layers) - 1 and len(step.last_B) < count:
-                x, h = (_padded(tensor.index_select(0, step.last_B)) for tensor in (x, h))
+                x, h = (padded(tensor.index_select(0, step.last_B)) for tensor in (x, h))
                 query_angles = angles.index_select(0, step.last_B)
                 attend, count = step.attend_last, len(step.last_B)
             q = self._heads(attention, "q", x, count, query_angles)
             window = getattr(attention, "sliding_window", None)
             heads = attend(number, q, k, v, attention.scaling, window)
-            h = self._product(attention.o_proj, _padded(heads.flatten(1)), "add", h)
-            mlp, x = layer.mlp, self._norm(layer.post_attention_layernorm, h)
-            gate = self._linear(x, mlp.gate_proj.weight, mlp.gate_proj.bias, "swish", [1.0], "")
-            h = self._product(mlp.down_proj, self._product(mlp.up_proj, x, "mul", gate), "add", h)
-        return self._product(self._model.lm_head, self._norm(self._body.norm, h))[:count]
+            h = products.plus(attention._modules["o_proj"], padded(heads.flatten(1)), h)
+            mlp, x = parts["mlp"]._modules, self._norm(parts["post_attention_layernorm"], h)
+            h = products.plus(mlp["down_proj"], products.gated(mlp, x), h)
+        return products.plain(self._model.lm_head, self._norm(self._body.norm, h))[:count]
 
     def _norm(self, module: Any, x: Tensor) -> Tensor:
-        return rms_norm(x, (x.shape[-1],), module.weight, self._eps)
-
-    def _product(
-        self, module: Any, x: Tensor, then: str = "", other: Tensor | None = None
-    ) -> Tensor:
-        """Returns the output of a linear module, added to or multiplied with another tensor."""
-        if other is None:
-            out: Tensor = self._linear(x, module.weight, module.bias, "none", [], "")
-            return out
-        fused: Tensor = self._linear_binary(x, other, module.weight, module.bias, then)
-        return fused
+        return rms_norm(x, x.shape[-1:], module._parameters["weight"], self._eps)
 
     def _heads(
         self, attention: Any, name: str, x: Tensor, count: int, angles: Tensor | None
     ) -> Tensor:
         """Returns queries, keys or values (T, H, D), normed and rotated as the model does."""
-        out = self._product(getattr(attention, f"{name}_proj"), x)[:count]
+        modules = attention._modules
+        out = self._products.plain(modules[f"{name}_proj"], x)[:count]
         out = out.view(count, -1, self._size)
         if angles is None:
             return out
-        norm = attention._modules.get(f"{name}_norm")
+        norm = modules.get(f"{name}_norm")
         if norm is not None:
-            out = rms_norm(out, (self._size,), norm.weight, self._eps)
+            out = self._norm(norm, out)
         cos, sin = angles[:, 0, None], angles[:, 1, None]
         return torch.addcmul(out * cos, out.roll(self._size // 2, -1), sin)
 
@@ -138,6 +134,82 @@ class Direct:
             )
             self._angles = torch.stack([cos[0], sin], 1)
         return self._angles.index_select(0, positions_T)
+
+
+class _Products(Protocol):
+    """The products of a pass; a linear module has a weight and perhaps a bias."""
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Returns the rows, perhaps with zeros behind them."""
+
+    def plain(self, module: Any, x: Tensor) -> Tensor:
+        """Returns the output of a linear module."""
+
+    def plus(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
+        """Returns the sum of the output and another tensor."""
+
+    def gated(self, mlp: Any, x: Tensor) -> Tensor:
+        """Returns the activated output of `gate_proj`, multiplied with that of `up_proj`."""
+
+
+class _Apart:
+    """Products of MKL, with each activation and sum in an operation of its own."""
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """See `_Products`."""
+        return rows
+
+    def plain(self, module: Any, x: Tensor) -> Tensor:
+        """See `_Products`."""
+        return linear(x, *_weights(module))
+
+    def plus(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
+        """See `_Products`."""
+        weight, bias = _weights(module)
+        if bias is None:
+            return torch.addmm(other, x, weight.t())
+        return linear(x, weight, bias).add_(other)
+
+    def gated(self, mlp: Any, x: Tensor) -> Tensor:
+        """See `_Products`."""
+        gate = silu(self.plain(mlp["gate_proj"], x), inplace=True)
+        return gate.mul_(self.plain(mlp["up_proj"], x))
+
+
+class _Fused:
+    """Products of oneDNN with what is behind them."""
+
+    def __init__(self) -> None:
+        self._linear: Any = torch.ops.mkldnn._linear_pointwise.default
+        self._linear_binary: Any = torch.ops.mkldnn._linear_pointwise.binary
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """See `_Products`: oneDNN compiles a kernel for each number of rows, so they are few."""
+        padding = rounded(len(rows)) - len(rows)
+        if not padding:
+            return rows
+        return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
+
+    def plain(self, module: Any, x: Tensor) -> Tensor:
+        """See `_Products`."""
+        out: Tensor = self._linear(x, *_weights(module), "none", [], "")
+        return out
+
+    def plus(self, module: Any, x: Tensor, other: Tensor) -> Tensor:
+        """See `_Products`."""
+        out: Tensor = self._linear_binary(x, other, *_weights(module), "add")
+        return out
+
+    def gated(self, mlp: Any, x: Tensor) -> Tensor:
+        """See `_Products`."""
+        gate = self._linear(x, *_weights(mlp["gate_proj"]), "swish", [1.0], "")
+        out: Tensor = self._linear_binary(x, gate, *_weights(mlp["up_proj"]), "mul")
+        return out
+
+
+def _weights(module: Any) -> tuple[Tensor, Tensor | None]:
+    own = module._parameters
+    return own["weight"], own["bias"]
 
 
 def fast_forward(model: Any) -> Direct | None:
@@ -176,14 +248,6 @@ def _difference(model: Any, direct: Direct) -> float:
         gap = float((own.log_softmax(-1) - other.log_softmax(-1)).abs().max())
         worst = gap if not gap <= worst else worst
     return worst
-
-
-def _padded(rows: Tensor) -> Tensor:
-    """Returns the rows with zeros behind them, `rounded` in all."""
-    padding = rounded(len(rows)) - len(rows)
-    if not padding:
-        return rows
-    return torch.cat([rows, rows.new_zeros(padding, *rows.shape[1:])])
 
 
 def rounded(count: int) -> int:

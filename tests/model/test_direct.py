@@ -60,29 +60,37 @@ def steps(model, pass_):
     return torch.cat(found)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("make", [llama, qwen2])
-def test_ragged_steps_have_the_log_probabilities_of_the_models_modules(make):
+def test_ragged_steps_have_the_log_probabilities_of_the_models_modules(make, fused):
     model = loud(make())
-    direct = fast_forward(model)
-    assert direct is not None
+    assert fast_forward(model) is not None
+    direct = Direct(model, fused=fused)
     torch.testing.assert_close(steps(model, direct), steps(model, None), rtol=1e-5, atol=2e-5)
 
 
-def test_in_the_last_layer_only_tokens_that_predict_have_queries(model, monkeypatch):
+@pytest.mark.parametrize(("fused", "rows"), [(True, rounded(2)), (False, 2)])
+def test_in_the_last_layer_only_tokens_that_predict_have_queries(model, monkeypatch, fused, rows):
     use_ragged_attention(model)
-    direct, sizes = fast_forward(model), []
-    product = Direct._product
+    direct, sizes = Direct(model, fused=fused), []
+    plus = direct._products.plus
 
-    def counted(self, module, x, *rest):
-        if module is model.model.layers[-1].mlp.down_proj:
+    def counted(linear, x, other):
+        if linear is model.model.layers[-1].mlp.down_proj:
             sizes.append(len(x))
-        return product(self, module, x, *rest)
+        return plus(linear, x, other)
 
-    monkeypatch.setattr(Direct, "_product", counted)
+    monkeypatch.setattr(direct._products, "plus", counted)
     cache = KVCache(model, 2, 200)
     cache.forward(model, [0, 1], [0, 0], [[5] * 100, [6] * 90], direct)
     cache.forward(model, [0, 1], [100, 90], [[7], [8]], direct)
-    assert sizes == [rounded(2), rounded(2)]
+    assert sizes == [rows, rows]
+
+
+@pytest.mark.parametrize(("processor", "fused"), [("AVX2", False), ("AVX512", True)])
+def test_products_are_fused_where_vectors_are_wide(model, monkeypatch, processor, fused):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: processor)
+    assert isinstance(Direct(model)._products, module._Fused) is fused
 
 
 def test_the_default_model_runs_directly_and_new_weights_count_at_once(model):
