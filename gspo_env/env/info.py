@@ -29,6 +29,8 @@ PLACEHOLDERS = 3
 """Ids of an action that nothing has sampled, to see how many values a step returns for them."""
 Reader = tuple[Callable[[Any], Any], str]
 """A function that returns the parsed value or raises, and a description of what it expects."""
+_REFUSED = (TypeError, ValueError, LookupError, OverflowError)
+"""What a reader raises for a value that is not allowed."""
 
 
 def parse_reset(env_id: str, result: object) -> tuple[str, ResetInfo]:
@@ -176,7 +178,7 @@ def _value(env_id: str, what: str, value: object, reader: Reader) -> Any:
     read, expected = reader
     try:
         return read(value)
-    except (TypeError, ValueError, LookupError, OverflowError):
+    except _REFUSED:
         raise _fault(env_id, what, value, expected) from None
 
 
@@ -191,7 +193,10 @@ def _read(env_id: str, method: str, info: object, readers: Mapping[str, Reader])
         if reader is None:
             extra[key] = value
         elif value is not None:
-            read[key] = _value(env_id, f"{method} info[{key!r}]", value, reader)
+            try:
+                read[key] = reader[0](value)
+            except _REFUSED:
+                raise _fault(env_id, f"{method} info[{key!r}]", value, reader[1]) from None
     return {**read, "extra": extra} if extra else read
 
 

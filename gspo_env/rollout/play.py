@@ -278,7 +278,7 @@ class _Game:
 
     async def _turn(self, move: Move) -> StopReason | None:
         stop, before = move.stop, self.observation
-        reward, info, seconds = 0.0, StepInfo(), 0.0
+        reward, info, seconds = 0.0, None, 0.0
         key = self.turns[-1].info.state_key if self.turns else self.reset.state_key
         finish: Finish | None = "stop"
         if stop is not None:
@@ -302,7 +302,7 @@ class _Game:
             text=move.text,
             observation=before,
             reward=reward,
-            info=info,
+            info=StepInfo() if info is None else info,
             timing=Timing(
                 generate=move.seconds, step=seconds, began=time.time() - seconds - move.seconds
             ),

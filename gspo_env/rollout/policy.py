@@ -35,6 +35,7 @@ class EnginePolicy:
         self.wait, task = wait, wait.task
         self.session = f"{task.env_id}:{task.seed}:{seed}:{temperature}"
         self.sessions: dict[int, str] = {}
+        self.used: tuple[int, ...] = ()
         self.seed, self.temperature = seed, temperature
         self.vocab_size, self.weights_stay = collector.vocab_size, collector._weights_stay
         self.transcript: Transcript | None = None
@@ -58,7 +59,8 @@ class EnginePolicy:
             ends=self.chat.ends(now.request.stop),
             seed=derive_seed(self.seed, now.turn),
         )
-        await self.weights_stay.wait()
+        if not self.weights_stay.is_set():
+            await self.weights_stay.wait()
         started = time.perf_counter()
         session = self._session(self.transcript, opening.session)
         self.wait.on("the engine", now.turn)
@@ -103,10 +105,11 @@ class EnginePolicy:
     def _session(self, transcript: Transcript, number: int) -> str:
         """Names the cache of a sequence; releases the caches that are not used any more."""
         used = transcript.session_ids()
-        if self.sessions.keys() != set(used):
+        if used != self.used:
             for unused in self.sessions.keys() - set(used):
-                self.engine.release(self.sessions.pop(unused))
+                self.engine.release(self.sessions[unused])
             self.sessions = {n: f"{self.session}/{n}" if n else self.session for n in used}
+            self.used = used
         return self.sessions[number]
 
 

@@ -55,6 +55,7 @@ class ChatTemplate:
         # nobody can guess the markers, so no tool description contains one
         self._nonce = f"{secrets.randbits(64):020d}"
         self.layout = BoundedCache(self._layout, _CACHE)
+        self._filled = BoundedCache(self._fill_first, _CACHE)
         self._said: set[str] = set()
 
     def ids(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> list[int]:
@@ -264,7 +265,11 @@ class ChatTemplate:
             schemas=clean(json.dumps(list(schemas), ensure_ascii=False)),
             generation=generation,
         )
-        return self.fill(self.with_empty(shape, texts, self.layout), texts, first=True)
+        return list(self._filled(shape, tuple(texts)))
+
+    def _fill_first(self, shape: Shape, texts: tuple[str, ...]) -> tuple[int, ...]:
+        """Returns the ids of a conversation, with which a sequence begins."""
+        return tuple(self.fill(self.with_empty(shape, texts, self.layout), texts, first=True))
 
     def with_empty(
         self, shape: Shape, texts: Sequence[str], layout: Callable[[Shape], Parts]
