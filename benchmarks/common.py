@@ -14,6 +14,7 @@ import numpy as np
 
 from gspo_env.batch.sample import Sample
 from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.env.background import run_alone
 from gspo_env.env.registration import make_env
 from gspo_env.recipes.embedded import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
@@ -69,7 +70,7 @@ def collect(collector: Collector, tasks: int = 32, seed: int = 0) -> list[Group]
     batch = [Task(env_id=ENV, seed=n) for n in range(tasks)]
     asyncio.run(collector.engine.update_weights([], seed))
     with few_collections():  # as a run does
-        return asyncio.run(collector.collect(batch, seed=seed))
+        return run_alone(collector.collect(batch, seed=seed))
 
 
 def alternate(rounds: int, *programs: Callable[[], float]) -> list[list[float]]:

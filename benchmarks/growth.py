@@ -28,6 +28,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from gspo_env.batch.sample import to_samples
 from gspo_env.engines import Completion, Sampling
 from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.env.background import run_alone
 from gspo_env.env.base import TextEnv
 from gspo_env.env.spaces import UnicodeText
 from gspo_env.learner import GSPO, Learner, LearnerConfig
@@ -115,7 +116,7 @@ def turn_microseconds(rounds: int = 7) -> float:
     for n in range(rounds + 1):
         gc.collect()
         gc.freeze()  # as a run does
-        times.append(cpu_seconds(lambda n=n: asyncio.run(made.collect(tasks(8), seed=n))))
+        times.append(cpu_seconds(lambda n=n: run_alone(made.collect(tasks(8), seed=n))))
         gc.unfreeze()
     return statistics.median(times[1:]) / (8 * 8 * 16) * 1e6
 
@@ -205,7 +206,7 @@ def measure(
     played: list[Group] = []
 
     def roll(seed: int) -> Callable[[], None]:
-        return lambda: played.extend(asyncio.run(made.collect(tasks(groups), seed=seed)))
+        return lambda: played.extend(run_alone(made.collect(tasks(groups), seed=seed)))
 
     roll(0)()
     asyncio.run(engine.update_weights([], 1))

@@ -70,7 +70,15 @@ def run_alone(coroutine: Coroutine[Any, Any, T]) -> T:
     If the caller is on an event loop, as in a notebook, the loop runs in a thread of its own.
     """
     if _running() is None:
-        return asyncio.run(coroutine)
+        given: list[T] = []
+
+        async def keep() -> None:
+            given.append(await coroutine)
+
+        # in Python 3.11 and 3.12, the end of `run` writes out what the task returned, such as all
+        # episodes, as a text that nobody reads
+        asyncio.run(keep())
+        return given[0]
     loop = asyncio.new_event_loop()
     task = loop.create_task(coroutine)
 

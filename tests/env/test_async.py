@@ -316,3 +316,18 @@ def test_a_coroutine_runs_alone_also_where_an_event_loop_runs():
 
     assert run_alone(work([])) == "none"
     assert asyncio.run(notebook()) == "cell"
+
+
+def test_a_result_is_not_written_out_as_text():
+    asked = []
+
+    class Episodes:
+        def __repr__(self):
+            asked.append(1)
+            return "many"
+
+    async def play():
+        return Episodes()
+
+    assert isinstance(run_alone(play()), Episodes)
+    assert not asked
