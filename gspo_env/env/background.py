@@ -71,13 +71,7 @@ def run_alone(coroutine: Coroutine[Any, Any, T]) -> T:
     """
     if _running() is None:
         given: list[T] = []
-
-        async def keep() -> None:
-            given.append(await coroutine)
-
-        # in Python 3.11 and 3.12, the end of `run` writes out what the task returned, such as all
-        # episodes, as a text that nobody reads
-        asyncio.run(keep())
+        asyncio.run(_give(coroutine, given))
         return given[0]
     loop = asyncio.new_event_loop()
     task = loop.create_task(coroutine)
@@ -137,7 +131,18 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
     if _own.runner is None or _own.process != os.getpid():
         # with a factory it does not become the current loop of the caller's own code
         _own.runner, _own.process = asyncio.Runner(loop_factory=asyncio.new_event_loop), os.getpid()
-    return _own.runner.run(coroutine)
+    given: list[T] = []
+    _own.runner.run(_give(coroutine, given))
+    return given[0]
+
+
+async def _give(coroutine: Coroutine[Any, Any, T], given: list[T]) -> None:
+    """Adds what a coroutine returns to a list.
+
+    In Python 3.11 and 3.12, a runner writes out what its task returned, such as all episodes, as a
+    text that nobody reads.
+    """
+    given.append(await coroutine)
 
 
 def own_loop() -> asyncio.AbstractEventLoop | None:

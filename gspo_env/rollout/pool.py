@@ -111,11 +111,11 @@ class EnvPool:
                 await thread.call(close_quietly, env)
                 thread.stop()
                 thread, env = None, attempt(self.make)
+            asks = thread is None and _has_own_blocks(env)
         except Exception as error:
             if thread is not None:
                 thread.stop()
             raise EnvironmentFailed(describe("making the environment", error)) from error
-        asks = thread is None and _has_own_blocks(env)
         self._seats[id(env)] = _Seat(env, thread, lives=thread is not None, asks=asks)
         return env
 

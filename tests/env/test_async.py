@@ -16,7 +16,7 @@ from gymnasium.wrappers import TimeLimit
 
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.check import check_env
-from gspo_env.env.background import run_alone
+from gspo_env.env.background import finish, run_alone
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import EnvironmentContractError
@@ -318,7 +318,8 @@ def test_a_coroutine_runs_alone_also_where_an_event_loop_runs():
     assert asyncio.run(notebook()) == "cell"
 
 
-def test_a_result_is_not_written_out_as_text():
+@pytest.mark.parametrize("runs", [run_alone, finish])
+def test_a_result_is_not_written_out_as_text(runs):
     asked = []
 
     class Episodes:
@@ -329,5 +330,5 @@ def test_a_result_is_not_written_out_as_text():
     async def play():
         return Episodes()
 
-    assert isinstance(run_alone(play()), Episodes)
+    assert isinstance(runs(play()), Episodes)
     assert not asked
