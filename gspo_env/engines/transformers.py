@@ -305,11 +305,11 @@ def _distributions(
         The row and the temperature of each, (D,), and for each that samples, (B,), the index of its
         pair and how many before it have the same.
     """
-    found: dict[tuple[int, float], int] = {}
-    index_B, nth_B, counts = [], [], [0] * len(rows)
-    for pair in zip(rows, temperatures, strict=True):
-        index = found.setdefault(pair, len(found))
-        index_B.append(index)
-        nth_B.append(counts[index])
-        counts[index] += 1
-    return *(np.array(x) for x in zip(*found, strict=True)), np.array(index_B), np.array(nth_B)
+    row_B, temperature_B = np.array(rows), np.array(temperatures)
+    order = np.lexsort((temperature_B, row_B))
+    pairs_2B = np.stack([row_B[order], temperature_B[order]])
+    first = np.append(True, (pairs_2B[:, 1:] != pairs_2B[:, :-1]).any(0))
+    found, index = np.flatnonzero(first), np.cumsum(first) - 1
+    index_B, nth_B = np.empty_like(order), np.empty_like(order)
+    index_B[order], nth_B[order] = index, np.arange(len(order)) - found[index]
+    return row_B[order[found]], temperature_B[order[found]], index_B, nth_B
