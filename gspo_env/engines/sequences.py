@@ -8,7 +8,9 @@ on in sequences of their own, with copies of the keys and values so far:
     [prompt] a b c      two of them sampled c
     [prompt] a b d      one sampled d, in a new sequence
 
-A session (an episode) keeps its sequence from turn to turn, alone or with others.
+A session (an episode) keeps its sequence from turn to turn, alone or with others. A new prompt
+begins with a copy of what another sequence has in common with it, such as the system prompt of
+other tasks.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from gspo_env.model.kv_shared import Shared
 _LEAST_SHARED = 896
 """Least tokens that slots share, those of all slots but the first, such as 7 times 128; a copy of
 fewer costs less than another product."""
+_BLOCK = 16
+"""Prompts that begin alike are found by their first multiples of this many tokens."""
+_WORTH_A_STEP = 32
+"""Tokens in common with a prompt that is being computed, from which another one waits for them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +64,8 @@ class Slot:
     """Those that run; all have the same context, `tokens` and `pending`."""
     sessions: set[str] = field(default_factory=set)
     """Those whose tokens `tokens` begins with, at least to where they ended."""
+    beginnings: list[int] = field(default_factory=list)
+    """Those of the prompt that it was taken for; see `_beginnings_of`."""
 
 
 class Sequences:
@@ -78,7 +86,8 @@ class Sequences:
         self._slots = [Slot(index) for index in range(self._count)]
         self._free = list(range(self._count))  # a heap: low slots first keep the cache dense
         self._sessions: dict[str, Slot] = {}  # the oldest first
-        self._prefixes: dict[tuple[int, ...], Slot] = {}
+        self._beginnings: dict[int, dict[int, Slot]] = {}
+        """The slots of the prompts with each beginning; see `_beginnings_of`."""
         self._users = [0] * self._count
         """How many slots begin with each shared prompt."""
         self._copies: dict[int, tuple[int, int]] = {}
@@ -89,7 +98,6 @@ class Sequences:
 
     def forget(self) -> None:
         """Forgets all keys and values; requests that run compute theirs anew."""
-        self._prefixes.clear()
         self._copies.clear()
         for slot in self._slots:
             self._empty(slot)
@@ -101,27 +109,33 @@ class Sequences:
         return list(self._running.values())
 
     def admit(self, waiting: list[Request]) -> list[Request]:
-        """Starts requests; returns those for which there is no slot yet."""
-        starting: dict[tuple[int, ...], Slot] = {}
+        """Starts requests; returns those that wait for a slot or for keys and values to copy."""
+        starting: dict[tuple[int, ...], Slot | None] = {}
         return [r for r in waiting if not self._start(r, starting)]
 
-    def _start(self, request: Request, starting: dict[tuple[int, ...], Slot]) -> bool:
+    def _start(self, request: Request, starting: dict[tuple[int, ...], Slot | None]) -> bool:
         if self.requests == self._count:
             return False  # so that all can go on when they sample different ids
         key = tuple(request.prompt)
-        slot = starting.get(key)
+        if key not in starting:
+            slot = starting[key] = self._place(request)
+            if slot is not None:
+                slot.pending = request.prompt[len(slot.tokens) :]
+                self._running[slot.index] = slot
+        slot = starting[key]
         if slot is None:
-            slot = starting[key] = self._place(request, key)
-            slot.pending = request.prompt[len(slot.tokens) :]
-            self._running[slot.index] = slot
+            return False
         slot.requests.append(request)
         self.requests += 1
         if request.session is not None:
             self._move(request.session, slot)
         return True
 
-    def _place(self, request: Request, key: tuple[int, ...]) -> Slot:
-        """Returns a slot that holds as much of the prompt as is known, its last token excepted."""
+    def _place(self, request: Request) -> Slot | None:
+        """Returns a slot that holds as much of the prompt as is known, its last token excepted.
+
+        It is None while much of the prompt is computed for another request.
+        """
         prompt, session = request.prompt, request.session
         held = self._sessions.get(session) if session is not None else None
         if held is not None:
@@ -131,12 +145,32 @@ class Sequences:
                 self._cut(held, length)
                 return held
             return self._fork(held, length, length, len(held.sessions - {session}))
-        source = self._prefixes.get(key)
-        if source is not None and _begins(source, prompt):
-            return self._fork(source, len(prompt) - 1, len(prompt) - 1, 1)
-        slot = self._prefixes[key] = self._take()
-        self._empty(slot)
+        keys = _beginnings_of(prompt)
+        source, length = self._alike(prompt, keys)
+        if source is not None and length > len(source.tokens):
+            if length >= _WORTH_A_STEP:
+                return None
+            source = None
+        if source is None:
+            slot = self._take()
+            self._empty(slot)
+        else:
+            whole = length == len(prompt) - 1
+            slot = self._fork(source, length, length, 1 if whole else 0)
+        self._forget_beginnings(slot)
+        slot.beginnings = keys
+        for key in keys:
+            self._beginnings.setdefault(key, {})[slot.index] = slot
         return slot
+
+    def _alike(self, prompt: list[int], keys: list[int]) -> tuple[Slot | None, int]:
+        """Returns a slot that begins like a prompt, or will, and for how many tokens."""
+        for key in reversed(keys):
+            for slot in self._beginnings.get(key, {}).values():
+                length = _common(slot.tokens + slot.pending, prompt)
+                if length >= _BLOCK:  # it was not cut, and the key is that of no other beginning
+                    return slot, min(length, len(prompt) - 1)
+        return None, 0
 
     def part(self, slot: Slot, parts: dict[int, list[Request]]) -> None:
         """Lets the requests of a slot go on with the ids that they sampled."""
@@ -224,11 +258,11 @@ class Sequences:
             self._cache.share(source.index, source.shared, len(source.tokens))
             self._users[source.shared.index] = 1
         before = 0
-        if source.shared is not None:
-            before = source.shared.length
-            if length < before:
-                return slot
-            slot.shared = source.shared
+        if source.shared is not None and length < source.shared.length:
+            self._unshare(slot, source.shared, length)
+            before = length
+        elif source.shared is not None:
+            slot.shared, before = source.shared, source.shared.length
             self._users[source.shared.index] += 1
         if length > before:
             self._copies[slot.index] = source.index, length - before
@@ -237,27 +271,49 @@ class Sequences:
 
     def _cut(self, slot: Slot, length: int) -> None:
         if slot.shared is not None and length < slot.shared.length:
-            self._empty(slot)
+            self._unshare(slot, slot.shared, length)
+            self._users[slot.shared.index] -= 1
+            slot.shared = None
         slot.tokens = slot.tokens[:length]
+
+    def _unshare(self, slot: Slot, shared: Shared, length: int) -> None:
+        self.finish_copies()  # one may read what the slot held before
+        self._cache.unshare(slot.index, shared, length)
 
     def _empty(self, slot: Slot) -> None:
         if slot.shared is not None:
             self._users[slot.shared.index] -= 1
         slot.tokens, slot.shared = [], None
         self._copies.pop(slot.index, None)
+        self._forget_beginnings(slot)
+
+    def _forget_beginnings(self, slot: Slot) -> None:
+        for key in slot.beginnings:
+            slots = self._beginnings[key]
+            del slots[slot.index]
+            if not slots:
+                del self._beginnings[key]
+        slot.beginnings = []
 
 
-def _begins(slot: Slot, prompt: list[int]) -> bool:
-    """Returns whether a slot has all but the last token of a prompt, and can give just these."""
-    length = len(prompt) - 1
-    if slot.shared is not None and slot.shared.length > length:
-        return False
-    return slot.tokens[:length] == prompt[:-1]
+def _beginnings_of(prompt: list[int]) -> list[int]:
+    """Returns the hashes of the first 16, 32, ... tokens."""
+    keys, key = [], 0
+    for end in range(_BLOCK, len(prompt) + 1, _BLOCK):
+        key = hash((key, *prompt[end - _BLOCK : end]))
+        keys.append(key)
+    return keys
 
 
 def _common(held: list[int], prompt: list[int]) -> int:
     """Returns the number of leading ids that two sequences share."""
     if prompt[: len(held)] == held:
         return len(held)
-    pairs = enumerate(zip(held, prompt, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(held), len(prompt)))
+    low, high = 0, min(len(held), len(prompt))
+    while low < high:  # a comparison of slices is much faster than one of items
+        middle = (low + high + 1) // 2
+        if held[low:middle] == prompt[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -80,12 +80,13 @@ class ToolEnv(TextEnv):
             answers = self._answer_calls(calls)
             # how much a tool returns is often not known to its author
             longest = self.observation_space.max_length
-            observation = "\n".join(a.text for a in answers)[:longest]
-            reward = sum(a.reward for a in answers)
-            errors = sum(a.error for a in answers)
-            malformed = sum(isinstance(call, ToolCallError) for call in calls)
-            info = {"observation_role": "tool"} | ({"tool_errors": errors} if errors else {})
-            info |= {"malformed_calls": malformed} if malformed else {}
+            observation = "\n".join([answer.text for answer in answers])[:longest]
+            reward = sum([answer.reward for answer in answers])
+            info["observation_role"] = "tool"
+            if errors := sum([answer.error for answer in answers]):
+                info["tool_errors"] = errors
+            if malformed := sum([isinstance(call, ToolCallError) for call in calls]):
+                info["malformed_calls"] = malformed
             terminated = self._ended
         else:
             observation, reward, terminated = self._final(action)
@@ -131,9 +132,10 @@ class ToolEnv(TextEnv):
     def _answer_call(self, call: ToolCall | ToolCallError) -> _Answer:
         if isinstance(call, ToolCallError):
             return self._error(call.message)
-        tool = next((tool for tool in self.tools if tool.name == call.name), None)
-        if tool is None:
+        named = [tool for tool in self.tools if tool.name == call.name]
+        if not named:
             return self._error(self._unknown_tool(call.name))
+        tool = named[0]
         try:
             arguments = tool.validate(call.arguments)
         except ConfigError as error:

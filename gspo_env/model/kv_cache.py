@@ -71,6 +71,14 @@ class KVCache:
                 tensor[:, : held - shared.length] = rest
 
     @torch.inference_mode()
+    def unshare(self, slot: int, shared: Shared, length: int) -> None:
+        """Copies the first keys and values of a shared prompt to the start of a slot."""
+        for number, layer in self._layers.items():
+            held = self._shared.layers[number][:, shared.index, :, :length]
+            for own, part in zip(layer, held, strict=True):
+                own[slot, :, :length] = part
+
+    @torch.inference_mode()
     def copy(self, sources: list[int], targets: list[int], lengths: list[int]) -> None:
         """Copies the first positions of slots to others.
 

@@ -83,8 +83,9 @@ def test_no_request_meets_the_keys_of_another_and_no_slot_is_lost(peaked, seed, 
     rng, log = random.Random(seed), []
     slots, most = rng.choice([1, 2, 3, 9, 24]), rng.choice([1, 8, 1000])
     engine = TransformersEngine(peaked, max_slots=slots, max_context=300, max_step_tokens=most)
+    system = [rng.randrange(VOCABULARY) for _ in range(rng.choice([0, 15, 16, 40]))]
     prompts = [
-        [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 50))]
+        [*system, *[rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 50))]]
         for _ in range(rng.randrange(1, 4))
     ]
 

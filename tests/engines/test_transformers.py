@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -262,12 +263,12 @@ def sharp(seed):
     return {"temperature": 0.15, "seed": seed}
 
 
-async def replay(engine, tasks, size, turns, edits=False):
+async def replay(engine, tasks, size, turns, edits=False, system=()):
     """Groups of episodes that begin alike; returns each turn's (prompt, sampling, completion)."""
 
     async def episode(task, n):
         rng, log, session = random.Random(task), [], f"s{task}-{n}"
-        ids = random_ids(rng, 5, 60)
+        ids = [*system, *random_ids(rng, 5, 60)]
         for k in range(turns):
             sampling = Sampling(max_tokens=6, **sharp(100 * n + k))
             done = await engine.generate(list(ids), sampling, session)
@@ -296,6 +297,62 @@ def test_every_context_is_computed_once_however_many_episodes_have_it(model):
     tokens = sum(len(prompt) + len(done.token_ids) for prompt, _, done in log)
     assert engine.fed_tokens == distinct(log) < tokens / 4
     assert len({(*prompt, *done.token_ids) for prompt, _, done in log}) > 40  # and they part
+
+
+@pytest.mark.parametrize("least", [1, 448])
+@pytest.mark.parametrize("slots", [64, 9])
+@pytest.mark.parametrize("most", [8192, 30])
+def test_a_system_prompt_of_several_tasks_is_computed_once(model, slots, most, least, monkeypatch):
+    monkeypatch.setattr(sequences, "_LEAST_SHARED", least)
+    engine = TransformersEngine(model, max_slots=slots, max_context=400, max_step_tokens=most)
+    system, fed, forward = [n * 11 % 300 for n in range(48)], [], engine._cache.forward
+
+    def noted(model, slots, starts, feeds, *others):
+        fed.extend(min(48, s + len(f)) - min(48, s) for s, f in zip(starts, feeds, strict=True))
+        return forward(model, slots, starts, feeds, *others)
+
+    monkeypatch.setattr(engine._cache, "forward", noted)
+    log = asyncio.run(replay(engine, tasks=12, size=2, turns=3, system=system))
+    assert sum(fed) == 48
+    if slots == 64:  # no episode loses its slot
+        assert engine.fed_tokens == distinct(log)
+    for prompt, sampling, done in log:
+        expected = plain_logprobs(
+            model, prompt + list(done.token_ids), len(done.token_ids), sampling.temperature
+        )
+        assert torch.tensor(done.logprobs).sub(expected).abs().max() < 2e-5
+
+
+def test_a_conversation_without_a_session_feeds_only_what_is_new(model):
+    engine = TransformersEngine(model, max_slots=4, max_context=400)
+
+    async def play():
+        ids, fed = list(range(1, 51)), []
+        for _ in range(4):
+            done = await engine.generate(ids, Sampling(max_tokens=4))
+            fed.append(engine.fed_tokens)
+            ids = [*ids, *done.token_ids, 7, 8, 9]
+            expected = plain_logprobs(model, ids[:-3], 4)
+            assert torch.tensor(done.logprobs).sub(expected).abs().max() < 1e-5
+        return fed
+
+    first, *later = asyncio.run(play())
+    assert first == 50 + 3
+    assert [b - a for a, b in pairwise([first, *later])] == [1 + 3 + 3] * 3
+
+
+def test_what_is_known_of_prompts_does_not_grow_with_their_number(model):
+    engine = TransformersEngine(model, max_slots=3, max_context=200)
+    rng = random.Random(0)
+
+    async def play():
+        for n in range(40):
+            prompt = [*range(1, 20), *random_ids(rng, 20, 100)]
+            await engine.generate(prompt, Sampling(max_tokens=1), f"s{n}" if n % 2 else None)
+            engine.release(f"s{n}")
+
+    asyncio.run(play())
+    assert len(engine._sequences._beginnings) <= 3 * 200 / 16
 
 
 @pytest.mark.parametrize("least", [1, 448])
