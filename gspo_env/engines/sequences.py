@@ -28,9 +28,8 @@ _LEAST_SHARED = 896
 """Least tokens that slots share, those of all slots but the first, such as 7 times 128; a copy of
 fewer costs less than another product."""
 _BLOCK = 16
-"""Prompts that begin alike are found by their first multiples of this many tokens."""
-_WORTH_A_STEP = 32
-"""Tokens in common with a prompt that is being computed, from which another one waits for them."""
+"""Prompts that begin alike are found by multiples of this many tokens, and a prompt waits for as
+many that are being computed for another one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +133,7 @@ class Sequences:
     def _place(self, request: Request) -> Slot | None:
         """Returns a slot that holds as much of the prompt as is known, its last token excepted.
 
-        It is None while much of the prompt is computed for another request.
+        It is None while some of the prompt is being computed for another request.
         """
         prompt, session = request.prompt, request.session
         held = self._sessions.get(session) if session is not None else None
@@ -147,16 +146,15 @@ class Sequences:
             return self._fork(held, length, length, len(held.sessions - {session}))
         keys = _beginnings_of(prompt)
         source, length = self._alike(prompt, keys)
-        if source is not None and length > len(source.tokens):
-            if length >= _WORTH_A_STEP:
-                return None
-            source = None
-        if source is None:
+        ready = 0 if source is None else min(length, len(source.tokens))
+        if length - ready >= _BLOCK:
+            return None
+        if source is None or ready < _BLOCK:
             slot = self._take()
             self._empty(slot)
         else:
-            whole = length == len(prompt) - 1
-            slot = self._fork(source, length, length, 1 if whole else 0)
+            whole = ready == len(prompt) - 1
+            slot = self._fork(source, ready, ready, 1 if whole else 0)
         self._forget_beginnings(slot)
         slot.beginnings = keys
         for key in keys:
