@@ -59,19 +59,21 @@ def test_imitation_waits_twice(model, samples):
     assert gpu.waits.total() == 2
 
 
-def test_a_decode_step_waits_once_and_uploads_its_feed_and_its_draws(model):
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_decode_step_waits_once_and_uploads_its_feed_its_draws_and_its_copies(model, alike):
     with pretend_gpu() as gpu:
         engine = TransformersEngine(
             copy.deepcopy(model).to("cuda"), max_slots=5, max_context=300, max_step_tokens=37
         )
-        steps = []
-        step = engine._step
+        steps, copies = [], []
+        step, copy_slots = engine._step, engine._cache.copy
         engine._step = lambda: (steps.append(1), step())
+        engine._cache.copy = lambda *places: (copies.append(1), copy_slots(*places))
 
         async def play():
             jobs = (
                 engine.generate(
-                    list(range(1, 8 * n + 9)),
+                    list(range(1 if alike else n + 1, 8 * n + 9)),
                     Sampling(max_tokens=9, temperature=n % 2, seed=n),
                     f"s{n}",
                 )
@@ -83,7 +85,8 @@ def test_a_decode_step_waits_once_and_uploads_its_feed_and_its_draws(model):
         asyncio.run(play())
     places = {place.split(":")[0] for _, place in gpu.waits}
     assert (places, gpu.waits.total()) == ({"gspo_env/engines/transformers.py"}, len(steps))
-    assert gpu.uploads.total() == 2 * len(steps)
+    assert gpu.uploads.total() == 2 * len(steps) + len(copies)
+    assert bool(copies) == alike
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
