@@ -54,7 +54,8 @@ class LookupEnv(ChainEnv):
         """Draws a new table and a new chain."""
         hops = self.draw_length(options)
         # One cycle through all words, so no chain has a word twice.
-        cycle = [WORDS[i] for i in self.np_random.permutation(len(WORDS))[: self.entries]]
+        drawn = self.np_random.permutation(len(WORDS))[: self.entries].tolist()
+        cycle = [WORDS[i] for i in drawn]
         self._links = dict(zip(cycle, cycle[1:] + cycle[:1], strict=True))
         self._values = cycle[: hops + 1]
         return f'Follow {hops} {"link" if hops == 1 else "links"} from "{cycle[0]}".'

@@ -18,7 +18,10 @@ def upload(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device | str) -
 
     A GPU gets all of them in one copy from pinned memory, for which the host does not wait.
     """
-    if torch.device(device).type != "cuda":
+    kind = torch.device(device).type
+    if kind == "cpu":
+        return list(map(torch.from_numpy, arrays))
+    if kind != "cuda":
         return [torch.from_numpy(array).to(device) for array in arrays]
     sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
     starts = np.cumsum([0, *sizes]).tolist()

@@ -252,8 +252,8 @@ def sample(
 ) -> tuple[list[int], list[float]]:
     """Samples ids by inverse transform sampling; returns them and their log-probabilities.
 
-    A GPU is waited for once, for the results. A distribution is computed once for all that sample
-    from the same row at the same temperature; letter D.
+    A GPU is waited for once, for the results. A distribution is computed once for neighbours that
+    sample from the same row at the same temperature; letter D.
 
     Args:
         logits: (R, V)
@@ -299,17 +299,15 @@ def _draw(logits_DV: Tensor, draw_DN: Tensor, greedy_D: Tensor | None) -> Tensor
 def _distributions(
     rows: Sequence[int], temperatures: Sequence[float]
 ) -> tuple[np.ndarray[Any, Any], ...]:
-    """Finds the different pairs of a row and a temperature.
+    """Finds the pairs of a row and a temperature, once where neighbours have the same.
 
     Returns:
         The row and the temperature of each, (D,), and for each that samples, (B,), the index of its
         pair and how many before it have the same.
     """
     row_B, temperature_B = np.array(rows), np.array(temperatures)
-    order = np.lexsort((temperature_B, row_B))
-    pairs_2B = np.stack([row_B[order], temperature_B[order]])
-    first = np.append(True, (pairs_2B[:, 1:] != pairs_2B[:, :-1]).any(0))
-    found, index = np.flatnonzero(first), np.cumsum(first) - 1
-    index_B, nth_B = np.empty_like(order), np.empty_like(order)
-    index_B[order], nth_B[order] = index, np.arange(len(order)) - found[index]
-    return row_B[order[found]], temperature_B[order[found]], index_B, nth_B
+    first_B = np.ones(len(row_B), dtype=bool)
+    first_B[1:] = (row_B[1:] != row_B[:-1]) | (temperature_B[1:] != temperature_B[:-1])
+    found, index_B = np.flatnonzero(first_B), np.cumsum(first_B) - 1
+    nth_B = np.arange(len(row_B)) - found[index_B]
+    return row_B[found], temperature_B[found], index_B, nth_B

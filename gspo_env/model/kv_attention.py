@@ -165,12 +165,12 @@ class _Rows:
     def _hidden(self, window: int | None) -> Tensor:
         """Returns what is added to scores, (B, 1, Q, L): a token sees places up to its own."""
         if window not in self._masks:
-            far = self._places[:, None, :, None] - torch.arange(
-                self._length, device=self._places.device
-            )
-            seen = far >= 0 if window is None else (far >= 0) & (far < window)
-            hidden = torch.zeros(seen.shape, device=seen.device)
-            self._masks[window] = hidden.masked_fill_(~seen, -torch.inf)
+            own = self._places[:, None, :, None]
+            place_L = torch.arange(self._length, device=own.device)
+            seen = place_L <= own
+            if window is not None:
+                seen &= place_L > own - window
+            self._masks[window] = torch.where(seen, 0.0, -torch.inf)
         return self._masks[window]
 
 

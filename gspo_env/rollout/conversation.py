@@ -129,7 +129,7 @@ class Transcript:
             action_ids,
             self.chat.stop_ids,
             told.opening.prompt_ids,
-            self._schemas_of(told.tools),
+            told.tools,
             self._stop,
         )
         told.ids.extend(action_ids)

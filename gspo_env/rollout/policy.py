@@ -115,5 +115,7 @@ class EnginePolicy:
 
 def _until(text: str, stop: Sequence[str]) -> str:
     """Returns a text up to the first of the stop texts."""
+    if not stop:
+        return text
     places = [place for place in map(text.find, stop) if place >= 0]
     return text[: min(places)] if places else text

@@ -132,7 +132,7 @@ class Parser:
         action_ids: Sequence[int],
         stop_ids: Sequence[int],
         prompt_ids: Sequence[int],
-        schemas: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
         stop: tuple[str, ...] = (),
     ) -> Saying:
         """Parses an action.
@@ -141,7 +141,7 @@ class Parser:
             action_ids: The sampled ids.
             stop_ids: Ids that end an action.
             prompt_ids: The last ids before it, the start of the assistant's message included.
-            schemas: The tools, whose types the arguments of calls get.
+            tools: The tools, whose types the arguments of calls get.
             stop: Texts that end it and are not part of its content.
         """
         ids = tuple(action_ids)
@@ -150,7 +150,7 @@ class Parser:
         if not self._has_schema:
             return saying
         whole = saying.literal if ended else saying.text
-        return replace(saying, **self._by_schema(whole, prompt_ids, schemas))
+        return replace(saying, **self._by_schema(whole, prompt_ids, tools))
 
     def _read_text(self, ids: tuple[int, ...], ended: bool, stop: tuple[str, ...]) -> Saying:
         """Reads an action without a response template."""
@@ -179,12 +179,13 @@ class Parser:
         return {"content": behind.lstrip("\n"), "reasoning": before.strip("\n")}
 
     def _by_schema(
-        self, literal: str, prompt_ids: Sequence[int], schemas: Sequence[Mapping[str, Any]]
+        self, literal: str, prompt_ids: Sequence[int], tools: Sequence[Any]
     ) -> dict[str, Any]:
         """Parses with the response template; empty if it fails, as with a malformed call."""
         prefix = self._texts.decode(prompt_ids)
         try:
-            found = self._tokenizer.parse_response(literal, prefix=prefix, tools=list(schemas))
+            schemas = [tool.schema for tool in tools]
+            found = self._tokenizer.parse_response(literal, prefix=prefix, tools=schemas)
             content = found.get("content") or ""
             reasoning = next((found[k] for k in _REASONING_KEYS if found.get(k)), None)
             calls = tuple(_normal(call) for call in found.get("tool_calls") or ())
