@@ -11,7 +11,9 @@ import select
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 try:
@@ -36,8 +38,11 @@ class Display(Protocol):
     def lose(self) -> None:
         """Goes away for good, since other code reads from the terminal."""
 
-    def hide(self) -> None:
-        """Goes away before the process is stopped by Ctrl-Z."""
+    def hide(self) -> bool:
+        """Goes away before the process is stopped by Ctrl-Z; returns whether it has gone.
+
+        It cannot go while the code that a signal has interrupted prints.
+        """
 
     def come_back(self) -> None:
         """Appears again."""
@@ -62,6 +67,8 @@ class Keyboard:
         self._lock = threading.RLock()
         self._held = False
         """Whether a signal is about to end or stop the process, so that no key is read."""
+        self._late = deque[int]()
+        """The signal that stops the process once the display has gone; who takes it, stops."""
 
     def start(self) -> bool:
         """Begins to read keys; returns whether there is a keyboard."""
@@ -160,7 +167,10 @@ class Keyboard:
         """Takes the display away and stops, as without a handler; goes on when continued."""
         mine = os.getpid() == self._pid
         if mine:
-            self._display.hide()
+            if not self._display.hide() and not self._late:
+                self._late.append(number)
+                return
+            self._late.clear()
             self._give_back()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -168,6 +178,11 @@ class Keyboard:
             signal.signal(number, self._stop)
             self._held = False
             self._display.come_back()
+
+    def hidden(self) -> None:
+        """Stops the process if Ctrl-Z waits for the display, which has gone now."""
+        with suppress(IndexError):
+            os.kill(self._pid, self._late.pop())
 
     def _give_back(self) -> None:
         """Restores the terminal's settings for good, also while another thread asks for a key."""

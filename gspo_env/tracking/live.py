@@ -25,6 +25,8 @@ _REFRESH = 1.0
 """Seconds between two pictures, if nothing has changed."""
 _FASTEST = 0.25
 """Seconds between two pictures at the least."""
+_LOOK = 0.05
+"""Seconds between two looks whether the panel has to go away."""
 _PATIENCE = 0.5
 """Seconds to wait for the panel to go away."""
 _SHOW_CURSOR = b"\x1b[?25h\n"
@@ -96,12 +98,13 @@ class Panel:
         self.lost = True
         self.hide()
 
-    def hide(self) -> None:
-        """Goes away until `come_back`."""
+    def hide(self) -> bool:
+        """Goes away until `come_back`; see `gspo_env.tracking.keyboard.Display`."""
         self._hidden = True
         self.wake()
-        if threading.current_thread() is not self._thread:
-            self._gone.wait(_PATIENCE)
+        if threading.current_thread() is self._thread:
+            return False
+        return self._gone.wait(_PATIENCE)
 
     def come_back(self) -> None:
         """Appears again."""
@@ -138,13 +141,16 @@ class Panel:
         pressed = any(name in ready for name in keys) and self._keyboard.key().lower() == "v"
         if pressed:
             self.screen.open = not self.screen.open
-        elif not self._over:
-            time.sleep(_FASTEST)
+        else:
+            end = time.monotonic() + _FASTEST
+            while not self._hidden and not self._over and time.monotonic() < end:
+                time.sleep(_LOOK)
 
     def _be_hidden(self) -> None:
         self._live.stop()
         self._gone.set()
         while (self._hidden or not self._in_front) and not self.lost and not self._over:
+            self._keyboard.hidden()
             if select.select([self._wakes], [], [], _REFRESH)[0]:
                 os.read(self._wakes, 4096)
         if not self.lost and not self._over:

@@ -162,16 +162,42 @@ def test_the_terminal_is_as_before_however_the_program_ends(leave: Any, body: st
             assert ended.si_status == leave
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
-def test_a_suspended_run_leaves_the_terminal_and_takes_it_again(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM.format(hostile=HOSTILE, body="pass"))
-    shell = ["bash", "--norc", "--noprofile", "-i"]
-    terminal = Terminal(shell, 24, 80, PS1="$ ")
+@contextmanager
+def suspended(folder: Path, body: str = "pass", seen: str = "printed") -> Iterator[Terminal]:
+    """A program that Ctrl-Z has stopped after it printed, in a shell with job control."""
+    (folder / "program.py").write_text(PROGRAM.format(hostile=HOSTILE, body=body))
+    terminal = Terminal(["bash", "--norc", "--noprofile", "-i"], 24, 80, PS1="$ ")
     try:
-        terminal.type(f"{sys.executable} {tmp_path}/program.py\n")
-        terminal.until(lambda: "v shows an exchange" in terminal.text)
+        terminal.type(f"{sys.executable} {folder}/program.py\n")
+        terminal.until(lambda: "v shows" in terminal.text and f"\n{seen}" in terminal.text)
         terminal.type("\x1a")
         terminal.until(lambda: "Stopped" in terminal.text)
+        yield terminal
+    finally:
+        terminal.type("\x03")
+        close(terminal)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
+@pytest.mark.parametrize(
+    "body",
+    [
+        "live._FASTEST = 60; time.sleep(1); print('later')",
+        "lock = live._panels[-1]._live._lock; lock.acquire(); print('later'); time.sleep(2);"
+        "lock.release()",  # what a thread holds while it prints
+    ],
+    ids=["between two pictures", "while the run prints"],
+)
+def test_the_panel_goes_away_before_a_run_is_suspended_whatever_both_do(
+    tmp_path: Path, body: str
+) -> None:
+    with suspended(tmp_path, f"from gspo_env.tracking import live; {body}", "later") as terminal:
+        assert "v shows" not in terminal.text
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs a shell with job control")
+def test_a_suspended_run_leaves_the_terminal_and_takes_it_again(tmp_path: Path) -> None:
+    with suspended(tmp_path) as terminal:
         assert "v shows" not in terminal.text
         assert not terminal.screen.cursor.hidden
         terminal.type("stty -a | grep -o '.icanon'; bg; sleep 1; echo in-$((1 + 1)) \n")
@@ -183,9 +209,6 @@ def test_a_suspended_run_leaves_the_terminal_and_takes_it_again(tmp_path: Path) 
         terminal.until(lambda: terminal.modes == (False, False))
         terminal.type("v")
         terminal.until(lambda: "policy: answer" in terminal.text)
-    finally:
-        terminal.type("\x03")
-        close(terminal)
 
 
 @pytest.mark.parametrize(
