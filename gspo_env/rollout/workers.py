@@ -237,9 +237,15 @@ class Crew:
                 member.handle.kill()
 
     def _ask_all(self) -> None:
+        asked = time.monotonic()
         while not self._over.wait(_BEAT):
-            fleet = self.fleet
+            now = time.monotonic()
+            deaf = max(0.0, now - asked - 2 * _BEAT)
+            asked, fleet = now, self.fleet
             for member in self._members:
+                # while this process is suspended or very busy, it hears no answer
+                member.since += deaf
+                member.answered += deaf
                 if member.state is not _State.LOST:
                     try:
                         self._ask(member, fleet)

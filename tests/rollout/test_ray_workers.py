@@ -107,7 +107,7 @@ def test_no_episode_is_lost_or_counted_twice_when_an_actor_ends(
     config = settings("ray:2", env=env, episode_timeout=3.0 if how == "hangs" else 60.0)
     start = workers.Crew.__init__
     monkeypatch.setattr(
-        workers.Crew, "__init__", lambda *a, **k: start(*a, **k, answer_timeout=2.0)
+        workers.Crew, "__init__", lambda *a, **k: start(*a, **k, answer_timeout=8.0)
     )
     with opened(config, chat, Engine(fleet(server))) as collector:
         if how == "killed":

@@ -9,6 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -208,6 +212,57 @@ def test_a_worker_that_does_not_answer_is_ended_and_replaced(chat, server, caplo
         caplog.text
     )
     assert collector.crew.restarts == 1
+
+
+SUSPENDED = """
+import sys, threading, time
+from concurrent.futures import Future
+from types import SimpleNamespace
+from gspo_env.rollout import workers
+from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.rollout.worker import Pulse
+
+class Slow:  # answers in 0.2 s of the time in which this process runs
+    asked = killed = 0
+
+    def beat(self, told):
+        answer = Future()
+        threading.Thread(target=self.answer, args=(answer,), daemon=True).start()
+        self.asked += 1
+        if self.asked == int(sys.argv[1]):
+            print("asked", flush=True)
+        return answer
+
+    def answer(self, answer):
+        for _ in range(40):
+            time.sleep(0.005)
+        answer.set_result(Pulse(pid=1, idle=0.0, stalled=0.0, waits=""))
+
+    def kill(self, pid=0):
+        self.killed += 1
+
+workers._BEAT = 0.05
+handle = Slow()
+crew = workers.Crew(
+    lambda number: handle, SimpleNamespace(fleet=None), RolloutConfig(workers="ray:1"),
+    start_timeout=1.0, answer_timeout=1.0,
+)
+deadline = time.monotonic() + 60
+while handle.asked < int(sys.argv[1]) + 3 and not crew.lost and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(crew.lost, crew.metrics()["rollout/workers"], flush=True)
+"""
+
+
+@pytest.mark.parametrize("question", [1, 3])
+def test_a_trainer_that_was_suspended_takes_no_worker_for_dead(question):
+    command = [sys.executable, "-c", SUSPENDED, str(question)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout.readline() == "asked\n"
+        os.kill(trainer.pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(trainer.pid, signal.SIGCONT)
+        assert trainer.stdout.readline() == "0 1.0\n"
 
 
 def test_restarts_are_bounded_and_the_error_names_the_last_task(chat, server):
