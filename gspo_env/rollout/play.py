@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import reprlib
 import time
@@ -14,6 +13,7 @@ from gspo_env.env.base import Action, Finish, TextEnvironment, attribute
 from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
 from gspo_env.env.threads import attempt
 from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.rollout.clock import Clock
 from gspo_env.rollout.faults import EnvironmentFailed, describe, hang
 from gspo_env.types import (
     FAILURES,
@@ -119,7 +119,8 @@ async def play(
         task: The seed and the options of `reset`.
         policy: Chooses the actions.
         max_turns: Turns after which the episode is cut.
-        timeout: Seconds after which the episode is cut; needs a running event loop.
+        timeout: Seconds after which the episode is cut; needs a running event loop. Of the time in
+            which the process is suspended, at most an eighth of the limit counts.
         call: Calls the environment's methods; directly by default.
         gives_outcome: See `conclude`; by default what the environment declares.
         redraw: Replaces tasks that are not to be played; by default all are.
@@ -127,13 +128,13 @@ async def play(
     if gives_outcome is None:
         gives_outcome = bool(attribute(env, "gives_outcome", False))
     game = _Game(env, task, call, redraw)
-    clock = asyncio.timeout(timeout) if timeout is not None else contextlib.nullcontext()
+    clock = Clock(timeout) if timeout is not None else contextlib.nullcontext()
     fault = None
     try:
         async with clock:
             stop = await game.run(policy, max_turns)
     except TimeoutError:
-        if not isinstance(clock, asyncio.Timeout) or not clock.expired():
+        if not isinstance(clock, Clock) or not clock.expired():
             raise
         stop = StopReason.TIMEOUT
         if game.calling:

@@ -20,6 +20,7 @@ from gspo_env.engines.base import (
 )
 from gspo_env.errors import EngineError
 from gspo_env.learner.base import Trainer
+from gspo_env.rollout.clock import Clock
 from gspo_env.rollout.collector import Collector
 from gspo_env.types import FloatArray
 
@@ -133,7 +134,7 @@ async def check_sync(collector: Collector, learner: Trainer, run: Run = _here) -
         row = learner.pack([sample])
         return learner.logprobs(row).double().cpu().numpy()
 
-    clock = asyncio.timeout(limits.episode_timeout)
+    clock = Clock(limits.episode_timeout)
     try:
         async with clock:
             found = await difference(

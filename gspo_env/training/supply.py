@@ -327,11 +327,14 @@ class Supply:
             raise self._error
         self._changed.clear()
         clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             async with asyncio.timeout(_BEAT):
                 await self._changed.wait()
         except TimeoutError:
             logger.info("%s (for %.0f s)", self.waits_for(), clock() - asked)
+            if clock() - began > 2 * _BEAT:  # nothing could move: this process was suspended
+                self._moved = clock()
             limits = self._config.rollout
             most = 2 * (limits.max_retries + 1) * limits.episode_timeout + _MARGIN
             quiet = clock() - max(self._moved, self._gate.changed or 0.0)

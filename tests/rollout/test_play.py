@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 
 import gymnasium
 import numpy as np
@@ -273,3 +277,50 @@ def test_messages_of_an_earlier_conversation_belong_to_the_prompt():
     episode = play_now(Script(go(0, True), info={"messages": told}), TASK, yes)
     messages = (Message(role="user", content="a"), Message(role="assistant", content="b"))
     assert episode.prompt == Prompt(system="You are 3.", messages=messages)
+
+
+SUSPENDED = """
+import asyncio, sys, time
+from gspo_env.env.base import TextEnv
+from gspo_env.rollout.play import play
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.types import Task
+
+class Slow(TextEnv):
+    blocking = sys.argv[1] == "environment"
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return "go", {}
+    def step(self, action):
+        if self.blocking:
+            print("waiting", flush=True)
+            for _ in range(50):
+                time.sleep(0.01)
+        return "", 1.0, True, False, {"success": True}
+
+async def policy(now):
+    if not Slow.blocking:
+        print("waiting", flush=True)
+        for _ in range(50):
+            await asyncio.sleep(0.01)
+    return "yes"
+
+async def main():
+    pool = EnvPool(Slow)
+    env = await pool.acquire()
+    episode = await play(env, Task(env_id="slow", seed=1), policy, timeout=2.0, call=pool.call)
+    print(episode.stop_reason, episode.success)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("slow", ["policy", "environment"])
+def test_the_clock_stands_still_while_the_process_is_suspended(slow):
+    command = [sys.executable, "-c", SUSPENDED, slow]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout.readline() == "waiting\n"
+        os.kill(run.pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(run.pid, signal.SIGCONT)
+        assert run.stdout.readline() == "terminated True\n"

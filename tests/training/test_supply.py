@@ -240,6 +240,19 @@ def test_a_rollout_that_stands_still_ends_the_run_and_says_what_is_waited_for(ca
     assert "0 groups are ready, 4 are played" in caplog.text
 
 
+@pytest.mark.parametrize("left", [1.0, 200.0])
+def test_a_run_that_was_suspended_goes_on(left):
+    player = Scripted([5100.0 + left])
+
+    async def suspended():
+        training = asyncio.create_task(train(supply_of(player, batch=1, steps=1), player, steps=1))
+        await asyncio.sleep(100.0)
+        asyncio.get_running_loop().now += 5000.0
+        return await training
+
+    assert seeds(run(suspended())) == [100]
+
+
 @given(
     staleness=st.integers(0, 3),
     cut=st.integers(0, 3),
