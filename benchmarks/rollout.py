@@ -1,6 +1,6 @@
 """Compares a rollout with default settings with plain loops over the same model.
 
-    python benchmarks/rollout.py [--rounds 9] [--start FOLDER]
+    python benchmarks/rollout.py [--rounds 9] [--start FOLDER | --run FOLDER]
 
 There are two baselines, which run alternately with ours in this process. Both are loops with a KV
 cache that sample tokens and keep log-probabilities. They have no environment, and their rows are
@@ -12,7 +12,9 @@ equal:
 
 The times are seconds of the processor, so that other programs change the ratios little. FOLDER has
 a saved model of the default recipe, such as that of a run (`FOLDER/model`); without one it is
-trained for 300 steps.
+trained for 300 steps. `--run` measures the model of each checkpoint of a run with default settings:
+
+    gspo-env train --output FOLDER --checkpoints.save-every 3 --checkpoints.keep 20
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from __future__ import annotations
 import argparse
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
 from common import (
     LIMITS,
+    Player,
     alternate,
     collect,
     cpu_seconds,
@@ -33,9 +37,11 @@ from common import (
     make_player,
     show,
 )
+from safetensors.torch import load_file
 from transformers import DynamicCache
 
-from gspo_env.rollout.collector import RolloutConfig
+from gspo_env.rollout.collector import Collector, RolloutConfig
+from gspo_env.training.checkpoints import step_folders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +53,28 @@ class Shape:
     turns: int
     action: int
     observation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What was measured of one model."""
+
+    ours: list[float]
+    """Sampled tokens per second of each round."""
+    loops: tuple[list[float], list[float]]
+    """Those of the plain loops: the same batch, and decoding only."""
+    shapes: tuple[Shape, Shape]
+    computed: float
+    """Part of the episodes' tokens that the engine computed."""
+    tokens: int
+
+    @property
+    def ratios(self) -> list[float]:
+        """Ours to each loop, medians of the pairs."""
+        return [
+            median(own / floor for own, floor in zip(self.ours, loop, strict=True))
+            for loop in self.loops
+        ]
 
 
 def plain_rate(model, shape: Shape) -> float:
@@ -73,15 +101,8 @@ def plain_rate(model, shape: Shape) -> float:
         return shape.rows * shape.turns * shape.action / cpu_seconds(loop)
 
 
-def main() -> None:
-    """Prints the rates and the ratios."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--start", default="")
-    chosen = parser.parse_args()
-    config = RolloutConfig(**LIMITS)
-    player = load_player(chosen.start) if chosen.start else make_player(steps=300)
-    collector = make_collector(player, config)
+def measure(collector: Collector, player: Player, rounds: int) -> Rates:
+    """Measures one model, alternately with the loops over a copy of it."""
     before = collector.engine.fed_tokens
     episodes = [e for group in collect(collector) for e in group.episodes]
     fed = collector.engine.fed_tokens - before
@@ -90,7 +111,7 @@ def main() -> None:
     follow = sum(len(t.prompt_ids) for e in episodes for t in e.turns[1:])
     tokens = sum(len(s.token_ids) for e in episodes for s in e.sequences)
     length = tokens / len(episodes)
-    rows = min(config.concurrency, len(episodes))
+    rows = min(collector.config.concurrency, len(episodes))
     same = Shape(
         rows=rows,
         prompt=round(sum(len(e.turns[0].prompt_ids) for e in episodes) / len(episodes)),
@@ -112,18 +133,73 @@ def main() -> None:
         taken = cpu_seconds(work)
         return sampled / taken
 
-    print(f"the engine computed {fed:,} of the episodes' {tokens:,} tokens: {fed / tokens:.0%}")
-    rates = alternate(
-        chosen.rounds,
-        ours,
-        lambda: plain_rate(plain, same),
-        lambda: plain_rate(plain, decode),
+    columns = alternate(
+        rounds, ours, lambda: plain_rate(plain, same), lambda: plain_rate(plain, decode)
     )
-    show("rollout, environments and chat included", rates[0], "sampled tokens/s")
-    for name, shape, values in (("same batch", same, rates[1]), ("decode only", decode, rates[2])):
-        show(f"plain loop, {name}", values, "sampled tokens/s")
-        ratio = median(own / floor for own, floor in zip(rates[0], values, strict=True))
+    return Rates(
+        ours=columns[0],
+        loops=(columns[1], columns[2]),
+        shapes=(same, decode),
+        computed=fed / tokens,
+        tokens=tokens,
+    )
+
+
+def show_rates(rates: Rates) -> None:
+    """Prints the rates of one model, and the ratios to the loops."""
+    print(f"the engine computed {rates.computed:.0%} of the episodes' {rates.tokens:,} tokens")
+    show("rollout, environments and chat included", rates.ours, "sampled tokens/s")
+    named = zip(("same batch", "decode only"), rates.shapes, rates.loops, rates.ratios, strict=True)
+    for name, shape, loop, ratio in named:
+        show(f"plain loop, {name}", loop, "sampled tokens/s")
         print(f"    {shape}\n    ratio {ratio:.2f} (median of the pairs)")
+
+
+def follow_run(run: Path, rounds: int) -> None:
+    """Prints the ratios for each checkpoint of a run, and how they are in the middle."""
+    player = load_player(run / "checkpoints" / "start")
+    collector = make_collector(player, RolloutConfig(**LIMITS))
+    print("after step  sampled tokens/s  of the same batch  of decode only  tokens computed")
+    rows = []
+    for folder in step_folders(run / "checkpoints"):
+        state = read_weights(folder)
+        player.model.load_state_dict(state, strict=False)
+        rates = measure(collector, player, rounds)
+        rows.append(rates.ratios)
+        print(
+            f"{folder.name.removeprefix('step-').lstrip('0') or '0':>10}"
+            f"{median(rates.ours):>18,.0f}{rates.ratios[0]:>19.2f}{rates.ratios[1]:>16.2f}"
+            f"{rates.computed:>17.0%}",
+            flush=True,
+        )
+    same, decode = (median(column) for column in zip(*rows, strict=True))
+    print(f"{'median':>10}{'':18}{same:>19.2f}{decode:>16.2f}")
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the weights that a checkpoint holds, by the model's names."""
+    return {
+        name.removeprefix("weights."): tensor
+        for file in folder.glob("state-*.safetensors")
+        for name, tensor in load_file(file).items()
+        if name.startswith("weights.")
+    }
+
+
+def main() -> None:
+    """Prints the rates and the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--start", default="")
+    model.add_argument("--run", type=Path)
+    chosen = parser.parse_args()
+    if chosen.run:
+        follow_run(chosen.run, chosen.rounds)
+        return
+    player = load_player(chosen.start) if chosen.start else make_player(steps=300)
+    collector = make_collector(player, RolloutConfig(**LIMITS))
+    show_rates(measure(collector, player, chosen.rounds))
 
 
 if __name__ == "__main__":
