@@ -15,19 +15,20 @@ class Clock:
     a process that is suspended with Ctrl-Z, at most one more part passes.
 
     Args:
-        seconds: The limit.
+        seconds: The limit; None is none, and needs no event loop.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float | None) -> None:
         """Starts nothing yet."""
-        self._left, self._part = seconds, seconds / _PARTS
-        self._timeout = asyncio.timeout(None)
+        self._left, self._part = seconds or 0.0, (seconds or 0.0) / _PARTS
+        self._timeout = None if seconds is None else asyncio.timeout(None)
 
     async def __aenter__(self) -> Clock:
         """Starts the clock."""
-        await self._timeout.__aenter__()
-        self._loop = asyncio.get_running_loop()
-        self._wait()
+        if self._timeout is not None:
+            await self._timeout.__aenter__()
+            self._loop = asyncio.get_running_loop()
+            self._wait(self._timeout)
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -36,21 +37,23 @@ class Clock:
         Raises:
             TimeoutError: The time was over.
         """
-        self._next.cancel()
-        await self._timeout.__aexit__(*error)
+        if self._timeout is not None:
+            self._next.cancel()
+            await self._timeout.__aexit__(*error)
 
     def expired(self) -> bool:
         """Returns whether the time was over."""
-        return self._timeout.expired()
+        return self._timeout is not None and self._timeout.expired()
 
-    def _wait(self) -> None:
-        self._due = self._loop.time() + min(self._part, self._left)
-        self._next = self._loop.call_at(self._due, self._count, min(self._part, self._left))
+    def _wait(self, timeout: asyncio.Timeout) -> None:
+        part = min(self._part, self._left)
+        self._due = self._loop.time() + part
+        self._next = self._loop.call_at(self._due, self._count, part, timeout)
 
-    def _count(self, seconds: float) -> None:
+    def _count(self, part: float, timeout: asyncio.Timeout) -> None:
         now = self._loop.time()
-        self._left -= seconds + min(now - self._due, self._part)
+        self._left -= part + min(now - self._due, self._part)
         if self._left > 0:
-            self._wait()
+            self._wait(timeout)
         else:
-            self._timeout.reschedule(now)
+            timeout.reschedule(now)

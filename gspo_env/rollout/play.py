@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import reprlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -128,13 +127,12 @@ async def play(
     if gives_outcome is None:
         gives_outcome = bool(attribute(env, "gives_outcome", False))
     game = _Game(env, task, call, redraw)
-    clock = Clock(timeout) if timeout is not None else contextlib.nullcontext()
-    fault = None
+    clock, fault = Clock(timeout), None
     try:
         async with clock:
             stop = await game.run(policy, max_turns)
     except TimeoutError:
-        if not isinstance(clock, Clock) or not clock.expired():
+        if not clock.expired():
             raise
         stop = StopReason.TIMEOUT
         if game.calling:

@@ -16,6 +16,7 @@ from gspo_env.env.base import TextEnv, TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.threads import EnvThread, attempt
 from gspo_env.errors import EnvironmentHangError, RolloutError
+from gspo_env.rollout.clock import Clock
 from gspo_env.rollout.faults import EnvironmentFailed, FaultLog, close_quietly, describe
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ class EnvPool:
     async def _made_in(self, thread: EnvThread, timeout: float | None) -> TextEnvironment:
         making = thread.submit(self.make)
         try:
-            async with asyncio.timeout(timeout):
+            async with Clock(timeout):
                 env: TextEnvironment = await asyncio.wrap_future(making)
         except (asyncio.CancelledError, TimeoutError) as error:
             if making.done() and not making.cancelled():

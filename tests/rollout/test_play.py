@@ -286,20 +286,27 @@ from gspo_env.rollout.play import play
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Task
 
+def wait():
+    print("waiting", flush=True)
+    for _ in range(50):
+        time.sleep(0.01)
+
 class Slow(TextEnv):
-    blocking = sys.argv[1] == "environment"
+    blocking = sys.argv[1] != "policy"
+    def __init__(self):
+        super().__init__()
+        if sys.argv[1] == "constructor":
+            wait()
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return "go", {}
     def step(self, action):
-        if self.blocking:
-            print("waiting", flush=True)
-            for _ in range(50):
-                time.sleep(0.01)
+        if sys.argv[1] == "environment":
+            wait()
         return "", 1.0, True, False, {"success": True}
 
 async def policy(now):
-    if not Slow.blocking:
+    if sys.argv[1] == "policy":
         print("waiting", flush=True)
         for _ in range(50):
             await asyncio.sleep(0.01)
@@ -307,7 +314,7 @@ async def policy(now):
 
 async def main():
     pool = EnvPool(Slow)
-    env = await pool.acquire()
+    env = await pool.acquire(timeout=2.0)
     episode = await play(env, Task(env_id="slow", seed=1), policy, timeout=2.0, call=pool.call)
     print(episode.stop_reason, episode.success)
 
@@ -315,7 +322,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("slow", ["policy", "environment"])
+@pytest.mark.parametrize("slow", ["policy", "environment", "constructor"])
 def test_the_clock_stands_still_while_the_process_is_suspended(slow):
     command = [sys.executable, "-c", SUSPENDED, slow]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
