@@ -195,6 +195,8 @@ def main() -> None:
     model.add_argument("--run", type=Path)
     chosen = parser.parse_args()
     if chosen.run:
+        if not step_folders(chosen.run / "checkpoints"):
+            parser.error(f"{chosen.run} has no checkpoints; see --checkpoints.keep")
         follow_run(chosen.run, chosen.rounds)
         return
     player = load_player(chosen.start) if chosen.start else make_player(steps=300)
