@@ -62,7 +62,12 @@ def test_training_counts_exactly_what_was_injected(player, tmp_path):
     def make():
         return faulty(player.env_id, rates, log=log, hang=4.0)
 
-    settings = RolloutConfig(max_turn_tokens=32, max_context=512, episode_timeout=3.0)
+    settings = RolloutConfig(
+        max_turn_tokens=32,
+        max_context=512,
+        episode_timeout=3.0,
+        max_env_error_rate=1.0,  # 23 to 26 of 64 episodes are lost, by the order of threads
+    )
     engine = TransformersEngine(player.model, max_slots=64, max_context=512)
     collector = Collector(engine, player.chat, EnvPool(make), settings)
     tasks = [Task(env_id=player.env_id, seed=n) for n in range(8)]
