@@ -98,6 +98,8 @@ def _supervise(request: dict[str, Any], status: int) -> NoReturn:
         _guarded(status, lambda: _init(request, status, alive))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
     # Process 1 ends after every other process of its namespace, so nothing is left after this.
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # after `waitpid` there is none to kill
     os.waitpid(child, 0)
     os._exit(0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import shutil
 import signal
 import socket
@@ -278,6 +279,17 @@ def test_all_processes_end_with_the_command_or_when_it_is_asked(waits: int) -> N
         assert end is not None
         assert end.code == (-signal.SIGKILL if waits else 0)
     assert imprisoned() == []
+
+
+def test_a_command_that_is_ended_while_it_ends_keeps_its_exit_code() -> None:
+    for _ in range(20):
+        with BOX.start(["sh", "-c", "exit 3"]) as started:
+            select.select([started._status], [], [], 60.0)  # the exit code is known
+            while started._process.poll() is None:
+                started.end()
+            end = started.wait(30.0)
+        assert end is not None
+        assert end.code == 3
 
 
 def test_a_command_dies_with_the_process_that_started_it() -> None:
