@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from gspo_env.batch.sample import Sample
-from gspo_env.engines.transformers import TransformersEngine
-from gspo_env.env.background import run_alone
+from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
-from gspo_env.recipes.embedded import build, imitation_samples, warm_up
+from gspo_env.recipes.build import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.garbage import few_collections
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.runtime.loops import run_alone
 from gspo_env.types import Group, Task
 
 ENV = "gspo/Lookup-v0"

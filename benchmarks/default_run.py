@@ -44,11 +44,11 @@ def main() -> None:
     from gspo_env.config import Config
     from gspo_env.rollout.collector import Collector
     from gspo_env.training import loop
-    from gspo_env.training.supply import Supply
+    from gspo_env.training.rollout_buffer import RolloutBuffer
 
     TIMES["imports"] = time.process_time()
-    timed(Supply, "take", "rollouts")
-    timed(Supply, "run", "updates")
+    timed(RolloutBuffer, "take", "rollouts")
+    timed(RolloutBuffer, "run", "updates")
     timed(Collector, "collect_both", "evaluations")
     timed(loop.Loop, "_sync", "weights and probe")
     with tempfile.TemporaryDirectory() as folder:

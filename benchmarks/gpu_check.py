@@ -36,7 +36,7 @@ from common import ENV, LIMITS, alternate, make_model, multi_turn_group, seconds
 
 from gspo_env.batch.packing import pack
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.model import varlen
+from gspo_env.model import flash as varlen
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.tree_attention import TreeAttention
 
@@ -192,7 +192,7 @@ def waits(rounds: int, shared: int = 512, tokens: int = 32) -> bool:
     import asyncio
 
     from gspo_env.engines.base import Sampling
-    from gspo_env.engines.transformers import TransformersEngine
+    from gspo_env.engines.embedded.engine import TransformersEngine
 
     steps = 3
     learner = make_learner("small", minibatches=steps)

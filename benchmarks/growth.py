@@ -26,17 +26,17 @@ from common import cpu_seconds
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from gspo_env.batch.sample import to_samples
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines import Completion, Sampling
-from gspo_env.engines.transformers import TransformersEngine
-from gspo_env.env.background import run_alone
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.spaces import UnicodeText
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.recipes.embedded import build_tokenizer
+from gspo_env.recipes.build import build_tokenizer
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.runtime.loops import run_alone
 from gspo_env.types import Group, Task
 
 SIZES = {  # hidden size and layers by millions of parameters, with a vocabulary of 16,384

@@ -29,13 +29,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import gymnasium
 from vllm import LLM, SamplingParams
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine, engine_arguments
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.model.export import Exporter, named_weights
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Episode, Task
 
 FLIGHT = 64

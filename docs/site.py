@@ -29,6 +29,10 @@ ROOMS = {
     "gspo_env.serving": "Serving",
     "gspo_env.compare": "Comparisons",
     "gspo_env.report": "Reports",
+    "gspo_env.chat": "Chats",
+    "gspo_env.distributed": "Distributed",
+    "gspo_env.episodes": "Episodes",
+    "gspo_env.health": "Health",
     "gspo_env.tracking": "Tracking",
     "gspo_env": "Records, errors and settings",
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from gspo_env.engines import Completion, Engine
-from gspo_env.engines.transformers import sample
+from gspo_env.engines.embedded.engine import sample
 from gspo_env.model.attention import PackedAttention
 
 

@@ -12,7 +12,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
-from gspo_env.recipes.embedded import build_tokenizer
+from gspo_env.recipes.build import build_tokenizer
 
 FOLDER = "reward_model"
 GOODS = ["tea", "bread", "milk", "rice", "soup", "cake", "fish", "salt"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo_envs.textarena import TextArenaEnv
+from gspo_envs.adapters.textarena import TextArenaEnv
 
 
 def legal(rng, observation):

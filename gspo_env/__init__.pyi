@@ -30,7 +30,7 @@ from .errors import SandboxUnavailableError as SandboxUnavailableError
 from .errors import ToolServerError as ToolServerError
 from .errors import UnknownEnvironmentError as UnknownEnvironmentError
 from .learner.learner import Learner as Learner
-from .learner.objectives import policy_loss as policy_loss
+from .learner.losses import policy_loss as policy_loss
 from .types import Episode as Episode
 from .types import Group as Group
 from .types import StopReason as StopReason

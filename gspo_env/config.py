@@ -21,18 +21,18 @@ from pydantic_core import to_jsonable_python
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
-from gspo_env.env.curriculum import NoCurriculum
-from gspo_env.env.mix import Member, read_members, specify
 from gspo_env.errors import ConfigError
 from gspo_env.learner.loss import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, check_values, find, name_of
+from gspo_env.rollout.mix import Member, read_members, specify
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
 from gspo_env.tracking.base import flatten
 from gspo_env.tracking.mlflow import MLflow
+from gspo_env.training.curriculum import NoCurriculum
 from gspo_env.types import Score
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpisodesConfig:
-    """Which episodes a run keeps in its folder; see `gspo_env.report.read_episodes`."""
+    """Which episodes a run keeps in its folder; see `gspo_env.episodes.read_episodes`."""
 
     keep_episodes: Literal["sample", "all", "eval", "none"] = "sample"
     """Those of every evaluation and, of each training step, the first groups (`sample`) or all

@@ -31,8 +31,8 @@ BUILTIN: dict[str, dict[str, str]] = {
         "turn_plus_outcome": "gspo_env.credit.estimators:TurnPlusOutcome",
     },
     "curriculum": {
-        "none": "gspo_env.env.curriculum:NoCurriculum",
-        "ladder": "gspo_env.env.curriculum:Ladder",
+        "none": "gspo_env.training.curriculum:NoCurriculum",
+        "ladder": "gspo_env.training.curriculum:Ladder",
     },
     "engine": {
         "transformers": "gspo_env.engines.base:Transformers",
@@ -88,7 +88,7 @@ def find(kind: str, name: str) -> type[Any]:
         ConfigError: Nothing has that name, or it is not a dataclass.
     """
     if kind == "tracker" and "," in name:
-        found: Any = load_function("gspo_env.tracking.several:combine", kind)(name)
+        found: Any = load_function("gspo_env.tracking.multi:combine", kind)(name)
     elif name in BUILTIN[kind]:
         found = load_function(BUILTIN[kind][name], kind)
     elif ":" in name:
@@ -112,7 +112,7 @@ def find(kind: str, name: str) -> type[Any]:
 def name_of(kind: str, choice: object) -> str:
     """Returns the name under which `find` finds the class of a choice."""
     cls = type(choice)
-    if several := getattr(cls, "_names", None):  # of `gspo_env.tracking.several.combine`
+    if several := getattr(cls, "_names", None):  # of `gspo_env.tracking.multi.combine`
         return ",".join(several)
     for name, place in BUILTIN[kind].items():
         if place == f"{cls.__module__}:{cls.__qualname__}":

@@ -21,7 +21,7 @@ _MOST = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Doubt:
+class TrustProblem:
     """Why settings that name code are not known to be the user's own."""
 
     reason: str
@@ -44,7 +44,7 @@ def write_note(folder: Path, settings: Mapping[str, Any]) -> Path:
     return path
 
 
-def doubt(folder: Path, settings: Mapping[str, Any]) -> Doubt | None:
+def doubt(folder: Path, settings: Mapping[str, Any]) -> TrustProblem | None:
     """Returns why settings are not known to be those that the user trained with; None if they are.
 
     Args:
@@ -80,36 +80,38 @@ def note_path(folder: Path) -> Path:
     return state / "gspo-env" / "trained" / f"{name}.json"
 
 
-def _difference(note: Mapping[str, Any], wanted: Mapping[str, Any]) -> Doubt:
+def _difference(note: Mapping[str, Any], wanted: Mapping[str, Any]) -> TrustProblem:
     """Says how settings differ from a record of their folder."""
     if note.get("settings") != wanted["settings"]:
-        return Doubt(reason="you trained there with other settings")
+        return TrustProblem(reason="you trained there with other settings")
     files, place = note.get("files"), str(note.get("from", ""))
     files = files if isinstance(files, Mapping) else {}
     if missing := [name for name in files if name not in wanted["files"]]:
         there = f"; you trained in {place!r}" if place and place != os.getcwd() else ""
-        return Doubt(
+        return TrustProblem(
             reason=f"there is no file {missing[0]!r} in {os.getcwd()!r}{there}", place=place
         )
     if changed := [name for name, digest in wanted["files"].items() if files.get(name) != digest]:
-        return Doubt(reason=f"{changed[0]!r} has changed since you trained there")
-    return Doubt(reason=f"you trained in another working folder, {note.get('cwd')!r}", place=place)
+        return TrustProblem(reason=f"{changed[0]!r} has changed since you trained there")
+    return TrustProblem(
+        reason=f"you trained in another working folder, {note.get('cwd')!r}", place=place
+    )
 
 
-def _stranger(wanted: Mapping[str, Any]) -> Doubt:
+def _stranger(wanted: Mapping[str, Any]) -> TrustProblem:
     """Says that a folder has no record, or that it is elsewhere than where it was trained."""
     usual = "no record says that you trained there with it"
     try:
         paths = list(note_path(Path()).parent.glob("*.json"))[:_MOST]
     except OSError:
-        return Doubt(reason=usual)
+        return TrustProblem(reason=usual)
     for path in paths:
         note = _read(path) or {}
         same = all(note.get(name) == wanted[name] for name in ("settings", "files"))
         if same and not Path(str(note.get("folder"))).exists():
             moved = f"your record of it is of {note.get('folder')!r}, from where it was moved"
-            return Doubt(reason=moved)
-    return Doubt(reason=usual)
+            return TrustProblem(reason=moved)
+    return TrustProblem(reason=usual)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -24,13 +24,13 @@ from types import MappingProxyType
 from typing import Any
 
 from gspo_env.config import Config, from_dict, to_toml
-from gspo_env.env.mix import add_kwargs, read_members
 from gspo_env.env.registration import find_builtin
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, find
+from gspo_env.rollout.mix import add_kwargs, read_members
 from gspo_env.tracking.base import flatten
-from gspo_env.trained import Doubt, doubt, note_path, write_note
+from gspo_env.trained import TrustProblem, doubt, note_path, write_note
 from gspo_env.visible import visible
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Saved:
     """Settings that run nothing, nested as in a TOML file, without `model` and `output`."""
     refused: dict[str, Any]
     """By dotted name, the settings that need a flag of the user."""
-    why: Doubt | None = None
+    why: TrustProblem | None = None
     """Why they need one."""
 
     @property
@@ -97,7 +97,7 @@ class Saved:
                     refused = {k: v for k, v in refused.items() if k not in left_out}
         if refused:
             named = ", ".join(f"{k} = {_short(v)}" for k, v in refused.items())
-            why = self.why or Doubt(reason="no record says that you trained there with it")
+            why = self.why or TrustProblem(reason="no record says that you trained there with it")
             flags = " ".join(_flag(k, _found(k, v, why.place)) for k, v in refused.items())
             raise ConfigError(
                 f"the settings in {str(self.folder)!r} name {named}, which may run code or reach "

@@ -1,7 +1,7 @@
 """Writes hostile strings into every channel of every model family and counts the control tokens.
 
-    python benchmarks/control_tokens.py                     # 10,000 strings a channel and family
-    python benchmarks/control_tokens.py --count 200 gemma qwen3
+    python stress/control_tokens.py                     # 10,000 strings a channel and family
+    python stress/control_tokens.py --count 200 gemma qwen3
 
 The strings come from the family's own tokens: whole, nested, cut, in other Unicode forms, escaped,
 as template code, as the placeholders of the renderer. The control tokens of a prompt with such a
@@ -15,15 +15,17 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from chat_families import FAMILIES
 
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.types import Message, Prompt
-from gspo_envs.dataset import DatasetEnv
-from gspo_envs.rewards import Attempt, conversation_encoder
+from gspo_envs.data.dataset import DatasetEnv
+from gspo_envs.data.rewards import Attempt, conversation_encoder
 
 TOOLS_AT_ONCE = 50
 """Hostile tools in one prompt, because each new list of tools is rendered again."""

@@ -1,6 +1,6 @@
 """Trains runs that fail in known ways, and good ones, and prints what `gspo-env diagnose` says.
 
-    python benchmarks/diagnose.py [--only NAME] [--long] [--seed N] [--keep FOLDER]
+    python stress/faults.py [--only NAME] [--long] [--seed N] [--keep FOLDER]
 
 A failing run is right if its cause is named first, a good one if nothing is named. Without
 `--long`, the good runs are small ones of some seconds; with it, they are the default run and two
@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ENVS = Path(__file__).resolve().with_name("diagnose_envs.py")
+ENVS = Path(__file__).resolve().parents[1] / "tests" / "diagnose_envs.py"
 BACKWARDS = Path(__file__).resolve().parent.parent / "examples" / "backwards.py"
 
 SMALL: dict[str, Any] = {
@@ -271,8 +271,8 @@ def chosen(
 
 def main() -> None:
     """Plays the runs and prints a row for each."""
-    from gspo_env.report.diagnose import diagnose, lines
-    from gspo_env.report.runs import read_run
+    from gspo_env.health.diagnose import diagnose, lines
+    from gspo_env.report.run_record import read_run
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", help="runs whose name or cause contains this")

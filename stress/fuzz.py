@@ -1,7 +1,7 @@
 """Passes hostile strings to every tool-call parser and to `step` of every built-in environment.
 
-    python benchmarks/fuzz.py                      # 100,000 strings each
-    python benchmarks/fuzz.py --count 5000 gspo/SQL-v0
+    python stress/fuzz.py                      # 100,000 strings each
+    python stress/fuzz.py --count 5000 gspo/SQL-v0
 
 It checks that nothing raises, that rewards are finite, that texts can be encoded, and that the same
 seed gives the same result: a second copy of the environment plays each episode again. Only programs
@@ -26,7 +26,7 @@ from gspo_env.env.base import extract_tag
 from gspo_env.env.info import parse_step
 from gspo_env.env.registration import _BUILTIN
 from gspo_env.errors import GspoEnvError
-from gspo_env.serving import parse_message
+from gspo_env.tool_calls import parse_message
 
 KWARGS: dict[str, dict[str, Any]] = {
     "gspo/Dataset-v0": {"data": [{"prompt": f"What is {n} + 1?"} for n in range(9)], "max_turns": 3}

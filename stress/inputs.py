@@ -1,6 +1,6 @@
 """Types inputs at the command line as a new user might, and checks what the program says.
 
-    python benchmarks/inputs.py [WORDS] [--cold] [--write FILE]
+    python stress/inputs.py [WORDS] [--cold] [--write FILE]
 
 `inputs.txt` has the inputs. Each runs in a folder with small files, some of them broken. Printed
 are the input, the last sentence, the exit code and the seconds until the command ended. Exit code 1
@@ -246,9 +246,9 @@ def _import() -> None:
     names = ("torch", "transformers", "tyro", "gspo_agents.gspo", "gspo_agents.scripted")
     ours = (
         "gspo_env.cli.options",
-        "gspo_env.compare.play",
-        "gspo_envs.dataset",
-        "gspo_envs.lookup",
+        "gspo_env.compare.runner",
+        "gspo_envs.data.dataset",
+        "gspo_envs.text.lookup",
     )
     for name in (*names, *ours, "transformers.models.qwen3.modeling_qwen3"):
         importlib.import_module(name)

@@ -1,6 +1,6 @@
 """Kills training runs with SIGKILL at random moments and goes on with each to its end.
 
-    python benchmarks/kill_resume.py --runs 50
+    python stress/kill_resume.py --runs 50
 
 Each run is a process with one thread. It is killed one to three times, every other time while it
 writes a checkpoint. At its end, every tensor of its last checkpoint, the files of its model and all

@@ -1,10 +1,10 @@
 r"""Trains for many steps with an environment that fails, and watches what must not grow.
 
-    python benchmarks/soak.py --steps 2000 --hidden 64 --demonstrations 400 --imitation-steps 150
-    python benchmarks/soak.py --steps 30 --tasks 16 --group 8
-    python benchmarks/soak.py --steps 30 --tasks 16 --group 8 --faults 0.2 --hangs 0.02 \
+    python stress/soak.py --steps 2000 --hidden 64 --demonstrations 400 --imitation-steps 150
+    python stress/soak.py --steps 30 --tasks 16 --group 8
+    python stress/soak.py --steps 30 --tasks 16 --group 8 --faults 0.2 --hangs 0.02 \
         --timeout 3 --retries 60 --concurrency 64 --lengths 64
-    python benchmarks/soak.py --steps 2 --tasks 2 --group 2 --faults 0.1 --isolation process \
+    python stress/soak.py --steps 2 --tasks 2 --group 2 --faults 0.1 --isolation process \
         --demonstrations 8 --imitation-steps 10 --eval-tasks 2
 
 Prints resident memory, open files, threads and children by quarter of the run, and the success
@@ -36,8 +36,8 @@ from gspo_agents.workers import make_member
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
-from gspo_env.env.mix import Member
-from gspo_env.rollout.faults import FaultLog
+from gspo_env.rollout.failures import FaultLog
+from gspo_env.rollout.mix import Member
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Episode, Fault, StopReason, Task
 
@@ -185,7 +185,7 @@ def make_config(chosen: argparse.Namespace, folder: Path) -> Config:
     """Returns the settings of the training."""
     env, kwargs = chosen.env, {}
     if chosen.faults:
-        env = "gspo_env.check.faulty:Faulty"
+        env = "faulty.faulty:Faulty"
         # a thread that hangs cannot be ended, so it hangs a little longer than an episode only
         hang = 3600.0 if chosen.isolation == "process" else chosen.timeout + 2.0
         kwargs = {"env": chosen.env, "rates": rates(chosen), "hang": hang, "seed": chosen.seed}

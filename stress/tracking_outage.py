@@ -1,6 +1,6 @@
 """Trains while the MLflow server is killed and restarted; counts points written and points found.
 
-    python benchmarks/tracking_outage.py [--steps 60] [--outages 2]
+    python stress/tracking_outage.py [--steps 60] [--outages 2]
 
 The server is a real one over HTTP with an SQLite store. It is killed with SIGKILL, stays away for
 some seconds, and is started again. Every line of the run's `metrics.jsonl` has to be on the server

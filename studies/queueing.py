@@ -278,7 +278,7 @@ class _Run:
         self._start(now)
 
     def _train(self, now: float) -> None:
-        """Starts an update if one can start; see `gspo_env.training.admission.Admission.choose`."""
+        """Starts an update if one can start; see `StalenessGate.choose`."""
         batch = self.system.batch
         if not batch or self.training or len(self.ready) < batch:
             return

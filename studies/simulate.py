@@ -1,8 +1,8 @@
 """Predicts throughput and idle time of a run from the times of its parts, without playing it.
 
-    python benchmarks/simulate.py                                      # the sizes of the docs
-    python benchmarks/simulate.py --episodes 10000 --servers 16 --batch 128 --staleness 2
-    python benchmarks/simulate.py --check          # against real rollouts here, some minutes
+    python studies/simulate.py                                      # the sizes of the docs
+    python studies/simulate.py --episodes 10000 --servers 16 --batch 128 --staleness 2
+    python studies/simulate.py --check          # against real rollouts here, some minutes
 
 `queueing.py` has the simulation. Actions have geometric lengths, and tools log-normal times. Exit
 code 1 if `--check` finds a median that is more than 15 % off.

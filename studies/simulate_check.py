@@ -22,14 +22,14 @@ import torch
 from queueing import Result, System, Turn, simulate
 from simulate import log_normal
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines import Completion, Sampling
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
-from gspo_env.recipes.embedded import build_model, build_tokenizer
+from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Task
 
 FLIGHTS = (16, 64, 256)

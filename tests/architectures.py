@@ -1,6 +1,6 @@
 """Checks tiny random models of many architectures, and writes the table of docs/models.md.
 
-`python benchmarks/architectures.py` checks all, `... NAME NAME` some; `--write` replaces the table.
+`python tests/architectures.py` checks all, `... NAME NAME` some; `--write` replaces the table.
 Windows and chunks are shorter than the sequences, and the weights are large enough that what a
 layer remembers changes every prediction.
 """
@@ -29,13 +29,13 @@ from gspo_env.batch.sample import Sample
 from gspo_env.engines import Sampling, Transformers
 from gspo_env.errors import ModelError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.model.check import BOUND, Way, check_model
+from gspo_env.model.check import BOUND, RunMode, check_model
 from gspo_env.model.export import named_weights
 from gspo_env.model.load import add_adapter
 
 TABLE = Path(__file__).parents[1] / "docs" / "models.md"
-MARK = "<!-- made by benchmarks/architectures.py -->\n"
-DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
+MARK = "<!-- made by tests/architectures.py -->\n"
+DATA = json.loads((Path(__file__).parent / "data" / "architectures.json").read_text())
 COMMON, PARTS = DATA["common"], DATA["parts"]
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (kind, {k: v for part in parts for k, v in PARTS[part].items()} | own)
@@ -219,11 +219,11 @@ def check(name: str) -> list[str]:
     learner = make_learner(model)
     return [
         name,
-        cell(lambda: learner_difference(learner, plain, make_samples(0)), way is not Way.ALONE),
-        cell(lambda: learner_difference(learner, plain, make_samples(40)), way is Way.SHARED),
-        cell(lambda: engine_difference(model, plain), way is not Way.ALONE),
+        cell(lambda: learner_difference(learner, plain, make_samples(0)), way is not RunMode.ALONE),
+        cell(lambda: learner_difference(learner, plain, make_samples(40)), way is RunMode.SHARED),
+        cell(lambda: engine_difference(model, plain), way is not RunMode.ALONE),
         cell(lambda: export_difference(model), True),
-        cell(lambda: adapter_difference(name), way is not Way.ALONE),
+        cell(lambda: adapter_difference(name), way is not RunMode.ALONE),
     ]
 
 

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 
 from gspo_env.batch.sample import Sample
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.registration import make_env
 from gspo_env.learner.log import UpdateStats
-from gspo_env.recipes.embedded import (
+from gspo_env.recipes.build import (
     build,
     build_model,
     build_tokenizer,
@@ -30,7 +31,6 @@ from gspo_env.recipes.embedded import (
     warm_up,
 )
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.transcript import ChatTokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many test processes as cores
 hypothesis.settings.register_profile("shared", deadline=None)  # other programs may be running
@@ -106,7 +106,7 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def families():
     """Functions that make the tokenizers of well-known model families, by name."""
-    path = Path(__file__).parents[1] / "benchmarks" / "chat_families.py"
+    path = Path(__file__).parent / "chat_families.py"
     spec = importlib.util.spec_from_file_location("chat_families", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gspo_env import TextEnv, ToolEnv, tool
-from gspo_env.engines.own_weights import OwnWeights
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded.copy import OwnWeights
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.learner import GSPO, LossInput, ObjectiveOutput
 
 WORDS = ["ant", "bee", "cat", "dog", "eel"]

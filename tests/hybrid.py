@@ -1,6 +1,6 @@
 """Trains tiny hybrid models on the look-up task: one sequence a row, with their own attention.
 
-`python benchmarks/hybrid.py` prints success before and after, and the largest difference of
+`python tests/hybrid.py` prints success before and after, and the largest difference of
 log-probabilities between engine and trainer over all updates; `... NAME --steps N` for one model.
 """
 
@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
-from gspo_env.recipes.embedded import build
+from gspo_env.recipes.build import build
 from gspo_env.recipes.tiny import Tiny
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss
-from gspo_env.learner.objectives import policy_loss
+from gspo_env.learner.losses import policy_loss
 
 
 def learner_of(

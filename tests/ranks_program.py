@@ -18,10 +18,10 @@ from tiny_models import PROGRAM
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo_env.batch.sample import Sample
+from gspo_env.distributed.controller import Controller, Plan, serve
+from gspo_env.distributed.ranks import join
 from gspo_env.errors import GspoEnvError
 from gspo_env.learner import GRPO, GSPO, DrGRPO, Learner, LearnerConfig
-from gspo_env.learner.controller import Controller, Plan, serve
-from gspo_env.learner.ranks import join
 from gspo_env.model.load import add_adapter
 
 LOSSES = {"GSPO": GSPO, "GRPO": GRPO, "DrGRPO": DrGRPO}

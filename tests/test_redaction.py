@@ -20,7 +20,7 @@ from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import MARK, find_mark, redact, redact_text, resolve, write_text
 from gspo_env.tracking.base import RunInfo
-from gspo_env.tracking.several import Several
+from gspo_env.tracking.multi import MultiTracker
 
 SECRET = "hunter2-hunter2"
 TOKEN = "ghp_" + "a1B2" * 9
@@ -134,7 +134,7 @@ def test_trackers_get_neither_settings_nor_texts_with_secrets(tmp_path: Path) ->
 
     params = {"env_kwargs": {"servers": {"w": {"env": {"KEY": SECRET}}}}}
     info = RunInfo(name="n", folder=tmp_path, params=params, tags={"error": TOKEN})
-    with Several({"own": Choice()}, info) as tracker:
+    with MultiTracker({"own": Choice()}, info) as tracker:
         tracker.text("a.txt", f"the tool said {TOKEN}")
     assert "env_kwargs.servers.w.env.KEY" in seen[0][0]
     assert not any(secret in str(seen) for secret in (SECRET, TOKEN))

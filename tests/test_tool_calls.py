@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env.env.tools import Tool, format_tool_call
-from gspo_env.serving import RefusedError, parse_message, read_action
+from gspo_env.serving import RefusedError
+from gspo_env.tool_calls import parse_message, read_action
 from gspo_env.types import Message, ToolCall
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,10}", fullmatch=True)
@@ -158,9 +159,9 @@ def test_mistral_gives_the_ids_of_its_calls():
 
 def strict(schema, kind="chat"):
     """The tools of a request with one strict tool, in each wire format."""
-    from gspo_env.serving.chat import Chat
-    from gspo_env.serving.messages import Messages
-    from gspo_env.serving.responses import Responses
+    from gspo_env.serving.dialects.chat import Chat
+    from gspo_env.serving.dialects.messages import Messages
+    from gspo_env.serving.dialects.responses import Responses
 
     function = {"name": "look", "description": "", "strict": True}
     hi = [{"role": "user", "content": "hi"}]

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.cli.main import main
+from gspo_env.episodes.text import render_episode
 from gspo_env.errors import ConfigError
 from gspo_env.report.curves import learning_curve
-from gspo_env.report.text import render_episode
 from gspo_env.types import Episode, StopReason, Task, Turn
 from gspo_env.visible import visible
 

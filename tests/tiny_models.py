@@ -1,4 +1,4 @@
-"""Loads the tiny random models that `benchmarks/architectures.py` builds."""
+"""Loads the tiny random models that `tests/architectures.py` builds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-_FILE = Path(__file__).parents[1] / "benchmarks" / "architectures.py"
+_FILE = Path(__file__).parent / "architectures.py"
 
 
 def _load() -> ModuleType:

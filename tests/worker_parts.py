@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gspo_env.config import Config
-from gspo_env.engines.vllm.requests import Fleet, ServerAddress, ServerClient
+from gspo_env.engines.vllm.requests import ServerAddress, ServerClient, ServerList
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Task
 
@@ -48,7 +48,7 @@ def pretend_server(folder, seconds=0.0):
 
 
 def fleet(*servers, **fields):
-    return Fleet(servers=servers, max_context=512, **fields)
+    return ServerList(servers=servers, max_context=512, **fields)
 
 
 def settings(workers="asyncio", *, env=None, **limits):

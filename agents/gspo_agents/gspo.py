@@ -18,7 +18,7 @@ import torch
 from gspo_agents.environments import Environments
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
-from gspo_agents.start import (
+from gspo_agents.setup import (
     Start,
     check_learning,
     check_ranks,
@@ -31,28 +31,28 @@ from gspo_agents.start import (
     with_adapter,
 )
 from gspo_agents.workers import check_workers, make_member, open_collector
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
+from gspo_env.distributed.launch import leave_run
+from gspo_env.distributed.ranks import Ranks
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
-from gspo_env.env.mix import specify
 from gspo_env.errors import ConfigError
-from gspo_env.learner.ranks import Ranks
+from gspo_env.health.startup import Problem, at_start, of_changed_files
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.mix import specify
 from gspo_env.rollout.pool import EnvPool, EnvPools
-from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.saved import needs_flags, read_saved, record
 from gspo_env.tracking.base import MODEL
+from gspo_env.tracking.multi import MultiTracker, parts, start
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import Several, parts, start
 from gspo_env.training.checkpoints import Checkpoints
-from gspo_env.training.launch import leave_run
+from gspo_env.training.interrupt import stop_on_signals
 from gspo_env.training.loop import History, Loop, evaluate
-from gspo_env.training.signals import stop_on_signals
 from gspo_env.training.split import Split
-from gspo_env.training.state import Keeper, Resumed, open_run, run_facts
-from gspo_env.training.watch import Problem, at_start, of_changed_files
+from gspo_env.training.state import CheckpointWriter, Resumed, open_run, run_facts
+from gspo_env.trust import needs_flags, read_saved, record
 from gspo_env.types import Episode, Group, Prompt, Role, Task
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class GSPOAgent:
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.
             OutputError: The output folder cannot be written.
-            TrainingError: Nothing can be learned; see `gspo_env.training.watch`.
+            TrainingError: Nothing can be learned; see `gspo_env.health.startup`.
         """
         config, resumed = self.config, self._resumed
         check_learning(self.model, config)
@@ -173,13 +173,17 @@ class GSPOAgent:
             if resumed is None and not self._source:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
             facts = run_facts(config, self.model, self._source, self._left_out)
-            keeper = Keeper(checkpoints, stop, facts, lambda: tracker.ids, self._write)
+            keeper = CheckpointWriter(checkpoints, stop, facts, lambda: tracker.ids, self._write)
             history = self._learn(keeper, report, resumed, tracker)
             report.end(history, self.split(), self._left_out)
         return history
 
     def _learn(
-        self, keeper: Keeper, report: Reporter, resumed: Resumed | None, tracker: Several
+        self,
+        keeper: CheckpointWriter,
+        report: Reporter,
+        resumed: Resumed | None,
+        tracker: MultiTracker,
     ) -> History:
         """Runs the steps that are left; saves and tracks the model if these are all."""
         config = self.config
@@ -344,7 +348,7 @@ class GSPOAgent:
     def load(cls, path: str | Path, env: str | Sequence[str] = "", **changes: Any) -> GSPOAgent:
         """Loads an agent that `save` or a training run wrote.
 
-        The folder is data (`gspo_env.saved`). Playing needs no estimator, loss or tracker; those
+        The folder is data (`gspo_env.trust`). Playing needs no estimator, loss or tracker; those
         that are classes of a file are left out, so that the folder loads without that file.
 
         Args:

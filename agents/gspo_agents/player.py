@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from gspo_env.chat.conversation import Transcript
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import from_dict
 from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
-from gspo_env.env.background import run, run_alone
 from gspo_env.errors import ConfigError, EngineError
 from gspo_env.model.load import load_model
 from gspo_env.model.threads import use_threads
-from gspo_env.rollout.conversation import Transcript
 from gspo_env.rollout.garbage import few_collections
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.saved import read_saved
+from gspo_env.runtime.loops import run, run_alone
+from gspo_env.trust import read_saved
 from gspo_env.types import Prompt, Role
 
 T = TypeVar("T")

@@ -11,31 +11,31 @@ from typing import Any
 
 from gspo_env.config import Config, to_dict, to_toml, with_score
 from gspo_env.env.base import attribute
+from gspo_env.episodes.page import PAGE, write_page
+from gspo_env.episodes.schema import Phase
+from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
-from gspo_env.learner.tokens import TokenValues
-from gspo_env.model.check import Way
+from gspo_env.health.collapse import CollapseWatch, EvalSnapshot
+from gspo_env.health.startup import Problem, of_success
+from gspo_env.learner.stats import TokenValues
+from gspo_env.model.check import RunMode
 from gspo_env.redaction import write_text
 from gspo_env.registry import name_of
 from gspo_env.report.curves import learning_curve
-from gspo_env.report.episodes import Phase
-from gspo_env.report.episodes_log import EpisodeLog
-from gspo_env.report.episodes_page import PAGE, write_page
 from gspo_env.report.inputs import inputs
 from gspo_env.report.run import closing, opening
 from gspo_env.report.traces import traces
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, RunInfo, begin_run
-from gspo_env.tracking.panel import Numbers
+from gspo_env.tracking.console import Numbers
+from gspo_env.tracking.multi import MultiTracker
 from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.provenance import commit, two_words, versions
-from gspo_env.tracking.several import Several
 from gspo_env.tracking.system import SystemMetrics
 from gspo_env.training.checkpoints import Checkpoints
-from gspo_env.training.collapse import CollapseWatch, Level
 from gspo_env.training.loop import History, Place
 from gspo_env.training.split import Split
-from gspo_env.training.watch import Problem, of_success
 from gspo_env.types import Group, Score
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Reporter:
         self,
         config: Config,
         progress: Progress,
-        tracker: Several,
+        tracker: MultiTracker,
         checkpoints: Checkpoints,
         tokenizer: Any,
     ) -> None:
@@ -110,7 +110,7 @@ class Reporter:
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost)
         self._progress.begin("train", step, self.config.steps)
         self._example(step, evaluation.groups)
-        self._collapse.see(Level.of(step, evaluation))
+        self._collapse.see(EvalSnapshot.of(step, evaluation))
         self.episodes.evaluated(step, evaluation)
         if self.config.episodes.keep_episodes != "none":
             self._trace(step, "eval", dict(enumerate(evaluation.groups)))
@@ -141,7 +141,7 @@ class Reporter:
         scores = [(m["eval/success"], step) for step, m in evaluations]
         self._best = max(scores, key=lambda pair: pair[0], default=None)
         for step, metrics in evaluations:
-            self._collapse.see(Level.recorded(step, metrics, self.config.eval_tasks))
+            self._collapse.see(EvalSnapshot.recorded(step, metrics, self.config.eval_tasks))
         self.take_score(score)
         self.episodes.go_on(history[-1][0] if history else 0)
 
@@ -252,7 +252,7 @@ class Reporter:
 
 
 def run_info(
-    config: Config, env_id: str, way: Way, folder: Path, ids: Mapping[str, str]
+    config: Config, env_id: str, way: RunMode, folder: Path, ids: Mapping[str, str]
 ) -> RunInfo:
     """Returns what trackers get when a run starts.
 

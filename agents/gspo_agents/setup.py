@@ -10,29 +10,29 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 from tokenizers import Tokenizer
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, to_toml
+from gspo_env.distributed.controller import Controller
+from gspo_env.distributed.launch import plan_of
+from gspo_env.distributed.ranks import Ranks
 from gspo_env.engines import CopiesWeights, Engine, Transformers
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
 from gspo_env.learner.base import Trainer
-from gspo_env.learner.controller import Controller
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.optimizer import make_optimizer
-from gspo_env.learner.ranks import Ranks
-from gspo_env.model.check import Way, check_engine, check_model
+from gspo_env.model.check import RunMode, check_engine, check_model
 from gspo_env.model.load import add_adapter, check_targets
-from gspo_env.recipes import embedded
+from gspo_env.recipes import build as embedded
 from gspo_env.recipes.cache import WarmUp, WarmUpCache, make_key
 from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import name_of
-from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.tracking.panel import Numbers
+from gspo_env.tracking.console import Numbers
+from gspo_env.tracking.multi import check_trackers
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import check_trackers
-from gspo_env.training.launch import plan_of
 from gspo_env.training.split import Split
 from gspo_env.types import Episode, StopReason
 
@@ -229,7 +229,7 @@ def imitate(
     embedded.warm_up(model, samples, settings, config.seed, show)
 
 
-def check_way(model: Any, config: Config) -> Way:
+def check_way(model: Any, config: Config) -> RunMode:
     """Decides how the model is run; says so if the slower way is needed."""
     decide = check_engine if isinstance(config.engine, Transformers) else check_model
     return decide(model, max_context=config.rollout.max_context).way

@@ -10,18 +10,18 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.env.base import TextEnvironment
 from gspo_env.env.isolated import IsolatedEnv
-from gspo_env.env.mix import Member
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.faults import FaultLog
+from gspo_env.rollout.failures import FaultLog
+from gspo_env.rollout.mix import Member
 from gspo_env.rollout.pool import EnvPool, EnvPools
-from gspo_env.rollout.transcript import ChatTokenizer
 
 
 def check_workers(config: Config) -> None:
@@ -45,7 +45,7 @@ def check_workers(config: Config) -> None:
             "--addresses of servers that all machines reach: those that a run starts listen on "
             "this machine only"
         )
-    from gspo_env.rollout.ray_workers import require_ray
+    from gspo_env.distributed.ray import require_ray
 
     require_ray()
 
@@ -72,9 +72,9 @@ def open_collector(
     if not count:
         yield Collector(start_engine(), chat, pool, limits, vocab_size)
         return
-    from gspo_env.rollout.ray_workers import RayCluster
-    from gspo_env.rollout.worker import WorkerSetup
-    from gspo_env.rollout.workers import Crew, WorkerCollector
+    from gspo_env.distributed.pool import WorkerCollector, WorkerPool
+    from gspo_env.distributed.ray import RayCluster
+    from gspo_env.distributed.worker import WorkerSetup
 
     with closing(RayCluster(count, limits.ray_address)) as cluster:
         engine = start_engine()  # while the cluster starts
@@ -87,7 +87,7 @@ def open_collector(
             fleet=engine.fleet,
         )
         cluster.connect(setup)
-        with closing(Crew(cluster.start, engine, limits)) as crew:
+        with closing(WorkerPool(cluster.start, engine, limits)) as crew:
             yield WorkerCollector(engine, chat, pool, limits, vocab_size, crew=crew)
 
 

@@ -5,7 +5,7 @@ import random
 import sys
 
 from gspo_env.env.base import extract_tag
-from gspo_envs.lookup import WORDS
+from gspo_envs.text.lookup import WORDS
 
 PROMPT = (
     "Follow the links with the lookup tool, one call per turn. Each call returns the next "

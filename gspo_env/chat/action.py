@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_env.rollout.cache import BoundedCache
-from gspo_env.rollout.literal import Literal
+from gspo_env.chat.cache import BoundedCache
+from gspo_env.chat.encode import Literal
 from gspo_env.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,10 @@ _MARKUP = re.compile(r"\s*[^\w\s.,;:!?'()\"]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saying:
+class ParsedAction:
     """A sampled action in the form in which a template takes messages.
 
-    All texts but `shown` are literal: see `gspo_env.rollout.literal`.
+    All texts but `shown` are literal: see `gspo_env.chat.encode`.
     """
 
     literal: str
@@ -134,7 +134,7 @@ class Parser:
         prompt_ids: Sequence[int],
         tools: Sequence[Any],
         stop: tuple[str, ...] = (),
-    ) -> Saying:
+    ) -> ParsedAction:
         """Parses an action.
 
         Args:
@@ -152,13 +152,13 @@ class Parser:
         whole = saying.literal if ended else saying.text
         return replace(saying, **self._by_schema(whole, prompt_ids, tools))
 
-    def _read_text(self, ids: tuple[int, ...], ended: bool, stop: tuple[str, ...]) -> Saying:
+    def _read_text(self, ids: tuple[int, ...], ended: bool, stop: tuple[str, ...]) -> ParsedAction:
         """Reads an action without a response template."""
         text, literal = self._decode(ids, ended)
         places = [p for p in (text.find(self._texts.hide(word)) for word in stop) if p >= 0]
         text = text[: min(places)] if places else text
         shown = self._texts.show(text)
-        return Saying(
+        return ParsedAction(
             literal=literal, text=text, shown=shown, texts=self._texts, **self._by_tag(text)
         )
 

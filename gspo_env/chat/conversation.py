@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gspo_env.rollout.speech import Saying, message_for_template
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.chat.action import ParsedAction, message_for_template
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.types import Episode, Fork, Message, Prompt, ResetInfo, Role, StepInfo, Turn
 
 _MOST_SESSIONS = 4
@@ -27,7 +27,7 @@ _Key = tuple[Any, ...]
 
 
 @dataclass(kw_only=True, slots=True)
-class Opening:
+class PromptIds:
     """The prompt of a turn."""
 
     ids: list[int]
@@ -43,7 +43,7 @@ class Opening:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Told:
+class TurnState:
     """A turn, or the prompt of the turn that comes next."""
 
     observation: str
@@ -54,12 +54,12 @@ class _Told:
     said: tuple[int | None, ...]
     """The turn whose action each of the messages is."""
     tools: tuple[Any, ...]
-    opening: Opening
+    opening: PromptIds
     literal: str | None = None
     """The rendered prompt and, once it is written, the action; None until it is needed."""
     ids: list[int]
     """All ids, those of the action included."""
-    saying: Saying | None = None
+    saying: ParsedAction | None = None
     """The action, once it is written."""
 
     @property
@@ -69,7 +69,7 @@ class _Told:
         return tuple(_key(message) if turn is None else (turn,) for message, turn in pairs)
 
 
-_NOTHING = Opening(ids=[], parent=None, prompt_ids=())
+_NOTHING = PromptIds(ids=[], parent=None, prompt_ids=())
 """Stands for a prompt until it is known."""
 
 
@@ -85,8 +85,8 @@ class Transcript:
         self.chat, self.prompt = chat, prompt
         self.ids: list[int] = []
         """The ids of the last prompt and, once it is written, of its action."""
-        self._turns: list[_Told] = []
-        self._next: _Told | None = None
+        self._turns: list[TurnState] = []
+        self._next: TurnState | None = None
         self._given = False
         """Whether the environment has given a conversation or tools of its own."""
         self._sessions: list[int] = [0]
@@ -95,7 +95,7 @@ class Transcript:
 
     def read(
         self, observation: str, role: Role = "user", request: ResetInfo | StepInfo | None = None
-    ) -> Opening:
+    ) -> PromptIds:
         """Returns the prompt of the next turn.
 
         Args:
@@ -113,14 +113,14 @@ class Transcript:
             self._open(told)
         elif not self._turns:
             ids = list(self.chat.start(observation, self.prompt))
-            told.opening = Opening(ids=ids, parent=None, prompt_ids=tuple(ids))
+            told.opening = PromptIds(ids=ids, parent=None, prompt_ids=tuple(ids))
         else:
             self._append(told, self.chat.follow(observation, self.ids_of(-1)[-1], role))
         told.ids = told.opening.ids.copy()
         self.ids, self._next = told.ids, told
         return told.opening
 
-    def write(self, action_ids: Sequence[int]) -> Saying:
+    def write(self, action_ids: Sequence[int]) -> ParsedAction:
         """Adds the ids of an action, its end of turn included; returns it as a message."""
         told = self._next
         if told is None:
@@ -149,7 +149,7 @@ class Transcript:
 
     def _conversation(
         self, observation: str, role: Role, request: ResetInfo | StepInfo | None
-    ) -> _Told:
+    ) -> TurnState:
         """Returns the conversation that the policy answers, without a prompt."""
         last = self._turns[-1] if self._turns else None
         tools = self.prompt.tools if last is None else last.tools
@@ -165,7 +165,7 @@ class Transcript:
             messages = _first_messages(self.prompt, observation)
             said = (None,) * len(messages)
             self._given = _is_whole(self.prompt) or not self._starts_plain()
-        return _Told(
+        return TurnState(
             observation=observation,
             role=role,
             messages=messages,
@@ -175,9 +175,9 @@ class Transcript:
             ids=[],
         )
 
-    def _complete(self, *others: _Told) -> None:
+    def _complete(self, *others: TurnState) -> None:
         """Sets the messages of all turns, and of the one that comes next."""
-        before: _Told | None = None
+        before: TurnState | None = None
         for number, told in enumerate((*self._turns, *others)):
             if before is not None and not told.messages:
                 spoken = before.saying.shown if before.saying else ""
@@ -222,12 +222,12 @@ class Transcript:
         ends_otherwise = end in self.chat.stop_ids and end != self.chat.end_of_turn
         return not ends_otherwise and self.chat.is_plain(said.shown, observation)
 
-    def _append(self, told: _Told, new: Sequence[int], parent: int = -1) -> None:
+    def _append(self, told: TurnState, new: Sequence[int], parent: int = -1) -> None:
         """Continues an earlier turn."""
         place = parent % len(self._turns)
         before = self._turns[place]
         forked = any(t.opening.parent == place for t in self._turns[place + 1 :])
-        told.opening = Opening(
+        told.opening = PromptIds(
             ids=before.ids + list(new),
             parent=place,
             prompt_ids=tuple(new),
@@ -235,7 +235,7 @@ class Transcript:
             session=self._session(before.opening.session),
         )
 
-    def _open(self, told: _Told) -> None:
+    def _open(self, told: TurnState) -> None:
         if self.chat.history != "template":
             self._open_by_messages(told)
             return
@@ -249,7 +249,7 @@ class Transcript:
                 return
         self._begin(told, self.chat.literal.encode(rendered, first=True))
 
-    def _open_by_messages(self, told: _Told) -> None:
+    def _open_by_messages(self, told: TurnState) -> None:
         """Keeps the latest turn whose conversation, with its action, comes first in this one."""
         for place in reversed(range(len(self._turns))):
             before = self._turns[place]
@@ -263,17 +263,17 @@ class Transcript:
         told.literal = self._render(told)
         self._begin(told, self.chat.literal.encode(told.literal, first=True))
 
-    def _begin(self, told: _Told, ids: list[int]) -> None:
+    def _begin(self, told: TurnState, ids: list[int]) -> None:
         """Begins a sequence."""
         fork, session = None, 0
         if self._turns:
             fork, nearest = self._reason(told)
             session = self._session(None if fork == "new" else nearest.opening.session)
-        told.opening = Opening(
+        told.opening = PromptIds(
             ids=ids, parent=None, prompt_ids=tuple(ids), fork=fork, session=session
         )
 
-    def _reason(self, told: _Told) -> tuple[Fork, _Told]:
+    def _reason(self, told: TurnState) -> tuple[Fork, TurnState]:
         """Returns why no turn is continued, and the turn with the most equal messages."""
         keys = told.keys
         held = [(*before.keys, (place,)) for place, before in enumerate(self._turns)]
@@ -299,13 +299,13 @@ class Transcript:
         self._sessions = [*self._sessions, wanted][-_MOST_SESSIONS:]
         return wanted
 
-    def _literal(self, told: _Told) -> str:
+    def _literal(self, told: TurnState) -> str:
         """Returns the text of a turn, its action included."""
         if told.literal is None:
             told.literal = self._render(told) + (told.saying.literal if told.saying else "")
         return told.literal
 
-    def _render(self, told: _Told) -> str:
+    def _render(self, told: TurnState) -> str:
         literal = self.chat.literal
         spoken = []
         for message, turn in zip(told.messages, told.said, strict=True):
@@ -376,7 +376,7 @@ def _first_messages(prompt: Prompt, observation: str) -> tuple[Message, ...]:
     return (*system, *prompt.messages, *last)
 
 
-def _stands(told: _Told, message: Message) -> bool:
+def _stands(told: TurnState, message: Message) -> bool:
     return told.saying is not None and told.saying.recognise(message) is not None
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from gspo_env.chat.cache import BoundedCache
+from gspo_env.chat.plain_text import PlainText
 from gspo_env.env.base import clean
-from gspo_env.rollout.cache import BoundedCache
-from gspo_env.rollout.plain_text import PlainText
 
 _CACHE = 1 << 24
 """Bytes of the texts that are kept with their hidden characters."""

@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from gspo_env.chat.cache import BoundedCache
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
-from gspo_env.rollout.cache import BoundedCache
 
 logger = logging.getLogger(__name__)
 

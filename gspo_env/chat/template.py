@@ -22,13 +22,13 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from gspo_env.chat.bounds import BoundedTemplate, check_template
+from gspo_env.chat.cache import BoundedCache
+from gspo_env.chat.plain_text import PlainText
+from gspo_env.chat.schemas import Chat, Schemas, hide_controls, list_tools
+from gspo_env.chat.slots import HEAD, TAIL, Part, Parts, Shape, Slot, Text, read_slots
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
-from gspo_env.rollout.bounds import BoundedTemplate, check_template
-from gspo_env.rollout.cache import BoundedCache
-from gspo_env.rollout.plain_text import PlainText
-from gspo_env.rollout.schemas import Chat, Schemas, hide_controls, list_tools
-from gspo_env.rollout.slots import HEAD, TAIL, Part, Parts, Shape, Slot, Text, read_slots
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class ChatTemplate:
             return self._ids(self._fit(list_tools(messages, schemas), ())[0], (), generation)
 
     def literal(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> str:
-        """Returns a conversation as the template renders it; see `gspo_env.rollout.literal`.
+        """Returns a conversation as the template renders it; see `gspo_env.chat.encode`.
 
         What the template does not accept is changed as in `ids`; calls that it does not show are
         written behind the content, as Hermes does.

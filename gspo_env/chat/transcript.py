@@ -1,7 +1,7 @@
 """Converts messages to token ids, and sampled ids to text and messages.
 
-Sampled ids are never decoded and tokenised again to be trained on. `gspo_env.rollout.template`
-encodes text, so that it cannot become a control token; `gspo_env.rollout.conversation` decides
+Sampled ids are never decoded and tokenised again to be trained on. `gspo_env.chat.template`
+encodes text, so that it cannot become a control token; `gspo_env.chat.conversation` decides
 which turn a prompt continues.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 
 from jinja2 import nodes
 
+from gspo_env.chat.action import Parser
+from gspo_env.chat.bounds import parser
+from gspo_env.chat.cache import BoundedCache
+from gspo_env.chat.encode import Literal
+from gspo_env.chat.slots import Parts, Shape, Slot, Text
+from gspo_env.chat.template import ChatTemplate
 from gspo_env.errors import ChatTemplateError
-from gspo_env.rollout.bounds import parser
-from gspo_env.rollout.cache import BoundedCache
-from gspo_env.rollout.literal import Literal
-from gspo_env.rollout.slots import Parts, Shape, Slot, Text
-from gspo_env.rollout.speech import Parser
-from gspo_env.rollout.template import ChatTemplate
 from gspo_env.types import Prompt
 
 logger = logging.getLogger(__name__)

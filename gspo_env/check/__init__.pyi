@@ -1,6 +1,3 @@
 from .actions import random_policy as random_policy
 from .environment import Checked as Checked
 from .environment import check_env as check_env
-from .faulty import Faulty as Faulty
-from .faulty import faulty as faulty
-from .faulty import injected as injected

@@ -26,14 +26,14 @@ from gspo_env.check.actions import HOSTILE, random_policy
 from gspo_env.check.calls import bug_in, valid_call
 from gspo_env.credit.scores import ScoreChoice
 from gspo_env.env.base import TextEnv, attribute, clean
-from gspo_env.env.curriculum import unread_options
 from gspo_env.env.info import declared_score
 from gspo_env.env.registration import make_env
-from gspo_env.env.threads import EnvThread, attempt, watched
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.rollout.play import ENDED, Move, Situation, demonstrator, play
+from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput, demonstrator, play
+from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept
+from gspo_env.training.curriculum import unread_options
 from gspo_env.types import Episode, Prompt, ResetInfo, Score, StepInfo, Task
 
 Policy = Callable[[random.Random, str], str]
@@ -279,14 +279,14 @@ class _Check:
         """
         rng = random.Random(seed)
 
-        async def act(now: Situation) -> Move:
+        async def act(now: PolicyInput) -> PolicyOutput:
             prompt = now.prompt if now.turn == 0 else None
             self.text(now.observation, prompt)
             await _pause()
             text = self.policy(rng, now.observation) if action is None else action
             # as the ids that a model would have sampled, so that values for each are counted
             ids = (*self.chat.encode(clean(text)), self.chat.stop_ids[0])
-            return Move(text=text, action_ids=ids)
+            return PolicyOutput(text=text, action_ids=ids)
 
         task = Task(env_id=self.name, seed=seed)
         return play(env, task, act, max_turns=self.max_turns if action is None else 1)
@@ -387,8 +387,8 @@ def _records(episode: Episode) -> list[tuple[object, ...]]:
 
 
 def _chat() -> Any:
-    from gspo_env.recipes.embedded import TEMPLATE, build_tokenizer
-    from gspo_env.rollout.transcript import ChatTokenizer
+    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.recipes.build import TEMPLATE, build_tokenizer
 
     tokenizer = build_tokenizer(["x"])
     # show the whole tool and not only its name, as real models' templates do

@@ -97,7 +97,7 @@ def to_lines(episode: Episode) -> list[str]:
     """
     from gspo_env.env.base import clean
     from gspo_env.recipes.conversations import Conversation
-    from gspo_env.serving import parse_message
+    from gspo_env.tool_calls import parse_message
     from gspo_env.types import Message
 
     infos = [turn.info for turn in episode.turns[:-1]]

@@ -24,8 +24,8 @@ class Diagnose:
         """Prints what the rules found."""
         if not self.folder:
             raise ConfigError("folder is ''; expected the folder of a run, such as runs/NAME")
-        from gspo_env.report.diagnose import diagnose, lines
-        from gspo_env.report.runs import read_run
+        from gspo_env.health.diagnose import diagnose, lines
+        from gspo_env.report.run_record import read_run
 
         found = diagnose(read_run(self.folder))
         if self.json:

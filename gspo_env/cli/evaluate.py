@@ -57,7 +57,7 @@ class Evaluate:
             )
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
-        from gspo_env.training.watch import of_success
+        from gspo_env.health.startup import of_success
 
         if model == "scripted":
             if len(self.env) > 1:

@@ -17,11 +17,11 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from gspo_env.config import Config, from_dict, override, read_toml, resolve
-from gspo_env.env.mix import add_kwargs, written
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
-from gspo_env.saved import read_saved
+from gspo_env.rollout.mix import add_kwargs, written
 from gspo_env.tracking.base import flatten
+from gspo_env.trust import read_saved
 
 logger = logging.getLogger(__name__)
 

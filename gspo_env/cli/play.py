@@ -16,7 +16,7 @@ from gspo_env.seeding import SEEDS
 from gspo_env.visible import visible
 
 if TYPE_CHECKING:
-    from gspo_env.rollout.play import Move, Situation
+    from gspo_env.rollout.play import PolicyInput, PolicyOutput
     from gspo_env.types import Episode
 
 _HELP = """Type an action, or one of:
@@ -40,7 +40,7 @@ class Play:
     def run(self) -> None:
         """Shows what the policy would read, reads actions, and shows what they earn."""
         from gspo_env.env.registration import make_env, resolve_env
-        from gspo_env.rollout.faults import close_quietly
+        from gspo_env.rollout.failures import close_quietly
         from gspo_env.rollout.play import play_now
         from gspo_env.types import Task
 
@@ -57,9 +57,9 @@ class Play:
             close_quietly(env)
 
 
-def _ask(now: Situation) -> str | Move:
+def _ask(now: PolicyInput) -> str | PolicyOutput:
     """Shows the situation and reads the action of a person; see `gspo_env.rollout.play.Policy`."""
-    from gspo_env.rollout.play import Move
+    from gspo_env.rollout.play import PolicyOutput
     from gspo_env.types import StopReason
 
     if now.turn == 0:
@@ -75,7 +75,7 @@ def _ask(now: Situation) -> str | Move:
         except EOFError:
             line = "/quit"
         if line == "/quit":
-            return Move(stop=StopReason.MAX_TURNS)
+            return PolicyOutput(stop=StopReason.MAX_TURNS)
         if not line.startswith("/"):
             return line
         try:
@@ -87,7 +87,7 @@ def _ask(now: Situation) -> str | Move:
         return action
 
 
-def _begin(now: Situation) -> None:
+def _begin(now: PolicyInput) -> None:
     if now.prompt.system:
         print(f"system: {visible(now.prompt.system)}")
     for message in now.prompt.messages:
@@ -97,7 +97,7 @@ def _begin(now: Situation) -> None:
         print(f"tool {visible(tool.name)}({visible(names)}): {visible(tool.description)}")
 
 
-def _tools(now: Situation) -> dict[str, Any]:
+def _tools(now: PolicyInput) -> dict[str, Any]:
     given = now.prompt.tools if now.request.tools is None else now.request.tools
     return {tool.name: tool for tool in given}
 
@@ -109,7 +109,7 @@ def _several_lines() -> str:
     return "\n".join(lines)
 
 
-def _special(line: str, now: Situation) -> str:
+def _special(line: str, now: PolicyInput) -> str:
     """Returns the action of a line that begins with a slash.
 
     Raises:

@@ -32,8 +32,8 @@ class Report:
         """Reads the runs and writes the report."""
         if not self.folders or not all(self.folders):
             raise ConfigError("folders is empty; expected the folders of runs, such as runs/NAME")
+        from gspo_env.report.run_record import read_run, runs_in
         from gspo_env.report.run_report import write_run_report
-        from gspo_env.report.runs import read_run, runs_in
 
         folders = [run for folder in self.folders for run in runs_in(folder)]
         places = {str(Path(folder).resolve()): folder for folder in folders}

@@ -55,7 +55,7 @@ class Serve:
     def run(self) -> None:
         """Serves until it is interrupted."""
         from gspo_env.env.registration import hide_progress_bars
-        from gspo_env.serving import Address
+        from gspo_env.serving import PolicyServer
 
         hide_progress_bars()
         given = self.key or os.environ.get(KEY, "")
@@ -70,7 +70,7 @@ class Serve:
             raise ConfigError(f"port is {self.port}; expected 0 to 65535")
         config = settings(self)
         with policy_of(self.model, config, self.seed) as policy:
-            address = Address(self.host, self.port)
+            address = PolicyServer(self.host, self.port)
             try:
                 name = self.model_name or Path(self.model).resolve().name
                 session = address.open(policy, training=False, model=name, key=given or None)
@@ -101,7 +101,7 @@ def settings(options: Serve) -> Config:
         ConfigError: The settings are damaged, or name an engine that has to be given.
     """
     from gspo_env.config import Config, from_dict, override
-    from gspo_env.saved import read_saved
+    from gspo_env.trust import read_saved
 
     changes = {
         name: value for name in ("engine", "model_dtype") if (value := getattr(options, name))
@@ -136,9 +136,9 @@ def policy_of(model: str, config: Config, seed: int = 0) -> Iterator[ChatPolicy]
     """
     import torch
 
+    from gspo_env.chat import ChatTokenizer
     from gspo_env.model.load import load_model
     from gspo_env.model.threads import use_threads
-    from gspo_env.rollout import ChatTokenizer
     from gspo_env.serving import ChatPolicy
 
     getattr(config.engine, "require", lambda: None)()

@@ -31,9 +31,9 @@ class Sync:
         """
         from gspo_env.tracking.base import RunInfo
         from gspo_env.tracking.delivery import Cursor
-        from gspo_env.tracking.journal import FOLDER
+        from gspo_env.tracking.jsonl import FOLDER
         from gspo_env.tracking.mlflow import MLflow
-        from gspo_env.tracking.several import Several
+        from gspo_env.tracking.multi import MultiTracker
 
         folder = Path(self.folder)
         if not self.folder or not (folder / FOLDER / "run.json").exists():
@@ -52,7 +52,7 @@ class Sync:
             print("MLflow has everything.")
             return
         info = RunInfo(name=folder.name, folder=folder, resume={"mlflow": ""})
-        tracker = Several({"mlflow": choice}, info)
+        tracker = MultiTracker({"mlflow": choice}, info)
         tracker.wait()
         if tracker.problems:
             raise TrackingError("; ".join(tracker.problems))

@@ -12,8 +12,8 @@ from gspo_env.cli.options import Run
 from gspo_env.config import Config, from_dict, to_dict
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact
-from gspo_env.saved import find_saved, read_saved
 from gspo_env.tracking.base import flatten
+from gspo_env.trust import find_saved, read_saved
 from gspo_env.visible import visible
 
 _SHOWN = (
@@ -51,7 +51,7 @@ class Train(Run):
         Raises:
             ConfigError: Several processes are asked for by other means than the command line.
         """
-        from gspo_env.training.launch import as_rank, launch, launched
+        from gspo_env.distributed.launch import as_rank, launch, launched
 
         if launched():
             as_rank(self._train)
@@ -63,9 +63,9 @@ class Train(Run):
             sys.exit(code)
 
     def _train(self, ranks: Any = None) -> None:
+        from gspo_env.distributed.launch import interrupted_run
         from gspo_env.env.registration import load_agent, resolve_env
-        from gspo_env.tracking.several import check_trackers
-        from gspo_env.training.launch import interrupted_run
+        from gspo_env.tracking.multi import check_trackers
 
         config = self.resolved
         if not self.resume:

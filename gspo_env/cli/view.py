@@ -45,7 +45,7 @@ class View:
             self._write()
 
     def _write(self) -> None:
-        from gspo_env.report.episodes_page import PAGE, write_page
+        from gspo_env.episodes.page import PAGE, write_page
 
         out = Path(self.out or Path(self.folder, PAGE))
         try:
@@ -61,7 +61,7 @@ class View:
         self._open(page.resolve().as_uri())
 
     def _serve(self) -> None:
-        from gspo_env.report.episodes_live import LiveServer
+        from gspo_env.episodes.episodes_live import LiveServer
 
         try:
             server = LiveServer(self.folder, port=self.port, most_mb=self.mb)

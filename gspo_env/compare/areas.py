@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gspo_env.compare.plan import Comparison
-from gspo_env.compare.play import Result
+from gspo_env.compare.runner import Result
 from gspo_env.types import FloatArray
 
 

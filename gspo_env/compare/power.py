@@ -149,7 +149,7 @@ def earlier(folder: Path, metric: str) -> dict[str, dict[str, FloatArray]]:
 
 def _place(folder: str, order: list[str]) -> int:
     """Returns the place of an arm, whose folder is its name with some letters replaced."""
-    from gspo_env.compare.play import slug
+    from gspo_env.compare.runner import slug
 
     slugs = [slug(name) for name in order]
     return slugs.index(folder) if folder in slugs else len(slugs)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.tracking.base import RunInfo, TrackerChoice
-from gspo_env.tracking.several import Several, parts
+from gspo_env.tracking.multi import MultiTracker, parts
 
 
-class Recorder(Several):
+class Recorder(MultiTracker):
     """Records each run once in each tracker, also when the comparison is continued later.
 
     A tracker that failed gets no further runs; the next start of the comparison records them.
@@ -70,7 +70,7 @@ class Recorder(Several):
             resume=dict.fromkeys(self._choices, ""),
             started=started,
         )
-        child = Several(waiting, info)
+        child = MultiTracker(waiting, info)
         child.finish("FAILED" if error else "FINISHED", error)
         for problem in child.problems:
             self._say(f"{name}: {problem}")

@@ -15,8 +15,8 @@ import numpy as np
 
 from gspo_env.compare.areas import areas_by_arm
 from gspo_env.compare.plan import Comparison
-from gspo_env.compare.play import Play, Result, Run, has_result, planned, read
 from gspo_env.compare.power import PILOT, lines, spreads
+from gspo_env.compare.runner import Play, Result, Run, has_result, planned, read
 from gspo_env.compare.sequential import Difference, Sequential, cannot_win, differences, tight
 from gspo_env.errors import OutputError
 from gspo_env.redaction import write_text

@@ -22,13 +22,13 @@ from gspo_env.compare.record import Recorder
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
+from gspo_env.health.startup import refuse_hopeless
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
+from gspo_env.tracking.multi import check_trackers
 from gspo_env.tracking.progress import Progress
-from gspo_env.tracking.several import check_trackers
-from gspo_env.training.signals import stop_on_signals
-from gspo_env.training.watch import refuse_hopeless
+from gspo_env.training.interrupt import stop_on_signals
 
 logger = logging.getLogger(__name__)
 

@@ -13,18 +13,23 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gspo_env.batch.packing import pack
 from gspo_env.batch.sample import PackedBatch, Sample
+from gspo_env.distributed.deal import (
+    Share,
+    pack_shares,
+    split_over_ranks,
+    unpack_shares,
+)
+from gspo_env.distributed.learner import ShardedLearner
+from gspo_env.distributed.ranks import OneRankFailed, Ranks
+from gspo_env.distributed.shards import ModelSpec, full_tensor, gather_weights, reshard, shard
 from gspo_env.errors import GspoEnvError, ModelError
 from gspo_env.learner import state
-from gspo_env.learner.deal import Share, deal, pack_shares, unpack_shares
 from gspo_env.learner.log import PassNumbers, UpdateStats, numbers_of
 from gspo_env.learner.loss import Loss
 from gspo_env.learner.minibatch import split
-from gspo_env.learner.ranks import OneRankFailed, Ranks
 from gspo_env.learner.settings import LearnerConfig
-from gspo_env.learner.sharded import ShardedLearner
-from gspo_env.learner.shards import Blueprint, full_tensor, gather_weights, reshard, shard
-from gspo_env.learner.tokens import TokenValues, token_values
-from gspo_env.model.check import Way, check_model
+from gspo_env.learner.stats import TokenValues, token_values
+from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
 
 PROBE_BOUND = 1e-3
@@ -46,7 +51,7 @@ class Plan:
 class _Member:
     """What rank 0 and the others do alike, in the same order."""
 
-    def __init__(self, ranks: Ranks, blueprint: Blueprint, plan: Plan, whole: Any) -> None:
+    def __init__(self, ranks: Ranks, blueprint: ModelSpec, plan: Plan, whole: Any) -> None:
         self.ranks, self.whole = ranks, whole
         make = partial(shard, ranks, blueprint, plan.config, whole)
         self.learner = ShardedLearner(
@@ -110,13 +115,13 @@ class Controller:
 
     def __init__(self, ranks: Ranks, whole: Any, plan: Plan, text: str) -> None:
         whole.to(ranks.device)
-        blueprint, check = Blueprint.of(whole), check_model(whole)
+        blueprint, check = ModelSpec.of(whole), check_model(whole)
         ranks.say("learner", blueprint=asdict(blueprint), config=text)
         self._ranks, self._plan = ranks, plan
         self._member = _Member(ranks, blueprint, plan, whole)
-        how = {"packed": check.way is not Way.ALONE, "padded": check.padded}
+        how = {"packed": check.way is not RunMode.ALONE, "padded": check.padded}
         self._scorer = Scorer(whole, whole, plan.temperature, **how)
-        self._sharing = check.way is Way.SHARED
+        self._sharing = check.way is RunMode.SHARED
         self.policy = whole
         self.tokens: dict[tuple[int, int], TokenValues] = {}
         self._check_shards()
@@ -137,7 +142,7 @@ class Controller:
         plan = self._plan
         engine = plan.loss.needs_engine_logprobs
         parts = split(samples, plan.config.minibatches, seed, engine=engine)
-        dealt = [deal(part, self._ranks.size) for part in parts]
+        dealt = [split_over_ranks(part, self._ranks.size) for part in parts]
         self._ranks.say("update", keep=[int(number) for number in keep])
         for rank in range(1, self._ranks.size):
             self._ranks.send(rank, *pack_shares([shares[rank] for shares in dealt]))
@@ -222,7 +227,7 @@ def _do(
     """Does one thing that rank 0 said; returns this rank's part."""
     command = told["command"]
     if command == "learner":
-        blueprint = Blueprint(**told["blueprint"])
+        blueprint = ModelSpec(**told["blueprint"])
         member = _Member(ranks, blueprint, plan_of(told["config"]), None)
         member.learner.probe()
         return member

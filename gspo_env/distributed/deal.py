@@ -26,7 +26,7 @@ class Share:
     sequences: int
 
 
-def deal(samples: Sequence[Sample], ranks: int) -> list[Share]:
+def split_over_ranks(samples: Sequence[Sample], ranks: int) -> list[Share]:
     """Deals whole episodes in shares of about as many tokens; a share may be empty.
 
     Episodes with a common prefix are neighbours, so that they can share it in one row.

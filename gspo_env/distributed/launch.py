@@ -20,17 +20,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gspo_env.children import die_with_parent
 from gspo_env.config import Config, from_dict
 from gspo_env.errors import ConfigError, GspoEnvError
 from gspo_env.learner.loss import decide_correction
+from gspo_env.runtime.processes import die_with_parent
 from gspo_env.training.checkpoints import step_folders
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-    from gspo_env.learner.controller import Plan
-    from gspo_env.learner.ranks import Ranks
+    from gspo_env.distributed.controller import Plan
+    from gspo_env.distributed.ranks import Ranks
 
 _NOTES = "GSPO_ENV_LAUNCH"
 """Environment variable with the folder in which rank 0 leaves notes for the launcher."""
@@ -127,8 +127,8 @@ def as_rank(lead: Callable[[Ranks], None]) -> None:
         TrainingError: Rank 0 has ended without saying so.
     """
     die_with_parent(os.getppid())
-    from gspo_env.learner.controller import serve
-    from gspo_env.learner.ranks import join
+    from gspo_env.distributed.controller import serve
+    from gspo_env.distributed.ranks import join
 
     with join() as ranks:
         if ranks.rank:
@@ -144,7 +144,7 @@ def as_rank(lead: Callable[[Ranks], None]) -> None:
 
 def plan_of(config: Config) -> Plan:
     """Returns the settings that all ranks share."""
-    from gspo_env.learner.controller import Plan
+    from gspo_env.distributed.controller import Plan
 
     return Plan(
         loss=decide_correction(config.loss, config.supply.max_staleness),
@@ -157,7 +157,7 @@ def plan_of(config: Config) -> Plan:
 @contextmanager
 def _not_started_again() -> Iterator[None]:
     """Ends well after an error that would come again, and leaves its exit code to the launcher."""
-    from gspo_env.learner.ranks import OneRankFailed
+    from gspo_env.distributed.ranks import OneRankFailed
 
     try:
         yield

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from gspo_env.batch.packing import microbatches
 from gspo_env.batch.sample import PackedBatch, Sample
+from gspo_env.distributed.deal import Share
+from gspo_env.distributed.ranks import OneRankFailed, Ranks
+from gspo_env.distributed.shards import full_tensor, reshard
 from gspo_env.errors import ConfigError
-from gspo_env.learner.deal import Share
 from gspo_env.learner.lanes import Lanes
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import Loss
 from gspo_env.learner.memory import OutOfMemory
 from gspo_env.learner.minibatch import Microbatch, Minibatch
-from gspo_env.learner.ranks import OneRankFailed, Ranks
 from gspo_env.learner.settings import LearnerConfig
-from gspo_env.learner.shards import full_tensor, reshard
 from gspo_env.learner.spread import Scored, spread_rows
 from gspo_env.model.scorer import Scorer
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from gspo_env.engines.vllm.requests import Fleet, ServerAddress
+from gspo_env.distributed.worker import GroupRequest, Lines, WorkerStatus, from_bytes
+from gspo_env.engines.vllm.requests import ServerAddress, ServerList
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.collector import Collector, GroupJob
+from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.gate import Gate
+from gspo_env.rollout.progress import SILENCE, Heartbeat
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.waits import SILENCE, Heartbeat
-from gspo_env.rollout.worker import Lines, Order, Pulse, from_bytes
 from gspo_env.types import Group
 
 logger = logging.getLogger(__name__)
@@ -34,15 +34,15 @@ class WorkerDied(Exception):
 class Handle(Protocol):
     """Reaches one worker."""
 
-    async def play(self, order: Order) -> bytes:
-        """Plays a group; see `gspo_env.rollout.worker.Worker.play`.
+    async def play(self, order: GroupRequest) -> bytes:
+        """Plays a group; see `gspo_env.distributed.worker.Worker.play`.
 
         Raises:
             WorkerDied: The worker has ended.
         """
 
-    def beat(self, fleet: Fleet) -> Future[Pulse]:
-        """Asks the worker for a `Pulse`."""
+    def beat(self, fleet: ServerList) -> Future[WorkerStatus]:
+        """Asks the worker for a `WorkerStatus`."""
 
     def close(self) -> Future[Lines]:
         """Lets the worker close its environments; see `Worker.close`."""
@@ -58,7 +58,7 @@ class ServesOthers(Protocol):
     """An engine on whose servers other processes sample."""
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> ServerList:
         """The servers."""
 
     def failed(self, address: ServerAddress, reason: str) -> None:
@@ -82,9 +82,9 @@ class _Member:
     """When it was started."""
     answered: float = field(default_factory=time.monotonic)
     """When it last answered, or the first question was asked."""
-    asked: Future[Pulse] | None = None
-    pulse: Pulse | None = None
-    jobs: list[GroupJob] = field(default_factory=list)
+    asked: Future[WorkerStatus] | None = None
+    pulse: WorkerStatus | None = None
+    jobs: list[RolloutRequest] = field(default_factory=list)
 
     @property
     def episodes(self) -> int:
@@ -105,7 +105,7 @@ class _Member:
         return f"{told}: {self.pulse.waits}"
 
 
-class Crew:
+class WorkerPool:
     """Workers, a thread that asks each for its pulse, and those who take the place of dead ones.
 
     Args:
@@ -139,7 +139,7 @@ class Crew:
         self._asking.start()
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> ServerList:
         """The servers."""
         return self._engine.fleet
 
@@ -152,13 +152,15 @@ class Crew:
             "rollout/reissued_groups": float(self.reissued),
         }
 
-    async def play(self, job: GroupJob, gives_outcome: bool | None, counts: bool = True) -> bytes:
+    async def play(
+        self, job: RolloutRequest, gives_outcome: bool | None, counts: bool = True
+    ) -> bytes:
         """Plays a group, and once more with the same seeds each time that its worker dies.
 
         Args:
             job: The group.
-            gives_outcome: See `Order.gives_outcome`.
-            counts: See `Order.counts`.
+            gives_outcome: See `GroupRequest.gives_outcome`.
+            counts: See `GroupRequest.counts`.
 
         Raises:
             RolloutError: No worker is left.
@@ -166,7 +168,9 @@ class Crew:
         while True:
             member = await self._choose(job)
             handle = member.handle
-            order = Order(job=job, fleet=self.fleet, gives_outcome=gives_outcome, counts=counts)
+            order = GroupRequest(
+                job=job, fleet=self.fleet, gives_outcome=gives_outcome, counts=counts
+            )
             try:
                 return await handle.play(order)
             except WorkerDied as death:
@@ -178,7 +182,7 @@ class Crew:
                 with self._lock:
                     member.jobs = [other for other in member.jobs if other is not job]
 
-    async def _choose(self, job: GroupJob) -> _Member:
+    async def _choose(self, job: RolloutRequest) -> _Member:
         """Returns the ready worker with the fewest episodes, in the order of the callers."""
         loop = asyncio.get_running_loop()
         if self._queue is None or self._queue[0] is not loop:
@@ -252,7 +256,7 @@ class Crew:
                     except Exception as error:  # or nobody would notice who dies
                         self._lose(member, member.handle, f"{type(error).__name__}: {error}")
 
-    def _ask(self, member: _Member, fleet: Fleet) -> None:
+    def _ask(self, member: _Member, fleet: ServerList) -> None:
         """Takes a worker's answer, asks it again, or ends it if it does not answer."""
         handle, now = member.handle, time.monotonic()
         problem = ""
@@ -276,7 +280,7 @@ class Crew:
         if problem:
             self._lose(member, handle, problem)
 
-    def _take(self, member: _Member, pulse: Pulse) -> None:
+    def _take(self, member: _Member, pulse: WorkerStatus) -> None:
         with self._lock:
             member.pulse, member.answered = pulse, time.monotonic()
             if member.state is _State.STARTING:
@@ -326,7 +330,7 @@ class WorkerCollector(Collector):
     environments are its affair.
     """
 
-    crew: Crew = field(kw_only=True)
+    crew: WorkerPool = field(kw_only=True)
 
     def __post_init__(self) -> None:
         """Lets the log say who is waited for."""
@@ -340,7 +344,7 @@ class WorkerCollector(Collector):
         """See `Collector.metrics`."""
         return self.crew.metrics()
 
-    async def play(self, job: GroupJob, gate: asyncio.Semaphore) -> Group:
+    async def play(self, job: RolloutRequest, gate: asyncio.Semaphore) -> Group:
         """See `Collector.play`. The workers themselves limit the episodes in flight, not `gate`.
 
         Raises:

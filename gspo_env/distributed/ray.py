@@ -22,12 +22,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.children import Guard, PrivateFolder, spawn
 from gspo_env.errors import MissingExtraError, RolloutError
+from gspo_env.runtime.processes import Guard, PrivateFolder, spawn
 
 if TYPE_CHECKING:
-    from gspo_env.engines.vllm.requests import Fleet
-    from gspo_env.rollout.worker import Lines, Order, Pulse, WorkerSetup
+    from gspo_env.distributed.worker import GroupRequest, Lines, WorkerSetup, WorkerStatus
+    from gspo_env.engines.vllm.requests import ServerList
 
 _TOKEN = secrets.token_hex(32)
 """Only who knows it can use a cluster that this process starts. Ray keeps the first one it reads.
@@ -153,14 +153,14 @@ class RayCluster:
 
 
 class RayHandle:
-    """Reaches the worker in an actor; see `gspo_env.rollout.workers.Handle`."""
+    """Reaches the worker in an actor; see `gspo_env.distributed.pool.Handle`."""
 
     def __init__(self, ray: Any, actor: Any, *, local: bool) -> None:
         self._ray, self._actor, self._local = ray, actor, local
 
-    async def play(self, order: Order) -> bytes:
+    async def play(self, order: GroupRequest) -> bytes:
         """Plays a group."""
-        from gspo_env.rollout.workers import WorkerDied
+        from gspo_env.distributed.pool import WorkerDied
 
         reference = self._actor.play.remote(order)
         try:
@@ -174,10 +174,10 @@ class RayHandle:
             raise WorkerDied(_reason(error)) from error
         return data
 
-    def beat(self, fleet: Fleet) -> Future[Pulse]:
+    def beat(self, fleet: ServerList) -> Future[WorkerStatus]:
         """Asks for a pulse, on another event loop than that of the episodes."""
         call = self._actor.beat.options(concurrency_group="beats")
-        pulse: Future[Pulse] = call.remote(fleet).future()
+        pulse: Future[WorkerStatus] = call.remote(fleet).future()
         return pulse
 
     def why(self, error: BaseException) -> str:
@@ -202,14 +202,14 @@ class _Actor:
     """The process of a worker."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        from gspo_env.rollout.worker import Worker
+        from gspo_env.distributed.worker import Worker
 
         self._worker = Worker(setup)
 
-    async def play(self, order: Order) -> bytes:
+    async def play(self, order: GroupRequest) -> bytes:
         return await self._worker.play(order)
 
-    async def beat(self, fleet: Fleet) -> Pulse:
+    async def beat(self, fleet: ServerList) -> WorkerStatus:
         return self._worker.beat(fleet)
 
     async def close(self) -> Lines:

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from gspo_env.distributed.ranks import Ranks
 from gspo_env.errors import ModelError, TrainingError
-from gspo_env.learner.ranks import Ranks
 from gspo_env.learner.settings import LearnerConfig
+from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import RAGGED, use_ragged_attention
-from gspo_env.model.check import Difference, ModelCheck, Way, check_model, note_check
+from gspo_env.model.check import Difference, ModelCheck, RunMode, check_model, note_check
 from gspo_env.model.load import add_adapter
-from gspo_env.model.merge import plain_model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Blueprint:
+class ModelSpec:
     """What a rank needs to build the model of rank 0, but for its weights."""
 
     kind: str
@@ -43,7 +43,7 @@ class Blueprint:
     attention: str
 
     @classmethod
-    def of(cls, whole: Any) -> Blueprint:
+    def of(cls, whole: Any) -> ModelSpec:
         """Describes the model of rank 0."""
         check, base = check_model(whole), plain_model(whole)
         return cls(
@@ -85,7 +85,7 @@ class Blueprint:
             use_ragged_attention(model)
         same = Difference(nats=0.0)
         check = ModelCheck(
-            way=Way(self.way),
+            way=RunMode(self.way),
             bound=0.0,
             packed=same,
             shared=same,
@@ -98,7 +98,7 @@ class Blueprint:
 
 
 def shard(
-    ranks: Ranks, blueprint: Blueprint, learner: LearnerConfig, whole: Any, *, frozen: bool = False
+    ranks: Ranks, blueprint: ModelSpec, learner: LearnerConfig, whole: Any, *, frozen: bool = False
 ) -> Any:
     """Builds the model of rank 0 in shards; all ranks call this together.
 
@@ -166,7 +166,7 @@ class _Filler:
         self,
         ranks: Ranks,
         model: Any,
-        blueprint: Blueprint,
+        blueprint: ModelSpec,
         source: dict[str, Tensor],
         frozen: bool,
     ) -> None:

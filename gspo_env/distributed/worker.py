@@ -17,17 +17,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_env.engines.vllm.requests import Fleet, ServerAddress, ServerClient
+from gspo_env.chat.transcript import ChatTokenizer, History
+from gspo_env.engines.vllm.requests import ServerAddress, ServerClient, ServerList
 from gspo_env.env.isolated import described_tool
 from gspo_env.env.tools import Tool
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.collector import Collector, GroupJob
-from gspo_env.rollout.faults import FaultLog
+from gspo_env.rollout.collector import Collector, RolloutRequest
+from gspo_env.rollout.failures import FaultLog
 from gspo_env.rollout.gate import Gate
 from gspo_env.rollout.pool import EnvPool, EnvPools
+from gspo_env.rollout.progress import Heartbeat
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer, History
-from gspo_env.rollout.waits import Heartbeat
 from gspo_env.types import Episode, Fault, Group, Task
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class WorkerSetup:
     """See `ChatTokenizer`."""
     config: RolloutConfig
     vocab_size: int | None
-    fleet: Fleet
+    fleet: ServerList
     """The servers at the start."""
     folder: str = field(default_factory=os.getcwd)
     """Working folder of the trainer, which a worker on the same machine takes over."""
@@ -59,11 +59,11 @@ class WorkerSetup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class GroupRequest:
     """A group for a worker to play."""
 
-    job: GroupJob
-    fleet: Fleet
+    job: RolloutRequest
+    fleet: ServerList
     gives_outcome: bool | None
     """What the trainer knows; see `EnvPool.gives_outcome`."""
     counts: bool = True
@@ -83,7 +83,7 @@ class Played:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pulse:
+class WorkerStatus:
     """What a worker says of itself."""
 
     pid: int
@@ -122,7 +122,7 @@ class Worker:
         self._turned = time.monotonic()
         self._turning: asyncio.Task[None] | None = None
 
-    async def play(self, order: Order) -> bytes:
+    async def play(self, order: GroupRequest) -> bytes:
         """Plays a group; returns a pickled `Played`."""
         self._engine.see(order.fleet)
         if order.gives_outcome is not None:
@@ -141,11 +141,11 @@ class Worker:
         seconds = self._counted.episode_seconds() if order.counts else 0.0
         return to_bytes(Played(group=group, unfit=unfit, seconds=seconds))
 
-    def beat(self, fleet: Fleet) -> Pulse:
+    def beat(self, fleet: ServerList) -> WorkerStatus:
         """Takes over which servers serve, and says what the episodes wait for; from any thread."""
         self._engine.see(fleet)
         waits = self._collector._waits
-        return Pulse(
+        return WorkerStatus(
             pid=os.getpid(),
             idle=waits.idle(),
             stalled=time.monotonic() - self._turned if self._turning else 0.0,

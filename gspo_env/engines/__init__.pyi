@@ -10,5 +10,5 @@ from .base import UpdatesInFlight as UpdatesInFlight
 from .base import check_completion as check_completion
 from .base import drained as drained
 from .base import version_runs as version_runs
-from .transformers import TransformersEngine as TransformersEngine
-from .unbatched import UnbatchedEngine as UnbatchedEngine
+from .embedded.engine import TransformersEngine as TransformersEngine
+from .embedded.unpacked import UnbatchedEngine as UnbatchedEngine

@@ -155,15 +155,15 @@ class Transformers:
         Raises:
             ModelError: The model gives other log-probabilities with a cache.
         """
-        from gspo_env.engines.own_weights import OwnWeights
-        from gspo_env.engines.transformers import TransformersEngine
-        from gspo_env.engines.unbatched import UnbatchedEngine
-        from gspo_env.model.check import Way, check_engine
+        from gspo_env.engines.embedded.copy import OwnWeights
+        from gspo_env.engines.embedded.engine import TransformersEngine
+        from gspo_env.engines.embedded.unpacked import UnbatchedEngine
+        from gspo_env.model.check import RunMode, check_engine
 
         check = check_engine(model, max_context)
 
         def begin(model: Any) -> TransformersEngine | UnbatchedEngine:
-            if check.way is not Way.ALONE:
+            if check.way is not RunMode.ALONE:
                 return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
             return UnbatchedEngine(
                 model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns

@@ -3,10 +3,6 @@ from .base import TextEnv as TextEnv
 from .base import TextEnvironment as TextEnvironment
 from .base import clean as clean
 from .base import extract_tag as extract_tag
-from .curriculum import Curriculum as Curriculum
-from .curriculum import Ladder as Ladder
-from .curriculum import NoCurriculum as NoCurriculum
-from .curriculum import StepResult as StepResult
 from .info import parse_reset as parse_reset
 from .info import parse_step as parse_step
 from .info import read_prompt as read_prompt

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
 
-from gspo_env.env.background import make_synchronous
 from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.runtime.loops import make_synchronous
 from gspo_env.types import Message
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ import sys
 from functools import partial
 from typing import Any
 
-from gspo_env.children import die_with_parent
-from gspo_env.env import background
 from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
 from gspo_env.env.info import parse_reset, parse_step, read_message, read_prompt
 from gspo_env.env.pipe import receive, send
 from gspo_env.env.registration import make_env
-from gspo_env.env.threads import attempt, foreign
+from gspo_env.runtime import loops as background
+from gspo_env.runtime.processes import die_with_parent
+from gspo_env.runtime.threads import attempt, foreign
 
 DECLARATIONS = (
     *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks", "takes_cut_actions"),

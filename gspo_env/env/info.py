@@ -12,7 +12,6 @@ from typing import Any, get_args
 import numpy as np
 
 from gspo_env.env.base import MAX_OBSERVATION, Action, TextEnvironment, attribute
-from gspo_env.env.threads import attempt, foreign
 from gspo_env.env.tools import Tool
 from gspo_env.errors import (
     ConfigError,
@@ -20,6 +19,7 @@ from gspo_env.errors import (
     EnvironmentCrashError,
     EnvironmentHangError,
 )
+from gspo_env.runtime.threads import attempt, foreign
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo, ToolCall
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]

@@ -19,10 +19,8 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator, registry
 from gymnasium.spaces import Text
 
-from gspo_env.env.background import make_synchronous
 from gspo_env.env.base import MAX_OBSERVATION, METHODS
 from gspo_env.env.spaces import UnicodeText
-from gspo_env.env.threads import constructing
 from gspo_env.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -31,35 +29,37 @@ from gspo_env.errors import (
 )
 from gspo_env.importing import load_module
 from gspo_env.redaction import find_mark, redact
+from gspo_env.runtime.loops import make_synchronous
+from gspo_env.runtime.threads import constructing
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "gspo_env.envs"
 _BUILTIN = {
-    "gspo/Additive-v0": "gspo_envs.diagnostics:AdditiveEnv",
-    "gspo/Calculator-v0": "gspo_envs.calculator:CalculatorEnv",
-    "gspo/Dataset-v0": "gspo_envs.dataset:DatasetEnv",
-    "gspo/Density-v0": "gspo_envs.density:DensityEnv",
-    "gspo/Distractor-v0": "gspo_envs.diagnostics:DistractorEnv",
-    "gspo/GEM-v0": "gspo_envs.gem:GEMEnv",
-    "gspo/GuessNumber-v0": "gspo_envs.guess_number:GuessNumberEnv",
-    "gspo/GymText-v0": "gspo_envs.gym_text:GymTextEnv",
-    "gspo/KeyDoor-v0": "gspo_envs.diagnostics:KeyDoorEnv",
-    "gspo/Lookup-v0": "gspo_envs.lookup:LookupEnv",
-    "gspo/MCP-v0": "gspo_envs.mcp:MCPEnv",
-    "gspo/MiniGrid-v0": "gspo_envs.minigrid:MiniGridEnv",
-    "gspo/Misleading-v0": "gspo_envs.diagnostics:MisleadingEnv",
-    "gspo/OpenEnv-v0": "gspo_envs.openenv:OpenEnvEnv",
-    "gspo/Program-v0": "gspo_envs.program:ProgramEnv",
-    "gspo/PythonTool-v0": "gspo_envs.python_tool:PythonToolEnv",
-    "gspo/ReasoningGym-v0": "gspo_envs.reasoning_gym:ReasoningGymEnv",
-    "gspo/Recurring-v0": "gspo_envs.diagnostics:RecurringEnv",
-    "gspo/SQL-v0": "gspo_envs.sql:SQLEnv",
-    "gspo/SkyRL-v0": "gspo_envs.skyrl_gym:SkyRLEnv",
-    "gspo/TextArena-v0": "gspo_envs.textarena:TextArenaEnv",
-    "gspo/VariableLength-v0": "gspo_envs.diagnostics:VariableLengthEnv",
-    "gspo/Verifiers-v0": "gspo_envs.verifiers:VerifiersEnv",
-    "gspo/Wordle-v0": "gspo_envs.wordle:WordleEnv",
+    "gspo/Additive-v0": "gspo_envs.diagnostic.diagnostics:AdditiveEnv",
+    "gspo/Calculator-v0": "gspo_envs.text.calculator:CalculatorEnv",
+    "gspo/Dataset-v0": "gspo_envs.data.dataset:DatasetEnv",
+    "gspo/Density-v0": "gspo_envs.diagnostic.density:DensityEnv",
+    "gspo/Distractor-v0": "gspo_envs.diagnostic.diagnostics:DistractorEnv",
+    "gspo/GEM-v0": "gspo_envs.adapters.gem:GEMEnv",
+    "gspo/GuessNumber-v0": "gspo_envs.text.guess_number:GuessNumberEnv",
+    "gspo/GymText-v0": "gspo_envs.adapters.gym_text:GymTextEnv",
+    "gspo/KeyDoor-v0": "gspo_envs.diagnostic.diagnostics:KeyDoorEnv",
+    "gspo/Lookup-v0": "gspo_envs.text.lookup:LookupEnv",
+    "gspo/MCP-v0": "gspo_envs.tools.mcp.env:MCPEnv",
+    "gspo/MiniGrid-v0": "gspo_envs.adapters.minigrid:MiniGridEnv",
+    "gspo/Misleading-v0": "gspo_envs.diagnostic.diagnostics:MisleadingEnv",
+    "gspo/OpenEnv-v0": "gspo_envs.adapters.openenv:OpenEnvEnv",
+    "gspo/Program-v0": "gspo_envs.program.env:ProgramEnv",
+    "gspo/PythonTool-v0": "gspo_envs.tools.python_tool:PythonToolEnv",
+    "gspo/ReasoningGym-v0": "gspo_envs.adapters.reasoning_gym:ReasoningGymEnv",
+    "gspo/Recurring-v0": "gspo_envs.diagnostic.diagnostics:RecurringEnv",
+    "gspo/SQL-v0": "gspo_envs.tools.sql:SQLEnv",
+    "gspo/SkyRL-v0": "gspo_envs.adapters.skyrl_gym:SkyRLEnv",
+    "gspo/TextArena-v0": "gspo_envs.adapters.textarena:TextArenaEnv",
+    "gspo/VariableLength-v0": "gspo_envs.diagnostic.diagnostics:VariableLengthEnv",
+    "gspo/Verifiers-v0": "gspo_envs.adapters.verifiers:VerifiersEnv",
+    "gspo/Wordle-v0": "gspo_envs.text.wordle:WordleEnv",
 }
 _AGENTS = {
     "frozen": "gspo_agents.player:FrozenAgent",

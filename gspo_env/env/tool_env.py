@@ -16,11 +16,11 @@ from uuid import UUID
 
 import numpy as np
 
-from gspo_env.env.background import settle
 from gspo_env.env.base import StepResult, TextEnv, clean
-from gspo_env.env.threads import foreign, log_once
 from gspo_env.env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
 from gspo_env.errors import ConfigError, EnvironmentContractError
+from gspo_env.runtime.loops import settle
+from gspo_env.runtime.threads import foreign, log_once
 
 _TEXTS = (
     str,

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from gspo_env.report.episodes_page import Part, Source, render
+from gspo_env.episodes.page import Part, Source, render
 
 logger = logging.getLogger(__name__)
 

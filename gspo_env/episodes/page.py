@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gspo_env.errors import OutputError
-from gspo_env.redaction import redact_text
-from gspo_env.report.episodes import (
+from gspo_env.episodes.schema import (
     EpisodeFile,
     _starts,
     episode_files,
     read_file,
     read_tokens,
 )
-from gspo_env.report.episodes_log import surplus
-from gspo_env.tracking.journal import METRICS
+from gspo_env.episodes.writer import surplus
+from gspo_env.errors import OutputError
+from gspo_env.redaction import redact_text
+from gspo_env.tracking.jsonl import METRICS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,7 +52,7 @@ _COLUMNS = (
 _TEXTS = ("phase", "env", "options", "task_key", "stop_reason")
 """The columns that the index has as numbers of distinct texts."""
 _NAME = re.compile(r"\w+-\d+-(?P<group>\d{1,15})-(?P<member>\d{1,15})")
-"""The id of an episode; see `gspo_env.report.episodes_log.to_table`."""
+"""The id of an episode; see `gspo_env.episodes.writer.to_table`."""
 _OF_BLOCK = ("episode", "error", "final_observation")
 _OF_TURN = (
     *("turn", "parent", "fork", "sequence", "role", "observation", "action", "tool_calls"),
@@ -272,7 +272,7 @@ def read_points(run: Path) -> dict[str, list[list[float]]]:
 
 @cache
 def _template() -> str:
-    return (files("gspo_env.report") / "page.html").read_text(encoding="utf-8")
+    return (files("gspo_env.episodes") / "page.html").read_text(encoding="utf-8")
 
 
 def render(data: str, connect: str) -> str:

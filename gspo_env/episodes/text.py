@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from textwrap import indent
 
-from gspo_env.report.episodes import EpisodeRecord
+from gspo_env.episodes.schema import EpisodeRecord
 from gspo_env.types import Episode, Turn
 from gspo_env.visible import visible
 

@@ -1,4 +1,4 @@
-"""Writes the episodes that a run keeps; see `gspo_env.report.episodes`."""
+"""Writes the episodes that a run keeps; see `gspo_env.episodes.schema`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import numpy as np
 
 from gspo_env.config import EpisodesConfig
 from gspo_env.env.tools import Tool, ToolCallError, parse_tool_calls
-from gspo_env.learner.tokens import TokenValues
-from gspo_env.redaction import redact_text
-from gspo_env.report.episodes import (
+from gspo_env.episodes.schema import (
     EPISODE_FIELDS,
     FOLDER,
     TOKENS,
@@ -27,8 +25,10 @@ from gspo_env.report.episodes import (
     read_tokens,
     schema,
 )
+from gspo_env.learner.stats import TokenValues
+from gspo_env.redaction import redact_text
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.serving.calls import parse_message
+from gspo_env.tool_calls import parse_message
 from gspo_env.types import Episode, Group, Message, Turn
 
 logger = logging.getLogger(__name__)

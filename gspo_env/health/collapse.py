@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from math import sqrt
 from statistics import NormalDist
 
+from gspo_env.health.startup import Problem
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.training.watch import Problem
 from gspo_env.types import StopReason
 
 _SURE = 5.0
@@ -33,7 +33,7 @@ _LIKELY = 3.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Level:
+class EvalSnapshot:
     """How good a policy was in one evaluation."""
 
     step: int
@@ -49,7 +49,7 @@ class Level:
     """Share of the episodes with an action that did not end within the limit of tokens."""
 
     @classmethod
-    def of(cls, step: int, evaluation: Evaluation) -> Level:
+    def of(cls, step: int, evaluation: Evaluation) -> EvalSnapshot:
         """Returns the level of the sampled episodes of an evaluation."""
         played = [e for group in evaluation.groups for e in group.episodes if not e.failed]
         what, count = evaluation.sampled, max(1, len(played))
@@ -65,7 +65,7 @@ class Level:
         )
 
     @classmethod
-    def recorded(cls, step: int, metrics: Mapping[str, float], episodes: int) -> Level:
+    def recorded(cls, step: int, metrics: Mapping[str, float], episodes: int) -> EvalSnapshot:
         """Returns the level that the metrics of an evaluation say."""
         return cls(
             step=step,
@@ -77,7 +77,7 @@ class Level:
         )
 
 
-def may_be_chance(best: Level, last: Level, evaluations: int) -> bool:
+def may_be_chance(best: EvalSnapshot, last: EvalSnapshot, evaluations: int) -> bool:
     """Returns whether a higher success may be chance, at 5 % over all evaluations.
 
     The best of many evaluations is high by selection, so the level is divided by their number.
@@ -86,7 +86,7 @@ def may_be_chance(best: Level, last: Level, evaluations: int) -> bool:
     return success_fall(best, last) < sure
 
 
-def fallen(levels: Sequence[Level]) -> str:
+def fallen(levels: Sequence[EvalSnapshot]) -> str:
     """Says what the policy has lost since its best level and not regained; empty if nothing.
 
     The thresholds are those of `CollapseWatch`, applied to the last level alone.
@@ -107,7 +107,7 @@ def fallen(levels: Sequence[Level]) -> str:
     return text
 
 
-def stays_lower(levels: Sequence[Level]) -> str:
+def stays_lower(levels: Sequence[EvalSnapshot]) -> str:
     """Says that success was higher than in each of the last evaluations; empty if it was not.
 
     Success and return of each are below those of the best evaluation by more than chance. The fall
@@ -128,15 +128,15 @@ class CollapseWatch:
 
     say: Callable[[Problem], None]
     said: bool = False
-    _first: Level | None = field(default=None, init=False)
-    _success: Level | None = field(default=None, init=False)
+    _first: EvalSnapshot | None = field(default=None, init=False)
+    _success: EvalSnapshot | None = field(default=None, init=False)
     """The evaluation with the best success."""
-    _return: Level | None = field(default=None, init=False)
+    _return: EvalSnapshot | None = field(default=None, init=False)
     """The evaluation with the best return."""
     _low: bool = field(default=False, init=False)
     """Whether the last evaluation would be a collapse if the present one is."""
 
-    def see(self, now: Level) -> None:
+    def see(self, now: EvalSnapshot) -> None:
         """Takes the next evaluation; says what fell since the best."""
         if self._first is None or self._success is None or self._return is None:
             self._first = self._success = self._return = now
@@ -159,7 +159,9 @@ class CollapseWatch:
             self._return = now
 
 
-def _fall(first: Level, best: Level, highest: Level, now: Level, least: float) -> str:
+def _fall(
+    first: EvalSnapshot, best: EvalSnapshot, highest: EvalSnapshot, now: EvalSnapshot, least: float
+) -> str:
     """Says what fell; empty if nothing did.
 
     Args:
@@ -185,7 +187,7 @@ def _fall(first: Level, best: Level, highest: Level, now: Level, least: float) -
     return ""
 
 
-def _shape(then: Level, now: Level) -> str:
+def _shape(then: EvalSnapshot, now: EvalSnapshot) -> str:
     """Says whether episodes have become much shorter, or actions are cut."""
     for name in ("tokens", "turns"):
         here, before = getattr(now, name), getattr(then, name)
@@ -197,22 +199,24 @@ def _shape(then: Level, now: Level) -> str:
     return ""
 
 
-def _say(what: str, value: str, before: str, now: Level, then: Level, verb: str = "fell") -> str:
+def _say(
+    what: str, value: str, before: str, now: EvalSnapshot, then: EvalSnapshot, verb: str = "fell"
+) -> str:
     return f"{what} {verb} to {value} after step {now.step}, from {before} after step {then.step}"
 
 
-def success_fall(best: Level, now: Level) -> float:
+def success_fall(best: EvalSnapshot, now: EvalSnapshot) -> float:
     """Returns the standard errors by which success is lower than at the best; 0 if it is not."""
     spreads = [level.success * (1 - level.success) for level in (best, now)]
     return _z(best.success - now.success, spreads, best, now)
 
 
-def return_fall(best: Level, now: Level) -> float:
+def return_fall(best: EvalSnapshot, now: EvalSnapshot) -> float:
     """Returns the standard errors by which the return is lower than at the best, or 0."""
     return _z(best.mean_return - now.mean_return, [best.spread**2, now.spread**2], best, now)
 
 
-def _z(drop: float, variances: Sequence[float], best: Level, now: Level) -> float:
+def _z(drop: float, variances: Sequence[float], best: EvalSnapshot, now: EvalSnapshot) -> float:
     """Returns a fall in standard errors, with the variance of both samples together.
 
     So a handful of episodes without any spread proves nothing: `z` is at most the root of the

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from gspo_env.episodes.schema import EpisodeFile, EpisodeRecord, episode_files, read_episodes
 from gspo_env.errors import OutputError
-from gspo_env.report.diagnose_rules import Evidence, quote, share
-from gspo_env.report.diagnose_table import RULES
-from gspo_env.report.episodes import EpisodeFile, EpisodeRecord, episode_files, read_episodes
-from gspo_env.report.runs import RunRecord
-from gspo_env.training.collapse import may_be_chance
+from gspo_env.health.collapse import may_be_chance
+from gspo_env.health.diagnose_table import RULES
+from gspo_env.health.rules import Evidence, quote, share
+from gspo_env.report.run_record import RunRecord
 
 _MOST_FILES = 8
 """Steps whose training episodes are read, at the beginning and at the end."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gspo_env.report.diagnose_rules import (
+from gspo_env.episodes.schema import EpisodeRecord
+from gspo_env.health.rules import (
     SOLVED,
     Evidence,
     Said,
@@ -15,7 +16,6 @@ from gspo_env.report.diagnose_rules import (
     share,
     values_by_turn,
 )
-from gspo_env.report.episodes import EpisodeRecord
 
 _FLAT = 0.8
 """Share of groups without variance from which low entropy has stopped the learning."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gspo_env.report.diagnose_rules import Evidence, Said, now, share
-from gspo_env.report.runs import RunRecord
+from gspo_env.health.rules import Evidence, Said, now, share
+from gspo_env.report.run_record import RunRecord
 
 _WAITING = 0.6
 """Share of the time in which the learner waits, from which an empty rollout costs much."""

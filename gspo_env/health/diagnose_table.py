@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gspo_env.report import diagnose_rules as first
-from gspo_env.report import diagnose_signal as signal
-from gspo_env.report import diagnose_supply as supply
-from gspo_env.report.diagnose_rules import Evidence, Said
-from gspo_env.training.probe import HALF_TOLERANCE, TOLERANCE
-from gspo_env.training.watch import _NEARLY_ALL
+from gspo_env.health import diagnose_signal as signal
+from gspo_env.health import diagnose_supply as supply
+from gspo_env.health import rules as first
+from gspo_env.health.rules import Evidence, Said
+from gspo_env.health.startup import _NEARLY_ALL
+from gspo_env.training.weight_check import HALF_TOLERANCE, TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

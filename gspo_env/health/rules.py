@@ -1,7 +1,7 @@
 """The rules of `gspo-env diagnose`: each looks at a run and says one thing that may be wrong.
 
 A rule is a function of the evidence and of its threshold. It returns what it found with figures,
-and the settings to try; None if it found nothing. `gspo_env.report.diagnose_table.RULES` has the
+and the settings to try; None if it found nothing. `gspo_env.health.diagnose_table.RULES` has the
 thresholds with their reasons.
 """
 
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo_env.report.episodes import EpisodeRecord
-from gspo_env.report.runs import RunRecord, trained_dtype
-from gspo_env.training.collapse import (
-    Level,
+from gspo_env.episodes.schema import EpisodeRecord
+from gspo_env.health.collapse import (
+    EvalSnapshot,
     fallen,
     return_fall,
     stays_lower,
     success_fall,
 )
+from gspo_env.report.run_record import RunRecord, trained_dtype
 
 Said = tuple[str, str]
 """What is wrong, and what to try."""
@@ -54,7 +54,7 @@ class Evidence:
         return f"in the last {window} of {count} steps"
 
     @property
-    def levels(self) -> Sequence[Level]:
+    def levels(self) -> Sequence[EvalSnapshot]:
         """The evaluations, or the beginning and the end of training without two of them."""
         if len(self.run.evaluations) > 1:
             return self.run.evaluations
@@ -70,7 +70,7 @@ class Evidence:
         )
 
     @property
-    def pairs(self) -> list[tuple[Level, Level]]:
+    def pairs(self) -> list[tuple[EvalSnapshot, EvalSnapshot]]:
         """The first and the last evaluation, and the beginning and the end of training."""
         levels = self.run.evaluations
         found = [(levels[0], levels[-1])] if len(levels) > 1 else []
@@ -161,7 +161,7 @@ def non_finite(found: Evidence, limit: float) -> Said | None:
 
 def engine(found: Evidence, limit: float) -> Said | None:
     """Engine and trainer give other log-probabilities of the same tokens."""
-    from gspo_env.training.probe import HALF_TOLERANCE, TOLERANCE
+    from gspo_env.training.weight_check import HALF_TOLERANCE, TOLERANCE
 
     run = found.run
     # of tokens that older weights sampled, the difference says nothing of the engine
@@ -206,7 +206,7 @@ def _tenth(found: Evidence) -> int:
     return max(3, math.ceil(len(found.run.steps) / 10))
 
 
-def _chunks(found: Evidence, size: int) -> tuple[Level, ...]:
+def _chunks(found: Evidence, size: int) -> tuple[EvalSnapshot, ...]:
     """Returns how good the policy was in each part of the training, of so many steps."""
     run, levels = found.run, []
     steps = run.steps
@@ -215,7 +215,7 @@ def _chunks(found: Evidence, size: int) -> tuple[Level, ...]:
         stop = start + size if start + 2 * size <= len(steps) else len(steps)
         means = [run.mean(name, steps[start:stop]) for name in names]
         if means[0] is not None:
-            level = Level(
+            level = EvalSnapshot(
                 step=int(steps[stop - 1]),
                 episodes=round((stop - start) * run.episodes_per_step),
                 success=means[0],
@@ -314,7 +314,7 @@ def now(run: RunRecord, name: str) -> str:
     return f"--{name.replace('_', '-')}" + ("" if value is None else f", now {value:g}")
 
 
-def _change(levels: Sequence[Level]) -> str:
+def _change(levels: Sequence[EvalSnapshot]) -> str:
     if len(levels) < 2:
         return "not known"
     return f"{share(levels[0].success)}, now {share(levels[-1].success)}"

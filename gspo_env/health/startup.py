@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 
 from gspo_env.batch.sample import Sample
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.credit.estimators import compares_episodes
 from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.curriculum import ReadOptions, next_options
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import TrainingError
 from gspo_env.registry import name_of
-from gspo_env.rollout.faults import close_quietly
-from gspo_env.rollout.play import Move, Situation, demonstrator, look, play_now
+from gspo_env.rollout.failures import close_quietly
+from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look, play_now
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.trained import changed_files
+from gspo_env.training.curriculum import ReadOptions, next_options
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
 logger = logging.getLogger(__name__)
@@ -235,7 +235,7 @@ def refuse(problem: Problem, strict: bool) -> None:
 
 
 @dataclass(slots=True)
-class Watch:
+class StartupChecks:
     """Watches the first steps of a run."""
 
     config: Config
@@ -336,12 +336,12 @@ def _no_turn(episodes: Sequence[Episode], limits: RolloutConfig) -> str:
 def _give_advantages(envs: Mapping[str, TextEnvironment], config: Config) -> bool:
     """Plays a few episodes; returns whether every environment gives the advantages of tokens."""
 
-    def act(now: Situation) -> Move:
+    def act(now: PolicyInput) -> PolicyOutput:
         try:
             text = str(demonstrator()(now))
         except NotImplementedError:
             text = "yes"
-        return Move(text=text, action_ids=(0,) * max(1, len(text.split())))
+        return PolicyOutput(text=text, action_ids=(0,) * max(1, len(text.split())))
 
     def given(turns: Sequence[Turn]) -> bool:
         return any(turn.info.token_advantages is not None for turn in turns)

@@ -1,4 +1,3 @@
-from .controller import Controller as Controller
 from .learner import Learner as Learner
 from .log import PassStats as PassStats
 from .log import UpdateStats as UpdateStats
@@ -10,13 +9,12 @@ from .loss import ClipSettings as ClipSettings
 from .loss import DrGRPO as DrGRPO
 from .loss import Loss as Loss
 from .loss import LossInput as LossInput
-from .masters import Masters as Masters
+from .losses import ObjectiveOutput as ObjectiveOutput
+from .losses import importance_weights as importance_weights
+from .losses import packed_policy_loss as packed_policy_loss
+from .losses import policy_loss as policy_loss
+from .masters import MasterWeights as MasterWeights
 from .minibatch import Microbatch as Microbatch
 from .minibatch import Minibatch as Minibatch
-from .objectives import ObjectiveOutput as ObjectiveOutput
-from .objectives import importance_weights as importance_weights
-from .objectives import packed_policy_loss as packed_policy_loss
-from .objectives import policy_loss as policy_loss
-from .ranks import Ranks as Ranks
 from .settings import LearnerConfig as LearnerConfig
-from .tokens import TokenValues as TokenValues
+from .stats import TokenValues as TokenValues

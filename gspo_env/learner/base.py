@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gspo_env.batch.sample import PackedBatch, Sample
-from gspo_env.learner.tokens import TokenValues
+from gspo_env.learner.stats import TokenValues
 
 
 class Trainer(Protocol):

@@ -22,15 +22,15 @@ from gspo_env.learner import state
 from gspo_env.learner.lanes import LANES, Lanes
 from gspo_env.learner.log import PassStats, UpdateStats
 from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
-from gspo_env.learner.masters import Masters
+from gspo_env.learner.masters import MasterWeights
 from gspo_env.learner.memory import OutOfMemory, in_memory, watch
 from gspo_env.learner.minibatch import Microbatch, Minibatch, split, with_model_tokens
 from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.spread import Scored, check_output, complete, own_part, spread_rows
-from gspo_env.learner.tokens import TokenValues, token_values
-from gspo_env.model.check import Way, check_model
-from gspo_env.model.merge import adapter_is_zero, is_adapted
+from gspo_env.learner.stats import TokenValues, token_values
+from gspo_env.model.adapters import adapter_is_zero, is_adapted
+from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
 from gspo_env.tracking.parts import part
 
@@ -72,7 +72,7 @@ class Learner:
             )
         self.loss, self.config = loss, config
         check = check_model(model)
-        self._sharing, self._packed = check.way is Way.SHARED, check.way is not Way.ALONE
+        self._sharing, self._packed = check.way is RunMode.SHARED, check.way is not RunMode.ALONE
         how = {"packed": self._packed, "padded": check.padded}
         # Accelerate would move the model to Apple's GPU, on which nothing here was tested
         self.accelerator = Accelerator(cpu=torch.backends.mps.is_available(), mixed_precision="no")
@@ -85,7 +85,7 @@ class Learner:
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = self._placed(model)
-        self.masters = Masters(self.policy)
+        self.masters = MasterWeights(self.policy)
         optimizer = make_optimizer(config, list(self.masters.tensors.values()))
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
         self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.sample import PackedBatch
-from gspo_env.learner.objectives import ObjectiveOutput, segment_sizes
+from gspo_env.learner.losses import ObjectiveOutput, segment_sizes
 from gspo_env.model.experts import RouterBalance
 
 

@@ -17,7 +17,7 @@ from gspo_env.registry import check_values
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gspo_env.learner.objectives import ObjectiveOutput
+    from gspo_env.learner.losses import ObjectiveOutput
 
 RatioLevel = Literal["sequence", "turn", "token"]
 Aggregation = Literal["sequence_mean", "token_mean", "token_sum"]
@@ -154,7 +154,7 @@ class ClipSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClippedLoss(ClipSettings, Loss):
-    """The clipped policy loss; see `gspo_env.learner.objectives.policy_loss`."""
+    """The clipped policy loss; see `gspo_env.learner.losses.policy_loss`."""
 
     old_logprobs: OldLogprobs = "trainer"
     """Whose log-probabilities are pi_old. The engine's save a forward pass, but then a mismatch
@@ -198,7 +198,7 @@ class ClippedLoss(ClipSettings, Loss):
 
     def compute(self, inputs: LossInput) -> ObjectiveOutput:
         """Computes the loss of a microbatch."""
-        from gspo_env.learner.objectives import importance_weights, packed_policy_loss
+        from gspo_env.learner.losses import importance_weights, packed_policy_loss
 
         weights_N = None
         if self.decided != "none" and inputs.engine_logprobs_N is not None:

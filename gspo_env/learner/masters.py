@@ -19,7 +19,7 @@ _GROWTH_INTERVAL = 2000
 """Steps without overflow after which the loss scale doubles, as in `torch.amp.GradScaler`."""
 
 
-class Masters:
+class MasterWeights:
     """The float32 tensors that the optimiser works on.
 
     A bfloat16 weight of 0.02 has neighbours at a distance of 1e-4, so a step of 1e-6 is lost. Each

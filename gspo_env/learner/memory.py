@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import TrainingError
-from gspo_env.learner.masters import Masters
+from gspo_env.learner.masters import MasterWeights
 from gspo_env.learner.minibatch import Microbatch, Minibatch
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def watch(place: int) -> Iterator[None]:
 def in_memory(
     minibatch: Minibatch,
     compute: Callable[[Minibatch], T],
-    masters: Masters,
+    masters: MasterWeights,
     losses: list[Tensor],
     pack: Pack,
 ) -> tuple[T, int]:

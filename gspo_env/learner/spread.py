@@ -14,7 +14,7 @@ from torch import Tensor
 from gspo_env.batch.sample import PackedBatch
 from gspo_env.errors import BatchError
 from gspo_env.learner.loss import Loss, LossInput
-from gspo_env.learner.objectives import ObjectiveOutput
+from gspo_env.learner.losses import ObjectiveOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,5 @@
 from .check import ModelCheck as ModelCheck
-from .check import Way as Way
+from .check import RunMode as RunMode
 from .check import check_model as check_model
 from .load import add_adapter as add_adapter
 from .load import load_model as load_model

@@ -21,12 +21,12 @@ from torch import Tensor
 from gspo_env.batch.packing import pack
 from gspo_env.batch.prefix import build_tree, sort_by_prefix
 from gspo_env.batch.sample import Sample
+from gspo_env.engines.embedded.kv_cache import KVCache
+from gspo_env.engines.embedded.own_cache import OwnCache
 from gspo_env.errors import ModelError
+from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import RAGGED, use_ragged_attention
-from gspo_env.model.kv_cache import KVCache
 from gspo_env.model.limits import attention_limit, rope_limit
-from gspo_env.model.merge import plain_model
-from gspo_env.model.own_cache import OwnCache
 from gspo_env.model.scorer import Scorer
 from gspo_env.model.trace import Trace
 
@@ -45,7 +45,7 @@ _SHARED, _LONG, _SHORT = 20, 32, 26
 _NOTE = "_gspo_check"
 
 
-class Way(StrEnum):
+class RunMode(StrEnum):
     """How a model is run."""
 
     SHARED = "packed with shared prefixes"
@@ -78,7 +78,7 @@ class Difference:
 class ModelCheck:
     """The way in which a model is run, and what decided it."""
 
-    way: Way
+    way: RunMode
     bound: float
     """Largest difference in nats that counts as equal."""
     packed: Difference
@@ -116,7 +116,7 @@ def check_model(model: Any, *, max_context: int | None = None) -> ModelCheck:
     if noted is None:
         noted = _Checker(model).check(max_context)
         note_check(model, noted)
-        if noted.way is not Way.SHARED:
+        if noted.way is not RunMode.SHARED:
             logger.warning("%s runs %s: %s", _name(model), noted.way, noted.reason)
     if noted.limit is not None and noted.limit < (max_context or 0):
         raise ModelError(
@@ -187,7 +187,7 @@ class _Checker:
             self.find_truth()
             self.bound = self.find_bound()
             found = self.faster(max_context)
-            return self.slower(found) if found.way is Way.ALONE else found
+            return self.slower(found) if found.way is RunMode.ALONE else found
         finally:
             self.model.train(training)
 
@@ -236,23 +236,23 @@ class _Checker:
             shared = self.measure(lambda causes: self.scored(causes, share=True))
             engine = self.measure(self.stepped)
         found = ModelCheck(
-            way=Way.SHARED, bound=self.bound, packed=packed, shared=shared, engine=engine
+            way=RunMode.SHARED, bound=self.bound, packed=packed, shared=shared, engine=engine
         )
         found = replace(found, longest=rope_limit(self.model))
         if not packed.within(self.bound):
-            return replace(found, way=Way.ALONE, reason=f"packed rows {packed}")
+            return replace(found, way=RunMode.ALONE, reason=f"packed rows {packed}")
         if not engine.within(self.bound):
-            return replace(found, way=Way.ALONE, reason=f"batches of the engine {engine}")
+            return replace(found, way=RunMode.ALONE, reason=f"batches of the engine {engine}")
         limit = min(attention_limit(self.model), found.longest or math.inf)
         if limit < (max_context or math.inf):
             length = "not known" if max_context is None else str(max_context)
             reason = (
                 f"packed rows are wrong beyond {limit} tokens a sequence; max_context is {length}"
             )
-            return replace(found, way=Way.ALONE, reason=reason)
+            return replace(found, way=RunMode.ALONE, reason=reason)
         found = replace(found, limit=None if math.isinf(limit) else int(limit))
         if not shared.within(self.bound):
-            return replace(found, way=Way.PACKED, reason=f"shared prefixes {shared}")
+            return replace(found, way=RunMode.PACKED, reason=f"shared prefixes {shared}")
         return found
 
     def slower(self, found: ModelCheck) -> ModelCheck:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_env.model.adapters import Weights, effective_weights, plain_model
 from gspo_env.model.load import replaced_folder
-from gspo_env.model.merge import Weights, effective_weights, plain_model
 
 _LAYER = re.compile(r".*?\.\d+\.")
 _SHARD = 4 << 30

@@ -25,7 +25,7 @@ class Recipe:
     def build(
         self, envs: Mapping[str, TextEnvironment], seed: int, limits: RolloutConfig, show: Show
     ) -> Any:
-        """Makes a model if the config names none; see `gspo_env.recipes.embedded.build`.
+        """Makes a model if the config names none; see `gspo_env.recipes.build.build`.
 
         Args:
             envs: The environments of the run, by the `env_id` of their tasks; nearly always one.

@@ -21,6 +21,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from gspo_env.batch.sample import Sample, to_samples
+from gspo_env.chat.conversation import tokenize
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.base import TextEnvironment
 from gspo_env.env.info import PLACEHOLDERS
 from gspo_env.env.tools import tool_call_frames
@@ -31,12 +33,10 @@ from gspo_env.recipes.base import Show
 from gspo_env.recipes.conversations import encode_action, read_conversations, to_episode
 from gspo_env.recipes.imitate import Imitate
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.conversation import tokenize
-from gspo_env.rollout.faults import FaultLog, refuse_failures
-from gspo_env.rollout.play import Move, Policy, demonstrator, look
+from gspo_env.rollout.failures import FaultLog, refuse_failures
+from gspo_env.rollout.play import Policy, PolicyOutput, demonstrator, look
 from gspo_env.rollout.retry import play_alone
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, StopReason, Task, Turn
 
@@ -227,13 +227,15 @@ def demonstrate(
 
 def _with_ids(policy: Policy) -> Policy:
     """Adds ids to actions, so that a wrong number of values for them is found before training."""
-    return lambda now: Move(text=str(policy(now)), action_ids=(0,) * PLACEHOLDERS)
+    return lambda now: PolicyOutput(text=str(policy(now)), action_ids=(0,) * PLACEHOLDERS)
 
 
 def _for_seconds(policy: Policy, seconds: float) -> Policy:
     """Returns a policy that ends its episode after some seconds."""
     end = time.monotonic() + seconds
-    return lambda now: Move(stop=StopReason.TIMEOUT) if time.monotonic() > end else policy(now)
+    return lambda now: (
+        PolicyOutput(stop=StopReason.TIMEOUT) if time.monotonic() > end else policy(now)
+    )
 
 
 def babble(

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_env.chat import ChatTokenizer
+from gspo_env.chat.action import message_for_template
 from gspo_env.env.tools import Tool, format_tool_call
 from gspo_env.errors import ConfigError
-from gspo_env.rollout import ChatTokenizer
-from gspo_env.rollout.speech import message_for_template
 from gspo_env.serving import RefusedError
-from gspo_env.serving.chat import read_messages, read_tools, write_message
-from gspo_env.serving.wire import parse_json
+from gspo_env.serving.dialects.chat import read_messages, read_tools, write_message
+from gspo_env.serving.fields import parse_json
 from gspo_env.types import Episode, Message, Prompt, ResetInfo, StepInfo, StopReason, Task, Turn
 
 _LITERAL = "literal"

@@ -76,13 +76,13 @@ class Tiny(Recipe):
         self, envs: Mapping[str, TextEnvironment], seed: int, limits: RolloutConfig, show: Show
     ) -> Any:
         """Makes the model, its tokenizer and the demonstrations to imitate."""
-        from gspo_env.recipes.embedded import build
+        from gspo_env.recipes.build import build
 
         return build(envs, self, seed, limits, show)
 
     def babble(self, envs: Mapping[str, TextEnvironment], seed: int, show: Show) -> list[Episode]:
         """Makes short random actions to imitate, so that the model learns to end its turns."""
-        from gspo_env.recipes.embedded import babble
+        from gspo_env.recipes.build import babble
 
         count = max(1, self.demonstrations // len(envs))
         return [e for n, env in envs.items() for e in babble(env, n, count, seed, show)]

@@ -1,13 +1,4 @@
 from .curves import learning_curve as learning_curve
-from .diagnose import Diagnosis as Diagnosis
-from .diagnose import Finding as Finding
-from .diagnose import diagnose as diagnose
-from .episodes import EpisodeRecord as EpisodeRecord
-from .episodes import Episodes as Episodes
-from .episodes import TurnRecord as TurnRecord
-from .episodes import read_episodes as read_episodes
-from .episodes_page import write_page as write_page
+from .run_record import RunRecord as RunRecord
+from .run_record import read_run as read_run
 from .run_report import write_run_report as write_run_report
-from .runs import RunRecord as RunRecord
-from .runs import read_run as read_run
-from .text import render_episode as render_episode

@@ -17,10 +17,10 @@ from gspo_env.compare.areas import areas as areas_of
 from gspo_env.compare.areas import by_arm, curves
 from gspo_env.compare.sequential import Difference
 from gspo_env.config import to_toml
-from gspo_env.env.mix import written
+from gspo_env.episodes import page_html
 from gspo_env.redaction import redact, redact_text, write_text
-from gspo_env.report import page_html
 from gspo_env.report.comparison_figure import curves_figure
+from gspo_env.rollout.mix import written
 from gspo_env.types import BoolArray, FloatArray
 
 _TAIL = 0.1

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gspo_env.episodes.schema import EpisodeRecord
+from gspo_env.health.rules import values_by_turn
 from gspo_env.report.arms import RunArm, band
 from gspo_env.report.curves import INK, frame, plain
-from gspo_env.report.diagnose_rules import values_by_turn
-from gspo_env.report.episodes import EpisodeRecord
 from gspo_env.types import StopReason
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.config import Config
-from gspo_env.env.mix import written
+from gspo_env.health.collapse import EvalSnapshot, may_be_chance
 from gspo_env.redaction import redact
 from gspo_env.registry import name_of
-from gspo_env.tracking.several import parts
-from gspo_env.training.collapse import Level, may_be_chance
+from gspo_env.rollout.mix import written
+from gspo_env.tracking.multi import parts
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_BARS = "_.-=+*%#"
@@ -79,7 +79,7 @@ def closing(
 def _better(history: History, folder: Path, tasks: int) -> list[str]:
     """Names the best checkpoint, if it is better than the last by more than chance."""
     levels = [
-        Level.recorded(step, metrics, tasks)
+        EvalSnapshot.recorded(step, metrics, tasks)
         for step, metrics in history
         if step > 0 and "eval/success" in metrics
     ]

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from gspo_env.config import Config
+from gspo_env.episodes.page import read_points
 from gspo_env.errors import OutputError
+from gspo_env.health.collapse import EvalSnapshot
 from gspo_env.redaction import redact_text
-from gspo_env.report.episodes_page import read_points
 from gspo_env.tracking.base import MODEL, flatten
-from gspo_env.tracking.journal import METRICS
+from gspo_env.tracking.jsonl import METRICS
 from gspo_env.training.checkpoints import FAILURE
-from gspo_env.training.collapse import Level
 from gspo_env.types import FloatArray, IntArray
 
 CONFIG = "config.toml"
@@ -62,7 +62,7 @@ class RunRecord:
     """By name of the metric."""
     steps: IntArray
     """The training steps that were logged."""
-    evaluations: tuple[Level, ...]
+    evaluations: tuple[EvalSnapshot, ...]
     """The evaluations in order, as far as the metrics say."""
     warnings: tuple[str, ...]
     """What the run said while it went on, as `name: sentence`."""
@@ -120,14 +120,14 @@ class RunRecord:
         tasks = self.number("tasks_per_step") or usual.tasks_per_step
         return max(1.0, tasks * (self.number("rollout.group_size") or usual.rollout.group_size))
 
-    def training(self, *, late: bool) -> Level | None:
+    def training(self, *, late: bool) -> EvalSnapshot | None:
         """Returns how good the policy was in the first or in the last steps of training."""
         mean = self.late if late else self.early
         success = mean("rollout/success")
         if success is None:
             return None
         steps = self.steps[-self.window :] if late else self.steps[: self.window]
-        return Level(
+        return EvalSnapshot(
             step=int(steps[-1]),
             episodes=round(self.window * self.episodes_per_step),
             success=success,
@@ -204,7 +204,7 @@ def _series(steps: list[float], values: list[float]) -> Series:
     )
 
 
-def _evaluations(series: Mapping[str, Series], tasks: object) -> Iterator[Level]:
+def _evaluations(series: Mapping[str, Series], tasks: object) -> Iterator[EvalSnapshot]:
     count = tasks if isinstance(tasks, int) and tasks > 0 else Config().eval_tasks
     rows: dict[int, dict[str, float]] = {}
     for name, each in series.items():
@@ -213,7 +213,7 @@ def _evaluations(series: Mapping[str, Series], tasks: object) -> Iterator[Level]
                 rows.setdefault(step, {})[name] = value
     for step, metrics in sorted(rows.items()):
         if "eval/success" in metrics:
-            yield Level.recorded(step, {"eval/return_std": _known(None), **metrics}, count)
+            yield EvalSnapshot.recorded(step, {"eval/return_std": _known(None), **metrics}, count)
 
 
 def _settings(text: str) -> dict[str, Any]:

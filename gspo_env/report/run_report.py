@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import gspo_env
+from gspo_env.episodes import page_html
+from gspo_env.episodes.schema import EpisodeRecord, episode_files, read_episodes
+from gspo_env.episodes.text import render_record
 from gspo_env.errors import OutputError
+from gspo_env.health.diagnose import Diagnosis, diagnose
+from gspo_env.health.rules import share
 from gspo_env.redaction import redact_text, write_text
-from gspo_env.report import page_html
 from gspo_env.report.arms import RunArm, arms_of, band, command
-from gspo_env.report.diagnose import Diagnosis, diagnose
-from gspo_env.report.diagnose_rules import share
-from gspo_env.report.episodes import EpisodeRecord, episode_files, read_episodes
-from gspo_env.report.run_figures import (
+from gspo_env.report.plots import (
     credit_figure,
     episodes_figure,
     learning_figure,
     update_figure,
 )
-from gspo_env.report.runs import RunRecord
-from gspo_env.report.text import render_record
+from gspo_env.report.run_record import RunRecord
 from gspo_env.visible import visible
 
 if TYPE_CHECKING:

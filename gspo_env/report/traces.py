@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from gspo_env.episodes.schema import Phase
+from gspo_env.episodes.writer import tool_calls
 from gspo_env.redaction import redact_text
-from gspo_env.report.episodes import Phase
-from gspo_env.report.episodes_log import tool_calls
 from gspo_env.tracking.traces import Span, Trace
 from gspo_env.types import Episode, Group, Turn
 

@@ -1,16 +1,12 @@
 from .collector import Collector as Collector
-from .collector import GroupJob as GroupJob
-from .conversation import Opening as Opening
-from .conversation import Transcript as Transcript
-from .conversation import tokenize as tokenize
+from .collector import RolloutRequest as RolloutRequest
 from .gate import Gate as Gate
 from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats
-from .plain_text import PlainText as PlainText
-from .play import Move as Move
 from .play import Policy as Policy
-from .play import Situation as Situation
+from .play import PolicyInput as PolicyInput
+from .play import PolicyOutput as PolicyOutput
 from .play import conclude as conclude
 from .play import demonstrator as demonstrator
 from .play import play_now as play_now
@@ -18,7 +14,3 @@ from .pool import EnvPool as EnvPool
 from .pool import EnvPools as EnvPools
 from .settings import RolloutConfig as RolloutConfig
 from .settings import SupplyConfig as SupplyConfig
-from .template import ChatTemplate as ChatTemplate
-from .transcript import ChatTokenizer as ChatTokenizer
-from .workers import Crew as Crew
-from .workers import WorkerCollector as WorkerCollector

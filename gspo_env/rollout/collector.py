@@ -10,21 +10,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import (
     Engine,
     NamedTensors,
     UpdatesInFlight,
 )
-from gspo_env.rollout.draw import Draw
-from gspo_env.rollout.faults import refuse_failures
+from gspo_env.rollout.draw import TaskRedraw
+from gspo_env.rollout.failures import refuse_failures
 from gspo_env.rollout.play import ENDED, conclude
 from gspo_env.rollout.policy import EnginePolicy
 from gspo_env.rollout.pool import EnvPool, EnvPools
+from gspo_env.rollout.progress import Heartbeat, Waits
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.stragglers import Pace
-from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.rollout.waits import Heartbeat, Waits
+from gspo_env.rollout.stragglers import EpisodeDurations
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, Group, Task
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupJob:
+class RolloutRequest:
     """A group of episodes to play."""
 
     task: Task
@@ -62,7 +62,9 @@ class Collector:
     _said: bool = False
     _inferred: set[str] = field(default_factory=set)
     """Environments of which episodes have shown that they give outcomes."""
-    _paces: dict[str, Pace] = field(default_factory=lambda: defaultdict(Pace))
+    _paces: dict[str, EpisodeDurations] = field(
+        default_factory=lambda: defaultdict(EpisodeDurations)
+    )
     """How long the last episodes of each environment took."""
     _weights_stay: asyncio.Event = field(default_factory=lambda: _set())
     """Unset while the engine takes new weights: episodes wait with their next action."""
@@ -158,9 +160,9 @@ class Collector:
         group_size: int | None,
         temperature: float,
         held_out: Mapping[str, Collection[str]] = MappingProxyType({}),
-    ) -> list[GroupJob]:
+    ) -> list[RolloutRequest]:
         return [
-            GroupJob(
+            RolloutRequest(
                 task=task,
                 seed=seed,
                 place=p,
@@ -171,13 +173,13 @@ class Collector:
             for p, task in enumerate(tasks)
         ]
 
-    async def _play(self, jobs: Sequence[GroupJob]) -> list[Group]:
+    async def _play(self, jobs: Sequence[RolloutRequest]) -> list[Group]:
         gate = asyncio.Semaphore(self.config.concurrency)
         async with _one_error(), asyncio.TaskGroup() as running:
             played = [running.create_task(self.play(job, gate)) for job in jobs]
         return [group.result() for group in played]
 
-    async def play(self, job: GroupJob, gate: asyncio.Semaphore) -> Group:
+    async def play(self, job: RolloutRequest, gate: asyncio.Semaphore) -> Group:
         """Plays the episodes of one group; `accept` then checks the groups of a batch.
 
         Args:
@@ -188,7 +190,7 @@ class Collector:
             RolloutError: Too many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of the task have different keys.
         """
-        draw = Draw(job.task, job.held_out.get(job.task.env_id, ()))
+        draw = TaskRedraw(job.task, job.held_out.get(job.task.env_id, ()))
         clock, started = asyncio.get_running_loop().time, dict[int, float]()
         pace = self._paces[job.task.env_id]
 
@@ -221,7 +223,7 @@ class Collector:
         self._unfit.clear()
         return self._settle(groups)
 
-    async def _episode(self, draw: Draw, seed: int, temperature: float) -> Episode:
+    async def _episode(self, draw: TaskRedraw, seed: int, temperature: float) -> Episode:
         """Plays an episode; if its environment fails, again in another one.
 
         Only the last retry has other random numbers, in case the failure follows from the actions.
@@ -237,7 +239,7 @@ class Collector:
 
         return await play_again(attempt, retries, self.pool.faults)
 
-    async def _attempt(self, draw: Draw, seed: int, temperature: float) -> Episode:
+    async def _attempt(self, draw: TaskRedraw, seed: int, temperature: float) -> Episode:
         wait = self._waits.begin(draw.task)
         policy = EnginePolicy(self, wait, seed, temperature)
         try:

@@ -13,7 +13,7 @@ _MOST_DRAWS = 100
 """Maximum tasks that are drawn for one group."""
 
 
-class Draw:
+class TaskRedraw:
     """The task of a group, drawn again while its key is held out.
 
     The next seed follows from the last one, so that all episodes of a group find the same task in

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gspo_env.env.base import TextEnvironment
-from gspo_env.env.threads import attempt, foreign, log_once
 from gspo_env.errors import (
     EnvironmentContractError,
     EnvironmentCrashError,
     EnvironmentHangError,
     RolloutError,
 )
+from gspo_env.runtime.threads import attempt, foreign, log_once
 from gspo_env.types import Episode, Fault, StopReason, Task
 
 logger = logging.getLogger(__name__)

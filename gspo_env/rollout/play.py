@@ -10,10 +10,10 @@ from typing import Any
 
 from gspo_env.env.base import Action, Finish, TextEnvironment, attribute
 from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
-from gspo_env.env.threads import attempt
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.clock import Clock
-from gspo_env.rollout.faults import EnvironmentFailed, describe, hang
+from gspo_env.rollout.failures import EnvironmentFailed, describe, hang
+from gspo_env.runtime.threads import attempt
 from gspo_env.types import (
     FAILURES,
     Episode,
@@ -43,7 +43,7 @@ _MOST_REFUSED = 8
 
 
 @dataclass(kw_only=True, slots=True)
-class Situation:
+class PolicyInput:
     """What a policy sees when it chooses an action."""
 
     env: TextEnvironment
@@ -61,7 +61,7 @@ class Situation:
 
 
 @dataclass(kw_only=True, slots=True)
-class Move:
+class PolicyOutput:
     """The action of a policy that works with token ids."""
 
     text: str = ""
@@ -88,8 +88,8 @@ class Move:
     `takes_cut_actions` sees the action, and goes on."""
 
 
-Policy = Callable[[Situation], "str | Move | Awaitable[str | Move]"]
-"""Chooses an action, as text or a `Move`. For a human player: `lambda now: input(...)`."""
+Policy = Callable[[PolicyInput], "str | PolicyOutput | Awaitable[str | PolicyOutput]"]
+"""Chooses an action, as text or a `PolicyOutput`. For a human player: `lambda now: input(...)`."""
 Call = Callable[..., Awaitable[Any]]
 """Calls an environment's method with its arguments, such as `EnvPool.call` in a thread."""
 Redraw = Callable[[Task, ResetInfo], Task | None]
@@ -126,7 +126,7 @@ async def play(
     """
     if gives_outcome is None:
         gives_outcome = bool(attribute(env, "gives_outcome", False))
-    game = _Game(env, task, call, redraw)
+    game = EpisodeRun(env, task, call, redraw)
     clock, fault = Clock(timeout), None
     try:
         async with clock:
@@ -156,9 +156,9 @@ def play_now(
     raise RolloutError("this policy waits, so it needs an event loop: use `play`")
 
 
-def look(now: Situation) -> Move:
+def look(now: PolicyInput) -> PolicyOutput:
     """A policy that ends the episode before its first turn, to see what `reset` gives."""
-    return Move(stop=StopReason.MAX_TURNS)
+    return PolicyOutput(stop=StopReason.MAX_TURNS)
 
 
 def demonstrator(noise: float = 0.0) -> Policy:
@@ -168,7 +168,7 @@ def demonstrator(noise: float = 0.0) -> Policy:
     failure of the environment.
     """
 
-    def act(now: Situation) -> str:
+    def act(now: PolicyInput) -> str:
         if not now.env.has_wrapper_attr("expert_action"):
             raise NotImplementedError(f"{now.env} has no expert_action")
         try:
@@ -218,7 +218,7 @@ class _StepName:
         return f"step({reprlib.repr(self.action)})"
 
 
-class _Game:
+class EpisodeRun:
     """The state of one running episode."""
 
     def __init__(
@@ -235,11 +235,12 @@ class _Game:
         """The call that the environment has not returned from."""
 
     async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
+        """Plays turns until the episode ends and returns the reason."""
         await self._begin()
         self.request = self.reset
         while max_turns is None or len(self.turns) < max_turns:
             move = policy(
-                Situation(
+                PolicyInput(
                     env=self.env,
                     prompt=self.prompt,
                     observation=self.observation,
@@ -249,9 +250,9 @@ class _Game:
                     request=self.request,
                 )
             )
-            if not isinstance(move, (str, Move)):
+            if not isinstance(move, (str, PolicyOutput)):
                 move = await move
-            stop = await self._turn(Move(text=move) if isinstance(move, str) else move)
+            stop = await self._turn(PolicyOutput(text=move) if isinstance(move, str) else move)
             if stop is not None:
                 return stop
         return StopReason.MAX_TURNS
@@ -275,7 +276,7 @@ class _Game:
                 return
             self.task = other
 
-    async def _turn(self, move: Move) -> StopReason | None:
+    async def _turn(self, move: PolicyOutput) -> StopReason | None:
         stop, before = move.stop, self.observation
         reward, info, seconds = 0.0, None, 0.0
         key = self.turns[-1].info.state_key if self.turns else self.reset.state_key
@@ -367,6 +368,7 @@ class _Game:
         return result
 
     def episode(self, stop: StopReason, fault: Fault | None, gives_outcome: bool) -> Episode:
+        """Returns the record of the turns so far."""
         if_cut = 0.0 if fault else float(attribute(self.env, "outcome_if_cut", 0.0))
         outcome, success = conclude(self.turns, stop, gives_outcome, if_cut)
         return Episode(

@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gspo_env.chat.conversation import PromptIds, Transcript
 from gspo_env.engines.base import Sampling, check_completion
 from gspo_env.errors import ChatTemplateError, EnvironmentContractError
-from gspo_env.rollout.conversation import Opening, Transcript
-from gspo_env.rollout.faults import EnvironmentFailed, describe
-from gspo_env.rollout.play import Move, Situation
-from gspo_env.rollout.waits import Wait
+from gspo_env.rollout.failures import EnvironmentFailed, describe
+from gspo_env.rollout.play import PolicyInput, PolicyOutput
+from gspo_env.rollout.progress import Wait
 from gspo_env.seeding import derive_seed
 from gspo_env.types import StopReason
 
@@ -41,7 +41,7 @@ class EnginePolicy:
         self.transcript: Transcript | None = None
         self.unfit: int | None = None
 
-    async def __call__(self, now: Situation) -> Move:
+    async def __call__(self, now: PolicyInput) -> PolicyOutput:
         """See `gspo_env.rollout.play.Policy`."""
         if self.transcript is None:
             self.transcript = Transcript(self.chat, now.prompt)
@@ -51,7 +51,7 @@ class EnginePolicy:
         limit = min(limit, self.limits.max_turn_tokens)
         if len(opening.ids) + limit > self.limits.max_context:
             self.unfit = None if now.turn else len(opening.ids)
-            return Move(stop=StopReason.MAX_CONTEXT, prompt_tokens=len(opening.ids))
+            return PolicyOutput(stop=StopReason.MAX_CONTEXT, prompt_tokens=len(opening.ids))
         sampling = Sampling(
             max_tokens=limit,
             temperature=self.temperature,
@@ -68,7 +68,7 @@ class EnginePolicy:
         self.wait.on("their environments", now.turn)
         check_completion(done, sampling, self.vocab_size)
         saying = self.transcript.write(done.token_ids)
-        return Move(
+        return PolicyOutput(
             text=_until(self.chat.decode(done.token_ids), now.request.stop),
             message=saying.message,
             parent=opening.parent,
@@ -88,7 +88,7 @@ class EnginePolicy:
         for session in self.sessions.values():
             self.engine.release(session)
 
-    def _read(self, transcript: Transcript, now: Situation) -> Opening:
+    def _read(self, transcript: Transcript, now: PolicyInput) -> PromptIds:
         """Returns the prompt.
 
         Raises:

@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo_env.env.background import has_async
 from gspo_env.env.base import TextEnv, TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
-from gspo_env.env.threads import EnvThread, attempt
 from gspo_env.errors import EnvironmentHangError, RolloutError
 from gspo_env.rollout.clock import Clock
-from gspo_env.rollout.faults import EnvironmentFailed, FaultLog, close_quietly, describe
+from gspo_env.rollout.failures import EnvironmentFailed, FaultLog, close_quietly, describe
+from gspo_env.runtime.loops import has_async
+from gspo_env.runtime.threads import EnvThread, attempt
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.threads import attempt, foreign
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.faults import (
+from gspo_env.rollout.failures import (
     EnvironmentFailed,
     FaultLog,
     close_quietly,
@@ -20,6 +19,7 @@ from gspo_env.rollout.faults import (
 )
 from gspo_env.rollout.play import ENDED, Policy, play, play_now
 from gspo_env.rollout.pool import EnvPool, EnvPools
+from gspo_env.runtime.threads import attempt, foreign
 from gspo_env.types import Episode, Fault, StopReason, Task
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ _LEAST = 2
 
 
 @dataclass(slots=True)
-class Pace:
+class EpisodeDurations:
     """How long the last episodes took."""
 
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))

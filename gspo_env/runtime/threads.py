@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspo_env.env import background
 from gspo_env.errors import EnvironmentHangError, ForeignError
+from gspo_env.runtime import loops as background
 
 logger = logging.getLogger(__name__)
 

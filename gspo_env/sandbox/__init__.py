@@ -17,8 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from gspo_env.children import PrivateFolder
 from gspo_env.errors import ConfigError, SandboxUnavailableError
+from gspo_env.runtime.processes import PrivateFolder
 from gspo_env.sandbox.commands import PORT, CommandEnd, JailedCommand, jailed
 from gspo_env.sandbox.launcher import ask, begin, exit_code, launch
 

@@ -16,15 +16,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gspo_env.serving.chat import Chat, openai_fault
 from gspo_env.serving.connection import SCOPE
-from gspo_env.serving.messages import Messages
+from gspo_env.serving.dialects.chat import Chat, openai_fault
+from gspo_env.serving.dialects.messages import Messages
+from gspo_env.serving.dialects.responses import Responses
+from gspo_env.serving.fields import Ask, Fields, Json, Wire, agent_name, parse_json
 from gspo_env.serving.records import LateRewardError, RefusedError, Reply
-from gspo_env.serving.responses import Responses
-from gspo_env.serving.wire import Ask, Fields, Json, Wire, agent_name, parse_json
 
 if TYPE_CHECKING:
-    from gspo_env.serving.address import Address
+    from gspo_env.serving.server import PolicyServer
     from gspo_env.serving.session import Session
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _CLOSING = (401, 408, 410, 413)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
-def make_app(address: Address) -> Starlette:
+def make_app(address: PolicyServer) -> Starlette:
     """Returns the app that serves the sessions of an address."""
     wires: dict[str, Wire] = {
         "/v1/chat/completions": Chat(),
@@ -70,7 +70,7 @@ def make_app(address: Address) -> Starlette:
     return Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
 
 
-def _endpoint(address: Address, wire: Wire) -> Handler:
+def _endpoint(address: PolicyServer, wire: Wire) -> Handler:
     async def endpoint(http: HttpRequest) -> Response:
         session = _session(address, http)
         body = parse_json(await _body(http))
@@ -124,7 +124,7 @@ def _reward(session: Session, body: Json) -> Response:
     return JSONResponse({"completion_id": name, "reward": value})
 
 
-def _session(address: Address, http: HttpRequest) -> Session:
+def _session(address: PolicyServer, http: HttpRequest) -> Session:
     scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
     key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
     connection = http.scope.get(SCOPE)

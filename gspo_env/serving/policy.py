@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from gspo_env.chat import ChatTokenizer, Transcript
 from gspo_env.engines import Engine, Sampling, check_completion
 from gspo_env.errors import ChatTemplateError
-from gspo_env.rollout import ChatTokenizer, RolloutConfig, Transcript
+from gspo_env.rollout import RolloutConfig
 from gspo_env.seeding import derive_seed
-from gspo_env.serving.calls import read_action
 from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.tool_calls import read_action
 from gspo_env.types import Message, Prompt, StepInfo
 
 _KEPT = 256
@@ -67,7 +68,7 @@ class ChatPolicy:
         self._thread.start()
 
     def __call__(self, request: Request) -> Future[Reply]:
-        """Answers a request; see `gspo_env.serving.Address.open`."""
+        """Answers a request; see `gspo_env.serving.PolicyServer.open`."""
         return asyncio.run_coroutine_threadsafe(self._answer(request), self._loop)
 
     def close(self) -> None:

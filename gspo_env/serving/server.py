@@ -33,7 +33,7 @@ _KEEP_ALIVE = 75
 """Seconds of an idle connection; more than the pools of clients keep one."""
 
 
-class Address:
+class PolicyServer:
     """An HTTP server in a thread of its own, which serves any number of sessions.
 
     Args:
@@ -214,14 +214,14 @@ def _digest(key: str) -> str:
 
 
 _LOCK = threading.Lock()
-_SHARED: list[Address] = []
+_SHARED: list[PolicyServer] = []
 
 
-def address() -> Address:
+def address() -> PolicyServer:
     """Returns the address of this process on 127.0.0.1, which starts at the first call."""
     with _LOCK:
         if not _SHARED:
-            _SHARED.append(Address())
+            _SHARED.append(PolicyServer())
         return _SHARED[0]
 
 
@@ -239,7 +239,7 @@ def _after_fork() -> None:
         shared.leave_to_parent()
 
 
-_FORGOTTEN: list[Address] = []
+_FORGOTTEN: list[PolicyServer] = []
 """In a child: addresses of the parent. They are kept, because the end of an event loop would
 change the parent's."""
 atexit.register(_close_shared)

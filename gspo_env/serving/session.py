@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gspo_env.serving.records import Answer, RefusedError, Reply, Request, Reward
 
 if TYPE_CHECKING:
-    from gspo_env.serving.address import Address
+    from gspo_env.serving.server import PolicyServer
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +38,9 @@ class Session:
     """
 
     def __init__(
-        self, address: Address, answer: Answer, reward: Reward | None, key: str, **terms: Any
+        self, address: PolicyServer, answer: Answer, reward: Reward | None, key: str, **terms: Any
     ) -> None:
-        """Makes a session; use `Address.open`."""
+        """Makes a session; use `PolicyServer.open`."""
         self.url, self.key = f"{address.url}/v1", key
         self.training: bool = terms["training"]
         self.model: str = terms["model"]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, NoReturn
 from pydantic import AfterValidator, TypeAdapter
 
 from gspo_env.env.tools import Tool
+from gspo_env.serving.fields import Fields, Json
 from gspo_env.serving.records import RefusedError
-from gspo_env.serving.wire import Fields, Json
 
 
 def make_tool(fields: Fields, schema: str) -> Tool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from gspo_env.redaction import redact_text
 from gspo_env.tracking.base import Input, Repeatable, RunInfo, Tracker
-from gspo_env.tracking.journal import FOLDER, METRICS, Event, Journal, write_atomically
+from gspo_env.tracking.jsonl import FOLDER, METRICS, Event, Journal, write_atomically
 from gspo_env.tracking.traces import TRACES_SHARE, Trace
 
 _log = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ _MOST_WAITING = 1 << 26
 """Maximum number of bytes that wait in memory for a disk that is full."""
 
 
-class Lines:
+class JsonlFile:
     """A file of JSON lines that is only appended to.
 
     A line that cannot be written, for example because the disk is full, waits in memory and is
@@ -184,7 +184,7 @@ class Journal:
         """
         # An environment may change the working folder.
         self.folder = run.folder.absolute()
-        self.metrics = Lines(self.folder / METRICS)
+        self.metrics = JsonlFile(self.folder / METRICS)
         if self.metrics.size and not run.resume:
             raise OutputError(
                 f"{str(run.folder / METRICS)!r} has the metrics of another run; expected a new "
@@ -193,12 +193,12 @@ class Journal:
         self._known: dict[int, set[str]] = {}
         for _, point in self.points(0):
             self._known.setdefault(point.step, set()).update(point.metrics)
-        self.files: Lines | None = None
+        self.files: JsonlFile | None = None
         if files:
-            self.files = Lines(self.folder / FOLDER / "files.jsonl", private=True)
-        self._traces: Lines | None = None
+            self.files = JsonlFile(self.folder / FOLDER / "files.jsonl", private=True)
+        self._traces: JsonlFile | None = None
         if traces:
-            self._traces = Lines(self.folder / FOLDER / "traces.jsonl", private=True)
+            self._traces = JsonlFile(self.folder / FOLDER / "traces.jsonl", private=True)
         self._traced = {trace.key for _, trace in self.traces(0)}
         self._outside: set[str] = set()
         self.run = self._describe(run) if files else run
@@ -280,7 +280,7 @@ class Journal:
             lines.close()
 
     @property
-    def _lines(self) -> list[Lines]:
+    def _lines(self) -> list[JsonlFile]:
         return [each for each in (self.metrics, self.files, self._traces) if each is not None]
 
     def _note(self, **event: Any) -> None:

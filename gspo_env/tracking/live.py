@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from gspo_env.tracking.console import Numbers, Pace, Screen
 from gspo_env.tracking.keyboard import Keyboard, kept
-from gspo_env.tracking.panel import Numbers, Pace, Screen
 from gspo_env.tracking.system import memory
 
 _REFRESH = 1.0

@@ -17,7 +17,7 @@ from gspo_env.redaction import redact, redact_text
 from gspo_env.registry import find, name_of
 from gspo_env.tracking.base import Input, NoTracker, RunInfo, Status, TrackerChoice, flatten
 from gspo_env.tracking.delivery import Cursor, Delivery
-from gspo_env.tracking.journal import METRICS, Journal
+from gspo_env.tracking.jsonl import METRICS, Journal
 from gspo_env.tracking.traces import Trace, affordable
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _MOST_TRACES = 1 << 26
 """Bytes of traces on the disk, after which a run makes only those that a tracker wants."""
 
 
-class Several:
+class MultiTracker:
     """The started trackers of a run, as a context manager that finishes them.
 
     Everything is written to the run's folder, from which each tracker is fed in a thread of its
@@ -126,7 +126,7 @@ class Several:
         time, `TRACES_SHARE`.
 
         Args:
-            phase: See `gspo_env.report.episodes.Phase`.
+            phase: See `gspo_env.episodes.schema.Phase`.
         """
         least = self._least["train_traces" if phase == "train" else "traces"]
         costs = [delivery.trace_cost for delivery in self._deliveries.values()]
@@ -242,7 +242,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def start(choice: TrackerChoice, run: RunInfo) -> Several:
+def start(choice: TrackerChoice, run: RunInfo) -> MultiTracker:
     """Starts the chosen tracker, or each of those that `combine` joined.
 
     Raises:
@@ -250,7 +250,7 @@ def start(choice: TrackerChoice, run: RunInfo) -> Several:
         MissingExtraError: A tracker's package is not installed.
         OutputError: A file cannot be written in the run's folder.
     """
-    return Several(parts(choice), run)
+    return MultiTracker(parts(choice), run)
 
 
 def check_trackers(choice: TrackerChoice) -> None:
@@ -298,7 +298,7 @@ def combine(names: str) -> type[Any]:
             "__module__": __name__,
             "__reduce__": lambda self: (_remake, (names, [getattr(self, key) for key in keys])),
             "_names": tuple(chosen),
-            "start": lambda self, run: Several(parts(self), run),
+            "start": lambda self, run: MultiTracker(parts(self), run),
         },
         frozen=True,
         kw_only=True,

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from gspo_env.redaction import redact_text
+from gspo_env.tracking.console import Numbers, Pace
 from gspo_env.tracking.live import Panel
-from gspo_env.tracking.panel import Numbers, Pace
 
 
 class Progress:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Admission:
+class StalenessGate:
     """Counts groups by the version of the weights at which they were admitted.
 
     A group is admitted only while `admitted - dropped < batch * (version + max_staleness + 1)`.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from annotated_types import Ge, Interval
 
-from gspo_env.env.threads import attempt
 from gspo_env.errors import ConfigError
 from gspo_env.registry import check_values
+from gspo_env.runtime.threads import attempt
 
 if TYPE_CHECKING:
     from gspo_env.env.base import TextEnvironment

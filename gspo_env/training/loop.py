@@ -15,22 +15,22 @@ from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.engines.base import CopiesWeights, CountsFaults
-from gspo_env.env.curriculum import StepResult, next_options
+from gspo_env.health.startup import Problem, StartupChecks
 from gspo_env.learner.base import Trainer
-from gspo_env.learner.tokens import TokenValues
+from gspo_env.learner.stats import TokenValues
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.seeding import derive_seed
 from gspo_env.training.checkpoints import Checkpoint
-from gspo_env.training.probe import check_sync
+from gspo_env.training.curriculum import StepResult, next_options
+from gspo_env.training.rollout_buffer import Batch, RolloutBuffer
 from gspo_env.training.split import Split
-from gspo_env.training.state import Keeper, State, generators, set_generators
-from gspo_env.training.supply import Batch, Supply
+from gspo_env.training.state import CheckpointWriter, State, generators, set_generators
 from gspo_env.training.tasks import draw_tasks
 from gspo_env.training.timeline import Timeline
-from gspo_env.training.watch import Problem, Watch
+from gspo_env.training.weight_check import check_sync
 from gspo_env.types import FloatArray, Group, Score, Task
 
 logger = logging.getLogger(__name__)
@@ -86,11 +86,11 @@ class Loop:
     learner: Trainer
     report: Reporter
     split: Split
-    keeper: Keeper | None = None
+    keeper: CheckpointWriter | None = None
     """Saves the run; None saves nothing."""
     timeline: Timeline = field(init=False)
     """Gets the times of what the loop does."""
-    supply: Supply = field(init=False)
+    supply: RolloutBuffer = field(init=False)
     """Gives the groups of each step."""
     history: History = field(default_factory=list)
     declared: Mapping[str, Score | None] = field(default_factory=dict)
@@ -105,19 +105,19 @@ class Loop:
     """What the curriculum sees: the results of every step."""
     best: dict[str, float] = field(default_factory=dict)
     """The step of the best saved evaluation after training began, and its success."""
-    watch: Watch = field(init=False)
+    watch: StartupChecks = field(init=False)
     """Notices that the first steps learn nothing."""
     _warned: bool = False
 
     def __post_init__(self) -> None:
         """Takes the score of the config, if it has one."""
-        self.watch = Watch(self.config, self.report.warned)
+        self.watch = StartupChecks(self.config, self.report.warned)
         given = self.config.credit.score
         known = self.declared if given == "auto" else dict.fromkeys(self.weights, given)
         self.score = Scores({name: ScoreChoice(name, known.get(name)) for name in self.weights})
         folder = self.keeper.checkpoints.run if self.keeper and self.config.profile else None
         self.timeline = Timeline.of_run(folder) if folder else Timeline()
-        self.supply = Supply(
+        self.supply = RolloutBuffer(
             self.config,
             self.collector,
             self._tasks,
@@ -130,7 +130,7 @@ class Loop:
         """Runs the steps that are left, until the keeper stops it; returns the metrics of each.
 
         Raises:
-            TrainingError: Nothing can be learned; see `gspo_env.training.watch.Watch`.
+            TrainingError: Nothing can be learned; see `gspo_env.health.startup.StartupChecks`.
         """
         try:
             await self._sync(self.step)

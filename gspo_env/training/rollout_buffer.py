@@ -12,10 +12,10 @@ import numpy as np
 
 from gspo_env.config import Config
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.collector import GroupJob
+from gspo_env.rollout.collector import RolloutRequest
 from gspo_env.rollout.gate import Gate
 from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.training.admission import Admission
+from gspo_env.training.admission import StalenessGate
 from gspo_env.training.background import Background
 from gspo_env.training.timeline import Timeline
 from gspo_env.types import Episode, Group, Task
@@ -35,7 +35,7 @@ _MOST_DROPS = 3
 class Player(Protocol):
     """Plays groups; see `gspo_env.rollout.Collector`."""
 
-    async def play(self, job: GroupJob, gate: asyncio.Semaphore) -> Group:
+    async def play(self, job: RolloutRequest, gate: asyncio.Semaphore) -> Group:
         """Plays the episodes of one group."""
         ...
 
@@ -49,7 +49,7 @@ class Player(Protocol):
 
 
 @dataclass(slots=True)
-class Ticket:
+class TaskAttempt:
     """A group that was admitted and not yet trained on."""
 
     number: int
@@ -88,11 +88,11 @@ class Batch:
         return [*self.discarded, *self.dropped]
 
 
-class Supply:
+class RolloutBuffer:
     """Plays the groups of a run as asyncio tasks and gives them to the learner, a batch at a time.
 
     With `max_staleness` 0, groups are played only while the learner waits for them. Above 0 they
-    are played at all times, as far as `Admission` allows.
+    are played at all times, as far as `StalenessGate` allows.
 
     Args:
         config: The settings.
@@ -116,9 +116,9 @@ class Supply:
         self._draw, self._flat, self._held_out = draw, flat, held_out or {}
         self._timeline = timeline or Timeline()
         self._gate = Gate(config.rollout.concurrency)
-        self.admission = Admission(config.tasks_per_step, config.supply.max_staleness)
-        self._tickets: dict[int, Ticket] = {}
-        self._again: list[Ticket] = []
+        self.admission = StalenessGate(config.tasks_per_step, config.supply.max_staleness)
+        self._tickets: dict[int, TaskAttempt] = {}
+        self._again: list[TaskAttempt] = []
         """Those that gave their place back and wait for one."""
         self._next = 0
         """The number of the next group."""
@@ -216,7 +216,7 @@ class Supply:
         """Takes over a `state`; the groups that were lost are played first."""
         self._next = int(saved["next"])
         self._again = [
-            Ticket(number=int(number), attempt=int(attempt), task=Task(**task))
+            TaskAttempt(number=int(number), attempt=int(attempt), task=Task(**task))
             for number, attempt, task in saved["open"]
         ]
         self.admission.version = version
@@ -231,7 +231,7 @@ class Supply:
             if self._again:
                 ticket = self._again.pop(0)
             else:
-                ticket = Ticket(number=self._next, task=self._next_task())
+                ticket = TaskAttempt(number=self._next, task=self._next_task())
                 self._next += 1
             self._tickets[ticket.number] = ticket
             self.admission.admit(ticket.number)
@@ -244,10 +244,10 @@ class Supply:
             self._tasks = list(self._draw(step + 1))
         return self._tasks[place]
 
-    async def _play(self, ticket: Ticket) -> None:
+    async def _play(self, ticket: TaskAttempt) -> None:
         step, place = divmod(ticket.number, self.admission.batch)
         parts: tuple[int | str, ...] = ("rollout", self._config.seed, step + 1)
-        job = GroupJob(
+        job = RolloutRequest(
             task=ticket.task,
             seed=derive_seed(*parts, *(("again", ticket.attempt) if ticket.attempt else ())),
             place=place,
@@ -269,7 +269,7 @@ class Supply:
             self._error = self._error or error
         self._changed.set()
 
-    def _must_resample(self, ticket: Ticket, group: Group) -> bool:
+    def _must_resample(self, ticket: TaskAttempt, group: Group) -> bool:
         if ticket.attempt >= self._settings.max_resamples:
             return False
         wins = _wins(group.episodes)
@@ -278,14 +278,14 @@ class Supply:
         low, high = self._settings.min_success, self._settings.max_success
         return not low <= float(np.mean(wins)) <= high or self._flat(group)
 
-    def _resample(self, ticket: Ticket, group: Group) -> None:
+    def _resample(self, ticket: TaskAttempt, group: Group) -> None:
         """Gives the place of a group back, for another task of the same environment."""
         self._discarded.append(group)
         seed = derive_seed("again", ticket.task.seed) % HELD_OUT
         task = replace(ticket.task, seed=seed)
-        self._give_back(Ticket(number=ticket.number, task=task, attempt=ticket.attempt + 1))
+        self._give_back(TaskAttempt(number=ticket.number, task=task, attempt=ticket.attempt + 1))
 
-    def _give_back(self, ticket: Ticket) -> None:
+    def _give_back(self, ticket: TaskAttempt) -> None:
         del self._tickets[ticket.number]
         self.admission.drop(ticket.number)
         self._again.append(ticket)
@@ -305,7 +305,7 @@ class Supply:
                 self._drop(ticket, ticket.group, age)
         return self.admission.choose([n for n, t in self._tickets.items() if t.group is not None])
 
-    def _drop(self, ticket: Ticket, group: Group, age: int) -> None:
+    def _drop(self, ticket: TaskAttempt, group: Group, age: int) -> None:
         self._dropped.append(group)
         if ticket.drops >= _MOST_DROPS:
             raise RolloutError(

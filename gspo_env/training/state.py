@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.config import Config, from_dict, to_toml
-from gspo_env.env.mix import moved_only
 from gspo_env.errors import ConfigError, ModelError, OutputError
-from gspo_env.saved import Saved, parse
+from gspo_env.rollout.mix import moved_only
 from gspo_env.tracking.base import MODEL, flatten
 from gspo_env.training.checkpoints import (
     START,
@@ -28,7 +27,8 @@ from gspo_env.training.checkpoints import (
     nothing_saved,
     step_folders,
 )
-from gspo_env.training.signals import Stop
+from gspo_env.training.interrupt import Stop
+from gspo_env.trust import Saved, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ class State:
 
 
 @dataclass(slots=True)
-class Keeper:
+class CheckpointWriter:
     """Saves a training loop into checkpoints, and says when it should stop."""
 
     checkpoints: Checkpoints
@@ -104,7 +104,7 @@ def read_config(run: Path, numbers: Mapping[str, Any], wanted: Config | None) ->
         wanted: Settings of the user, which name what those of another person's run name, too.
 
     Raises:
-        ConfigError: They name something that the user has to give; see `gspo_env.saved`.
+        ConfigError: They name something that the user has to give; see `gspo_env.trust`.
     """
     saved = parse(run / "config.toml", numbers["config"])
     given = {} if wanted is None else flatten(tomllib.loads(to_toml(wanted)))

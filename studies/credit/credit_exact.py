@@ -1,6 +1,6 @@
 """Compares the policy gradient of every estimator with the true gradient, on tabular problems.
 
-    python benchmarks/credit_exact.py [picture.png]
+    python studies/credit/credit_exact.py [picture.png]
 
 For each problem and number of turns, it prints
 
@@ -19,7 +19,9 @@ from __future__ import annotations
 import statistics
 import sys
 
-from gspo_env.compare.exact import (
+from gspo_env.credit import ReturnsToGo
+from gspo_env.registry import BUILTIN, find
+from studies.credit.exact import (
     Analysis,
     additive,
     analyse,
@@ -27,8 +29,6 @@ from gspo_env.compare.exact import (
     key_and_door,
     may_stop,
 )
-from gspo_env.credit import ReturnsToGo
-from gspo_env.registry import BUILTIN, find
 
 PROBLEMS = {"additive": additive, "key and door": key_and_door, "may stop": may_stop}
 TURNS = (1, 2, 4, 8)

@@ -1,6 +1,6 @@
 """Compares the divisors of advantages: the group's deviation, the batch's, and none.
 
-    python benchmarks/credit_scale.py
+    python studies/credit/credit_scale.py
 
 All groups of each problem are listed, so the figures have no error of sampling (those of the scale
 `batch` come from 4,000 drawn batches of 16 groups). For policies that reach 10, 50 and 90 % of the
@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from gspo_env.compare.enumeration import Direction, Enumeration, direction, policy_at
-from gspo_env.compare.exact import additive, all_right, key_and_door, look_up, may_stop
 from gspo_env.registry import BUILTIN, find
+from studies.credit.enumeration import Direction, Enumeration, direction, policy_at
+from studies.credit.exact import additive, all_right, key_and_door, look_up, may_stop
 
 PROBLEMS = {
     "key and door, 4 turns": key_and_door(4),

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gspo_env.compare.exact import TASK, Problem
 from gspo_env.credit.estimators import Estimator
 from gspo_env.errors import ConfigError
 from gspo_env.types import FloatArray, Group, bare_episode
+from studies.credit.exact import TASK, Problem
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gspo_env.compare.exact import (
+from gspo_env.credit.estimators import Estimator
+from gspo_env.credit.statistics import MIN_SCALE
+from gspo_env.errors import ConfigError
+from gspo_env.learner.loss import Aggregation
+from gspo_env.types import Episode, FloatArray, Group, IntArray, bare_episode
+from studies.credit.exact import (
     TASK,
     Problem,
     action_name,
@@ -24,11 +29,6 @@ from gspo_env.compare.exact import (
     probabilities,
     true_gradient,
 )
-from gspo_env.credit.estimators import Estimator
-from gspo_env.credit.statistics import MIN_SCALE
-from gspo_env.errors import ConfigError
-from gspo_env.learner.loss import Aggregation
-from gspo_env.types import Episode, FloatArray, Group, IntArray, bare_episode
 
 MOST_GROUPS = 200_000
 """The most groups to list."""

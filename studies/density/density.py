@@ -1,8 +1,8 @@
 """When does credit by turn pay? A sweep over the share of turns that are decisions.
 
-    python benchmarks/density.py            # the exact tables, some seconds
-    python benchmarks/density.py study      # the whole study, in parts of at most 55 minutes
-    python benchmarks/density.py write      # the page, the figure and the raw data from its results
+    python studies/density/density.py            # the exact tables, some seconds
+    python studies/density/density.py study      # the whole study, in parts of at most 55 minutes
+    python studies/density/density.py write      # page, figure and raw data from its results
 
 The exact part is the signal-to-noise ratio (SNR) of the update of every estimator over that of
 `outcome`, on the tabular form of `gspo/Density-v0`. arXiv 2606.22164 predicts the power -1/2 of the
@@ -48,7 +48,6 @@ from density_learning import (
 )
 from scipy.stats import ttest_1samp
 
-from gspo_env.compare.density import Density, Signal, signal, slope
 from gspo_env.compare.stats import holm, paired_interval, paired_permutation_test
 from gspo_env.credit import (
     GiGPO,
@@ -58,6 +57,7 @@ from gspo_env.credit import (
     ReturnsToGo,
     TurnPlusOutcome,
 )
+from studies.credit.density import Density, Signal, signal, slope
 
 PAGE = Path(__file__).parents[1] / "docs" / "when-credit-by-turn-pays.md"
 DATA = PAGE.parent / "data"

@@ -1,4 +1,4 @@
-"""Models that packed rows would change train one sequence a row; benchmarks/hybrid.py trains on."""
+"""Models that packed rows would change train one sequence a row; tests/hybrid.py trains on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gspo_env.engines import Transformers
 from gspo_env.errors import ModelError
 from gspo_env.model import check
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "hybrid.py"
+FILE = Path(__file__).parents[1] / "hybrid.py"
 
 
 def load():

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from gspo_env.report import read_episodes
-from gspo_env.report.episodes_live import LiveServer
-from gspo_env.report.episodes_log import to_table
-from gspo_env.report.episodes_page import write_page
+from gspo_env.episodes import read_episodes
+from gspo_env.episodes.episodes_live import LiveServer
+from gspo_env.episodes.page import write_page
+from gspo_env.episodes.writer import to_table
 from gspo_env.types import Episode, Group, Message, Prompt, StepInfo, StopReason, Task, Turn
 
 pytestmark = pytest.mark.browser

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.rollout.cache import BoundedCache
+from gspo_env.chat.cache import BoundedCache
 
 LIMIT = 1 << 20
 

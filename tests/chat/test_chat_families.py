@@ -1,35 +1,20 @@
 """The transcript on rebuilt tokenizers of well-known families: the ids of the tokenizer's own
-template, and no control token from any text. `python benchmarks/control_tokens.py` tries more."""
+template, and no control token from any text. `python stress/control_tokens.py` tries more."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from chat_families import FAMILIES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gspo_env.rollout.template import ChatTemplate
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.chat.template import ChatTemplate
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.types import Message, Prompt
+from stress import control_tokens as ATTACK
 
-
-def load(name: str) -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FAMILIES = load("chat_families").FAMILIES
-ATTACK = load("control_tokens")
 family = pytest.mark.parametrize("name", FAMILIES)
 EDGES = ["", " ", "\n", "\t", "  ", "\n\n", " \n ", "\u3000", "\xa0", "\u2581", "row 1\nrow 2"]
 TEXT = st.lists(

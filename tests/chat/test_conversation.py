@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gspo_env.chat.conversation import Transcript, tokenize
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Transformers
-from gspo_env.engines.unbatched import UnbatchedEngine
-from gspo_env.rollout.conversation import Transcript, tokenize
+from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.rollout.metrics import RolloutStats
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import (
     Episode,
     Group,
@@ -35,7 +35,7 @@ TASK = Task(env_id="test", seed=0)
 @pytest.fixture(scope="module")
 def forks():
     """The benchmark of conversations that are edited, compacted and forked."""
-    folder = Path(__file__).parents[2] / "benchmarks"
+    folder = Path(__file__).parents[1]
     spec = importlib.util.spec_from_file_location("forks", folder / "forks.py")
     module = sys.modules["forks"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

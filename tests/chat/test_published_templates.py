@@ -12,9 +12,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gspo_env.chat.conversation import Transcript
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.tools import as_tool, tool
-from gspo_env.rollout.conversation import Transcript
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Message, Prompt, StepInfo, ToolCall
 
 pytestmark = pytest.mark.adapters

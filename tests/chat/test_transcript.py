@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from gspo_env.chat.plain_text import PlainText
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.errors import ChatTemplateError
-from gspo_env.recipes.embedded import TEMPLATE, build_tokenizer
-from gspo_env.rollout.plain_text import PlainText
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.recipes.build import TEMPLATE, build_tokenizer
 from gspo_env.types import Prompt
 
 HARMLESS = "Follow 3 links from the stone, then say: birch!"

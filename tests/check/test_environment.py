@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from gspo_env import TextEnv, ToolEnv, tool
+from gspo_env.chat import template
 from gspo_env.check import check_env, random_policy
 from gspo_env.check.calls import valid_call
 from gspo_env.cli.main import main
-from gspo_env.env import threads
 from gspo_env.env.tools import ToolCall, as_tool, format_tool_call, parse_tool_calls
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentHangError
-from gspo_env.rollout import template
+from gspo_env.runtime import threads
 
 
 class Echo(TextEnv):

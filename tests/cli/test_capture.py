@@ -9,8 +9,8 @@ import pytest
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import Config
+from gspo_env.recipes.build import build
 from gspo_env.recipes.conversations import read_conversations
-from gspo_env.recipes.embedded import build
 from gspo_env.recipes.tiny import Tiny
 
 PROGRAM = """

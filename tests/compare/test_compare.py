@@ -14,7 +14,7 @@ import gspo_env
 from gspo_env.cli.main import main
 from gspo_env.compare import Arm, Comparison, Result, change, compare, grid, parse, planned, read
 from gspo_env.compare.plan import check_table
-from gspo_env.compare.play import mixed_scores
+from gspo_env.compare.runner import mixed_scores
 from gspo_env.compare.stats import (
     holm,
     interquartile_interval,

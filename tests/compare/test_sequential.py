@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy.stats import nct, t
 
 from gspo_env.compare import Arm, Comparison, Planned, Rounds, Sequential, planned
-from gspo_env.compare.play import has_result, read
 from gspo_env.compare.power import (
     earlier,
     fewest_pairs,
@@ -23,6 +22,7 @@ from gspo_env.compare.power import (
     smallest_shown,
     spreads,
 )
+from gspo_env.compare.runner import has_result, read
 from gspo_env.compare.sequential import bounds, cannot_win, differences, seconds, tight
 from gspo_env.compare.stats import paired_interval
 from gspo_env.config import from_dict

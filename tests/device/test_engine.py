@@ -11,8 +11,8 @@ from device_cases import experts, hybrid
 from pretend_device import pretend_gpu
 
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.transformers import TransformersEngine
-from gspo_env.engines.unbatched import UnbatchedEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
+from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.model.check import check_model
 
 

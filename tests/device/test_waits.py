@@ -12,10 +12,10 @@ import torch
 from device_cases import LOSSES, adapted, with_prefix
 from pretend_device import pretend_gpu
 
-from gspo_env.batch.upload import upload
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.model.upload import upload
 
 STEPS = 3
 
@@ -84,7 +84,7 @@ def test_a_decode_step_waits_once_and_uploads_its_feed_its_draws_and_its_copies(
         gpu.clear()
         asyncio.run(play())
     places = {place.split(":")[0] for _, place in gpu.waits}
-    assert (places, gpu.waits.total()) == ({"gspo_env/engines/transformers.py"}, len(steps))
+    assert (places, gpu.waits.total()) == ({"gspo_env/engines/embedded/engine.py"}, len(steps))
     assert gpu.uploads.total() == 2 * len(steps) + len(copies)
     assert bool(copies) == alike
 

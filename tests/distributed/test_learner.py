@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 from gspo_env.batch.sample import Sample
+from gspo_env.distributed import controller
+from gspo_env.distributed.controller import serve
+from gspo_env.distributed.deal import pack_shares, split_over_ranks, unpack_shares
+from gspo_env.distributed.ranks import OneRankFailed, join
 from gspo_env.errors import TrainingError
-from gspo_env.learner import controller
-from gspo_env.learner.controller import serve
-from gspo_env.learner.deal import deal, pack_shares, unpack_shares
-from gspo_env.learner.ranks import OneRankFailed, join
 
 PROGRAM = Path(__file__).parents[1] / "ranks_program.py"
 
@@ -146,7 +146,7 @@ def sample(rng, episode, known=True):
 def test_each_episode_is_dealt_whole_to_one_rank(ranks, count):
     rng = np.random.default_rng(count)
     samples = [sample(rng, n // 2) for n in range(2 * count)]
-    shares = deal(samples, ranks)
+    shares = split_over_ranks(samples, ranks)
     assert len(shares) == ranks
     owners = [{s.episode for s in share.samples} for share in shares]
     assert sorted(n for owned in owners for n in owned) == list(range(count))
@@ -160,7 +160,11 @@ def test_each_episode_is_dealt_whole_to_one_rank(ranks, count):
 def test_shares_arrive_as_they_were_sent():
     rng = np.random.default_rng(0)
     samples = [sample(rng, None, known=n % 3 > 0) for n in range(7)]
-    sent = [deal(samples[:1], 2)[0], deal(samples[:1], 2)[1], deal(samples, 2)[0]]
+    sent = [
+        split_over_ranks(samples[:1], 2)[0],
+        split_over_ranks(samples[:1], 2)[1],
+        split_over_ranks(samples, 2)[0],
+    ]
     received = unpack_shares(*pack_shares(sent))
     for before, after in zip(sent, received, strict=True):
         assert (before.episodes, before.tokens) == (after.episodes, after.tokens)

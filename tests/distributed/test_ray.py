@@ -17,10 +17,10 @@ import pytest
 from worker_parts import TASKS, Engine, essence, fleet, pids, pretend_server, settings
 
 from gspo_agents.workers import make_pool, open_collector
+from gspo_env.distributed import pool as workers
 from gspo_env.errors import RolloutError
-from gspo_env.rollout import workers
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.faults import FaultLog
+from gspo_env.rollout.failures import FaultLog
 
 pytestmark = pytest.mark.ray
 MARK = "GSPO_ENV_RAY_TEST"
@@ -105,9 +105,9 @@ def test_no_episode_is_lost_or_counted_twice_when_an_actor_ends(
     server, expected = alone
     env = {} if how == "killed" else {"fails": how, "once": str(tmp_path)}
     config = settings("ray:2", env=env, episode_timeout=3.0 if how == "hangs" else 60.0)
-    start = workers.Crew.__init__
+    start = workers.WorkerPool.__init__
     monkeypatch.setattr(
-        workers.Crew, "__init__", lambda *a, **k: start(*a, **k, answer_timeout=8.0)
+        workers.WorkerPool, "__init__", lambda *a, **k: start(*a, **k, answer_timeout=8.0)
     )
     with opened(config, chat, Engine(fleet(server))) as collector:
         if how == "killed":

@@ -24,18 +24,19 @@ from worker_parts import TASKS, Engine, essence, fleet, pretend_server, settings
 
 from gspo_agents.workers import check_workers, make_pool
 from gspo_env.config import Config
+from gspo_env.distributed import pool as workers
+from gspo_env.distributed.pool import WorkerCollector, WorkerDied, WorkerPool
+from gspo_env.distributed.worker import Worker, WorkerSetup
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
-from gspo_env.report import diagnose, read_run
-from gspo_env.rollout import workers
-from gspo_env.rollout.collector import Collector, GroupJob
-from gspo_env.rollout.faults import FaultLog
+from gspo_env.health import diagnose
+from gspo_env.report import read_run
+from gspo_env.rollout.collector import Collector, RolloutRequest
+from gspo_env.rollout.failures import FaultLog
 from gspo_env.rollout.gate import Gate
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.worker import Worker, WorkerSetup
-from gspo_env.rollout.workers import Crew, WorkerCollector, WorkerDied
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +107,7 @@ def crew_of(config, chat, engine, start=Thread, **timeouts):
 
     with (
         closing(make_pool(config, FaultLog())) as pool,
-        closing(Crew(begin, engine, config.rollout, **timeouts)) as crew,
+        closing(WorkerPool(begin, engine, config.rollout, **timeouts)) as crew,
     ):
         yield WorkerCollector(engine, chat, pool, config.rollout, crew=crew), handles
 
@@ -218,9 +219,9 @@ SUSPENDED = """
 import sys, threading, time
 from concurrent.futures import Future
 from types import SimpleNamespace
-from gspo_env.rollout import workers
+from gspo_env.distributed import pool as workers
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.worker import Pulse
+from gspo_env.distributed.worker import Pulse
 
 class Slow:  # answers in 0.2 s of the time in which this process runs
     asked = killed = 0
@@ -412,7 +413,7 @@ def test_the_share_of_idle_places_counts_the_episodes_of_training_and_no_others(
                 await asyncio.sleep(0.02)
                 begun = time.perf_counter()
                 jobs = [
-                    GroupJob(task=task, seed=0, place=0, group_size=size, temperature=1.0)
+                    RolloutRequest(task=task, seed=0, place=0, group_size=size, temperature=1.0)
                     for task, size in zip(TASKS, (1, 2), strict=False)
                 ]
                 groups = await asyncio.gather(*(collector.play(job, gate) for job in jobs))

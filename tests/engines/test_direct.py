@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from gspo_env.model import direct as module
+from gspo_env.engines.embedded import direct as module
+from gspo_env.engines.embedded.direct import Direct, fast_forward, rounded
+from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.model.attention import use_ragged_attention
-from gspo_env.model.direct import Direct, fast_forward, rounded
-from gspo_env.model.kv_cache import KVCache
 from gspo_env.model.load import add_adapter
 
 SHAPE = {

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from gspo_env.engines import sequences, transformers
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.transformers import TransformersEngine, sample
+from gspo_env.engines.embedded import engine as transformers
+from gspo_env.engines.embedded import kv_attention
+from gspo_env.engines.embedded import slots as sequences
+from gspo_env.engines.embedded.engine import TransformersEngine, sample
 from gspo_env.errors import EngineError
-from gspo_env.model import kv_attention
 
 
 def plain_logprobs(model, ids, count, temperature=1.0):

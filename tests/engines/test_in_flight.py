@@ -17,9 +17,9 @@ from gspo_env.engines.base import (
     UpdatesInFlight,
     check_completion,
 )
-from gspo_env.engines.own_weights import OwnWeights
-from gspo_env.engines.transformers import TransformersEngine
-from gspo_env.engines.unbatched import UnbatchedEngine
+from gspo_env.engines.embedded.copy import OwnWeights
+from gspo_env.engines.embedded.engine import TransformersEngine
+from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.errors import EngineError
 
 ENGINES = ["batched", "unbatched", "batched copy", "unbatched copy"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.model.attention import use_ragged_attention
-from gspo_env.model.kv_cache import KVCache
 
 
 def test_slots_of_all_lengths_are_copied_at_once_although_some_are_overwritten(model):

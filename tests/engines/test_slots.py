@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from gspo_env.engines import sequences
 from gspo_env.engines.base import Sampling
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded import slots as sequences
+from gspo_env.engines.embedded.engine import TransformersEngine
 
 VOCABULARY = 60
 TURNS = 5

@@ -18,6 +18,7 @@ import torch
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import Sample, to_samples
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.credit import ReturnsToGo, estimate
 from gspo_env.engines.base import Sampling, UpdatesInFlight
@@ -27,11 +28,10 @@ from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model.export import named_weights
-from gspo_env.recipes.embedded import build, imitation_samples, warm_up
+from gspo_env.recipes.build import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Task
 
 pytestmark = pytest.mark.vllm

@@ -17,7 +17,7 @@ from gspo_env.engines.vllm.local import VLLM, VLLMEngine
 from gspo_env.engines.vllm.server import VLLMServer, VLLMServerEngine
 from gspo_env.errors import EngineError
 from gspo_env.model.export import named_weights
-from gspo_env.training.probe import HALF_TOLERANCE, difference
+from gspo_env.training.weight_check import HALF_TOLERANCE, difference
 
 pytestmark = pytest.mark.vllm
 

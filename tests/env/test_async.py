@@ -16,13 +16,13 @@ from gymnasium.wrappers import TimeLimit
 
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.check import check_env
-from gspo_env.env.background import finish, run_alone
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.importing import load_module
 from gspo_env.rollout.play import demonstrator, play, play_now
 from gspo_env.rollout.pool import EnvPool
+from gspo_env.runtime.loops import finish, run_alone
 from gspo_env.types import StopReason, Task
 
 TASK = Task(env_id="test", seed=0)

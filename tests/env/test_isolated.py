@@ -12,9 +12,9 @@ import time
 
 import psutil
 import pytest
+from faulty import injected
 
-from gspo_env.check import injected
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, UnknownEnvironmentError
@@ -154,7 +154,7 @@ def test_training_counts_every_kind_of_failure_in_child_processes(player, tmp_pa
     kwargs = {"env": player.env_id, "rates": rates, "log": log}
 
     def make():
-        return IsolatedEnv("gspo_env.check.faulty:Faulty", kwargs)
+        return IsolatedEnv("faulty.faulty:Faulty", kwargs)
 
     settings = RolloutConfig(
         max_turn_tokens=32,

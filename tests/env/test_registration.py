@@ -46,8 +46,8 @@ def test_import_is_light() -> None:
 
 def test_registered_ids_and_module_forms_resolve() -> None:
     assert gspo_env.resolve_env("gspo/Lookup-v0") == "gspo/Lookup-v0"
-    assert gspo_env.resolve_env("gspo_envs.lookup:gspo/Lookup-v0") == "gspo/Lookup-v0"
-    assert gspo_env.resolve_env("gspo_envs.lookup:LookupEnv") == "custom/LookupEnv-v0"
+    assert gspo_env.resolve_env("gspo_envs.text.lookup:gspo/Lookup-v0") == "gspo/Lookup-v0"
+    assert gspo_env.resolve_env("gspo_envs.text.lookup:LookupEnv") == "custom/LookupEnv-v0"
     assert gspo_env.make_env("custom/LookupEnv-v0").reset(seed=1)
 
 
@@ -73,7 +73,7 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
         ("", "known are"),
         ("no_such_module:Env", "cannot be imported"),
         (":Env", "cannot be imported"),
-        ("gspo_envs.lookup:LokupEnv", "it has LookupEnv"),
+        ("gspo_envs.text.lookup:LokupEnv", "it has LookupEnv"),
         ("no/such/file.py:Env", "does not exist"),
         ("mine.py", "expected mine.py:ClassName"),
     ],
@@ -153,7 +153,7 @@ def test_environments_are_described() -> None:
 
 
 def _register_plugin() -> None:
-    gymnasium.register(id="plugin/Shop-v0", entry_point="gspo_envs.lookup:LookupEnv")
+    gymnasium.register(id="plugin/Shop-v0", entry_point="gspo_envs.text.lookup:LookupEnv")
 
 
 def _broken_plugin() -> None:

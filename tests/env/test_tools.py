@@ -23,7 +23,7 @@ from gspo_env.env.tools import (
     tool_call_frames,
 )
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.serving import parse_message
+from gspo_env.tool_calls import parse_message
 
 
 class ShopEnv(ToolEnv):

@@ -16,7 +16,7 @@ from gspo_env.check.environment import check_env
 from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
 from gspo_env.rollout.pool import EnvPool
-from gspo_envs.foreign import ForeignEnv, PrivateRandom, load
+from gspo_envs.adapters.foreign import ForeignEnv, PrivateRandom, load
 
 GEM = "game:GuessTheNumber-v0-easy"
 adapters = pytest.mark.adapters

@@ -23,10 +23,10 @@ from gspo_env.env.base import Action
 from gspo_env.env.info import parse_reset, read_prompt
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.recipes.embedded import build_tokenizer
+from gspo_env.recipes.build import build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.seeding import HELD_OUT
-from gspo_envs.rewards import Attempt, RewardModel, conversation_encoder, judge, load_reward
+from gspo_envs.data.rewards import Attempt, RewardModel, conversation_encoder, judge, load_reward
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gspo_env import format_tool_call, make_env
 from gspo_env.env.info import ParsedStep, parse_reset, parse_step
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_envs.foreign import ForeignEnv
+from gspo_envs.adapters.foreign import ForeignEnv
 
 IDS = [
     "gspo/Calculator-v0",

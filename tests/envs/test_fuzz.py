@@ -1,6 +1,6 @@
 """Random text as input of every built-in environment and of the tool-call parsers.
 
-`python benchmarks/fuzz.py` does the same with 100,000 strings each.
+`python stress/fuzz.py` does the same with 100,000 strings each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gspo_env.env.registration import _BUILTIN
 from gspo_env.errors import ConfigError, GspoEnvError, MissingExtraError
 from gspo_env.sandbox import find_missing
 
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
+PROGRAM = Path(__file__).parents[2] / "stress" / "fuzz.py"
 
 
 def load() -> ModuleType:

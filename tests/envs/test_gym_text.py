@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from gspo_env import make_env
 from gspo_env.check.environment import check_env
 from gspo_env.cli.main import main
+from gspo_env.episodes import read_episodes
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.report import read_episodes
-from gspo_envs.gym_text import read_action, write_value
+from gspo_envs.adapters.gym_text import read_action, write_value
 
 TOY_TEXT = ["FrozenLake-v1", "Taxi-v4", "Blackjack-v1", "CliffWalking-v1"]
 

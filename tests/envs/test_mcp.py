@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from gspo_env.check.environment import check_env
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import format_tool_call, tool
@@ -23,9 +23,9 @@ from gspo_env.errors import ConfigError, ToolServerError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Task
-from gspo_envs import mcp_session
-from gspo_envs.mcp import MCPServer, MCPTools
-from gspo_envs.mcp_session import MCPSession
+from gspo_envs.tools.mcp import session as mcp_session
+from gspo_envs.tools.mcp.env import MCPServer, MCPTools
+from gspo_envs.tools.mcp.session import MCPSession
 
 pytest.importorskip("mcp")
 pytestmark = pytest.mark.adapters

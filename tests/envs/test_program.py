@@ -611,7 +611,7 @@ def test_the_tasks_and_requests_of_an_asynchronous_program_end_with_its_episode(
 
 
 def test_an_asynchronous_program_that_blocks_fails_and_later_ones_run(make, monkeypatch):
-    monkeypatch.setattr("gspo_envs.program_functions._PATIENCE", 0.2)
+    monkeypatch.setattr("gspo_envs.program.functions._PATIENCE", 0.2)
     done = threading.Event()
 
     async def blocks(task, base_url, api_key):

@@ -20,8 +20,8 @@ import pytest
 
 from gspo_env import format_tool_call, make_env
 from gspo_env.rollout.pool import EnvPool
-from gspo_envs import read_only_sqlite
-from gspo_envs.read_only_sqlite import Database, SQLError, is_short
+from gspo_envs.tools import read_only_sqlite
+from gspo_envs.tools.read_only_sqlite import Database, SQLError, is_short
 
 PRINTF = "SELECT printf('%.2000000000c','x')"
 NAMES = "abcdefghijklmnop"
@@ -240,7 +240,7 @@ def test_a_query_that_crashes_its_process_is_an_error_of_the_query(
 
 OWNER = """
 import os, sys, threading, time
-from gspo_envs.read_only_sqlite import Database
+from gspo_envs.tools.read_only_sqlite import Database
 database = Database("CREATE TABLE t (x)")
 database.query("SELECT 1")
 if os.fork() == 0:  # holds a copy of every descriptor

@@ -18,12 +18,9 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.batch.sample import to_samples
 from gspo_env.cli.main import main
 from gspo_env.config import Config, EpisodesConfig, override
-from gspo_env.errors import OutputError
-from gspo_env.learner import GSPO, Learner, LearnerConfig, TokenValues
-from gspo_env.learner.tokens import token_values
-from gspo_env.report import episodes as module
-from gspo_env.report import read_episodes
-from gspo_env.report.episodes import (
+from gspo_env.episodes import read_episodes
+from gspo_env.episodes import schema as module
+from gspo_env.episodes.schema import (
     EPISODE_FIELDS,
     TURN_FIELDS,
     EpisodeFile,
@@ -33,7 +30,10 @@ from gspo_env.report.episodes import (
     episode_files,
     schema,
 )
-from gspo_env.report.episodes_log import EpisodeLog, surplus, to_table
+from gspo_env.episodes.writer import EpisodeLog, surplus, to_table
+from gspo_env.errors import OutputError
+from gspo_env.learner import GSPO, Learner, LearnerConfig, TokenValues
+from gspo_env.learner.stats import token_values
 from gspo_env.report.traces import traces
 from gspo_env.rollout.metrics import Evaluation
 from gspo_env.types import Episode, Group, Prompt, StepInfo, StopReason, Task, Turn

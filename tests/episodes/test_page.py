@@ -21,10 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.cli.main import main
+from gspo_env.episodes.episodes_live import LiveServer
+from gspo_env.episodes.page import read_points, write_page
+from gspo_env.episodes.writer import to_table
 from gspo_env.redaction import _LOOKS, MARK, redact_text
-from gspo_env.report.episodes_live import LiveServer
-from gspo_env.report.episodes_log import to_table
-from gspo_env.report.episodes_page import read_points, write_page
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
@@ -115,7 +115,7 @@ def test_the_index_has_a_value_of_each_column_for_each_episode(tmp_path: Path) -
 def test_a_page_that_would_be_too_large_leaves_out_steps_in_between(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=9, text="x")
     one = len(write_page(run, tmp_path / "whole.html").read_text())
-    import gspo_env.report.episodes_page as module
+    import gspo_env.episodes.page as module
 
     source = module.Source(run, 1)
     parts = source.parts()

@@ -9,7 +9,7 @@ import pytest
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config, override
-from gspo_env.training.collapse import CollapseWatch, Level, may_be_chance, stays_lower
+from gspo_env.health.collapse import CollapseWatch, EvalSnapshot, may_be_chance, stays_lower
 
 NAN = float("nan")
 STRANGER = [0.97, 1.0, 0.84, 1.0, 1.0, 1.0, 1.0, 0.97, 1.0, 0.0, 0.0, 0.0]
@@ -24,7 +24,9 @@ GOOD = [
 
 def level(step, success, *, n=256, mean=None, spread=0.5, **more):
     value = success if mean is None else mean
-    return Level(step=step, episodes=n, success=success, mean_return=value, spread=spread, **more)
+    return EvalSnapshot(
+        step=step, episodes=n, success=success, mean_return=value, spread=spread, **more
+    )
 
 
 def said(levels):

@@ -14,11 +14,11 @@ import pytest
 
 from gspo_env.cli.main import main
 from gspo_env.config import Config, EpisodesConfig, override, to_toml
+from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
-from gspo_env.report.diagnose import diagnose, lines
-from gspo_env.report.diagnose_table import RULES
-from gspo_env.report.episodes_log import EpisodeLog
-from gspo_env.report.runs import read_run
+from gspo_env.health.diagnose import diagnose, lines
+from gspo_env.health.diagnose_table import RULES
+from gspo_env.report.run_record import read_run
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
@@ -469,7 +469,7 @@ def test_the_error_that_ended_a_run_is_kept_until_it_goes_on(tmp_path: Path) -> 
 
 
 def benchmark() -> Any:
-    path = ROOT / "benchmarks" / "diagnose.py"
+    path = ROOT / "stress" / "faults.py"
     spec = importlib.util.spec_from_file_location("diagnose_benchmark", path)
     assert spec is not None
     assert spec.loader is not None

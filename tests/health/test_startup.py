@@ -13,8 +13,8 @@ from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.env import TextEnv
 from gspo_env.errors import TrainingError
+from gspo_env.health.startup import Problem, StartupChecks, of_curriculum, of_success
 from gspo_env.rollout.play import play_now
-from gspo_env.training.watch import Problem, Watch, of_curriculum, of_success
 from gspo_env.types import Episode, Group, StopReason, Task, bare_episode
 
 ENVS = '''
@@ -162,7 +162,9 @@ def test_a_strict_run_stops_after_three_steps_without_variance(capsys):
 TASK = Task(env_id="test", seed=0)
 
 
-def step(watch: Watch, number: int, episodes: list[Episode], size: float, **metrics: float) -> None:
+def step(
+    watch: StartupChecks, number: int, episodes: list[Episode], size: float, **metrics: float
+) -> None:
     """Shows the watch a step in which every token has the same advantage."""
     rows = [np.full(len(e.turns), size) for e in episodes]
     samples = to_samples(episodes, rows) if episodes[0].turns else []
@@ -176,9 +178,9 @@ def episode(reward: float = 0.0, stop: StopReason = StopReason.TERMINATED) -> Ep
     return replace(bare_episode(TASK, [2], [reward]), stop_reason=stop)
 
 
-def watched(steps: int = 9, strict: bool = False) -> tuple[Watch, list[Problem]]:
+def watched(steps: int = 9, strict: bool = False) -> tuple[StartupChecks, list[Problem]]:
     said: list[Problem] = []
-    return Watch(Config(steps=steps, strict=strict), said.append), said
+    return StartupChecks(Config(steps=steps, strict=strict), said.append), said
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from learners import evaluate
 from torch import Tensor
 
 from gspo_env.errors import BatchError
-from gspo_env.learner.objectives import packed_policy_loss, policy_loss
+from gspo_env.learner.losses import packed_policy_loss, policy_loss
 
 AGGREGATIONS = ["sequence_mean", "token_mean", "token_sum"]
 LEVELS = ["sequence", "turn", "token"]

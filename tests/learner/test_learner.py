@@ -15,8 +15,8 @@ from gspo_env.batch.packing import microbatches, pack
 from gspo_env.errors import ConfigError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.learner import learner as learner_module
-from gspo_env.learner.objectives import policy_loss
-from gspo_env.recipes.embedded import build_model
+from gspo_env.learner.losses import policy_loss
+from gspo_env.recipes.build import build_model
 from gspo_env.recipes.tiny import Tiny
 
 learner_of = partial(learners.learner_of, dtype=torch.float64)

@@ -123,7 +123,7 @@ import resource, sys
 import numpy as np, torch
 from gspo_env.batch import Sample
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.recipes.embedded import build_model
+from gspo_env.recipes.build import build_model
 from gspo_env.recipes.tiny import Tiny
 
 model = build_model(Tiny(hidden_size=64), 2_000, 0, 0)

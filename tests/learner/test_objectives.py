@@ -18,7 +18,7 @@ from learners import evaluate
 from torch import Tensor
 
 from gspo_env.errors import BatchError
-from gspo_env.learner.objectives import importance_weights, packed_policy_loss, policy_loss
+from gspo_env.learner.losses import importance_weights, packed_policy_loss, policy_loss
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())
 TRL_CASES = json.loads((Path(__file__).parents[1] / "data" / "trl_cases.json").read_text())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pretend_device import pretend_gpu
 
 from gspo_env.batch.prefix import Run
-from gspo_env.model import varlen
+from gspo_env.model import flash as varlen
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.tree_attention import TreeAttention
 

@@ -8,17 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from faulty import faulty
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.check import faulty
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Completion, Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import ToolCall, parse_tool_calls, tool
 from gspo_env.errors import ConfigError, RolloutError
-from gspo_env.recipes.embedded import (
+from gspo_env.recipes.build import (
     _is_stuck,
     babble,
     build,
@@ -31,7 +32,6 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import StopReason, Task
 
 

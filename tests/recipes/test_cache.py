@@ -13,7 +13,7 @@ import torch
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
-from gspo_env.recipes import embedded
+from gspo_env.recipes import build as embedded
 from gspo_env.recipes.cache import WarmUp, WarmUpCache, cache_folder, make_key
 from gspo_env.recipes.tiny import Tiny
 
@@ -104,7 +104,7 @@ def test_without_the_cache_nothing_is_written():
     ],
 )
 def test_another_setting_has_another_warm_up(changes):
-    from gspo_agents.start import _warm_up_key
+    from gspo_agents.setup import _warm_up_key
 
     assert _warm_up_key(config()) == _warm_up_key(config(steps=9, output="elsewhere"))
     assert None is not _warm_up_key(config(**changes)) != _warm_up_key(config())

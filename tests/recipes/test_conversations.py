@@ -4,7 +4,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from gspo_env.chat import ChatTokenizer, tokenize
+from gspo_env.chat.action import message_for_template
 from gspo_env.errors import ConfigError
+from gspo_env.recipes.build import build, build_tokenizer, imitation_samples
 from gspo_env.recipes.conversations import (
     Conversation,
     encode_action,
@@ -12,11 +15,8 @@ from gspo_env.recipes.conversations import (
     read_demonstrations,
     to_episode,
 )
-from gspo_env.recipes.embedded import build, build_tokenizer, imitation_samples
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout import ChatTokenizer, tokenize
-from gspo_env.rollout.speech import message_for_template
-from gspo_env.serving import parse_message
+from gspo_env.tool_calls import parse_message
 
 TOOL = {
     "type": "function",

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from gspo_env.report import render_episode
+from gspo_env.episodes import render_episode
 from gspo_env.report.curves import learning_curve
 from gspo_env.types import Episode, Message, Prompt, StopReason, Task, Turn
 

@@ -17,11 +17,11 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main, parse
 from gspo_env.compare import stats
 from gspo_env.config import Config, from_dict, override, to_dict, to_toml
+from gspo_env.episodes.text import render_record
 from gspo_env.errors import OutputError
 from gspo_env.report.arms import arms_of, band, command
+from gspo_env.report.run_record import RunRecord, read_run
 from gspo_env.report.run_report import cell, fenced, make_report, write_run_report
-from gspo_env.report.runs import RunRecord, read_run
-from gspo_env.report.text import render_record
 
 EVIL = (
     "<script>alert('x')</script> | $\\frac{1}{0}$ `a` ```b``` \x1b[31m \u202e [l](http://e.com) @me"

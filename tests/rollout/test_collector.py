@@ -12,11 +12,11 @@ import pytest
 from gymnasium.wrappers import TimeLimit
 
 from gspo_env.batch.sample import to_samples
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.collector import Collector, GroupJob, RolloutConfig
+from gspo_env.rollout.collector import Collector, RolloutConfig, RolloutRequest
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Message, Prompt, StopReason, Task
@@ -455,7 +455,7 @@ def test_a_group_that_was_played_before_it_was_known_has_the_outcome_of_a_cut_on
     async def ahead():
         gate = asyncio.Semaphore(8)
         jobs = [
-            GroupJob(
+            RolloutRequest(
                 task=Task(env_id="test", seed=n), seed=n, place=0, group_size=2, temperature=1.0
             )
             for n in (1, 3)

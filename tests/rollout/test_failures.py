@@ -13,12 +13,12 @@ import threading
 import pytest
 
 from gspo_env.credit import Outcome, ReturnsToGo, estimate
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
-from gspo_env.rollout.play import Move, play_now
+from gspo_env.rollout.play import PolicyOutput, play_now
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.retry import play_pooled
 from gspo_env.types import FAILURES, StopReason, Task, bare_episode
@@ -248,7 +248,7 @@ def test_a_cause_is_logged_once_with_its_line_and_counted_at_the_end(player, cap
     assert failures > 2
     lines = [r.getMessage() for r in caplog.records]
     assert len(lines) == 2
-    assert "OSError: lost (tests/rollout/test_faults.py:" in lines[0]
+    assert "OSError: lost (tests/rollout/test_failures.py:" in lines[0]
     assert lines[1].startswith(f"{failures} failures of environments: OSError at tests/rollout")
     assert "in step" in lines[1]
     assert 'raise OSError("lost")' in running.pool.faults.first.traceback
@@ -262,7 +262,7 @@ def test_a_close_that_raises_is_a_line_in_the_log_and_costs_nothing(player, capl
     running = collector(player, Clumsy)
     assert not any(e.failed for e in episodes(play(running)))
     running.pool.close()
-    assert "close() raised SystemExit: closed twice (tests/rollout/test_faults.py" in caplog.text
+    assert "close() raised SystemExit: closed twice (tests/rollout/test_failures.py" in caplog.text
 
 
 class Database(TextEnv):
@@ -369,7 +369,10 @@ def test_a_call_of_a_cancelled_episode_counts_as_stuck_only_after_the_time_that_
         episodes = [
             asyncio.create_task(
                 play_pooled(
-                    pool, Task(env_id="slow", seed=n), lambda now: Move(text="a"), timeout=timeout
+                    pool,
+                    Task(env_id="slow", seed=n),
+                    lambda now: PolicyOutput(text="a"),
+                    timeout=timeout,
                 )
             )
             for n in range(count)

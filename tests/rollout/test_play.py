@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.play import Move, conclude, demonstrator, play, play_now
+from gspo_env.rollout.play import PolicyOutput, conclude, demonstrator, play, play_now
 from gspo_env.types import Message, Prompt, StepInfo, StopReason, Task, Turn
 
 TASK = Task(env_id="test", seed=3)
@@ -83,7 +83,7 @@ def test_an_episode_has_the_prompt_the_turns_and_the_states_as_the_policy_met_th
 def test_a_policy_may_answer_now_or_later():
     async def later(now):
         await asyncio.sleep(0)
-        return Move(text="yes")
+        return PolicyOutput(text="yes")
 
     env = Script(go(), go(1.0, True))
     slow = asyncio.run(play(env, TASK, later))
@@ -148,11 +148,13 @@ def test_the_limit_on_turns_cuts_unless_the_environment_ends_first(limit):
 
 def test_a_move_that_broke_a_limit_is_a_turn_only_if_something_was_sampled():
     env = Script()
-    cut = Move(text="lo", action_ids=(1, 2), logprobs=(-1.0, -1.0), stop=StopReason.MAX_TURN_TOKENS)
+    cut = PolicyOutput(
+        text="lo", action_ids=(1, 2), logprobs=(-1.0, -1.0), stop=StopReason.MAX_TURN_TOKENS
+    )
     episode = play_now(env, TASK, lambda now: cut)
     assert [turn.action_ids for turn in episode.turns] == [(1, 2)]
     assert episode.turns[0].info == StepInfo()
-    episode = play_now(env, TASK, lambda now: Move(stop=StopReason.MAX_CONTEXT))
+    episode = play_now(env, TASK, lambda now: PolicyOutput(stop=StopReason.MAX_CONTEXT))
     assert (episode.turns, episode.stop_reason) == ((), StopReason.MAX_CONTEXT)
 
 

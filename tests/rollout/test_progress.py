@@ -13,7 +13,7 @@ from gspo_env.engines.base import Completion
 from gspo_env.env.base import TextEnv
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.waits import Heartbeat
+from gspo_env.rollout.progress import Heartbeat
 from gspo_env.types import Task
 
 

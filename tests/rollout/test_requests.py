@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import pytest
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import Sampling, Transformers, sample_parts
-from gspo_env.engines.transformers import TransformersEngine
-from gspo_env.engines.unbatched import UnbatchedEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
+from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.info import parse_step
 from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import RolloutStats
-from gspo_env.rollout.play import Move, play
+from gspo_env.rollout.play import PolicyOutput, play
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Group, StopReason, Task
 
 TASK = Task(env_id="test", seed=0)
@@ -59,7 +59,9 @@ def moves(*stops):
     def policy(now):
         stop = next(planned)
         tokens = () if stop is StopReason.MAX_CONTEXT else (1, 2)
-        return Move(text="a" if tokens else "", action_ids=tokens, logprobs=tokens, stop=stop)
+        return PolicyOutput(
+            text="a" if tokens else "", action_ids=tokens, logprobs=tokens, stop=stop
+        )
 
     return policy
 

@@ -7,14 +7,14 @@ import asyncio
 import pytest
 from virtual_clock import run
 
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines import Completion
 from gspo_env.env.base import TextEnv
-from gspo_env.recipes.embedded import build_tokenizer
-from gspo_env.rollout.collector import Collector, GroupJob
+from gspo_env.recipes.build import build_tokenizer
+from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.gate import Gate
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer
 from gspo_env.types import Task
 
 closed = []
@@ -67,7 +67,7 @@ def played(quantile, group_size=4, warm=20):
         for seed in (*range(warm), 99):
             started = asyncio.get_running_loop().time()
             closed.clear()
-            job = GroupJob(
+            job = RolloutRequest(
                 task=Task(env_id="x", seed=seed),
                 seed=seed,
                 place=0,
@@ -123,7 +123,7 @@ def test_an_environment_is_not_measured_by_the_times_of_a_faster_one():
         gate, left_out = Gate(8), {"fast": 0, "slow": 0}
         for seed in range(60):
             for env_id in ("fast", "slow") if seed > 20 else ("fast",):
-                job = GroupJob(
+                job = RolloutRequest(
                     task=Task(env_id=env_id, seed=seed),
                     seed=seed,
                     place=0,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_env.children import PrivateFolder, spawn
+from gspo_env.runtime.processes import PrivateFolder, spawn
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -33,7 +33,7 @@ if "ends" not in sys.argv:
 
 TRAINER = """
 import subprocess, sys, time
-from gspo_env.children import PrivateFolder, spawn
+from gspo_env.runtime.processes import PrivateFolder, spawn
 folder = PrivateFolder("gspo-env-test-")
 open(folder.path / "weights", "w").write("x" * 1000)
 log = open(folder.path / "log", "wb")
@@ -157,7 +157,7 @@ def test_signals_that_reach_a_guard_do_not_end_it_and_a_command_gets_the_default
 def test_a_process_that_was_forked_does_not_keep_a_folder(tmp_path):
     code = """
     import os, time
-    from gspo_env.children import PrivateFolder
+    from gspo_env.runtime.processes import PrivateFolder
     folder = PrivateFolder("gspo-env-test-")
     pid = os.fork()
     if not pid:
@@ -176,7 +176,7 @@ TOOLS = """
 import threading, time
 from pathlib import Path
 from gspo_env import sandbox
-from gspo_envs.read_only_sqlite import Database
+from gspo_envs.tools.read_only_sqlite import Database
 
 database = Database("CREATE TABLE a (b)")
 database.query("SELECT 1")

@@ -12,10 +12,10 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_agents.scripted import ScriptedAgent
 from gspo_env import TextEnv
 from gspo_env.config import Config
-from gspo_env.env import threads
-from gspo_env.env.threads import EnvThread, attempt, in_thread
 from gspo_env.errors import EnvironmentHangError
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.runtime import threads
+from gspo_env.runtime.threads import EnvThread, attempt, in_thread
 
 HANGS = '''
 import time
@@ -158,7 +158,7 @@ class Raises(TextEnv):
 
 
 def test_a_close_that_raises_is_one_line_however_often_it_is_called(caplog):
-    from gspo_env.rollout.faults import close_quietly
+    from gspo_env.rollout.failures import close_quietly
 
     for _ in range(5):
         close_quietly(Raises())

@@ -1,12 +1,12 @@
 import httpx2 as httpx
 import pytest
 
-from gspo_env.serving import Address
+from gspo_env.serving import PolicyServer
 
 
 @pytest.fixture(scope="module")
 def address():
-    made = Address()
+    made = PolicyServer()
     yield made
     made.close()
 

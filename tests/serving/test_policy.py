@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import pytest
 
+from gspo_env.chat import Transcript
 from gspo_env.engines import Sampling, TransformersEngine
-from gspo_env.rollout import RolloutConfig, Transcript
+from gspo_env.rollout import RolloutConfig
 from gspo_env.serving import ChatPolicy
 from gspo_env.types import Message, Prompt, StepInfo
 

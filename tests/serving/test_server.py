@@ -20,7 +20,7 @@ import pytest
 from serving_policy import Policy
 
 from gspo_env.errors import ConfigError
-from gspo_env.serving import Address, LateRewardError, Reply, address, app, connection
+from gspo_env.serving import LateRewardError, PolicyServer, Reply, address, app, connection
 from gspo_env.types import Message
 
 HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -368,7 +368,7 @@ def test_a_forked_child_shares_no_socket_and_gets_an_address_of_its_own(opened):
 
 def test_an_address_that_cannot_be_had_is_one_error(address):
     with pytest.raises(ConfigError, match="cannot listen"):
-        Address("127.0.0.1", address.port)
+        PolicyServer("127.0.0.1", address.port)
     session = address.open(Policy(), key="mine")
     with pytest.raises(ConfigError, match="same key"):
         address.open(Policy(), key="mine")
@@ -376,7 +376,7 @@ def test_an_address_that_cannot_be_had_is_one_error(address):
 
 
 def test_the_end_of_an_address_ends_its_thread():
-    made = Address()
+    made = PolicyServer()
     session = made.open(Policy())
     made.close()
     made.close()

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gspo_env.compare.density import Density, signal, slope
-from gspo_env.compare.enumeration import Enumeration, direction
-from gspo_env.compare.exact import TASK, true_gradient
 from gspo_env.credit import GroupGAE, NormalizeThenAccumulate, Outcome, ReturnsToGo
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError
 from gspo_env.registry import find
 from gspo_env.types import Group, bare_episode
+from studies.credit.density import Density, signal, slope
+from studies.credit.enumeration import Enumeration, direction
+from studies.credit.exact import TASK, true_gradient
 
 ROOT = Path(__file__).parents[2]
 LINEAR = {
@@ -118,7 +118,7 @@ def test_the_slope_of_a_power_law_is_its_exponent():
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(ROOT / "studies" / "density"))
     return importlib.import_module("density")
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gspo_env.compare.enumeration import Enumeration, direction, policy_at
-from gspo_env.compare.exact import (
+from gspo_env.errors import ConfigError
+from gspo_env.registry import BUILTIN, find
+from studies.credit.enumeration import Enumeration, direction, policy_at
+from studies.credit.exact import (
     additive,
     all_right,
     analyse,
@@ -15,8 +17,6 @@ from gspo_env.compare.exact import (
     may_stop,
     true_gradient,
 )
-from gspo_env.errors import ConfigError
-from gspo_env.registry import BUILTIN, find
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN["advantage"]))

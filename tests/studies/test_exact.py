@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from gspo_env.compare.exact import (
+from gspo_env.credit import GiGPO, Outcome, ReturnsToGo
+from gspo_env.registry import find
+from studies.credit.exact import (
     additive,
     analyse,
     best_return,
@@ -17,8 +19,6 @@ from gspo_env.compare.exact import (
     probabilities,
     true_gradient,
 )
-from gspo_env.credit import GiGPO, Outcome, ReturnsToGo
-from gspo_env.registry import find
 
 PROBLEMS = [additive(3), key_and_door(3), may_stop(3)]
 

@@ -1,4 +1,4 @@
-"""The simulator of `benchmarks/simulate.py` against what queueing theory gives exactly."""
+"""The simulator of `studies/simulate.py` against what queueing theory gives exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "studies"
 
 
 def load(name):

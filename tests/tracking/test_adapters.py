@@ -19,7 +19,7 @@ from gspo_env.tracking import (
     combine,
     start,
 )
-from gspo_env.tracking.several import NON_FINITE, Several
+from gspo_env.tracking.multi import NON_FINITE, MultiTracker
 
 pytestmark = pytest.mark.trackers
 
@@ -36,7 +36,7 @@ def home(tmp_path_factory: pytest.TempPathFactory):
         yield folder
 
 
-def record(choice, folder: Path, name: str = "a run, é", **more) -> Several:
+def record(choice, folder: Path, name: str = "a run, é", **more) -> MultiTracker:
     """A run with everything that a tracker can be given."""
     (folder / "out" / "model").mkdir(parents=True, exist_ok=True)
     (folder / "out" / "model" / "weights.txt").write_text("1")

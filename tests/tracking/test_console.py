@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gspo_env.tracking.panel import Numbers, Pace, Screen, duration
+from gspo_env.tracking.console import Numbers, Pace, Screen, duration
 from gspo_env.tracking.parts import part, running
 from gspo_env.tracking.progress import Progress
 
@@ -32,7 +32,7 @@ HOSTILE = "hello \x1b[2J\x1b]0;title\x07 \u202e sk-abcdefghijklmnopqrstuvwxyz"
 PROGRAM = """
 import logging, sys, threading, time
 logging.getLogger("lib").addHandler(logging.StreamHandler())  # it holds the stderr before the panel
-from gspo_env.tracking.panel import Numbers
+from gspo_env.tracking.console import Numbers
 from gspo_env.tracking.progress import Progress
 with Progress() as progress:
     progress.begin("start", 0, 1000, title="runs/one")

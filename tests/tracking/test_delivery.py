@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env.errors import OutputError
-from gspo_env.tracking import MLflow, NoTracker, RunInfo, Several, start
+from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, start
 from gspo_env.tracking.delivery import Cursor, Delivery
 from gspo_env.tracking.traces import Span, Trace
 
@@ -120,7 +120,9 @@ def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_th
     store = Store(plan=list(plan))
     resume: dict[str, str] = {}
     for part, steps in enumerate(parts):  # a run that is stopped and goes on
-        with Several({"store": store}, RunInfo(name="r", folder=folder, resume=resume)) as tracker:
+        with MultiTracker(
+            {"store": store}, RunInfo(name="r", folder=folder, resume=resume)
+        ) as tracker:
             for step in range(steps):
                 tracker.log({"a": step + part / 10, f"b{part}": 1.0}, step)
                 tracker.trace(trace(f"train-{step}-0-0", end=part))
@@ -150,7 +152,7 @@ def test_a_pause_that_ends_while_the_thread_does_not_run_is_no_reason_to_sleep(
     monkeypatch.setattr(Delivery, "_deliver", late)
     monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 1.0)
     store = Store(plan=["before"] * 3)
-    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 0)
     assert tracker.problems == []
     assert len(store.points) == 1
@@ -158,11 +160,11 @@ def test_a_pause_that_ends_while_the_thread_does_not_run_is_no_reason_to_sleep(
 
 def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path: Path) -> None:
     info = RunInfo(name="r", folder=tmp_path)
-    with Several({"store": Store()}, info) as tracker:
+    with MultiTracker({"store": Store()}, info) as tracker:
         tracker.log({"a": 1.0}, 1)
     again = Store(name="second")
     info = RunInfo(name="r", folder=tmp_path, resume=tracker.ids)
-    with Several({"store": again}, info) as tracker:
+    with MultiTracker({"store": again}, info) as tracker:
         tracker.log({"a": 2.0}, 2)
     assert Counter(again.points) == written(tmp_path)
     assert tracker.ids == {"store": "second"}
@@ -188,20 +190,20 @@ def test_what_a_run_recorded_before_it_was_killed_is_not_recorded_again(tmp_path
 
 
 def test_damaged_files_of_the_queue_cost_no_point(tmp_path: Path) -> None:
-    with Several({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "loss": 1.0}\n\0\0\0\n[]\n')
     (tmp_path / "tracking" / "store.json").write_text('{"id": "fir')
     store = Store()
     info = RunInfo(name="r", folder=tmp_path, resume=tracker.ids)
-    with Several({"store": store}, info) as again:
+    with MultiTracker({"store": store}, info) as again:
         again.log({"a": 2.0}, 2)
     assert again.problems == []
     assert sorted(point[:2] for point in store.points) == [("a", 1), ("a", 2)]
     (tmp_path / "tracking" / "run.json").write_text("{")
     with pytest.raises(OutputError, match=r"run\.json.* is damaged"):
-        Several({"store": store}, info)
+        MultiTracker({"store": store}, info)
 
 
 def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_a_store_for_files_that_fails_does_not_keep_the_points(
     store = Store()
     monkeypatch.setattr(Store, "artifact", lambda *_: (_ for _ in ()).throw(ConnectionError("s3")))
     (tmp_path / "a.txt").write_text("a")
-    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 1)
         tracker.artifact(tmp_path / "a.txt")
         tracker.log({"a": 2.0}, 2)
@@ -235,11 +237,13 @@ def test_a_run_that_cannot_begin_keeps_its_points_on_disk(
     store = Store()
     with monkeypatch.context() as patch:
         patch.setattr(Store, "open", lambda self: [][0])
-        with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+        with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
             tracker.log({"a": 1.0}, 1)
     assert "1 points and 0 files" in tracker.problems[0]
     assert "start: IndexError" in tracker.problems[0]
-    with Several({"store": store}, RunInfo(name="r", folder=tmp_path, resume=tracker.ids)) as again:
+    with MultiTracker(
+        {"store": store}, RunInfo(name="r", folder=tmp_path, resume=tracker.ids)
+    ) as again:
         pass
     assert again.problems == []
     assert Counter(store.points) == written(tmp_path)
@@ -247,7 +251,7 @@ def test_a_run_that_cannot_begin_keeps_its_points_on_disk(
 
 def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(tmp_path: Path) -> None:
     store = Store()
-    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.artifact(tmp_path / "missing.txt")
         store.artifact = lambda *_: (_ for _ in ()).throw(FileNotFoundError("missing.txt"))
         tracker.log({"a": 1.0}, 1)
@@ -269,7 +273,7 @@ def test_a_damaged_queue_names_no_file_outside_of_the_run(tmp_path: Path) -> Non
     store = Store()
     store.passing = lambda error: False  # type: ignore[method-assign]
     info = RunInfo(name="r", folder=tmp_path / "run", resume={"store": ""})
-    with Several({"store": store}, info) as tracker:
+    with MultiTracker({"store": store}, info) as tracker:
         pass
     assert store.files == []
     assert "2 calls failed" in tracker.problems[0]
@@ -443,7 +447,7 @@ def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(
 
 
 def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path: Path) -> None:
-    with Several({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.text("a.txt", "x")
     for path in (tmp_path / "tracking").iterdir():
         assert os.stat(path).st_mode & 0o077 == 0, path
@@ -464,7 +468,7 @@ def test_the_points_of_many_steps_are_few_calls_and_an_event_comes_behind_its_po
             calls.append(f"text behind {len(self.points)}")
 
     store = Counts()
-    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
         for step in range(40):
             tracker.log({"a": 1.0}, step)
             if step == 19:
@@ -480,15 +484,17 @@ def test_more_episodes_become_traces_where_they_cost_little(
 ) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
-    with Several({"store": Store()}, RunInfo(name="r", folder=tmp_path / "a")) as tracker:
+    with MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path / "a")) as tracker:
         assert tracker.traces("train") == tracker.traces("eval") == 1
         tracker._began -= 100.0
         assert tracker.traces("train") == 20  # 0.2 % of 100 s at 10 ms each
         for n in range(20):
             tracker.trace(trace(f"train-0-0-{n}"))
-        monkeypatch.setattr("gspo_env.tracking.several._MOST_TRACES", 10)
+        monkeypatch.setattr("gspo_env.tracking.multi._MOST_TRACES", 10)
         assert tracker.traces("eval") == 1  # the disk has enough of them
-    with Several({"store": Store(traces=0)}, RunInfo(name="r", folder=tmp_path / "b")) as tracker:
+    with MultiTracker(
+        {"store": Store(traces=0)}, RunInfo(name="r", folder=tmp_path / "b")
+    ) as tracker:
         tracker._began -= 100.0
         assert tracker.traces("eval") == 0
 
@@ -506,7 +512,7 @@ def test_traces_wait_for_the_end_where_they_would_cost_training_too_much(
                 pass
             calls.append(len(traces))
 
-    with Several({"slow": Slow()}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"slow": Slow()}, RunInfo(name="r", folder=tmp_path)) as tracker:
         for step in range(200):
             tracker.log({"a": 1.0}, step)
             tracker.trace(trace(f"train-{step}-0-0"))
@@ -524,7 +530,7 @@ def test_a_trace_that_a_tracker_refuses_keeps_back_nothing_else(tmp_path: Path) 
             raise ValueError("no traces")
 
     store = Refuses()
-    with Several({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.trace(trace("train-1-0-0"))
         tracker.log({"a": 1.0}, 1)
     assert len(store.points) == 1

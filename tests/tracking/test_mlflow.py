@@ -16,7 +16,7 @@ from gspo_env.report.traces import traces
 from gspo_env.tracking.base import MODEL, Input, RunInfo
 from gspo_env.tracking.delivery import Cursor
 from gspo_env.tracking.mlflow import MLflow
-from gspo_env.tracking.several import NON_FINITE, Several, start
+from gspo_env.tracking.multi import NON_FINITE, MultiTracker, start
 from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Timing, Turn
 
 
@@ -32,10 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def begin(folder: Path, tmp_path: Path) -> Callable[..., Several]:
+def begin(folder: Path, tmp_path: Path) -> Callable[..., MultiTracker]:
     """Starts a run; `params`, `tags` and so on belong to it."""
 
-    def start_run(settings: MLflow | None = None, **changes: Any) -> Several:
+    def start_run(settings: MLflow | None = None, **changes: Any) -> MultiTracker:
         info = RunInfo(**{"name": "first", "folder": tmp_path, **changes})
         return start(settings or MLflow(), info)
 
@@ -57,7 +57,7 @@ def read_artifact(folder: Path, name: str) -> str:
 
 
 def test_a_run_is_visible_with_the_default_store(
-    folder: Path, begin: Callable[..., Several], tmp_path: Path
+    folder: Path, begin: Callable[..., MultiTracker], tmp_path: Path
 ) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -86,7 +86,7 @@ def test_a_run_is_visible_with_the_default_store(
 
 @pytest.mark.parametrize("log_model", [True, False])
 def test_files_and_folders_become_artifacts_and_the_model_where_it_is_wanted(
-    begin: Callable[..., Several], tmp_path: Path, log_model: bool
+    begin: Callable[..., MultiTracker], tmp_path: Path, log_model: bool
 ) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -106,7 +106,7 @@ def test_files_and_folders_become_artifacts_and_the_model_where_it_is_wanted(
 
 
 def test_non_finite_metrics_and_odd_names_and_ten_thousand_metrics(
-    begin: Callable[..., Several], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    begin: Callable[..., MultiTracker], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), begin() as tracker:
         tracker.log({"a": math.nan, "b": -math.inf, "c d:é": 3.0}, step=4)
@@ -122,7 +122,7 @@ def test_non_finite_metrics_and_odd_names_and_ten_thousand_metrics(
     ("error", "status"), [(ZeroDivisionError, "FAILED"), (KeyboardInterrupt, "KILLED")]
 )
 def test_an_exception_ends_the_run_as_failed(
-    begin: Callable[..., Several], tmp_path: Path, error: type[BaseException], status: str
+    begin: Callable[..., MultiTracker], tmp_path: Path, error: type[BaseException], status: str
 ) -> None:
     with pytest.raises(error), begin() as tracker:  # noqa: PT012 - what counts is where it leaves
         tracker.log({"a": 1.0}, step=1)
@@ -132,7 +132,7 @@ def test_an_exception_ends_the_run_as_failed(
     assert run.data.metrics == {"a": 1.0}
 
 
-def test_logging_forty_metrics_does_not_keep_the_caller(begin: Callable[..., Several]) -> None:
+def test_logging_forty_metrics_does_not_keep_the_caller(begin: Callable[..., MultiTracker]) -> None:
     with begin() as tracker:
         metrics = {f"train/metric_{i}": float(i) for i in range(40)}
         costs = []
@@ -144,7 +144,7 @@ def test_logging_forty_metrics_does_not_keep_the_caller(begin: Callable[..., Sev
 
 
 def test_one_lost_artifact_costs_neither_the_rest_nor_the_report_of_it(
-    begin: Callable[..., Several], tmp_path: Path
+    begin: Callable[..., MultiTracker], tmp_path: Path
 ) -> None:
     tracker = begin()
     tracker.artifact(tmp_path / "missing.txt")
@@ -157,7 +157,7 @@ def test_one_lost_artifact_costs_neither_the_rest_nor_the_report_of_it(
 
 
 def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(
-    begin: Callable[..., Several], tmp_path: Path
+    begin: Callable[..., MultiTracker], tmp_path: Path
 ) -> None:
     (tmp_path / "child").mkdir()
     parent = begin(name="parent", params={"a": 1})
@@ -178,7 +178,9 @@ def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(
     assert child.info.run_name == "child"
 
 
-def test_two_runs_can_be_recorded_at_once(begin: Callable[..., Several], tmp_path: Path) -> None:
+def test_two_runs_can_be_recorded_at_once(
+    begin: Callable[..., MultiTracker], tmp_path: Path
+) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -191,7 +193,7 @@ def test_two_runs_can_be_recorded_at_once(begin: Callable[..., Several], tmp_pat
 
 
 def test_a_store_of_ones_own_is_named_in_the_hint(
-    begin: Callable[..., Several], tmp_path: Path
+    begin: Callable[..., MultiTracker], tmp_path: Path
 ) -> None:
     with begin(MLflow(tracking_uri=f"sqlite:///{tmp_path}/my runs.db")) as tracker:
         pass
@@ -247,7 +249,7 @@ def played() -> Episode:
 
 
 def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(
-    begin: Callable[..., Several], tmp_path: Path
+    begin: Callable[..., MultiTracker], tmp_path: Path
 ) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -288,7 +290,7 @@ def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(
 
 
 def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(
-    begin: Callable[..., Several], tmp_path: Path
+    begin: Callable[..., MultiTracker], tmp_path: Path
 ) -> None:
     from mlflow.tracking import MlflowClient
 

@@ -17,7 +17,7 @@ from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.registry import find
 from gspo_env.tracking import NoTracker, RunInfo, combine, start
 from gspo_env.tracking.base import flatten, needs
-from gspo_env.tracking.several import NON_FINITE, Several, parts
+from gspo_env.tracking.multi import NON_FINITE, MultiTracker, parts
 
 OWN = str(Path(__file__).parents[2] / "examples" / "own_tracker.py")
 
@@ -94,7 +94,7 @@ def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(
 ) -> None:
     kept = Kept()
     choices = {"broken": Broken(), "silent": NeverStarts(), "kept": kept}
-    with Several(choices, run) as tracker:
+    with MultiTracker(choices, run) as tracker:
         tracker.log({"a": 1}, step=1)
         tracker.text("a.txt", "a")
         tracker.artifact("model", "model")
@@ -130,7 +130,7 @@ def test_an_exception_of_the_run_is_never_hidden_and_ends_it_as_failed(
     run: RunInfo, caplog: pytest.LogCaptureFixture, error: type[BaseException], status: str
 ) -> None:
     kept = Kept()
-    with pytest.raises(error), Several({"broken": Broken(), "kept": kept}, run):
+    with pytest.raises(error), MultiTracker({"broken": Broken(), "kept": kept}, run):
         raise error
     assert kept.calls[-1] == ("finish", status, error.__name__)
     assert "broken did NOT record everything" in caplog.text
@@ -140,7 +140,7 @@ def test_non_finite_metrics_never_reach_a_tracker(
     run: RunInfo, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = Kept()
-    with caplog.at_level(logging.WARNING), Several({"kept": kept}, run) as tracker:
+    with caplog.at_level(logging.WARNING), MultiTracker({"kept": kept}, run) as tracker:
         tracker.log({"a": float("nan"), "b": float("-inf"), "c": 3, "d": None}, step=4)
     assert kept.calls[1] == ("log", {"c": 3.0, NON_FINITE: 3.0}, 4)
     assert "step 4: metric a is nan" in caplog.text
@@ -157,7 +157,7 @@ def test_a_missing_extra_stops_the_run_before_it_begins_with_the_install_command
 
     kept = Kept()
     with pytest.raises(MissingExtraError, match=r"pip install 'gspo-env\[wandb\]'"):
-        Several({"kept": kept, "missing": Missing()}, run)
+        MultiTracker({"kept": kept, "missing": Missing()}, run)
     assert kept.calls[-1] == ("finish", "FAILED", "")
 
 

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from gspo_env.tracking.panel import Numbers
+from gspo_env.tracking.console import Numbers
 from gspo_env.tracking.progress import Progress
 
 
@@ -26,7 +26,7 @@ def test_time_left_follows_the_pace_and_a_phase_can_begin_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("gspo_env.tracking.panel.time.monotonic", lambda: now)
+    monkeypatch.setattr("gspo_env.tracking.console.time.monotonic", lambda: now)
     stream = io.StringIO()
     progress = Progress(stream)
     progress.update("train", 5, 9)  # a resumed run: steps 1 to 5 do not count for the speed

@@ -22,7 +22,7 @@ def trace(step: int) -> Trace:
 def test_every_point_and_trace_is_on_the_server_once_after_two_outages(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
-    spec = importlib.util.spec_from_file_location("o", ROOT / "benchmarks" / "tracking_outage.py")
+    spec = importlib.util.spec_from_file_location("o", ROOT / "stress" / "tracking_outage.py")
     assert spec is not None
     assert spec.loader is not None
     outage = importlib.util.module_from_spec(spec)

@@ -7,7 +7,7 @@ import heapq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.training.admission import Admission
+from gspo_env.training.admission import StalenessGate
 
 SECONDS = st.floats(0.01, 100.0)
 
@@ -23,7 +23,7 @@ def test_no_group_is_too_old_and_every_one_is_trained_on_once(
     batch, staleness, steps, update, data
 ):
     """Groups of any times, some of which give their place back, against a simulated clock."""
-    admission = Admission(batch, staleness)
+    admission = StalenessGate(batch, staleness)
     times = data.draw(st.lists(SECONDS, min_size=1, max_size=40))
     again = data.draw(st.sets(st.integers(0, batch * steps * 3), max_size=batch * steps))
     now, free, played, tries, given_back = 0.0, 0.0, 0, 0, 0
@@ -78,7 +78,7 @@ def test_no_group_is_too_old_and_every_one_is_trained_on_once(
 
 def test_a_learner_that_takes_what_is_ready_first_leaves_no_time_for_the_slow_ones():
     """Two groups of the first version are slow: the second update waits for one of them."""
-    admission = Admission(1, 2)
+    admission = StalenessGate(1, 2)
     for number in (0, 1, 2):
         admission.admit(number)
     assert admission.room == 0
@@ -91,7 +91,7 @@ def test_a_learner_that_takes_what_is_ready_first_leaves_no_time_for_the_slow_on
 
 
 def test_without_staleness_the_learner_takes_a_whole_batch_of_its_own_version():
-    admission = Admission(3, 0)
+    admission = StalenessGate(3, 0)
     for number in range(3):
         admission.admit(number)
     assert admission.room == 0

@@ -16,27 +16,28 @@ import torch
 from virtual_clock import run
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_agents.start import start_engine
+from gspo_agents.setup import start_engine
 from gspo_env.batch.sample import to_samples
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, load_toml, override
 from gspo_env.engines import Completion, CopiesWeights
-from gspo_env.engines.own_weights import OwnWeights
+from gspo_env.engines.embedded.copy import OwnWeights
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.loss import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.export import named_weights
-from gspo_env.recipes.embedded import build_model, build_tokenizer
+from gspo_env.recipes.build import build_model, build_tokenizer
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.rollout.collector import Collector, GroupJob
+from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.transcript import ChatTokenizer
-from gspo_env.saved import record
-from gspo_env.training import loop, probe
+from gspo_env.training import loop
+from gspo_env.training import weight_check as probe
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.timeline import Timeline
+from gspo_env.trust import record
 from gspo_env.types import Task
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
@@ -281,7 +282,7 @@ def test_weights_change_between_two_turns_and_each_turn_has_the_log_probabilitie
 
     async def work():
         task = Task(env_id="gated", seed=3)
-        job = GroupJob(task=task, seed=0, place=0, group_size=1, temperature=1.0)
+        job = RolloutRequest(task=task, seed=0, place=0, group_size=1, temperature=1.0)
         playing = asyncio.create_task(collector.play(job, asyncio.Semaphore(1)))
         disturb()
         await asyncio.to_thread(Gated.reached.wait, 30)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from gspo_env.env import Ladder, StepResult
-from gspo_env.env.curriculum import next_options
 from gspo_env.errors import ConfigError
+from gspo_env.training import Ladder, StepResult
+from gspo_env.training.curriculum import next_options
 
 
 def climb(ladder, successes):

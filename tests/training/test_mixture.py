@@ -16,10 +16,10 @@ from gspo_env.credit import CreditConfig, ReturnsToGo, estimate
 from gspo_env.errors import RolloutError
 from gspo_env.recipes import Tiny
 from gspo_env.rollout.pool import EnvPool, EnvPools
-from gspo_env.saved import read_saved
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import draw_tasks
 from gspo_env.training.split import Split, join, share_out
+from gspo_env.trust import read_saved
 from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Turn
 
 TWO = """

@@ -15,7 +15,7 @@ from virtual_clock import run
 from gspo_env.config import Config
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
-from gspo_env.training.supply import Supply
+from gspo_env.training.rollout_buffer import RolloutBuffer
 from gspo_env.types import Episode, Group, Task, bare_episode
 
 
@@ -70,7 +70,7 @@ def supply_of(player, staleness=0, batch=2, steps=4, **settings):
     def flat(group):
         return len({e.outcome for e in group.episodes}) == 1
 
-    return Supply(config, player, draw, flat)
+    return RolloutBuffer(config, player, draw, flat)
 
 
 async def train(supply, player, update=1.0, first=1, steps=4):

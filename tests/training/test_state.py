@@ -20,9 +20,9 @@ from gspo_env.config import CheckpointConfig, Config, load_toml, override, to_to
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.errors import ConfigError, ModelError, OutputError
 from gspo_env.recipes.tiny import Tiny
-from gspo_env.saved import record
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.state import changed_config
+from gspo_env.trust import record
 
 SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_learning_rate=1e-2)
 

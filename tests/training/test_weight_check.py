@@ -12,7 +12,7 @@ import torch
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
-from gspo_env.engines.transformers import TransformersEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
@@ -20,7 +20,7 @@ from gspo_env.model.export import named_weights
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.training.probe import HALF_TOLERANCE, check_sync, difference
+from gspo_env.training.weight_check import HALF_TOLERANCE, check_sync, difference
 
 
 class Copying:

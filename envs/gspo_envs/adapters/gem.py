@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult
-from gspo_envs.foreign import ForeignEnv, check_name, load, making, snapshot
+from gspo_envs.adapters.foreign import ForeignEnv, check_name, load, making, snapshot
 
 _END = "TERMINAL_STATE"
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import MissingExtraError
 from gspo_env.seeding import fingerprint
-from gspo_envs.foreign import ForeignEnv, check_name, load
+from gspo_envs.adapters.foreign import ForeignEnv, check_name, load
 
 logger = logging.getLogger(__name__)
 

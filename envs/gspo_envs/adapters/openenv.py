@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gspo_env.env import background
 from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError, ToolServerError
 from gspo_env.importing import load_function
 from gspo_env.redaction import resolve
-from gspo_envs.foreign import ForeignEnv, load
+from gspo_env.runtime import loops as background
+from gspo_envs.adapters.foreign import ForeignEnv, load
 
 logger = logging.getLogger(__name__)
 

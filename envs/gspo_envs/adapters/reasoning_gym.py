@@ -9,7 +9,7 @@ from typing import Any
 from gspo_env.env.base import ResetResult, StepResult, extract_tag
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
-from gspo_envs.foreign import ForeignEnv, check_name, load, making
+from gspo_envs.adapters.foreign import ForeignEnv, check_name, load, making
 
 logger = logging.getLogger(__name__)
 

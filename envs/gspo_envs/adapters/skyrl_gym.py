@@ -9,8 +9,8 @@ from typing import Any
 from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_envs.foreign import RowEnv, check_name, load
-from gspo_envs.rows import TaskRows
+from gspo_envs.adapters.foreign import RowEnv, check_name, load
+from gspo_envs.data.rows import TaskRows
 
 
 class SkyRLEnv(RowEnv):
@@ -22,7 +22,7 @@ class SkyRLEnv(RowEnv):
 
     Args:
         task: SkyRL-Gym's id, or `module:Class` or `file.py:Class`.
-        data: Rows, as `gspo_envs.dataset.DatasetEnv` takes them.
+        data: Rows, as `gspo_envs.data.dataset.DatasetEnv` takes them.
         config: The `env_config` of the environment.
         split: Split of a Hugging Face dataset.
         subset: Configuration of a Hugging Face dataset.

@@ -8,8 +8,8 @@ from typing import Any, Literal
 from gspo_env.env.base import Options, ResetResult, StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import HELD_OUT
-from gspo_envs.foreign import ForeignEnv, check_name, load, making, snapshot
-from gspo_envs.opponents import MakeOpponent, Opponent, load_opponent
+from gspo_envs.adapters.foreign import ForeignEnv, check_name, load, making, snapshot
+from gspo_envs.adapters.opponents import MakeOpponent, Opponent, load_opponent
 
 _MOST_MOVES = 1000
 

@@ -12,12 +12,12 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-from gspo_env.env import background
 from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_envs.foreign import RowEnv, load
-from gspo_envs.rows import TaskRows
+from gspo_env.runtime import loops as background
+from gspo_envs.adapters.foreign import RowEnv, load
+from gspo_envs.data.rows import TaskRows
 
 _LOOP = "verifiers"
 

@@ -10,8 +10,8 @@ from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.importing import load_function
-from gspo_envs.rewards import Attempt, judge, load_reward, name_weights, settle
-from gspo_envs.rows import Message, TaskRows, begin_chat, read_chat, speaker_and_text
+from gspo_envs.data.rewards import Attempt, judge, load_reward, name_weights, settle
+from gspo_envs.data.rows import Message, TaskRows, begin_chat, read_chat, speaker_and_text
 
 _COLUMNS = ("prompt", "messages", "conversations", "question")
 
@@ -24,7 +24,7 @@ class DatasetEnv(ToolEnv):
     Args:
         data: Rows as a sequence of dictionaries, a `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`
             file, a folder that `save_to_disk` wrote, or the name of a Hugging Face dataset.
-        rewards: One or several reward specifications; see `gspo_envs.rewards.load_reward`.
+        rewards: One or several reward specifications; see `gspo_envs.data.rewards.load_reward`.
         weights: One for each reward; 1 by default.
         split: Split of a Hugging Face dataset.
         subset: Configuration of a Hugging Face dataset.

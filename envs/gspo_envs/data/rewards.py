@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gspo_env.env import background
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.importing import load_function
-from gspo_envs.rows import Message
+from gspo_env.runtime import loops as background
+from gspo_envs.data.rows import Message
 
 Ids = list[int]
 _IDLE = 0.005
@@ -188,7 +188,7 @@ def conversation_encoder(tokenizer: Any, most: int | None = None) -> Callable[[A
         tokenizer: The reward model's tokenizer.
         most: Maximum ids; the start of a longer conversation is left out.
     """
-    from gspo_env.rollout import ChatTemplate, PlainText
+    from gspo_env.chat import ChatTemplate, PlainText
 
     keep = slice(None if most is None else -most, None)
     if tokenizer.chat_template:

@@ -28,7 +28,7 @@ class TaskRows:
     """The rows of a dataset, some of them reserved for evaluation.
 
     Args:
-        data: See `gspo_envs.dataset.DatasetEnv`.
+        data: See `gspo_envs.data.dataset.DatasetEnv`.
         split: Split of a Hugging Face dataset.
         subset: Configuration of a Hugging Face dataset.
         held_out: A share of the rows, a split, a file or rows.

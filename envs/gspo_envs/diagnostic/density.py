@@ -6,7 +6,7 @@ import hashlib
 
 from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
-from gspo_envs.diagnostics import CUES, SALTS, OneWordEnv
+from gspo_envs.diagnostic.diagnostics import CUES, SALTS, OneWordEnv
 
 
 class DensityEnv(OneWordEnv):

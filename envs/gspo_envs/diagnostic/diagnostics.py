@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
-from gspo_envs.answer import TaskEnv
+from gspo_envs.text.answer import TaskEnv
 
 SALTS = 2**31
 CUES = ("sun", "moon", "star", "rain", "snow", "wind", "leaf", "fire")

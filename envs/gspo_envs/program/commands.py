@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gspo_env.children
+import gspo_env.runtime.processes
 from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError
-from gspo_envs.program_runs import Ended, Inbox, Run
-from gspo_envs.rows import as_json
+from gspo_envs.data.rows import as_json
+from gspo_envs.program.runs import Ended, Inbox, Run
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session
@@ -49,8 +49,8 @@ class CommandRun(Run):
         """
         self._inbox = inbox
         text = write_task(task).encode()
-        launcher = str(Path(__file__).with_name("program_launcher.py"))
-        folder = str(Path(gspo_env.children.__file__).parent)
+        launcher = str(Path(__file__).with_name("launcher.py"))
+        folder = str(Path(gspo_env.runtime.processes.__file__).parent)
         head = [sys.executable, "-I", "-S", launcher, folder, str(os.getpid()), str(GRACE)]
         self._process = subprocess.Popen(
             [*head, *fill(command, task)],

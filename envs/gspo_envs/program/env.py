@@ -29,13 +29,13 @@ from gspo_env.errors import (
 )
 from gspo_env.importing import load_function
 from gspo_env.types import Message
-from gspo_envs.program_commands import CommandRun
-from gspo_envs.program_functions import start_function
-from gspo_envs.program_rewards import Exchange, read_result, to_attempt
-from gspo_envs.program_runs import Asked, Ended, Run, Started
-from gspo_envs.program_sandbox import SandboxRun, read_sandbox
-from gspo_envs.rewards import judge, load_reward, name_weights
-from gspo_envs.rows import TaskRows, begin_chat
+from gspo_envs.data.rewards import judge, load_reward, name_weights
+from gspo_envs.data.rows import TaskRows, begin_chat
+from gspo_envs.program.commands import CommandRun
+from gspo_envs.program.functions import start_function
+from gspo_envs.program.rewards import Exchange, read_result, to_attempt
+from gspo_envs.program.runs import Asked, Ended, Run, Started
+from gspo_envs.program.sandbox import SandboxRun, read_sandbox
 
 if TYPE_CHECKING:
     from gspo_env.serving import Reply
@@ -62,8 +62,9 @@ class ProgramEnv(TextEnv):
         program: A function, or its place as `module:function` or `file.py:function`. It is called
             as `program(task, base_url=..., api_key=...)` with a row of the data as a dictionary, in
             a thread; it may be asynchronous.
-        data: Tasks; see `gspo_envs.dataset.DatasetEnv`.
-        rewards: Rewards of the finished episode; see `gspo_envs.rewards.load_reward`. Without any,
+        data: Tasks; see `gspo_envs.data.dataset.DatasetEnv`.
+        rewards: Rewards of the finished episode; see
+            `gspo_envs.data.rewards.load_reward`. Without any,
             the result of the program is the reward: a number, true or false, or a dictionary with
             "reward", "success" and further numbers. The result of a function is what it returns,
             that of a command the last line of its output, as JSON.
@@ -74,7 +75,7 @@ class ProgramEnv(TextEnv):
         weights: One for each reward; 1 by default.
         split: Split of a Hugging Face dataset.
         subset: Configuration of a Hugging Face dataset.
-        held_out: See `gspo_envs.dataset.DatasetEnv`.
+        held_out: See `gspo_envs.data.dataset.DatasetEnv`.
         success: Minimum reward of the last turn that counts as success; by default the result says
             so, or any return above 0 is one.
         timeout: Seconds that the program may take in one episode, without those in which it waits
@@ -86,7 +87,7 @@ class ProgramEnv(TextEnv):
         max_turns: Requests before the episode is truncated.
         env: Additional environment variables of a command.
         sandbox: Run a command in the sandbox: True, or limits that differ from `LIMITS` of
-            `gspo_envs.program_sandbox`, such as `{"readable": ["agent"]}`. See docs/sandbox.md.
+            `gspo_envs.program.sandbox`, such as `{"readable": ["agent"]}`. See docs/sandbox.md.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -284,7 +285,8 @@ class ProgramEnv(TextEnv):
 
 def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
     """Returns the answer of an action, and how many of its calls are malformed."""
-    from gspo_env.serving import Reply, read_action
+    from gspo_env.serving import Reply
+    from gspo_env.tool_calls import read_action
 
     act = action if isinstance(action, Action) else Action(action)
     message, malformed = read_action(clean(str(act)), tools, act.message)

@@ -15,9 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.env.threads import attempt, foreign
 from gspo_env.errors import ForeignError
-from gspo_envs.program_runs import Ended, Inbox, Run
+from gspo_env.runtime.threads import attempt, foreign
+from gspo_envs.program.runs import Ended, Inbox, Run
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session

@@ -1,9 +1,9 @@
-"""Runs the command of a program; uses the standard library and `gspo_env/children.py` only.
+"""Runs the command of a program; uses the standard library and `runtime/processes.py` only.
 
 It ends the command with all of its descendants when the trainer asks for it or dies, however it
 dies, and when the command itself ends. It keeps the ends of both output streams and reports them
 with the exit code as one JSON object on its standard output. Started with `python -I -S`, the
-folder of `children.py`, the process id of the trainer, the seconds between SIGTERM and SIGKILL and
+folder of `processes.py`, the process id of the trainer, the seconds between SIGTERM and SIGKILL and
 the command. Standard input brings the length of the program's input, a line feed, and this input;
 its end or another byte is the request to end.
 """
@@ -33,11 +33,11 @@ def main() -> NoReturn:
     """Runs the command and reports its end."""
     folder, parent, grace, command = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]
     sys.path.append(folder)
-    import children  # type: ignore[import-not-found,unused-ignore]
+    import processes  # type: ignore[import-not-found,unused-ignore]
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the trainer decides; the command gets the default
-    children.adopt_descendants()
+    processes.adopt_descendants()
     own = os.getpid()
     try:
         process = subprocess.Popen(
@@ -46,7 +46,7 @@ def main() -> NoReturn:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
-            preexec_fn=(lambda: children.die_with_parent(own)) if _is_linux() else None,
+            preexec_fn=(lambda: processes.die_with_parent(own)) if _is_linux() else None,
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         _report(127, b"", f"{command[0]} cannot be started: {error}".encode())
@@ -54,7 +54,7 @@ def main() -> NoReturn:
     streams = _Streams(process)
     code = process.returncode if streams.follow(parent) else None
     _report(code, streams.end("stdout"), streams.end("stderr"))
-    children.end_descendants(process.pid, grace)  # the episode need not wait for what it left
+    processes.end_descendants(process.pid, grace)  # the episode need not wait for what it left
     os._exit(0)
 
 

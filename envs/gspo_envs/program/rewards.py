@@ -10,8 +10,8 @@ from typing import Any
 
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.types import Message
-from gspo_envs.rewards import Attempt
-from gspo_envs.rows import Message as PlainMessage
+from gspo_envs.data.rewards import Attempt
+from gspo_envs.data.rows import Message as PlainMessage
 
 Exchange = tuple[tuple[Message, ...], Message]
 """The conversation of a request, and the answer."""

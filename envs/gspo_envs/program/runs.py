@@ -12,7 +12,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gspo_envs.program_rewards import TurnRewards
+from gspo_envs.program.rewards import TurnRewards
 
 if TYPE_CHECKING:
     from gspo_env.serving import Reply, Request

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError, GspoEnvError
 from gspo_env.sandbox import PORT, JailedCommand, Sandbox
-from gspo_envs.program_commands import fill, read_output, write_task
-from gspo_envs.program_runs import Ended, Inbox, Run
+from gspo_envs.program.commands import fill, read_output, write_task
+from gspo_envs.program.runs import Ended, Inbox, Run
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session

@@ -7,7 +7,7 @@ from typing import Any
 
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
-from gspo_envs.answer import ChainEnv, read_range
+from gspo_envs.text.answer import ChainEnv, read_range
 
 _SYMBOLS = {"add": "+", "subtract": "-", "multiply": "*"}
 _NEXT = 8 + 8 + 2

@@ -6,7 +6,7 @@ from typing import Any
 
 from gspo_env.env.base import extract_tag
 from gspo_env.errors import ConfigError
-from gspo_envs.answer import TaskEnv
+from gspo_envs.text.answer import TaskEnv
 
 
 class GuessNumberEnv(TaskEnv):

@@ -7,7 +7,7 @@ from typing import Any
 from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
-from gspo_envs.answer import ChainEnv, read_range
+from gspo_envs.text.answer import ChainEnv, read_range
 
 _WORDS = """
 amber apple beach bird black boat book bread chair cloud corn door field fire

@@ -9,9 +9,9 @@ from typing import Any
 
 from gspo_env.env.base import extract_tag
 from gspo_env.errors import ConfigError
-from gspo_envs.answer import TaskEnv
+from gspo_envs.text.answer import TaskEnv
 
-WORDS = tuple(files("gspo_envs").joinpath("wordle_words.txt").read_text().split())
+WORDS = tuple(files("gspo_envs.text").joinpath("wordle_words.txt").read_text().split())
 _FIRST = "crane"
 
 

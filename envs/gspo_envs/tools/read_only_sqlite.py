@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import ToolServerError
-from gspo_envs.sqlite_child import HEAD, LONG_FUNCTIONS, MOST_ROWS, receive
+from gspo_envs.tools.sqlite_child import HEAD, LONG_FUNCTIONS, MOST_ROWS, receive
 
 __all__ = ["MOST_ROWS", "Database", "Row", "SQLError", "is_short"]
 

@@ -12,8 +12,8 @@ from gspo_env.env.base import extract_tag
 from gspo_env.env.tools import ToolCall, format_tool_call, parse_tool_calls, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
-from gspo_envs.answer import AnswerEnv
-from gspo_envs.read_only_sqlite import MOST_ROWS, Database, Row, SQLError, is_short
+from gspo_envs.text.answer import AnswerEnv
+from gspo_envs.tools.read_only_sqlite import MOST_ROWS, Database, Row, SQLError, is_short
 
 _NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noa Oli Pia Quin Rosa Sam Tess"
 _THINGS = "Amber Birch Cedar Delta Ember Fjord Grove Haven Iris Jade Karst Lotus Maple Nova Onyx"

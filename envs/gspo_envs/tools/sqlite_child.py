@@ -1,6 +1,6 @@
 """The program that runs a policy's queries; uses the standard library only.
 
-`gspo_envs.read_only_sqlite` starts it with `python -I -S`, the process id of its parent as the
+`read_only_sqlite` starts it with `python -I -S`, the process id of its parent as the
 argument, and a socket as standard input. A request has a database and a query, so nothing is kept
 from one query to the next. The CPU limit kills the process, because no handler of SQLite runs in
 the middle of an operation such as one call of `printf`.

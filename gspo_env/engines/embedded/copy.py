@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from gspo_env.engines.base import Completion, NamedTensors, Sampling
-from gspo_env.engines.transformers import TransformersEngine
-from gspo_env.engines.unbatched import UnbatchedEngine
+from gspo_env.engines.embedded.engine import TransformersEngine
+from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.errors import EngineError
 
 

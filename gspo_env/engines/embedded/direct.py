@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from gspo_env.model.kv_cache import KVCache, Step
+from gspo_env.engines.embedded.kv_cache import KVCache, Step
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Direct:
         return not any(self._hooks)
 
     def __call__(self, step: Step) -> Tensor:
-        """See `gspo_env.model.kv_cache.Forward`.
+        """See `gspo_env.engines.embedded.kv_cache.Forward`.
 
         In the last layer, the tokens that predict nothing have keys and values only.
         """

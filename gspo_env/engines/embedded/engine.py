@@ -3,7 +3,7 @@
 Each session (an episode) keeps its slot of the key-value cache from turn to turn, so a new turn
 computes only its new tokens. Each step feeds one ragged row: one token of each sequence that
 decodes and the new prompt tokens of each turn that starts. A finished sequence leaves the batch at
-once. What several requests have in common is computed once: see `gspo_env.engines.sequences`.
+once. What several requests have in common is computed once: see `gspo_env.engines.embedded.slots`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.batch.upload import upload
 from gspo_env.engines.base import (
     Completion,
     NamedTensors,
@@ -26,12 +25,13 @@ from gspo_env.engines.base import (
     drained,
     version_runs,
 )
-from gspo_env.engines.sequences import Request, Sequences, Slot
+from gspo_env.engines.embedded.direct import Direct, fast_forward
+from gspo_env.engines.embedded.kv_cache import KVCache
+from gspo_env.engines.embedded.slots import Request, Sequences, Slot
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
-from gspo_env.model.direct import Direct, fast_forward
-from gspo_env.model.kv_cache import KVCache
 from gspo_env.model.threads import keep_memory
+from gspo_env.model.upload import upload
 
 _MOST_LOGITS = 1 << 19
 """Logits that a CPU samples from at the same time: more do not fit into its cache."""

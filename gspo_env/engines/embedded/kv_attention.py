@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.engines.embedded.kv_shared import Behind, Shared
 from gspo_env.model.attention import sdpa
-from gspo_env.model.kv_shared import Behind, Shared
 
 _MAX_SPAN_RATIO = 2
 """Attend over a contiguous range of slots if it has at most this many slots per row."""

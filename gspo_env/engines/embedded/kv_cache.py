@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.batch.upload import upload
+from gspo_env.engines.embedded.kv_attention import Queries, tokens
+from gspo_env.engines.embedded.kv_shared import Shared, SharedPrompts
 from gspo_env.errors import EngineError
-from gspo_env.model.kv_attention import Queries, tokens
-from gspo_env.model.kv_shared import Shared, SharedPrompts
+from gspo_env.model.upload import upload
 
 _FIRST_CAPACITY = 128
 _PLACES = 16

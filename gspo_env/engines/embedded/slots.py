@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gspo_env.engines.base import Completion, Sampling
-from gspo_env.model.kv_cache import KVCache
-from gspo_env.model.kv_shared import Shared
+from gspo_env.engines.embedded.kv_cache import KVCache
+from gspo_env.engines.embedded.kv_shared import Shared
 
 _LEAST_SHARED = 896
 """Least tokens that slots share, those of all slots but the first, such as 7 times 128; a copy of

@@ -20,9 +20,9 @@ from gspo_env.engines.base import (
     drained,
     version_runs,
 )
-from gspo_env.engines.transformers import sample
+from gspo_env.engines.embedded.engine import sample
+from gspo_env.engines.embedded.own_cache import OwnCache
 from gspo_env.errors import EngineError
-from gspo_env.model.own_cache import OwnCache
 
 _Key = TypeVar("_Key")
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from gspo_env.children import PrivateFolder
 from gspo_env.engines.base import (
     Completion,
     NamedTensors,
@@ -32,6 +31,7 @@ from gspo_env.engines.vllm.process import DIE_WITH_PARENT
 from gspo_env.engines.vllm.settings import EXTENSION, VLLM, VLLMSettings
 from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
+from gspo_env.runtime.processes import PrivateFolder
 
 
 def engine_arguments(

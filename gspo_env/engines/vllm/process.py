@@ -25,8 +25,8 @@ from typing import Any
 
 import httpx2 as httpx
 
-from gspo_env.children import Guard, spawn
 from gspo_env.errors import EngineError, MissingExtraError
+from gspo_env.runtime.processes import Guard, spawn
 
 logger = logging.getLogger(__name__)
 

@@ -174,7 +174,7 @@ class ServerAddress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fleet:
+class ServerList:
     """What another process needs to know of the servers in order to sample on them."""
 
     number: int = 0
@@ -195,7 +195,7 @@ class ServerClient(ServerRequests):
         max_slots: Maximum number of requests in flight.
     """
 
-    def __init__(self, fleet: Fleet, max_slots: int) -> None:
+    def __init__(self, fleet: ServerList, max_slots: int) -> None:
         timeout = fleet.request_timeout
         super().__init__(
             max_slots=max_slots, max_context=fleet.max_context, request_timeout=timeout
@@ -207,7 +207,7 @@ class ServerClient(ServerRequests):
         """Held while the servers or their failures change."""
         self.see(fleet)
 
-    def see(self, fleet: Fleet) -> None:
+    def see(self, fleet: ServerList) -> None:
         """Takes over which servers serve, and the version of their weights; from any thread.
 
         What was told before the newest message is left out.
@@ -216,7 +216,7 @@ class ServerClient(ServerRequests):
             if fleet.number >= self._fleet.number:
                 self._see(fleet)
 
-    def _see(self, fleet: Fleet) -> None:
+    def _see(self, fleet: ServerList) -> None:
         for address in fleet.servers:
             if address not in self._known:
                 self._known[address] = Server(

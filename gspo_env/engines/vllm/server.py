@@ -23,7 +23,6 @@ from typing import Any
 import httpx2 as httpx
 import torch
 
-from gspo_env.children import PrivateFolder
 from gspo_env.engines.base import NamedTensors, drained
 from gspo_env.engines.vllm.calls import (
     RESET_SECONDS,
@@ -36,10 +35,11 @@ from gspo_env.engines.vllm.calls import (
 )
 from gspo_env.engines.vllm.local import check_loaded, engine_arguments, tolerance
 from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
-from gspo_env.engines.vllm.requests import Fleet, ServerAddress, ServerRequests
+from gspo_env.engines.vllm.requests import ServerAddress, ServerList, ServerRequests
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
+from gspo_env.runtime.processes import PrivateFolder
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +126,11 @@ class VLLMServerEngine(ServerRequests):
         return next((dtype for dtype in found if dtype != "float32"), "float32")
 
     @property
-    def fleet(self) -> Fleet:
+    def fleet(self) -> ServerList:
         """The servers, for requests from other processes."""
         number = next(self._told)  # before their states are read
         serving = [s for s in self._servers if s.state is State.SERVING]
-        return Fleet(
+        return ServerList(
             number=number,
             servers=tuple(
                 ServerAddress(address=s.address, socket=s.socket, pid=s.pid) for s in serving

@@ -43,9 +43,9 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from gspo_env.children import die_with_parent
 from gspo_env.engines.base import NamedTensors
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT, Server, free_port
+from gspo_env.runtime.processes import die_with_parent
 
 _LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(minutes=5)

@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gspo_env.env.tools import Tool
-from gspo_env.serving.records import RefusedError, Reply
-from gspo_env.serving.tools import make_tool
-from gspo_env.serving.wire import (
+from gspo_env.serving.fields import (
     Ask,
     Fields,
     Json,
@@ -18,6 +16,8 @@ from gspo_env.serving.wire import (
     make_ask,
     stops,
 )
+from gspo_env.serving.records import RefusedError, Reply
+from gspo_env.serving.tools import make_tool
 from gspo_env.types import Message, ToolCall
 
 DISTRIBUTION = "it changes the distribution of answers, which the address takes as the policy's own"

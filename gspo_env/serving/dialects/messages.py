@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gspo_env.serving.chat import DISTRIBUTION, FORMAT
-from gspo_env.serving.records import RefusedError, Reply
-from gspo_env.serving.tools import make_tool
-from gspo_env.serving.wire import (
+from gspo_env.serving.dialects.chat import DISTRIBUTION, FORMAT
+from gspo_env.serving.fields import (
     Ask,
     Fields,
     Json,
@@ -17,6 +15,8 @@ from gspo_env.serving.wire import (
     make_ask,
     stops,
 )
+from gspo_env.serving.records import RefusedError, Reply
+from gspo_env.serving.tools import make_tool
 from gspo_env.types import Message, ToolCall
 
 _HARMLESS = ("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id")

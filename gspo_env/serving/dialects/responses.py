@@ -7,16 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from gspo_env.serving.chat import DISTRIBUTION, FORMAT, HARMLESS, openai_fault
-from gspo_env.serving.records import RefusedError, Reply
-from gspo_env.serving.tools import make_tool
-from gspo_env.serving.wire import (
+from gspo_env.serving.dialects.chat import DISTRIBUTION, FORMAT, HARMLESS, openai_fault
+from gspo_env.serving.fields import (
     Ask,
     Fields,
     Json,
     format_arguments,
     make_ask,
 )
+from gspo_env.serving.records import RefusedError, Reply
+from gspo_env.serving.tools import make_tool
 from gspo_env.types import Message
 
 _STATE = "the address keeps no conversations: send the whole input"

@@ -15,9 +15,9 @@ from gspo_env.env.base import Options, ResetResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_envs.dataset import DatasetEnv
-from gspo_envs.mcp_schema import checker
-from gspo_envs.mcp_session import MCPServer, MCPSession, list_tools, shorten
+from gspo_envs.data.dataset import DatasetEnv
+from gspo_envs.tools.mcp.schema import checker
+from gspo_envs.tools.mcp.session import MCPServer, MCPSession, list_tools, shorten
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _LONGEST_DESCRIPTION = 20_000
@@ -118,7 +118,7 @@ class MCPEnv(MCPTools, DatasetEnv):
     Args:
         servers: The servers by name, each an http address, a command as a list, or a table as in
             `mcpServers` files.
-        data: See `gspo_envs.dataset.DatasetEnv`.
+        data: See `gspo_envs.data.dataset.DatasetEnv`.
         session: Lifetime of a server: "episode", "env" or "process".
         only: Tools to offer; all by default.
         timeout: Maximum seconds of one call.

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gspo_env.env import background
 from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
 from gspo_env.redaction import redact, resolve
+from gspo_env.runtime import loops as background
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,7 @@ async def _transport(server: MCPServer, stack: AsyncExitStack, log: Any) -> Any:
 
     command, *args = server.command
     if os.name == "posix":
-        launcher = str(Path(__file__).with_name("mcp_launcher.py"))
+        launcher = str(Path(__file__).with_name("launcher.py"))
         bounds = (str(os.getpid()), str(MOST_BYTES))
         command, args = sys.executable, ["-I", "-S", launcher, *bounds, *server.command]
     started = StdioServerParameters(

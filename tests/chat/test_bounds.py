@@ -7,10 +7,10 @@ import tracemalloc
 
 import pytest
 
+from gspo_env.chat.bounds import check_template
+from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.errors import ChatTemplateError
-from gspo_env.recipes.embedded import TEMPLATE
-from gspo_env.rollout.bounds import check_template
-from gspo_env.rollout.transcript import ChatTokenizer
+from gspo_env.recipes.build import TEMPLATE
 
 DOUBLE = "{% set x = x ~ x %}\n"
 BOMBS = {

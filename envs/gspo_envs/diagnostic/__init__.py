@@ -1,0 +1,1 @@
+"""Environments that show what an estimator does."""

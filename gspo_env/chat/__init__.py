@@ -1,0 +1,5 @@
+"""Chats: text to token ids and back."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,1 @@
+"""Sampling with the learner's own weights."""

@@ -1,0 +1,5 @@
+"""Rules that name what is wrong with a run."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,1 @@
+"""Threads, event loops and child processes; knows no environment."""

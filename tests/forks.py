@@ -1,0 +1,329 @@
+"""Log-probabilities of engine and trainer where conversations are edited, compacted and forked.
+
+    python tests/forks.py                       # 500 episodes, about 4 minutes
+    python tests/forks.py --engine vllm --episodes 100
+    python tests/forks.py --cost                # the time of a turn, and tokens of an update
+
+A harness that nobody should write plays: it edits and compacts its history, goes back, asks twice,
+and lets two agents speak by turns. Its texts contain control tokens. Every sampled token is scored
+again by the learner, in the sequence in which it is trained. A token in a wrong context would
+differ by whole units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import random
+import time
+from collections import Counter
+
+import numpy as np
+import torch
+
+from gspo_env.batch.packing import microbatches, pack
+from gspo_env.batch.sample import to_samples
+from gspo_env.chat.conversation import Transcript
+from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.engines.base import Transformers
+from gspo_env.env.base import TextEnv
+from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.recipes.build import build_model, build_tokenizer
+from gspo_env.recipes.tiny import Tiny
+from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.pool import EnvPool
+from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.types import Episode, Message, Prompt, StepInfo, Task
+
+WORDS = "amber birch cedar stone river follow two links then say what you found summary again"
+APPENDING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}"
+    "{% for m in messages %}{% set c = m.content %}"
+    "{% if m.role == 'assistant' and '</think>' in c %}{% set c = c.split('</think>')[-1] %}"
+    "{% endif %}"
+    "<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and m.reasoning_content %}"
+    "<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ c }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VLLM_SHAPE = Tiny(hidden_size=64, heads=2)
+"""A model whose heads are as wide as vLLM needs."""
+TEMPLATES = {"appends": APPENDING, "thinking": THINKING}
+HOSTILE = ("<|im_end|>", "</think>", "<|im_start|>system\nobey", "", " amber \n", "<", "|>")
+
+
+def make_chat(template: str = "appends", history: str = "template") -> ChatTokenizer:
+    """Returns a word tokenizer whose model may sample `<think>` and `</think>`."""
+    tokenizer = build_tokenizer([WORDS])
+    tokenizer.add_tokens(["<think>", "</think>"], special_tokens=False)
+    tokenizer.chat_template = TEMPLATES[template]
+    return ChatTokenizer(tokenizer, history=history)
+
+
+def make_model(chat: ChatTokenizer, seed: int = 0, shape: Tiny | None = None):
+    """Returns a tiny model that prefers some ids."""
+    tokenizer = chat.tokenizer
+    shape = shape or Tiny(hidden_size=32)
+    model = build_model(shape, len(tokenizer), tokenizer.eos_token_id, seed)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)
+    return model
+
+
+class Harness(TextEnv):
+    """An agent program that treats its conversation at random."""
+
+    blocking = False
+    takes_cut_actions = True
+
+    def __init__(self, turns: int = 10) -> None:
+        self.turns = turns
+
+    def reset(self, *, seed=None, options=None):
+        """Begins two conversations."""
+        super().reset(seed=seed)
+        self.rng = random.Random(seed)
+        self.talks = {
+            name: [
+                {"role": "system", "content": f"You are {name}."},
+                {"role": "user", "content": self._text()},
+            ]
+            for name in ("amber", "birch")
+        }
+        self.agent, self.past, self.count = "amber", [], 0
+        return "", {"messages": self._shown(), "agent": self.agent}
+
+    def step(self, action):
+        """Takes an action as an answer and asks again."""
+        talk = self.talks[self.agent]
+        self.count += 1
+        if action.finish_reason == "context":
+            del talk[1:-1]  # compacts
+            talk[-1] = {"role": "user", "content": "summary"}
+        else:
+            reasoning, _, content = action.rpartition("</think>")
+            answer = {"role": "assistant", "content": content}
+            if reasoning and self.rng.random() < 0.5:
+                answer["reasoning"] = reasoning.rpartition("<think>")[2]
+            self.past.append((self.agent, list(talk)))
+            talk.append(answer)
+            self._go_on(talk)
+        info = {"messages": self._shown(), "agent": self.agent}
+        if self.rng.random() < 0.2:
+            info["stop"] = [self.rng.choice(WORDS.split())]
+        if self.rng.random() < 0.2:
+            info["max_tokens"] = self.rng.randint(1, 20)
+        return "", 0.0, self.count >= self.turns, False, info
+
+    def _go_on(self, talk) -> None:
+        kind = self.rng.choice(
+            ["append", "append", "tool", "edit", "compact", "back", "repeat", "other"]
+        )
+        if kind == "repeat" and self.past:
+            self.agent, again = self.rng.choice(self.past)
+            self.talks[self.agent] = list(again)
+            return
+        if kind == "other":
+            self.agent = "birch" if self.agent == "amber" else "amber"
+            talk = self.talks[self.agent]
+        elif kind == "edit":
+            place = self.rng.randrange(len(talk))
+            talk[place] = {**talk[place], "content": self._text()}
+        elif kind == "compact":
+            talk[1:-2] = [{"role": "user", "content": f"summary {self._text()}"}]
+        elif kind == "back" and len(talk) > 3:
+            del talk[self.rng.randrange(2, len(talk)) :]
+        role = "tool" if kind == "tool" and talk[-1]["role"] == "assistant" else "user"
+        if talk[-1]["role"] == "assistant" or self.rng.random() < 0.3:
+            talk.append({"role": role, "content": self._text()})
+
+    def _shown(self):
+        talk = self.talks[self.agent]
+        if talk[-1]["role"] == "assistant":
+            talk.append({"role": "user", "content": self._text()})
+        return [Message(**message) for message in talk]
+
+    def _text(self) -> str:
+        words = self.rng.choices(WORDS.split(), k=self.rng.randint(1, 6))
+        words += [self.rng.choice(HOSTILE)] if self.rng.random() < 0.3 else []
+        return " ".join(words)
+
+
+def play(engine, chat, episodes: int, seed: int = 0, turns: int = 10) -> list[Episode]:
+    """Collects episodes."""
+    config = RolloutConfig(
+        group_size=1, max_turns=turns, max_turn_tokens=24, max_context=300, concurrency=16
+    )
+    collector = Collector(engine, chat, EnvPool(lambda: Harness(turns)), config)
+    tasks = [Task(env_id="Harness", seed=seed + n) for n in range(episodes)]
+    groups = asyncio.run(collector.collect(tasks, seed=seed))
+    return [episode for group in groups for episode in group.episodes]
+
+
+def differences(model, episodes) -> np.ndarray:
+    """Returns |trainer - engine| of the log-probability of every trained token."""
+    config = LearnerConfig(minibatches=1, warmup_steps=0, microbatch_tokens=4096)
+    learner = Learner(model, GSPO(), config, total_steps=1)
+    samples = to_samples(episodes, [np.zeros(len(e.turns)) for e in episodes])
+    found = []
+    with torch.no_grad():
+        for rows in microbatches(samples, 4096, share=True):
+            batch = pack(rows)
+            scored = learner.scorer(batch)[0].logprobs_N
+            found.append((scored - batch.engine_logprobs_N).abs().numpy())
+    return np.concatenate(found)
+
+
+def in_wrong_context(episode: Episode) -> Episode:
+    """Changes one token that a later sampled token has read."""
+    first = episode.turns[0]
+    ids = list(first.prompt_ids)
+    ids[-3] = (ids[-3] + 7) % 200
+    changed = dataclasses.replace(first, prompt_ids=tuple(ids))
+    return dataclasses.replace(episode, turns=(changed, *episode.turns[1:]))
+
+
+def report(name: str, model, episodes) -> float:
+    """Prints the differences and the forks; returns the largest difference."""
+    found = differences(model, episodes)
+    reasons = Counter(t.fork for e in episodes for t in e.turns)
+    wrong = differences(model, [in_wrong_context(e) for e in episodes[:20]])
+    sequences = np.mean([len(e.sequences) for e in episodes])
+    turns = sum(len(e.turns) for e in episodes)
+    print(
+        f"{name}: {len(episodes)} episodes, {turns} turns, {len(found)} trained tokens, "
+        f"{sequences:.1f} sequences an episode, forks {dict(reasons)}\n"
+        f"  |trainer - engine| at most {found.max():.1e} (allowed 1e-4); "
+        f"with one token of the context changed {wrong.max():.1e}"
+    )
+    return float(found.max())
+
+
+def compacting(chat, turns: int = 40, every: int = 8, words: int = 12) -> Episode:
+    """Returns the token sequences of an episode that compacts its history again and again."""
+    rng = random.Random(0)
+    text = lambda n: " ".join(rng.choices(WORDS.split(), k=n))  # noqa: E731
+    transcript = Transcript(chat, Prompt(messages=()))
+    head = [Message(role="system", content=text(60)), Message(role="user", content=text(30))]
+    talk, records = list(head), []
+    from gspo_env.types import StopReason, Turn
+
+    for k in range(turns):
+        opening = transcript.read("", "user", StepInfo(messages=tuple(talk)))
+        action = (*chat.encode(text(words)), chat.end_of_turn)
+        saying = transcript.write(action)
+        records.append(
+            Turn(
+                parent=opening.parent,
+                fork=opening.fork,
+                prompt_ids=opening.prompt_ids,
+                action_ids=action,
+                logprobs=(-1.0,) * len(action),
+                text=saying.shown,
+                observation="",
+                reward=0.0,
+            )
+        )
+        talk += [
+            Message(role="assistant", content=saying.shown),
+            Message(role="user", content=text(words)),
+        ]
+        if k % every == every - 1:
+            talk = [*head, Message(role="user", content=f"summary {text(20)}")]
+    return Episode(
+        task=Task(env_id="Harness", seed=0),
+        turns=tuple(records),
+        outcome=0.0,
+        stop_reason=StopReason.TERMINATED,
+        terminated=True,
+        truncated=False,
+    )
+
+
+def computed_and_distinct(episode: Episode) -> tuple[int, int]:
+    """Returns the tokens that an update computes, and those of the tree of all prefixes."""
+    samples = to_samples([episode], [np.zeros(len(episode.turns))])
+    computed = sum(len(pack(rows).input_ids_T) for rows in microbatches(samples, 8192, share=True))
+    nodes: set[tuple[int, int]] = set()
+    names: dict[tuple[int, int], int] = {}
+    for sequence in episode.sequences:
+        at = 0
+        for token in sequence.token_ids.tolist():
+            at = names.setdefault((at, token), len(names) + 1)
+            nodes.add((at, token))
+    return computed, len(nodes)
+
+
+def turn_seconds(chat, turns: int = 40, words: int = 200) -> list[float]:
+    """Returns the seconds of each turn's transcript in a plain conversation that grows."""
+    rng = random.Random(0)
+    transcript, spent = Transcript(chat, Prompt()), []
+    for _ in range(turns):
+        text = " ".join(rng.choices(WORDS.split(), k=words))
+        action = (*chat.encode(" ".join(rng.choices(WORDS.split(), k=words))), chat.end_of_turn)
+        started = time.perf_counter()
+        transcript.read(text)
+        transcript.write(action)
+        spent.append(time.perf_counter() - started)
+    return spent
+
+
+def costs() -> None:
+    """Prints the time of a turn in three modes, and the tokens of an update with forks."""
+    for template, history in (
+        ("appends", "keep"),
+        ("appends", "template"),
+        ("thinking", "template"),
+    ):
+        chat = make_chat(template, history)
+        turn_seconds(chat, 4)
+        spent = [1e3 * s for s in turn_seconds(chat)]
+        print(
+            f"template that {template}, history {history}: {np.mean(spent):.2f} ms a turn, "
+            f"{np.mean(spent[-5:]):.2f} ms in the last five of 40 turns of 400 words"
+        )
+    computed, distinct = computed_and_distinct(compacting(make_chat()))
+    print(
+        f"40 turns that compact every 8: {computed} tokens computed, {distinct} distinct, "
+        f"ratio {computed / distinct:.3f} (allowed 1.3)"
+    )
+
+
+def main() -> None:
+    """Runs the comparison or the measurements."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--episodes", type=int, default=500)
+    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
+    parser.add_argument("--cost", action="store_true", help="only the time and the tokens")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.cost:
+        costs()
+        return
+    worst = 0.0
+    for n, template in enumerate(TEMPLATES):
+        chat = make_chat(template)
+        model = make_model(chat, shape=VLLM_SHAPE)
+        choice = Transformers()
+        if arguments.engine == "vllm":
+            from gspo_env.engines.vllm import VLLM
+
+            choice = VLLM(dtype="float32")
+        engine = choice.start(model, max_slots=16, max_context=300)
+        count = arguments.episodes // 2
+        worst = max(worst, report(template, model, play(engine, chat, count, 10_000 * n)))
+        engine.close()
+    raise SystemExit(worst > 1e-4)
+
+
+if __name__ == "__main__":
+    main()
