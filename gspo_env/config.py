@@ -51,6 +51,15 @@ _RENAMED = {
 }
 """Settings by their former names or those that people expect."""
 
+REMOVED = {
+    "cache": "every run warms up its model anew, which takes seconds",
+}
+"""What serves in place of a setting or a flag that is gone.
+
+A key has underscores; it is the name alone, or with what stands before it: the section of the
+settings, such as `rollout.NAME`, or the command, such as `view.NAME`.
+"""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
@@ -168,6 +177,17 @@ class Config:
             ConfigError: The recipe or a field is unknown, or a value is invalid.
         """
         return override(from_dict({"recipe": name}), changes)
+
+
+def removed(path: str) -> str:
+    """Returns what serves in place of a setting or a flag that is gone; empty if it never existed.
+
+    Args:
+        path: The dotted path of a setting, with the command before it or without.
+    """
+    parts = path.replace("-", "_").split(".")
+    ends = (".".join(parts[n:]) for n in range(len(parts)))
+    return next((REMOVED[end] for end in ends if end in REMOVED), "")
 
 
 def with_score(config: Config, score: Score | None) -> Config:
@@ -301,6 +321,8 @@ def resolve(config: Config, name: str) -> str:
 def _hint(config: Config, name: str, paths: list[str]) -> str:
     """Returns a hint: the choice that has the setting, or the fields with similar names."""
     section, _, last = name.rpartition(".")
+    if instead := removed(name):
+        return f" any more: {instead}"
     if new := _RENAMED.get(name, _RENAMED.get(last)):
         return f"; it is called {new}"
     for kind in BUILTIN:
@@ -333,6 +355,8 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
     for name, value in tree.items():
         known = [f.name for f in dataclasses.fields(default)]  # type: ignore[arg-type]
         if name not in known:
+            if instead := removed(where + name):
+                raise ConfigError(f"there is no setting {where}{name} any more: {instead}")
             near = ", ".join(difflib.get_close_matches(name, known, n=3) or sorted(known))
             hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
             if new := _RENAMED.get(f"{where}{name}", _RENAMED.get(name)):

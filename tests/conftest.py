@@ -10,7 +10,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,34 +44,12 @@ WORDS = [
 
 @pytest.fixture(scope="session", autouse=True)
 def _state(tmp_path_factory):
-    """Records of trained folders and warm-ups do not go to the home of who runs the tests."""
+    """Records of trained folders do not go to the home of who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         # otherwise each engine of vLLM starts a process that finds out what its models can do
         patch.setenv("VLLM_CACHE_ROOT", str(tmp_path_factory.mktemp("vllm")))
         yield
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path_factory, monkeypatch):
-    """A test finds no warm-up of another test."""
-    name = f"cache-{uuid.uuid4().hex}"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / name))
-
-
-@pytest.fixture(scope="module")
-def _warm_ups(tmp_path_factory):
-    return tmp_path_factory.mktemp("warm-ups")
-
-
-@pytest.fixture
-def shared_warm_ups(_warm_ups, _cache, monkeypatch):
-    """A test finds the warm-ups of other tests of its file, for those that are about what follows.
-
-    A recipe with `cache=False` is warmed up anew.
-    """
-    monkeypatch.setenv("XDG_CACHE_HOME", str(_warm_ups))
 
 
 @pytest.fixture

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+from cli_errors import refused
 
-from gspo_env.config import Config, from_dict, load_toml, resolve, to_dict, to_toml
+from gspo_env.cli.main import COMMANDS
+from gspo_env.config import REMOVED, Config, from_dict, load_toml, resolve, to_dict, to_toml
 from gspo_env.credit import GroupGAE, ReturnsToGo
 from gspo_env.errors import ConfigError
 from gspo_env.tracking.base import flatten
@@ -138,6 +141,16 @@ def test_a_file_that_does_not_fit_is_refused_by_name(tmp_path, text, words):
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_toml(path)
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_what_is_gone_names_what_serves_instead(capsys, name):
+    section, _, last = name.rpartition(".")
+    command, flag = (section, last) if section in COMMANDS else ("train", name)
+    assert REMOVED[name] in refused(capsys, command, f"--{flag.replace('_', '-')}", "1")
+    if command == "train":
+        with pytest.raises(ConfigError, match=re.escape(REMOVED[name])):
+            from_dict({section: {last: 1}} if section else {name: 1})
 
 
 def test_an_argument_that_toml_cannot_hold_is_named():

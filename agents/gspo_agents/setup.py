@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic_core import to_jsonable_python
-from tokenizers import Tokenizer
-
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, to_toml
 from gspo_env.distributed.controller import Controller
@@ -26,15 +23,13 @@ from gspo_env.learner.optimizer import make_optimizer
 from gspo_env.model.check import RunMode, check_engine, check_model
 from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes import build as embedded
-from gspo_env.recipes.cache import WarmUp, WarmUpCache, make_key
 from gspo_env.recipes.conversations import read_demonstrations
-from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import name_of
 from gspo_env.tracking.console import Numbers
 from gspo_env.tracking.multi import check_trackers
 from gspo_env.tracking.progress import Progress
 from gspo_env.training.split import Split
-from gspo_env.types import Episode, StopReason
+from gspo_env.types import Episode
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +44,6 @@ class Start:
     """What the warm-up imitates."""
     undemonstrated: list[str] = field(default_factory=list)
     """The environments that have no demonstrator, by the `env_id` of their tasks."""
-    key: str | None = None
-    """Name of the warm-up in the user's cache; None if it is not cached."""
-    warm: WarmUp | None = None
-    """The cached warm-up, if there is one; then there are no episodes."""
 
 
 def make_start(config: Config, envs: Mapping[str, TextEnvironment]) -> Start:
@@ -62,18 +53,6 @@ def make_start(config: Config, envs: Mapping[str, TextEnvironment]) -> Start:
         ConfigError: The recipe makes no model.
     """
     recipe, seed = config.recipe, config.seed
-    key = _warm_up_key(config)
-    if key is not None and (warm := WarmUpCache().load(key)) is not None:
-        tokenizer = embedded.wrap_tokenizer(Tokenizer.from_str(warm.tokenizer))
-        model = embedded.build_model(recipe, len(tokenizer), tokenizer.eos_token_id, seed)
-        return Start(
-            model=model,
-            tokenizer=tokenizer,
-            episodes=[],
-            undemonstrated=warm.undemonstrated,
-            key=key,
-            warm=warm,
-        )
     with Progress() as progress:
         show = progress.when_slow()
         made = recipe.build(envs, seed, config.rollout, show)
@@ -88,33 +67,13 @@ def make_start(config: Config, envs: Mapping[str, TextEnvironment]) -> Start:
         without = [] if talks else [env_id for env_id in envs if env_id not in shown]
         if without:
             episodes += recipe.babble({env_id: envs[env_id] for env_id in without}, seed, show)
-    late = any(e.failed or e.stop_reason is StopReason.TIMEOUT for e in episodes)
-    return Start(
-        model=model,
-        tokenizer=tokenizer,
-        episodes=episodes,
-        undemonstrated=without,
-        key=None if late else key,  # what was cut by the clock does not follow from the seed
-    )
-
-
-def _warm_up_key(config: Config) -> str | None:
-    recipe = config.recipe
-    if type(recipe) is not Tiny or not recipe.cache or not recipe.imitation_steps:
-        return None
-    if not isinstance(config.env, str):
-        return None
-    settings = {
-        name: to_jsonable_python(getattr(config, name))
-        for name in ("seed", "rollout", "recipe", "rewritten_history", "eval_tasks", "model_dtype")
-    }
-    return make_key(config.env, config.env_kwargs, settings, recipe.conversations)
+    return Start(model=model, tokenizer=tokenizer, episodes=episodes, undemonstrated=without)
 
 
 def warm_up(
     made: Start, chat: ChatTokenizer, config: Config, split: Callable[[], Split], progress: Progress
 ) -> int:
-    """Warms up a model, or takes the weights from the user's cache.
+    """Warms up a model on its demonstrations.
 
     Args:
         made: The model and its demonstrations.
@@ -126,25 +85,12 @@ def warm_up(
     Returns:
         The number of demonstrations that were left out because they play held-out tasks.
     """
-    if made.warm is not None:
-        made.model.load_state_dict(made.warm.weights)
-        progress.line("warm-up from the cache (--recipe.cache False makes it again)")
-        return made.warm.left_out
     if not made.episodes or not config.recipe.imitation_steps:
         return 0
     held = split()
     kept = [e for e in made.episodes if not held.holds_out(e)]
-    left_out = len(made.episodes) - len(kept)
     imitate(made.model, chat, kept, config, progress)
-    if made.key is not None:
-        entry = WarmUp(
-            weights=made.model.state_dict(),
-            tokenizer=made.tokenizer.backend_tokenizer.to_str(),
-            undemonstrated=made.undemonstrated,
-            left_out=left_out,
-        )
-        WarmUpCache().save(made.key, entry)
-    return left_out
+    return len(made.episodes) - len(kept)
 
 
 def read_talks(config: Config, chat: ChatTokenizer, env_id: str) -> list[Episode]:

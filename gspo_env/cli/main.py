@@ -71,6 +71,7 @@ def parse(arguments: Sequence[str]) -> Any:
         SystemExit: Help was printed, or a value has the wrong type.
     """
     from gspo_env.cli.options import PRIMITIVES, Run, one_sentence, prepare
+    from gspo_env.config import removed
 
     commands: dict[str, Any] = {}
     name, *rest = arguments
@@ -78,6 +79,9 @@ def parse(arguments: Sequence[str]) -> Any:
         near = "".join(difflib.get_close_matches(name, COMMANDS, n=1))
         hint = f"did you mean {near}? There are" if near else "expected one of"
         raise ConfigError(f"there is no command {name!r}; {hint}: {', '.join(COMMANDS)}")
+    for flag in (text.partition("=")[0] for text in rest if text.startswith("--")):
+        if instead := removed(f"{name}.{flag[2:]}"):
+            raise ConfigError(f"there is no {flag} any more: {instead}")
     for flag in _NOT_EMPTY:
         if f"{flag}=" in rest or (flag, "") in itertools.pairwise(rest):
             raise ConfigError(f"{flag} is ''; expected a name, or no {flag} for the default")

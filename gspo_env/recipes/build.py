@@ -83,11 +83,6 @@ def build_tokenizer(texts: Iterable[str], frames: Sequence[str] = ()) -> PreTrai
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in _SPECIAL])
-    return wrap_tokenizer(backend)
-
-
-def wrap_tokenizer(backend: Tokenizer) -> PreTrainedTokenizerFast:
-    """Returns a tokenizer with the template and the control tokens of this recipe."""
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|pad|>"
     )

@@ -59,9 +59,6 @@ class Tiny(Recipe):
     """Episodes of a warm-up step."""
     imitation_learning_rate: Annotated[float, Gt(0)] = 3e-3
     """Largest learning rate of the warm-up."""
-    cache: bool = True
-    """Keep the warmed-up model in the user's cache folder, for runs with the same seed, environment
-    and settings. Turn it off if your environment reads files that its arguments do not name."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""

@@ -61,8 +61,8 @@ def engine(parts):
 
 
 @pytest.fixture
-def same_start(shared_warm_ups, tmp_path, monkeypatch):
-    """Runs of this file find the warm-up of the first one, and have a folder each."""
+def same_start(tmp_path, monkeypatch):
+    """Each run has a folder of its own."""
     monkeypatch.chdir(tmp_path)
 
 

@@ -202,7 +202,7 @@ def test_labels_are_drawn_as_they_are(tmp_path: Path) -> None:
             "env": ["gspo/Lookup-v0:0.7", "hard=gspo/Lookup-v0:0.3"],
             "env_kwargs": {"hard": {"hops": 4}},
         },
-        {"recipe": {"name": "tiny", "cache": False}, "strict": True},
+        {"recipe": "tiny", "strict": True},
         {"model": "some/folder", "learner": {"checkpointing": True}, "tracker": "none"},
     ],
 )
