@@ -32,7 +32,6 @@ from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
 from gspo_env.tracking.base import flatten
 from gspo_env.tracking.mlflow import MLflow
-from gspo_env.training.curriculum import NoCurriculum
 from gspo_env.types import Score
 
 T = TypeVar("T")
@@ -52,6 +51,10 @@ _RENAMED = {
 """Settings by their former names or those that people expect."""
 
 REMOVED = {
+    "profile": "run with `torch.profiler`: `with torch.profiler.profile() as trace: agent.train()`,"
+    " then `trace.export_chrome_trace('trace.json')`",
+    "supply.straggler_quantile": "bound an episode with --episode-timeout, or let the rollout go on"
+    " during updates with --max-staleness",
     "cache": "every run warms up its model anew, which takes seconds",
 }
 """What serves in place of a setting or a flag that is gone.
@@ -127,9 +130,6 @@ class Config:
     """Held-out tasks of an evaluation."""
     strict: bool = False
     """Stop with an error where a run would only warn that it learns nothing so far."""
-    profile: bool = False
-    """Write `trace.json` into the folder of the run: what rollout and learner did when. Perfetto
-    and Chrome open it."""
     output: str = ""
     """Folder for the results; by default a new one under `runs`, or `comparisons/comparison`."""
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -143,7 +143,7 @@ class Config:
     engine: Any = field(default_factory=Transformers)
     tracker: Any = field(default_factory=MLflow)
     recipe: Any = field(default_factory=Recipe)
-    curriculum: Any = field(default_factory=NoCurriculum)
+    curriculum: Any = field(default_factory=lambda: find("curriculum", "none")())
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
@@ -151,10 +151,12 @@ class Config:
         check_values(self)
         if self.seed >= SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected a number below 2**63")
-        if len(self.environments) > 1 and not isinstance(self.curriculum, NoCurriculum):
-            chosen = name_of("curriculum", self.curriculum)
-            text = f"curriculum is {chosen!r} with several environments; expected 'none'"
-            raise ConfigError(f"{text}, since their resets have different options")
+        curriculum = name_of("curriculum", self.curriculum)
+        if len(self.environments) > 1 and curriculum != "none":
+            raise ConfigError(
+                f"curriculum is {curriculum!r} with several environments; expected 'none', since "
+                "their resets have different options"
+            )
 
     @property
     def environments(self) -> tuple[Member, ...]:

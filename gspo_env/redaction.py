@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import ConfigError
-from gspo_env.visible import visible
 
 MARK = "[redacted]"
 
@@ -53,6 +52,13 @@ _HINTS = (
     *("key=", "sig=", "token=", "password=", "secret="),
 )
 """Every match of `_LOOKS` holds one of these or follows it; a search for them is much faster."""
+_HIDDEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls but tab and newline: escape sequences, \r
+    r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # directions of writing
+    r"\u2028\u2029\ufeff"  # line and paragraph separators, byte order mark
+    r"\U000e0000-\U000e007f"  # tags, which are invisible
+    r"\ud800-\udfff]"  # lone surrogates, which no file takes
+)
 _SHORTEST = 8
 _known: set[str] = set()
 """The values of variables that settings name and that may be secrets."""
@@ -111,6 +117,16 @@ def redact_text(text: str) -> str:
         if hint in text:
             return _LOOKS.sub(MARK, text)
     return text
+
+
+def visible(text: str) -> str:
+    r"""Returns a text in which no character acts on a terminal; a hidden one is its escape.
+
+    Example:
+        >>> visible("\x1b[31mred\r")
+        '\\x1b[31mred\\r'
+    """
+    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def write_text(path: Path, text: str) -> None:

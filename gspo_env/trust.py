@@ -26,12 +26,11 @@ from typing import Any
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import find_builtin
 from gspo_env.errors import ConfigError
-from gspo_env.redaction import redact
+from gspo_env.redaction import redact, visible
 from gspo_env.registry import BUILTIN, find
 from gspo_env.rollout.mix import add_kwargs, read_members
 from gspo_env.tracking.base import flatten
 from gspo_env.trained import TrustProblem, doubt, note_path, write_note
-from gspo_env.visible import visible
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ An episode alternates between actions and tools. A server decodes one token of e
 requests in a step, whose time depends on their number; a new prompt delays the step by the time of
 its tokens. Tools run in parallel. A group is complete with its last episode, and an update takes
 `batch` groups. A group is admitted only while `admitted < batch * (version + staleness + 1)`, as in
-`gspo_env.training.admission`.
+`gspo_env.training.rollout_buffer`.
 
 There is one event for each start and end of a turn, not one for each token: between two events of a
 server, all its requests progress at the rate that the size of its batch allows.

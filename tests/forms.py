@@ -41,11 +41,11 @@ from gspo_env.config import Config
 from gspo_env.env.base import Options, ResetResult, StepResult
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
-from gspo_env.importing import load_module
 from gspo_env.model.load import load_model
 from gspo_env.recipes.base import Recipe
 from gspo_env.recipes.build import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
+from gspo_env.registry import load_module
 from gspo_env.rollout.play import play_now
 from gspo_env.types import Episode, Task
 from gspo_envs.data.rows import TaskRows, begin_chat

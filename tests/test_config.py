@@ -182,7 +182,6 @@ def test_parameters_are_flat_and_complete():
         ({"max_resamples": -1}, "max_resamples is -1"),
         ({"max_resamples": 1, "min_success": 0.9, "max_success": 0.1}, "min_success is 0.9"),
         ({"max_success": 0.9}, "max_resamples 0, so they have no effect"),
-        ({"straggler_quantile": 0.0}, r"straggler_quantile is 0.0; expected a number in \(0, 1\]"),
     ],
 )
 def test_an_invalid_setting_of_the_supply_is_named_with_what_is_allowed(wrong, said):

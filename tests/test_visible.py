@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from gspo_env.cli.main import main
 from gspo_env.episodes.text import render_episode
 from gspo_env.errors import ConfigError
+from gspo_env.redaction import visible
 from gspo_env.report.curves import learning_curve
 from gspo_env.types import Episode, StopReason, Task, Turn
-from gspo_env.visible import visible
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\rsuccess\u202e\u2028== forged ==\x85\x9b31m"
 ACTS = ("Cc", "Cs", "Zl", "Zp")

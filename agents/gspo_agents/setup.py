@@ -16,7 +16,6 @@ from gspo_env.engines import CopiesWeights, Engine, Transformers
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
-from gspo_env.importing import load_function
 from gspo_env.learner.base import Trainer
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.optimizer import make_optimizer
@@ -24,7 +23,7 @@ from gspo_env.model.check import RunMode, check_engine, check_model
 from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes import build as embedded
 from gspo_env.recipes.conversations import read_demonstrations
-from gspo_env.registry import name_of
+from gspo_env.registry import load_function, name_of
 from gspo_env.tracking.console import Numbers
 from gspo_env.tracking.multi import check_trackers
 from gspo_env.tracking.progress import Progress

@@ -33,7 +33,6 @@ from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContr
 from gspo_env.rollout.play import ENDED, PolicyInput, PolicyOutput, demonstrator, play
 from gspo_env.runtime.threads import EnvThread, attempt, watched
 from gspo_env.seeding import global_generators_kept
-from gspo_env.training.curriculum import unread_options
 from gspo_env.types import Episode, Prompt, ResetInfo, Score, StepInfo, Task
 
 Policy = Callable[[random.Random, str], str]
@@ -68,7 +67,6 @@ def check_env(
     max_turns: int = 32,
     timeout: float = 60.0,
     env_kwargs: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
 ) -> Checked:
     """Checks that an environment keeps the contract of `TextEnv`, and closes it.
 
@@ -88,7 +86,6 @@ def check_env(
         timeout: Seconds that one call of the environment may take. For an environment that was made
             before, a call that takes long is only mentioned, since it may belong to this thread.
         env_kwargs: Arguments of an environment that is given by its specification.
-        options: Options of a curriculum; `reset` has to read each of them.
 
     Returns:
         The rewards that training uses, and whether the environment says what a success is.
@@ -102,7 +99,7 @@ def check_env(
         raise ConfigError(
             f"check_env: episodes is {episodes} and max_turns {max_turns}, expected at least 1."
         )
-    settings = (actions or random_policy, max_turns, dict(options or {}))
+    settings = (actions or random_policy, max_turns)
     if isinstance(env, (str, type)):
         thread = EnvThread()
         try:
@@ -119,14 +116,12 @@ def _name(env: gymnasium.Env[str, str]) -> str:
     return env.spec.id if env.spec else type(env.unwrapped).__name__
 
 
-def _checked(
-    env: Any, seed: int, episodes: int, policy: Policy, max_turns: int, options: dict[str, Any]
-) -> Checked:
+def _checked(env: Any, seed: int, episodes: int, policy: Policy, max_turns: int) -> Checked:
     """Makes all checks and closes the environment."""
     check = _Check(env, _name(env), policy, max_turns)
     with global_generators_kept():
         try:
-            check.everything(seed, episodes, options)
+            check.everything(seed, episodes)
             return check.result()
         except EnvironmentCheckError:
             raise
@@ -154,13 +149,10 @@ class _Check:
         named = what.startswith(f"{self.name}: ")
         raise EnvironmentCheckError(what if named else f"{self.name}: {what}") from cause
 
-    def everything(self, seed: int, episodes: int, options: Mapping[str, Any]) -> None:
+    def everything(self, seed: int, episodes: int) -> None:
         self.spaces()
         self.hostile_actions(seed)
         self.tool_calls(seed)
-        if unread := unread_options(self.env, options, seed) if options else []:
-            names = ", ".join(map(repr, unread))
-            self.fail(f"reset() does not read {names} of its options; expected it to use each.")
         for n in range(seed, seed + episodes):
             self.repeats(n)
         self.reset_at_any_time(seed)

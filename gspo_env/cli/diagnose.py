@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import tyro
 
 from gspo_env.errors import ConfigError
-from gspo_env.visible import visible
+from gspo_env.redaction import visible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,7 @@ import tyro
 
 import gspo_env
 from gspo_env.errors import ConfigError, GspoEnvError
-from gspo_env.redaction import log_to_terminal, redact_text
-from gspo_env.visible import visible
+from gspo_env.redaction import log_to_terminal, redact_text, visible
 
 COMMANDS = {
     "train": "gspo_env.cli.train:Train",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from gspo_env.errors import ConfigError
+from gspo_env.redaction import visible
 from gspo_env.seeding import SEEDS
-from gspo_env.visible import visible
 
 if TYPE_CHECKING:
     from gspo_env.rollout.play import PolicyInput, PolicyOutput

@@ -11,10 +11,9 @@ from gspo_env import __version__
 from gspo_env.cli.options import Run
 from gspo_env.config import Config, from_dict, to_dict
 from gspo_env.errors import ConfigError
-from gspo_env.redaction import redact
+from gspo_env.redaction import redact, visible
 from gspo_env.tracking.base import flatten
 from gspo_env.trust import find_saved, read_saved
-from gspo_env.visible import visible
 
 _SHOWN = (
     *("env", "recipe.name", "advantage.name", "loss.name", "engine.name", "tracker.name"),

@@ -19,9 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeVar
 
-from gspo_env.redaction import log_to_terminal, redact_text
+from gspo_env.redaction import log_to_terminal, redact_text, visible
 from gspo_env.runtime.processes import die_with_parent
-from gspo_env.visible import visible
 
 T = TypeVar("T")
 

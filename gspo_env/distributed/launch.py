@@ -166,8 +166,7 @@ def _not_started_again() -> Iterator[None]:
     except (GspoEnvError, KeyboardInterrupt) as error:
         if _NOTES not in os.environ:
             raise
-        from gspo_env.redaction import redact_text
-        from gspo_env.visible import visible
+        from gspo_env.redaction import redact_text, visible
 
         stopped = isinstance(error, KeyboardInterrupt)
         if not stopped:

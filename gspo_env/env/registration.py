@@ -27,8 +27,8 @@ from gspo_env.errors import (
     GspoEnvError,
     UnknownEnvironmentError,
 )
-from gspo_env.importing import load_module
 from gspo_env.redaction import find_mark, redact
+from gspo_env.registry import load_module
 from gspo_env.runtime.loops import make_synchronous
 from gspo_env.runtime.threads import constructing
 

@@ -7,7 +7,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_env.visible import visible
+from gspo_env.redaction import visible
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #333; max-width: 80rem; margin: 2rem auto;

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from textwrap import indent
 
 from gspo_env.episodes.schema import EpisodeRecord
+from gspo_env.redaction import visible
 from gspo_env.types import Episode, Turn
-from gspo_env.visible import visible
 
 _WIDTH = 80
 _MOST = 4000

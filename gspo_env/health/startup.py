@@ -16,7 +16,6 @@ from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config
 from gspo_env.credit.estimators import compares_episodes
 from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import TrainingError
 from gspo_env.registry import name_of
@@ -25,7 +24,6 @@ from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look,
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.trained import changed_files
-from gspo_env.training.curriculum import ReadOptions, next_options
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
 logger = logging.getLogger(__name__)
@@ -156,26 +154,6 @@ def of_success(groups: Sequence[Group], when: str = "before training") -> Proble
     )
 
 
-def of_curriculum(config: Config, env: TextEnvironment, env_id: str) -> Problem | None:
-    """Resets the environment once; returns a problem if it does not read a curriculum's options."""
-    first = next_options(config.curriculum, [])
-    if not first or isinstance(env, IsolatedEnv):  # another process reads a copy
-        return None
-    options = ReadOptions(first)
-    try:
-        env.reset(seed=0, options=options)
-    except Exception:  # the rollout counts and reports it
-        logger.debug("reset with the options of the curriculum failed", exc_info=True)
-        return None
-    if unread := sorted(set(first) - options.read):
-        return Problem(
-            name="curriculum",
-            text=f"the curriculum {name_of('curriculum', config.curriculum)!r} sets the options "
-            f"{', '.join(unread)} of reset, which {env_id} does not read: it has no effect",
-        )
-    return None
-
-
 def refuse_hopeless(configs: Sequence[Config]) -> None:
     """Refuses settings of runs in the same environments with which nothing can be learned.
 
@@ -214,7 +192,6 @@ def at_start(
     """
     found = list(of_settings(config, envs))
     for env_id, env in envs.items():
-        found += filter(None, [of_curriculum(config, env, env_id)])
         found += [_untrained(env_id)] if env_id in untrained else []
         found += filter(None, [of_prompts(env, env_id, chat, config.rollout)])
     for problem in found:

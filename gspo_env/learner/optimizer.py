@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.importing import load_function
 from gspo_env.learner.settings import LearnerConfig
+from gspo_env.registry import load_function
 
 
 def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gspo_env.errors import ModelError, OutputError
-from gspo_env.visible import visible
+from gspo_env.redaction import visible
 
 _ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")

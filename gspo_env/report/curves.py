@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gspo_env.visible import visible
+from gspo_env.redaction import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -89,10 +89,6 @@ class SupplyConfig:
     """Least share of successful episodes of a group; see `max_resamples`."""
     max_success: Annotated[float, Interval(ge=0, le=1)] = 1.0
     """Greatest share of successful episodes of a group; see `max_resamples`."""
-    straggler_quantile: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """A group goes on without its slowest episode once that takes longer than this share of the
-    last episodes of its environment did, such as 0.99. That favours short episodes, so it is
-    counted. 1 waits."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""

@@ -14,9 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from gspo_env.redaction import redact_text
+from gspo_env.redaction import redact_text, visible
 from gspo_env.tracking.parts import running
-from gspo_env.visible import visible
 
 _MEMORY_AGE = 5.0
 """Seconds after which the memory is read again."""

@@ -1,10 +1,10 @@
 from .curriculum import Curriculum as Curriculum
-from .curriculum import Ladder as Ladder
 from .curriculum import NoCurriculum as NoCurriculum
 from .curriculum import StepResult as StepResult
+from .ladder import Ladder as Ladder
 from .loop import Loop as Loop
 from .loop import evaluate as evaluate
 from .split import Split as Split
+from .split import draw_tasks as draw_tasks
 from .split import hold_out as hold_out
 from .split import read_resets as read_resets
-from .tasks import draw_tasks as draw_tasks

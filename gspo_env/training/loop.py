@@ -23,13 +23,12 @@ from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.seeding import derive_seed
+from gspo_env.tracking.parts import part
 from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.curriculum import StepResult, next_options
 from gspo_env.training.rollout_buffer import Batch, RolloutBuffer
-from gspo_env.training.split import Split
+from gspo_env.training.split import Split, draw_tasks
 from gspo_env.training.state import CheckpointWriter, State, generators, set_generators
-from gspo_env.training.tasks import draw_tasks
-from gspo_env.training.timeline import Timeline
 from gspo_env.training.weight_check import check_sync
 from gspo_env.types import FloatArray, Group, Score, Task
 
@@ -88,8 +87,6 @@ class Loop:
     split: Split
     keeper: CheckpointWriter | None = None
     """Saves the run; None saves nothing."""
-    timeline: Timeline = field(init=False)
-    """Gets the times of what the loop does."""
     supply: RolloutBuffer = field(init=False)
     """Gives the groups of each step."""
     history: History = field(default_factory=list)
@@ -115,15 +112,12 @@ class Loop:
         given = self.config.credit.score
         known = self.declared if given == "auto" else dict.fromkeys(self.weights, given)
         self.score = Scores({name: ScoreChoice(name, known.get(name)) for name in self.weights})
-        folder = self.keeper.checkpoints.run if self.keeper and self.config.profile else None
-        self.timeline = Timeline.of_run(folder) if folder else Timeline()
         self.supply = RolloutBuffer(
             self.config,
             self.collector,
             self._tasks,
             self._is_flat,
             self.split.held_out,
-            self.timeline,
         )
 
     async def train(self) -> History:
@@ -144,7 +138,6 @@ class Loop:
                 before = ()
         finally:
             await self.supply.close()
-            self.timeline.close()
         if self.keeper and self.keeper.checkpoints.last != self.step:
             await self._keep(must=True)
         return self.history
@@ -156,7 +149,7 @@ class Loop:
             before: Episodes of the evaluation before the first step.
         """
         config, step = self.config, self.step + 1
-        with self.timeline.span("wait for groups", step=step):
+        with part("rollout"):
             batch = await self.supply.take()
         groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds, batch.left)
         metrics = stats.metrics() | batch.metrics | self._results(batch)
@@ -171,7 +164,7 @@ class Loop:
             update = partial(
                 self.learner.update, samples, derive_seed("batch", config.seed, step), numbers
             )
-            with self.timeline.span("update", step=step):
+            with part("update"):
                 metrics |= await self.supply.run(update)
             tokens = {(*numbers[n], turn): v for (n, turn), v in self.learner.tokens.items()}
         metrics |= credit.metrics() | await self._sync(step)
@@ -186,7 +179,7 @@ class Loop:
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()
             await self._forget_evaluation()
-        with self.timeline.span("save", step=step):
+        with part("saving"):
             await self._keep()
 
     def _results(self, batch: Batch) -> dict[str, float]:
@@ -299,7 +292,7 @@ class Loop:
     async def _sync(self, version: int) -> dict[str, float]:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""
         started, named = time.perf_counter(), named_weights(self.learner.policy)
-        with self.timeline.span("sync", version=version):
+        with part("sync"):
             if self.supply.ahead:
                 await self.collector.update_in_flight(named, version)
             else:
@@ -349,7 +342,7 @@ class Loop:
 
     async def _evaluate(self) -> Sequence[Group]:
         """Evaluates; returns the sampled groups."""
-        with self.timeline.span("evaluate", step=self.step):
+        with part("evaluation"):
             evaluation = await evaluate(self.collector, self.split.tasks)
         metrics = evaluation.metrics() | {"eval/episodes_before": float(self.played)}
         self.history.append((self.step, metrics))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -15,9 +17,6 @@ from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import RolloutRequest
 from gspo_env.rollout.gate import Gate
 from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.training.admission import StalenessGate
-from gspo_env.training.background import Background
-from gspo_env.training.timeline import Timeline
 from gspo_env.types import Episode, Group, Task
 
 logger = logging.getLogger(__name__)
@@ -28,6 +27,8 @@ _BEAT = 60.0
 """Seconds after which, and between which, the log says what the learner waits for."""
 _MARGIN = 60.0
 """Seconds in which no episode may end, beyond those that one and its environment may take."""
+_PATIENCE = 10.0
+"""Seconds that the end of a run waits for an update that still runs."""
 _MOST_DROPS = 3
 """Times in a row that a group may be too old."""
 
@@ -46,6 +47,86 @@ class Player(Protocol):
     def idle(self) -> float:
         """Returns the seconds since an episode came further."""
         ...
+
+
+@dataclass(slots=True)
+class StalenessGate:
+    """Counts groups by the version of the weights at which they were admitted.
+
+    A group is admitted only while `admitted - dropped < batch * (version + max_staleness + 1)`.
+    That counts groups that are played, that wait for the learner, and that were trained on; one
+    that is sampled again, or is too old, gives its place back.
+
+    So at version u there are at most `batch * (max_staleness + 1)` groups that were not trained on.
+    `choose` takes the oldest that are ready, and only if all others can still be trained on in
+    time. Both together keep every group within `max_staleness`, without dropping any.
+
+    Example:
+        >>> admission = Admission(batch=2, max_staleness=0)
+        >>> [admission.admit(n) for n in (0, 1)], admission.room
+        ([None, None], 0)
+        >>> admission.choose({0}), admission.choose({0, 1})
+        (None, [0, 1])
+        >>> admission.train([0, 1], version=1), admission.room
+        (None, 2)
+    """
+
+    batch: int
+    """Groups of an update."""
+    max_staleness: int
+    version: int = 0
+    admitted: int = 0
+    """Groups that were admitted, those of finished updates included."""
+    dropped: int = 0
+    """Groups that gave their place back."""
+    ages: dict[int, int] = field(default_factory=dict)
+    """The version at which each group was admitted that is played or waits, by its number."""
+
+    @property
+    def room(self) -> int:
+        """The number of groups that may be admitted now."""
+        most = self.batch * (self.version + self.max_staleness + 1)
+        return most - (self.admitted - self.dropped)
+
+    def admit(self, number: int) -> None:
+        """Admits a group at the present version."""
+        self.ages[number] = self.version
+        self.admitted += 1
+
+    def drop(self, number: int) -> None:
+        """Takes the place of a group back; it may be admitted again."""
+        del self.ages[number]
+        self.dropped += 1
+
+    def choose(self, ready: Collection[int]) -> list[int] | None:
+        """Returns the groups of the next update; None if the learner has to wait.
+
+        The oldest ready groups are taken. That leaves the best chance to the others: the n-th
+        oldest of them can be trained on `1 + n // batch` versions later, where it must not be
+        older than `max_staleness`.
+
+        Args:
+            ready: Numbers of the groups that are played.
+        """
+        oldest = sorted(self.ages, key=lambda number: (self.ages[number], number))
+        chosen = [number for number in oldest if number in ready][: self.batch]
+        if len(chosen) < self.batch:
+            return None
+        taken = set(chosen)
+        others = [number for number in oldest if number not in taken]
+        in_time = all(self._age_later(n, number) for n, number in enumerate(others))
+        return sorted(chosen) if in_time else None
+
+    def _age_later(self, n: int, number: int) -> bool:
+        """Returns whether the n-th oldest other group is young enough when its turn comes."""
+        version = self.version + 1 + n // self.batch
+        return version - self.ages[number] <= self.max_staleness
+
+    def train(self, numbers: Collection[int], version: int) -> None:
+        """Notes that an update trained on groups and ended in a version."""
+        for number in numbers:
+            del self.ages[number]
+        self.version = version
 
 
 @dataclass(slots=True)
@@ -100,7 +181,6 @@ class RolloutBuffer:
         draw: Returns the tasks of a step, counted from 1.
         flat: Whether nothing is learned from a group, since its advantages are all 0.
         held_out: Keys of tasks that are not played, by environment.
-        timeline: Gets the time of each group.
     """
 
     def __init__(
@@ -110,11 +190,9 @@ class RolloutBuffer:
         draw: Callable[[int], Sequence[Task]],
         flat: Callable[[Group], bool],
         held_out: Mapping[str, Collection[str]] | None = None,
-        timeline: Timeline | None = None,
     ) -> None:
         self._config, self._settings, self._player = config, config.supply, player
         self._draw, self._flat, self._held_out = draw, flat, held_out or {}
-        self._timeline = timeline or Timeline()
         self._gate = Gate(config.rollout.concurrency)
         self.admission = StalenessGate(config.tasks_per_step, config.supply.max_staleness)
         self._tickets: dict[int, TaskAttempt] = {}
@@ -254,12 +332,9 @@ class RolloutBuffer:
             group_size=self._config.rollout.group_size,
             temperature=self._config.rollout.temperature,
             held_out=self._held_out,
-            straggler_quantile=self._settings.straggler_quantile,
         )
-        facts = {"seed": ticket.task.seed, "version": self.admission.version}
         try:
-            with self._timeline.group(f"step {step + 1}, group {place}", facts):
-                group = await self._player.play(job, self._gate)
+            group = await self._player.play(job, self._gate)
             self._moved = asyncio.get_running_loop().time()
             if self._must_resample(ticket, group):
                 self._resample(ticket, group)
@@ -371,10 +446,6 @@ class RolloutBuffer:
         }
         if self._settings.max_resamples:
             metrics |= _cost(groups, self._discarded)
-        if self._settings.straggler_quantile < 1:
-            left_out = sum(group.left_out for group in groups)
-            metrics["rollout/left_out_episodes"] = float(left_out)
-            metrics["rollout/left_out_share"] = left_out / (len(groups) * limits.group_size)
         return metrics
 
 
@@ -399,3 +470,33 @@ def _cost(groups: Sequence[Group], discarded: Sequence[Group]) -> dict[str, floa
 def _wins(episodes: Sequence[Episode]) -> list[bool]:
     """Returns which of the episodes whose environment did not fail succeeded."""
     return [bool(episode.success) for episode in episodes if not episode.failed]
+
+
+class Background:
+    """Runs one function at a time in a thread that does not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._running: Future[Any] | None = None
+
+    async def run(self, function: Callable[[], T]) -> T:
+        """Runs a function and waits for it; other tasks of the event loop go on."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self._running = future
+
+        def work() -> None:
+            try:
+                result = function()
+            except BaseException as error:  # the caller gets it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        # a daemon, which a second Ctrl-C need not wait for
+        threading.Thread(target=work, name="learner", daemon=True).start()
+        return await asyncio.wrap_future(future)
+
+    async def close(self) -> None:
+        """Waits a while for a function whose caller was cancelled."""
+        if self._running is not None and not self._running.done():
+            await asyncio.wait([asyncio.wrap_future(self._running)], timeout=_PATIENCE)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from numbers import Integral
+from typing import Any
 
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.play import look
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.rollout.retry import play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.seeding import HELD_OUT, SEEDS, derive_seed
 from gspo_env.types import Episode, ResetInfo, Task
 
 logger = logging.getLogger(__name__)
@@ -245,3 +248,30 @@ def reset_of(episode: Episode) -> ResetInfo | None:
 
 def _many(count: int, kind: str = "") -> str:
     return f"{count} {kind}task{'s' * (count != 1)}"
+
+
+def draw_tasks(
+    weights: Mapping[str, float],
+    *,
+    seed: int,
+    step: int,
+    count: int,
+    options: Mapping[str, Any] | None = None,
+) -> list[Task]:
+    """Returns the tasks of a step; each one's environment and seed follow from its place.
+
+    Args:
+        weights: The weight of each environment, by the `env_id` of its tasks.
+        seed: Seed of the run.
+        step: Number of the step.
+        count: Number of tasks, P.
+        options: Options of every `reset`.
+    """
+    names, limits = list(weights), list(accumulate(weights.values()))
+    tasks = []
+    for p in range(count):
+        drawn = derive_seed("env", seed, step, p) % SEEDS / SEEDS * limits[-1]
+        place = min(bisect(limits, drawn), len(names) - 1)
+        task_seed = derive_seed("task", seed, step, p) % HELD_OUT
+        tasks.append(Task(env_id=names[place], seed=task_seed, options=options or {}))
+    return tasks

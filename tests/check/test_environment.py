@@ -448,26 +448,6 @@ def test_a_hang_ends_the_check_of_a_specification_and_is_mentioned_for_an_object
     assert "Hangs: step('') has not returned for 0 s (" in caplog.text
 
 
-def test_options_that_reset_does_not_read_are_a_fault() -> None:
-    class Levels(Echo):
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-            self.level = (options or {}).get("level", 1)
-            return super().reset(seed=seed)
-
-    class Copies(Echo):
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-            self.settings = {"level": 1, **(options or {})}
-            return super().reset(seed=seed)
-
-    check_env(Levels(), options={"level": 2})
-    check_env(Copies(), options={"level": 2})
-    check_env("gspo/Lookup-v0", options={"hops": 3})
-    with pytest.raises(EnvironmentCheckError, match="does not read 'speed' of its options"):
-        check_env(Levels(), options={"level": 2, "speed": 3})
-    with pytest.raises(EnvironmentCheckError, match="does not read 'level'"):
-        check_env(Echo(), options={"level": 2})
-
-
 def test_the_result_of_a_check_prints_what_it_is() -> None:
     shown = repr(check_env("gspo/Lookup-v0"))
     assert shown.startswith("Checked(score='turns', reason=")

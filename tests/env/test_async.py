@@ -19,7 +19,7 @@ from gspo_env.check import check_env
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import EnvironmentContractError
-from gspo_env.importing import load_module
+from gspo_env.registry import load_module
 from gspo_env.rollout.play import demonstrator, play, play_now
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.runtime.loops import finish, run_alone

@@ -14,8 +14,8 @@ from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
-from gspo_env.importing import load_module
 from gspo_env.recipes.base import Recipe
+from gspo_env.registry import load_module
 from gspo_env.types import Task
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"

@@ -13,7 +13,7 @@ from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.env import TextEnv
 from gspo_env.errors import TrainingError
-from gspo_env.health.startup import Problem, StartupChecks, of_curriculum, of_success
+from gspo_env.health.startup import Problem, StartupChecks, of_success
 from gspo_env.rollout.play import play_now
 from gspo_env.types import Episode, Group, StopReason, Task, bare_episode
 
@@ -245,19 +245,11 @@ class Tips(TextEnv):
         return "", 0.1 + float(len(action) % 2), True, False, {}
 
 
-class Deaf(Tips):
-    """Reads no option."""
+class Says(Tips):
+    """Says which episodes succeed."""
 
     def step(self, action):
         return "", float(len(action) % 2), True, False, {"success": True}
-
-
-class Hears(Deaf):
-    """Reads its option."""
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return f"say {(options or {}).get('hops', 1)}", {}
 
 
 def test_a_success_that_any_reward_makes_is_said_before_training():
@@ -271,20 +263,5 @@ def test_a_success_that_any_reward_makes_is_said_before_training():
     assert "100% of the episodes count as a success before training" in problem.text
     assert "outcomes go from 0.1 to 1.1: return info['success']" in problem.text
     assert of_success(groups[::2]) is None  # all outcomes are equal
-    said = [play_now(Deaf(), task, lambda now: "a") for task in tasks]
+    said = [play_now(Says(), task, lambda now: "a") for task in tasks]
     assert of_success([Group(task=tasks[0], episodes=tuple(said))]) is None
-
-
-@pytest.mark.parametrize(
-    ("env", "settings", "words"),
-    [
-        (Deaf, {"name": "ladder"}, "sets the options hops of reset, which x does not read"),
-        (Hears, {"name": "ladder"}, ""),
-        (Hears, {"name": "ladder", "option": "size"}, "sets the options size of reset"),
-        (Deaf, {"name": "none"}, ""),
-    ],
-)
-def test_a_curriculum_whose_options_nobody_reads_is_said_at_the_start(env, settings, words):
-    problem = of_curriculum(Config.from_recipe(curriculum=settings), env(), "x")
-    assert words in (problem.text if problem else "")
-    assert bool(words) == bool(problem)

@@ -7,7 +7,7 @@ import heapq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.training.admission import StalenessGate
+from gspo_env.training.rollout_buffer import StalenessGate
 
 SECONDS = st.floats(0.01, 100.0)
 

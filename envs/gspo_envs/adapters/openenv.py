@@ -10,8 +10,8 @@ from typing import Any
 
 from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError, ToolServerError
-from gspo_env.importing import load_function
 from gspo_env.redaction import resolve
+from gspo_env.registry import load_function
 from gspo_env.runtime import loops as background
 from gspo_envs.adapters.foreign import ForeignEnv, load
 

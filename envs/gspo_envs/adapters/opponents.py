@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gspo_env.env.registration import load_agent
 from gspo_env.errors import ConfigError
-from gspo_env.importing import load_function
+from gspo_env.registry import load_function
 
 Opponent = Callable[[random.Random, str], str]
 """Chooses the action of another player from what that player reads next."""

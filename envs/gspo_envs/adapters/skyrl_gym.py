@@ -8,7 +8,7 @@ from typing import Any
 
 from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
-from gspo_env.importing import load_function
+from gspo_env.registry import load_function
 from gspo_envs.adapters.foreign import RowEnv, check_name, load
 from gspo_envs.data.rows import TaskRows
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
-from gspo_env.importing import load_function
+from gspo_env.registry import load_function
 from gspo_env.runtime import loops as background
 from gspo_envs.adapters.foreign import RowEnv, load
 from gspo_envs.data.rows import TaskRows

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
-from gspo_env.importing import load_function
+from gspo_env.registry import load_function
 from gspo_envs.data.rewards import Attempt, judge, load_reward, name_weights, settle
 from gspo_envs.data.rows import Message, TaskRows, begin_chat, read_chat, speaker_and_text
 

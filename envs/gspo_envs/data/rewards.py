@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
-from gspo_env.importing import load_function
+from gspo_env.registry import load_function
 from gspo_env.runtime import loops as background
 from gspo_envs.data.rows import Message
 

@@ -27,7 +27,7 @@ from gspo_env.errors import (
     EnvironmentHangError,
     ForeignError,
 )
-from gspo_env.importing import load_function
+from gspo_env.registry import load_function
 from gspo_env.types import Message
 from gspo_envs.data.rewards import judge, load_reward, name_weights
 from gspo_envs.data.rows import TaskRows, begin_chat
