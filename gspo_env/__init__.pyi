@@ -12,7 +12,6 @@ from .env.spaces import UnicodeText as UnicodeText
 from .env.tool_env import ToolEnv as ToolEnv
 from .env.tools import Tool as Tool
 from .env.tools import ToolCall as ToolCall
-from .env.tools import ToolCallError as ToolCallError
 from .env.tools import format_tool_call as format_tool_call
 from .env.tools import tool as tool
 from .errors import BatchError as BatchError
@@ -31,6 +30,7 @@ from .errors import ToolServerError as ToolServerError
 from .errors import UnknownEnvironmentError as UnknownEnvironmentError
 from .learner.learner import Learner as Learner
 from .learner.losses import policy_loss as policy_loss
+from .tool_calls import ToolCallError as ToolCallError
 from .types import Episode as Episode
 from .types import Group as Group
 from .types import StopReason as StopReason

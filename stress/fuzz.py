@@ -20,13 +20,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import gspo_env.env.tools
 from gspo_env import format_tool_call, make_env
 from gspo_env.env.base import extract_tag
 from gspo_env.env.info import parse_step
 from gspo_env.env.registration import _BUILTIN
 from gspo_env.errors import GspoEnvError
-from gspo_env.tool_calls import parse_message
+from gspo_env.tool_calls import parse_message, parse_tool_calls
 
 KWARGS: dict[str, dict[str, Any]] = {
     "gspo/Dataset-v0": {"data": [{"prompt": f"What is {n} + 1?"} for n in range(9)], "max_turns": 3}
@@ -124,7 +123,7 @@ def generate(rng: random.Random, tools: Any, calls: float) -> str:
 def parse(count: int, seed: int) -> int:
     """Pass strings to every parser; return their number."""
     rng = random.Random(seed)
-    parsers = [gspo_env.env.tools.parse_tool_calls, parse_message]
+    parsers = [parse_tool_calls, parse_message]
     calls = 0
     for _ in range(count):
         text = generate(rng, (), 0.2)

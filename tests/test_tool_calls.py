@@ -1,14 +1,21 @@
 import json
-import sys
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo_env.env.tools import Tool, format_tool_call
+from gspo_env import ToolEnv
+from gspo_env.env.base import Action
+from gspo_env.env.tools import Tool, as_tool, format_tool_call, tool
+from gspo_env.errors import ConfigError
 from gspo_env.serving import RefusedError
-from gspo_env.tool_calls import parse_message, read_action
+from gspo_env.serving.dialects.chat import Chat
+from gspo_env.serving.dialects.messages import Messages
+from gspo_env.serving.dialects.responses import Responses
+from gspo_env.tool_calls import ToolCallError, parse_message, parse_tool_calls, read_action
 from gspo_env.types import Message, ToolCall
+from gspo_envs.program.env import to_reply
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,10}", fullmatch=True)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
@@ -29,6 +36,7 @@ MARKS = [
     *("{", "}", "[", "]", '"', ":", ",", '{"name": "a", "parameters": {}}', "\\", "\\ud800", "NaN"),
     *("a", " ", "\n", "1e999", '{"name": "f", "arguments": {"x": 1}}'),
 ]
+HOSTILE = st.lists(st.sampled_from(MARKS), max_size=40).map("".join) | st.text()
 
 
 def hermes(calls):
@@ -39,6 +47,10 @@ def llama(calls):
     return "; ".join(json.dumps({"name": c.name, "parameters": c.arguments}) for c in calls)
 
 
+def tagged_llama(calls):
+    return f"<|python_tag|>{llama(calls)}"
+
+
 def mistral(calls):
     return "[TOOL_CALLS]" + json.dumps([{"name": c.name, "arguments": c.arguments} for c in calls])
 
@@ -47,19 +59,24 @@ def newer_mistral(calls):
     return "".join(f"[TOOL_CALLS]{c.name}[ARGS]{json.dumps(c.arguments)}" for c in calls)
 
 
-def tagged_llama(calls):
-    return f"<|python_tag|>{llama(calls)}"
+def xml(calls):
+    texts = []
+    for call in calls:
+        body = "".join(
+            f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n"
+            "</parameter>\n"
+            for key, value in call.arguments.items()
+        )
+        texts.append(f"<function={call.name}>\n{body}</function>")
+    return "\n".join(texts)
 
 
-@pytest.mark.parametrize("write", [hermes, llama, tagged_llama, mistral, newer_mistral])
-@given(calls=CALLS, thought=st.sampled_from(["", "I think", "a\nb"]))
-def test_what_a_family_writes_is_read_back(write, calls, thought):
-    text = (f"<think>\n{thought}\n</think>\n\n" if thought else "") + write(calls)
-    message, malformed = parse_message(text)
-    assert message == Message(
-        role="assistant", content="", reasoning=thought or None, tool_calls=tuple(calls)
-    )
-    assert malformed == 0
+def wrapped_xml(calls):
+    return f"<tool_call>\n{xml(calls)}\n</tool_call>"
+
+
+JSON_FAMILIES = [hermes, llama, tagged_llama, mistral, newer_mistral]
+FAMILIES = [*JSON_FAMILIES, xml, wrapped_xml]
 
 
 def a_tool(name, **types):
@@ -73,26 +90,100 @@ def a_tool(name, **types):
     )
 
 
-PLAIN = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<>"), max_size=20)
+class Shop(ToolEnv):
+    max_calls_per_turn = 99
+    max_turns = 99
+
+    @tool
+    def look(self, word: str, times: int = 1) -> str:
+        """Look a word up."""
+        return word * times
+
+    @tool
+    def leave(self) -> str:
+        """Leave the shop."""
+        return "bye"
+
+    def on_final(self, text):
+        return "final", 0.0, False
+
+    def on_tool_result(self, call, result):
+        self.made.append(call)
+        return 1.0
 
 
-@given(text=PLAIN, number=st.integers(), tree=st.dictionaries(NAMES, PLAIN), wrapped=st.booleans())
-def test_xml_arguments_have_the_types_of_the_schema(text, number, tree, wrapped):
-    tool = a_tool("f", s="string", n="integer", o="object")
-    values = {"s": text, "n": number, "o": tree}
-    body = "".join(
-        f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n"
-        for k, v in values.items()
+def calls_in_tool_env(action):
+    shop = Shop()
+    shop.made = []
+    shop.reset(seed=0)
+    *_, info = shop.step(action)
+    return shop.made, info.get("malformed_calls", 0)
+
+
+@pytest.mark.parametrize("write", JSON_FAMILIES)
+@given(calls=CALLS, thought=st.sampled_from(["", "I think", "a\nb"]))
+def test_what_a_family_writes_is_read_back(write, calls, thought):
+    text = (f"<think>\n{thought}\n</think>\n\n" if thought else "") + write(calls)
+    message, malformed = parse_message(text)
+    assert message == Message(
+        role="assistant", content="", reasoning=thought or None, tool_calls=tuple(calls)
     )
-    written = f"<function=f>\n{body}</function>"
-    written = f"<tool_call>\n{written}\n</tool_call>" if wrapped else written
-    message, malformed = parse_message(f"Let me look.\n{written}", [tool])
-    assert message.tool_calls == (ToolCall(name="f", arguments=values),)
-    assert (message.content, malformed) == ("Let me look.", 0)
+    assert malformed == 0
+
+
+PLAIN = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="<>"), max_size=20)
+SHOP_CALLS = st.lists(
+    st.builds(
+        ToolCall,
+        name=st.just("look"),
+        arguments=st.fixed_dictionaries({"word": PLAIN}, optional={"times": st.integers(0, 3)}),
+    )
+    | st.just(ToolCall(name="leave", arguments={})),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("write", FAMILIES)
+@given(calls=SHOP_CALLS, thought=st.sampled_from(["", "<think>hm</think>"]), parsed=st.booleans())
+def test_an_environment_a_program_and_serve_read_the_same_calls(write, calls, thought, parsed):
+    if write is wrapped_xml:
+        calls = calls[:1]
+    text, message = thought + write(calls), None
+    if parsed:
+        message = Message(role="assistant", content="", tool_calls=tuple(calls))
+        text = "text that no reader knows"
+    tools = Shop().tools
+    assert calls_in_tool_env(Action(text, message=message)) == (calls, 0)
+    assert read_action(text, tools, message)[0].tool_calls == tuple(calls)
+    assert to_reply(Action(text, message=message), tools)[0].message.tool_calls == tuple(calls)
+
+
+@given(HOSTILE)
+def test_hostile_text_has_the_same_calls_everywhere(text):
+    tools = Shop().tools
+    message, malformed = read_action(text, tools)
+    calls = parse_tool_calls(text, tools)
+    assert [call for call in calls if isinstance(call, ToolCall)] == list(message.tool_calls)
+    assert sum(isinstance(call, ToolCallError) for call in calls) == malformed
+    reply, malformed_in_program = to_reply(text, tools)
+    assert reply.message.tool_calls == message.tool_calls
+    assert malformed_in_program == malformed
+    assert calls_in_tool_env(text)[1] == malformed
+
+
+@given(text=PLAIN, number=st.integers(), tree=st.dictionaries(NAMES, PLAIN))
+def test_xml_arguments_have_the_types_of_the_schema(text, number, tree):
+    call = ToolCall(name="f", arguments={"s": text, "n": number, "o": tree})
+    for written in (xml([call]), wrapped_xml([call])):
+        tools = [a_tool("f", s="string", n="integer", o="object")]
+        message, malformed = parse_message(f"Let me look.\n{written}", tools)
+        assert message.tool_calls == (call,)
+        assert (message.content, malformed) == ("Let me look.", 0)
 
 
 @settings(max_examples=400)
-@given(st.lists(st.sampled_from(MARKS), max_size=40).map("".join) | st.text())
+@given(HOSTILE)
 def test_hostile_text_is_never_an_error(text):
     message, malformed = parse_message(text)
     assert malformed >= 0
@@ -119,13 +210,55 @@ def test_a_megabyte_of_hostile_text_is_read_once(unit):
     assert len(message.content) <= len(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('<tool_call>{"name": "a", "arguments": {}}', "no closing"),
+        ("<tool_call>", "no closing"),
+        ("<tool_call>{name}</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
+        ("<tool_call>[1]</tool_call>", "must be a JSON object, got list"),
+        ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
+        ('<tool_call>{"name": 3}</tool_call>', '"name"'),
+        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', '"arguments" must be'),
+        ('<tool_call>{"name": "a", "arguments": "{"}</tool_call>', '"arguments" are not valid'),
+        ('<tool_call>{"name": "a"} x</tool_call>', "has text between"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
+        (
+            mistral([ToolCall(name="a", arguments=json.loads('{"x":' * 120 + "1" + "}" * 120))]),
+            "deep",
+        ),
+        (hermes([ToolCall(name="a", arguments={"x": "\ud800"})]), "lone surrogate"),
+        ('<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "too large"),
+        ("<function=a>", "no closing </function>"),
+        ("<function=a>stray</function>", "<parameter=KEY>"),
+        ("<function=a><parameter=b>1</function>", "<parameter=KEY>"),
+        ("[TOOL_CALLS][]", "empty"),
+        ("[TOOL_CALLS][3]", "must be a JSON object"),
+        ("[TOOL_CALLS]a", "[ARGS]"),
+        ("<|python_tag|>print(1)", '"parameters"'),
+        (f"<think>\nI could write {format_tool_call('leave', {})}", "</think>"),
+    ],
+)
+def test_a_malformed_call_is_an_error_in_one_sentence_that_the_policy_reads(text, error):
+    (call,) = parse_tool_calls(text)
+    assert isinstance(call, ToolCallError)
+    assert error in call.message
+    assert "\n" not in call.message
+    shop = Shop()
+    shop.reset(seed=0)
+    observation, *_, info = shop.step(text)
+    assert observation == f"Error: {call.message}"
+    assert info == {"observation_role": "tool", "tool_errors": 1, "malformed_calls": 1}
+
+
 def test_a_malformed_call_stays_text_and_is_counted():
     bad = '<tool_call>{"name": "f", "arguments": {"x": </tool_call>'
-    good = format_tool_call("f", {"x": 1})
+    good = format_tool_call("f", {"x": "</tool_call>"})
     message, malformed = parse_message(f"so {bad} and {good}")
     assert malformed == 1
     assert bad in message.content
-    assert message.tool_calls == (ToolCall(name="f", arguments={"x": 1}),)
+    assert message.tool_calls == (ToolCall(name="f", arguments={"x": "</tool_call>"}),)
     cut, malformed = parse_message('<tool_call>{"name": "f"')
     assert (cut.content, cut.tool_calls, malformed) == ('<tool_call>{"name": "f"', (), 1)
 
@@ -137,19 +270,20 @@ def test_json_that_is_an_answer_is_no_call():
         assert parse_message(text) == (Message(role="assistant", content=text), 0)
 
 
-def test_a_thought_whose_start_is_in_the_prompt_is_split_off():
-    message, _ = parse_message("hm\n</think>\n\nyes")
-    assert (message.reasoning, message.content) == ("hm", "yes")
-    message, _ = parse_message("<think>\nit never en")
-    assert (message.reasoning, message.content) == ("it never en", "")
-    text = "the tag <think> and </think> in a text"
-    assert parse_message(text)[0].content == text
-
-
-def test_a_call_in_a_thought_is_not_made():
-    text = f"<think>{format_tool_call('f', {})}</think>no"
-    message, malformed = parse_message(text)
-    assert (message.tool_calls, message.content, malformed) == ((), "no", 0)
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("hm\n</think>\n\nyes", "hm", "yes"),
+        ("<think>\nit never en", "it never en", ""),
+        ("the tag <think> and </think> in a text", None, "the tag <think> and </think> in a text"),
+        (f"<think>{format_tool_call('f', {})}</think>no", format_tool_call("f", {}), "no"),
+    ],
+)
+def test_reasoning_is_split_off_and_has_no_calls(text, reasoning, content):
+    assert parse_message(text) == (
+        Message(role="assistant", content=content, reasoning=reasoning),
+        0,
+    )
 
 
 def test_mistral_gives_the_ids_of_its_calls():
@@ -157,12 +291,24 @@ def test_mistral_gives_the_ids_of_its_calls():
     assert message.tool_calls == (ToolCall(name="f", arguments={"x": 1}, id="abc123def"),)
 
 
+@pytest.mark.parametrize("number", ["1" + "0" * 400, '{"x": [1e400]}'])
+def test_a_number_that_is_infinite_is_an_error_for_the_policy(number):
+    @tool
+    def scale(by: float) -> str:
+        """Scale."""
+        return str(by)
+
+    (call,) = parse_tool_calls(
+        f'<tool_call>{{"name": "scale", "arguments": {{"by": {number}}}}}</tool_call>'
+    )
+    if isinstance(call, ToolCall):
+        assert not math.isfinite(float("1e400"))
+        with pytest.raises(ConfigError, match="wrong arguments for scale"):
+            as_tool(scale).validate(call.arguments)
+
+
 def strict(schema, kind="chat"):
     """The tools of a request with one strict tool, in each wire format."""
-    from gspo_env.serving.dialects.chat import Chat
-    from gspo_env.serving.dialects.messages import Messages
-    from gspo_env.serving.dialects.responses import Responses
-
     function = {"name": "look", "description": "", "strict": True}
     hi = [{"role": "user", "content": "hi"}]
     body, wire = {
@@ -223,6 +369,6 @@ def test_a_reference_out_of_the_schema_of_a_strict_tool_is_not_followed(place):
 
 
 def test_strict_without_the_package_is_refused_and_not_ignored(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jsonschema", None)
+    monkeypatch.setitem(__import__("sys").modules, "jsonschema", None)
     with pytest.raises(RefusedError, match="jsonschema"):
         strict(KEY)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
@@ -180,25 +180,6 @@ def clean(text: str, limit: int | None = None) -> str:
     """Replaces lone surrogates, which no tokenizer can encode, and cuts the text at a limit."""
     text = text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
     return text[:limit]
-
-
-def levels(tree: Any) -> Iterator[list[Any]]:
-    """Yields what a JSON value has at each depth: itself, then its items, keys and values, ...
-
-    Example:
-        >>> list(levels({"a": [1]}))
-        [[{'a': [1]}], ['a', [1]], [1]]
-    """
-    level = [tree]
-    while level:
-        yield level
-        level = [child for node in level for child in _children(node)]
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, dict):
-        return [*node, *node.values()]
-    return node if isinstance(node, list) else []
 
 
 def extract_tag(text: str, tag: str) -> str | None:

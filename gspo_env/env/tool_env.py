@@ -17,10 +17,11 @@ from uuid import UUID
 import numpy as np
 
 from gspo_env.env.base import StepResult, TextEnv, clean
-from gspo_env.env.tools import Tool, ToolCall, ToolCallError, as_tool, parse_tool_calls
+from gspo_env.env.tools import Tool, ToolCall, as_tool
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.runtime.loops import settle
 from gspo_env.runtime.threads import foreign, log_once
+from gspo_env.tool_calls import ToolCallError, parse_tool_calls
 
 _TEXTS = (
     str,
@@ -74,7 +75,7 @@ class ToolEnv(TextEnv):
             EnvironmentContractError: The episode has ended or has not begun.
         """
         self.require_episode()
-        calls = parse_tool_calls(action) if self.tools else []
+        calls = self.parse_calls(action)
         info: dict[str, Any] = {}
         if calls:
             answers = self._answer_calls(calls)
@@ -93,6 +94,11 @@ class ToolEnv(TextEnv):
         terminated, truncated = self.end_turn(terminated)
         info.update(self.step_info(terminated, truncated))
         return observation, reward, terminated, truncated, info
+
+    def parse_calls(self, action: str) -> list[ToolCall | ToolCallError]:
+        """Returns the tool calls of an action, malformed ones included; none without tools."""
+        message = getattr(action, "message", None)
+        return parse_tool_calls(action, self.tools, message) if self.tools else []
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
         """Returns observation, reward and whether the episode ends, for an action without calls."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import json.decoder
-import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,36 +15,17 @@ from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
 from gspo_env.errors import ConfigError
+from gspo_env.tool_calls import ToolCallError as ToolCallError
 from gspo_env.types import ToolCall as ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_THINK, _THOUGHT = "<think>", "</think>"
 _PROSE = ("Returns", "Yields", "Raises", "Example", "Examples", "Note", "Notes")
 _DOCSTRINGS = google.GoogleParser(
     [google.Section(title, "param", google.SectionType.MULTIPLE) for title in ("Args", "Arguments")]
     + [google.Section(title, "prose", google.SectionType.SINGULAR) for title in _PROSE]
 )
 _MARK = "__gspo_tool__"
-_UNCLOSED = (
-    f"the tool call is in reasoning that has no closing {_THOUGHT}, write {_THOUGHT} before it."
-)
-
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _reject_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"{text[:20]} is too large for a number")
-    return value
-
-
-DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)
-"""Decodes JSON without NaN and infinite numbers."""
-_SPACE: Any = json.decoder.WHITESPACE  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,14 +71,6 @@ class Tool:
             raise ConfigError(f"wrong arguments for {self.name}: {error}.") from None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolCallError:
-    """A malformed call."""
-
-    message: str
-    """The error in one sentence."""
-
-
 def tool(function: F) -> F:
     """Marks a typed, documented function or method as a tool; it can still be called directly.
 
@@ -122,89 +93,6 @@ def as_tool(function: Callable[..., Any]) -> Tool:
     if not isinstance(made, Tool):
         raise ConfigError(f"{function!r} is not a tool, decorate it with @tool.")
     return made
-
-
-def parse_tool_calls(text: str) -> list[ToolCall | ToolCallError]:
-    """Finds the tool calls of an action in the Hermes and Qwen format; never raises.
-
-    What the action writes in its reasoning is no call. If the reasoning never ends, a call in it is
-    an error.
-
-    Example:
-        >>> parse_tool_calls('<tool_call>{"name": "now", "arguments": {}}</tool_call>')
-        [ToolCall(name='now', arguments={})]
-    """
-    reasoning, rest = split_reasoning(text)
-    if rest is None:
-        return [ToolCallError(message=_UNCLOSED)] if reasoning and _OPEN in reasoning else []
-    calls: list[ToolCall | ToolCallError] = []
-    text = rest
-    start = text.find(_OPEN)
-    while start >= 0:
-        call, end = parse_tool_call(text, start + len(_OPEN))
-        calls.append(call)
-        start = text.find(_OPEN, end)
-    return calls
-
-
-def split_reasoning(text: str) -> tuple[str | None, str | None]:
-    """Returns the reasoning at the start of an action and what follows it.
-
-    A template may have written `<think>` at the end of the prompt, so that the action lacks it.
-
-    Returns:
-        The reasoning, None if there is none, and the rest, None if the reasoning never ends.
-
-    Example:
-        >>> split_reasoning("<think>two links</think>stone")
-        ('two links', 'stone')
-    """
-    start = text.lstrip()
-    opened = start.startswith(_THINK)
-    thought, closed, rest = start.removeprefix(_THINK).partition(_THOUGHT)
-    if not closed:
-        return (thought.strip("\n"), None) if opened else (None, text)
-    if not opened and _THINK in thought:
-        return None, text
-    return thought.strip("\n"), rest.lstrip("\n")
-
-
-def parse_tool_call(text: str, start: int) -> tuple[ToolCall | ToolCallError, int]:
-    """Parses the call whose JSON begins at `start`, behind `<tool_call>`; never raises.
-
-    Returns:
-        The call, and where the search for the next one continues.
-    """
-    value, end, fault = None, start, ""
-    try:
-        value, end = DECODER.raw_decode(text, _SPACE.match(text, start).end())
-    except (ValueError, RecursionError) as error:
-        fault = f"the tool call is not valid JSON: {_json_reason(error)}."
-    close = text.find(_CLOSE, end)
-    if close < 0:
-        return ToolCallError(message=f"the tool call has no closing {_CLOSE}."), len(text)
-    if not fault and text[end:close].strip():
-        fault = f"the tool call has text between its JSON object and {_CLOSE}."
-    call = fault or call_from_json(value)
-    parsed = ToolCallError(message=call) if isinstance(call, str) else call
-    return parsed, close + len(_CLOSE)
-
-
-def call_from_json(value: object) -> ToolCall | str:
-    """Returns the call, or what is wrong with it in one sentence."""
-    if not isinstance(value, dict):
-        return f"the tool call must be a JSON object, got {type(value).__name__}."
-    name, arguments = value.get("name"), value.get("arguments", {})
-    if not isinstance(name, str) or not name:
-        return 'the tool call needs a "name" that is a string.'
-    if isinstance(arguments, str):
-        try:
-            arguments = DECODER.decode(arguments)
-        except (ValueError, RecursionError) as error:
-            return f'the "arguments" are not valid JSON: {_json_reason(error)}.'
-    if not isinstance(arguments, dict):
-        return f'the "arguments" must be a JSON object, got {type(arguments).__name__}.'
-    return ToolCall(name=name, arguments=arguments)
 
 
 def format_tool_call(name: str, arguments: dict[str, Any]) -> str:
@@ -231,12 +119,6 @@ def tool_call_frames(tool: Tool) -> list[str]:
         frames.append(f"{text}{', ' if index else ''}{json.dumps(name)}: {quote}")
         text = quote
     return [*frames, f"{text}}}}}{_CLOSE}"]
-
-
-def _json_reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _build_tool(function: Callable[..., Any]) -> Tool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.config import EpisodesConfig
-from gspo_env.env.tools import Tool, ToolCallError, parse_tool_calls
+from gspo_env.env.tools import Tool
 from gspo_env.episodes.schema import (
     EPISODE_FIELDS,
     FOLDER,
@@ -28,7 +28,7 @@ from gspo_env.episodes.schema import (
 from gspo_env.learner.stats import TokenValues
 from gspo_env.redaction import redact_text
 from gspo_env.rollout.metrics import Evaluation
-from gspo_env.tool_calls import parse_message
+from gspo_env.tool_calls import ToolCallError, parse_tool_calls
 from gspo_env.types import Episode, Group, Message, Turn
 
 logger = logging.getLogger(__name__)
@@ -347,23 +347,16 @@ def _sequences(parents: Sequence[int | None]) -> list[int]:
 
 
 def tool_calls(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns the tool calls of an action, of any family of models, and what is malformed."""
+    """Returns the tool calls of an action, and what is wrong with the malformed ones."""
     if not tools and "<tool_call>" not in text:
         return []
-    found = parse_tool_calls(text) if "<tool_call>" in text else []
-    wrong = [call for call in found if isinstance(call, ToolCallError)]
-    message, malformed = Message(role="assistant", content=text), 0
-    if wrong or not found:  # perhaps the format of another family
-        message, malformed = parse_message(text, [tool for tool in tools if isinstance(tool, Tool)])
-    if found and (malformed or not wrong):  # says what is wrong, in order
-        return [
-            {"error": call.message}
-            if isinstance(call, ToolCallError)
-            else {"name": call.name, "arguments": call.arguments}
-            for call in found
-        ]
-    calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    return [*calls, *({"error": "the tool call is malformed."} for _ in range(malformed))]
+    calls = parse_tool_calls(text, [tool for tool in tools if isinstance(tool, Tool)])
+    return [
+        {"error": call.message}
+        if isinstance(call, ToolCallError)
+        else {"name": call.name, "arguments": call.arguments}
+        for call in calls
+    ]
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from gspo_env.env.base import clean, levels
+from gspo_env.env.base import clean
 from gspo_env.env.tools import Tool
 from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.tool_calls import levels
 from gspo_env.types import Message, ToolCall
 
 Json = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Tools: the decorator, the parser, and `ToolEnv`."""
+"""Tools: the decorator and `ToolEnv`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import (
     Tool,
     ToolCall,
-    ToolCallError,
     as_tool,
     format_tool_call,
-    parse_tool_calls,
     tool,
     tool_call_frames,
 )
 from gspo_env.errors import ConfigError, EnvironmentContractError
-from gspo_env.tool_calls import parse_message
 
 
 class ShopEnv(ToolEnv):
@@ -170,61 +167,6 @@ def test_an_unusable_function_fails_at_decoration(function: Any, message: str) -
         tool(function)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        '{"name": "lookup", "arguments": {"key": "amber"}}',
-        '\n{"name": "lookup", "arguments": {"key": "amber"}}\n',
-        '{"name": "lookup", "arguments": "{\\"key\\": \\"amber\\"}"}',
-    ],
-)
-def test_well_formed_calls_are_read(body: str) -> None:
-    text = f"I think. <tool_call>{body}</tool_call>"
-    assert parse_tool_calls(text) == [ToolCall(name="lookup", arguments={"key": "amber"})]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('<tool_call>{"name": "a", "arguments": {}}', "no closing"),
-        ("<tool_call>", "no closing"),
-        ("<tool_call>{name}</tool_call>", "not valid JSON"),
-        ('<tool_call>{"name": "a", "arguments": {"x": NaN}}</tool_call>', "not valid JSON"),
-        ("<tool_call>[1]</tool_call>", "must be a JSON object, got list"),
-        ('<tool_call>{"arguments": {}}</tool_call>', '"name"'),
-        ('<tool_call>{"name": 3}</tool_call>', '"name"'),
-        ('<tool_call>{"name": "a", "arguments": [1]}</tool_call>', '"arguments" must be'),
-        ('<tool_call>{"name": "a", "arguments": "{"}</tool_call>', '"arguments" are not valid'),
-        ('<tool_call>{"name": "a"} x</tool_call>', "has text between"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
-    ],
-)
-def test_malformed_calls_are_errors_in_one_sentence(text: str, message: str) -> None:
-    (error,) = parse_tool_calls(text)
-    assert isinstance(error, ToolCallError)
-    assert message in error.message
-    assert "\n" not in error.message
-
-
-def test_calls_after_a_malformed_one_and_tags_inside_strings_are_read() -> None:
-    text = "<tool_call>{</tool_call>" + format_tool_call("say", {"text": "</tool_call>"})
-    error, call = parse_tool_calls(text)
-    assert isinstance(error, ToolCallError)
-    assert call == ToolCall(name="say", arguments={"text": "</tool_call>"})
-
-
-def test_a_call_in_reasoning_is_not_made_and_is_an_error_if_the_reasoning_never_ends() -> None:
-    call = format_tool_call("price", {"item": "tea"})
-    (error,) = parse_tool_calls(f"<think>\nI could write {call}")
-    assert isinstance(error, ToolCallError)
-    assert "</think>" in error.message
-    assert parse_tool_calls(f"<think>I could write {call}</think>no") == []
-    assert parse_tool_calls("<think>I could call") == []
-    made = [ToolCall(name="price", arguments={"item": "tea"})]
-    assert parse_tool_calls(f"<think>{call}</think>\n\n{call}") == made
-    assert parse_tool_calls(f"the tags <think> and </think>, {call}") == made
-
-
 def test_the_policy_reads_that_its_reasoning_has_no_end_and_no_tool_is_called() -> None:
     env = ShopEnv()
     env.reset(seed=0)
@@ -234,28 +176,6 @@ def test_the_policy_reads_that_its_reasoning_has_no_end_and_no_tool_is_called() 
     assert "</think>" in observation
     assert (reward, terminated) == (-0.5, False)
     assert info == {"observation_role": "tool", "tool_errors": 1, "malformed_calls": 1}
-
-
-PIECES = ["<think>", "</think>", "\n", "so ", "<tool_call>{", format_tool_call("f", {"x": 1})]
-
-
-@given(st.lists(st.sampled_from(PIECES), max_size=7).map("".join))
-def test_what_is_a_call_in_training_is_one_where_the_model_is_served(text: str) -> None:
-    found = parse_tool_calls(text)
-    message, malformed = parse_message(text)
-    assert [call for call in found if isinstance(call, ToolCall)] == list(message.tool_calls)
-    assert sum(isinstance(call, ToolCallError) for call in found) == malformed
-
-
-@given(st.text() | st.text().map(lambda body: f"<tool_call>{body}</tool_call>"))
-def test_the_parser_never_raises(text: str) -> None:
-    parse_tool_calls(text)
-
-
-@given(st.text(min_size=1), st.dictionaries(st.text(), st.text() | st.integers()))
-def test_a_formatted_call_is_read_back(name: str, arguments: dict[str, Any]) -> None:
-    calls = parse_tool_calls(format_tool_call(name, arguments))
-    assert calls == [ToolCall(name=name, arguments=arguments)]
 
 
 def test_frames_and_values_make_up_the_formatted_call() -> None:
@@ -351,10 +271,9 @@ def test_a_result_is_observed_and_paid(shop: ShopEnv) -> None:
     [
         ("<tool_call>{</tool_call>", "Error: the tool call is not valid JSON"),
         (format_tool_call("prize", {}), "Error: unknown tool 'prize', tools are: price."),
-        (format_tool_call("\ud800", {}), "Error: unknown tool"),
+        (format_tool_call("\ud800", {}), "Error: the tool call has a lone surrogate"),
         (format_tool_call("price", {}), "wrong arguments for price: item: Field required."),
         (format_tool_call("price", {"item": "a", "count": "3"}), "count: Input should be"),
-        (format_tool_call("price", {"item": "\ud800"}), "wrong arguments for price"),
         (format_tool_call("leave", {}) * 2, "Error: 2 tool calls in one turn, at most 1"),
         (format_tool_call("fail", {}), "Error: fail failed: RuntimeError: out of stock"),
     ],
@@ -418,24 +337,3 @@ def test_no_action_makes_step_raise(action: str) -> None:
     observation, reward, *_ = env.step(action)
     observation.encode()
     assert math.isfinite(reward)
-
-
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400, '{"x": [1e400]}'])
-def test_a_number_that_is_infinite_is_an_error_for_the_policy(number):
-    @tool
-    def scale(by: float) -> str:
-        """Scales.
-
-        Args:
-            by: Factor.
-        """
-        return str(by)
-
-    (call,) = parse_tool_calls(
-        f'<tool_call>{{"name": "scale", "arguments": {{"by": {number}}}}}</tool_call>'
-    )
-    if isinstance(call, ToolCallError):
-        assert "too large for a number" in call.message
-        return
-    with pytest.raises(ConfigError, match="wrong arguments for scale"):
-        as_tool(scale).validate(call.arguments)

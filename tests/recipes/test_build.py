@@ -17,7 +17,7 @@ from gspo_env.engines.base import Completion, Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.env.tool_env import ToolEnv
-from gspo_env.env.tools import ToolCall, parse_tool_calls, tool
+from gspo_env.env.tools import ToolCall, tool
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.recipes.build import (
     _is_stuck,

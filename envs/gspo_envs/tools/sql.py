@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gspo_env.env.base import extract_tag
-from gspo_env.env.tools import ToolCall, format_tool_call, parse_tool_calls, tool
+from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
 from gspo_envs.text.answer import AnswerEnv
@@ -126,7 +126,7 @@ class SQLEnv(AnswerEnv):
 
     def blocks(self, action: str) -> bool:
         """Returns whether a query of the action may take long."""
-        calls = parse_tool_calls(action)
+        calls = self.parse_calls(action)
         given = [call.arguments.get("sql") for call in calls if isinstance(call, ToolCall)]
         queries = given if calls else [extract_tag(action, "answer")]
         return not all(is_short(sql) for sql in queries if isinstance(sql, str))

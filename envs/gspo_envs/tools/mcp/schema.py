@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from gspo_env.env.base import levels
+from gspo_env.tool_calls import levels
 
 _LONGEST_SCHEMA = 1 << 16
 _MOST_PARTS = 3000
