@@ -24,9 +24,9 @@ from gspo_env.check import check_env, random_policy
 from gspo_env.check.calls import valid_call
 from gspo_env.cli.main import main
 from gspo_env.env.tools import ToolCall, as_tool, format_tool_call
-from gspo_env.tool_calls import parse_tool_calls
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentHangError
 from gspo_env.runtime import threads
+from gspo_env.tool_calls import parse_tool_calls
 
 
 class Echo(TextEnv):

@@ -32,6 +32,7 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
+from gspo_env.tool_calls import parse_tool_calls
 from gspo_env.types import StopReason, Task
 
 
