@@ -8,14 +8,17 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 COPIES = {
     "index.md": "README.md",
     "security.md": "SECURITY.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "benchmarks.md": "benchmarks/README.md",
+    "stress.md": "stress/README.md",
+    "studies.md": "studies/README.md",
 }
-"""Pages of the site, and the files at the root that they show."""
+"""Pages of the site, and the files outside of `docs` that they show."""
 ROOMS = {
     "gspo_env.env": "Environments",
     "gspo_env.check": "Checks of environments",
@@ -40,34 +43,34 @@ ROOMS = {
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages that are made from other files."""
-    made = {page: (ROOT / name).read_text() for page, name in COPIES.items()}
-    for page, text in (made | {"api.md": api(), "examples.md": examples()}).items():
+    """Adds the pages and pictures that are not in `docs`."""
+    pages = {page: (ROOT / name).read_text() for page, name in COPIES.items()}
+    for page, text in (pages | {"api.md": api(), "examples.md": examples()}).items():
         files.append(File.generated(config, page, content=text))
+    for path in (ROOT / "studies/images").iterdir():
+        files.append(File.generated(config, f"images/{path.name}", abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links to files outside of `docs` at the pages that show them."""
+    """Points links to files of the repository at the pages that show them."""
+    source = ROOT / COPIES.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     pages = {name: page for page, name in COPIES.items()}
-    prefix = "" if page.file.src_uri in COPIES else "../"
 
     def link(match: re.Match[str]) -> str:
-        target, anchor = match[1], match[2] or ""
-        if not prefix and target.startswith("docs/"):
-            return f"]({target.removeprefix('docs/')}{anchor})"
-        if not target.startswith(prefix):
-            return match[0]
-        target = target.removeprefix(prefix)
+        target = (source.parent / match[1]).resolve().relative_to(ROOT).as_posix()
+        anchor = match[2] or ""
         if target in pages:
             return f"]({pages[target]}{anchor})"
         if target == "examples":
             return "](examples.md)"
         if target.startswith("examples/"):
             return f"](examples.md#{heading_id(target)})"
-        return match[0] if (ROOT / "docs" / target).exists() else "](api.md)"
+        if target.startswith(("docs/", "studies/images/")):
+            return f"]({target.removeprefix('docs/').removeprefix('studies/')}{anchor})"
+        return "](api.md)"
 
-    return re.sub(r"\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)", link, markdown)
+    return re.sub(r"\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)", link, markdown)
 
 
 def heading_id(path: str) -> str:
@@ -108,9 +111,9 @@ def api() -> str:
 def public_names(room: str) -> list[str]:
     """Returns the full paths of the names that a package's `__init__.pyi` lists."""
     stub = ast.parse((ROOT / room.replace(".", "/") / "__init__.pyi").read_text())
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for node in stub.body:
         if isinstance(node, ast.ImportFrom):
             module = f"{room}.{node.module}" if node.level else str(node.module)
-            found |= {str(a.asname or a.name): f"{module}.{a.name}" for a in node.names}
-    return [found[name] for name in sorted(found)]
+            paths |= {str(a.asname or a.name): f"{module}.{a.name}" for a in node.names}
+    return [paths[name] for name in sorted(paths)]

@@ -14,13 +14,13 @@ from gspo_env.compare.stats import paired_interval
 
 def curves(folder, metric):
     """The values of a metric by problem, arm and seed."""
-    found = {}
+    series = {}
     for result in sorted(Path(folder).glob("runs/*/*/*/result.json")):
         history = json.loads(result.read_text())["history"]
         problem, arm, seed = result.parts[-4:-1]
         values = [metrics[metric] for _, metrics in history if metric in metrics]
-        found.setdefault(problem, {}).setdefault(arm, {})[seed] = values
-    return found
+        series.setdefault(problem, {}).setdefault(arm, {})[seed] = values
+    return series
 
 
 def main(folder, metric="rollout/success"):

@@ -97,7 +97,7 @@ SIZES: dict[str, System] = {
         **{"update": 10.0, "sync": 2.0},
     ),
 }
-"""Sizes of `docs/scaling-out.md`. The times are assumptions, not measurements; the controller's is
+"""Sizes of `docs/engines.md`. The times are assumptions, not measurements; the controller's is
 that of one process, which 64 workers share."""
 
 

@@ -6,6 +6,7 @@ import ast
 import json
 import pkgutil
 import re
+import runpy
 import shlex
 import tomllib
 from pathlib import Path
@@ -17,18 +18,24 @@ from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import ENTRY_POINT_GROUP
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted(
+    page
+    for folder in (".", "docs", "benchmarks", "stress", "studies")
+    for page in (ROOT / folder).glob("*.md")
+)
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAME = re.compile(r"\bgspo_(?:env|envs|agents)(?:\.[A-Za-z_]\w*)+")
-FILE = re.compile(r"(?<![\w/.])(?:gspo_env|envs|agents|tests|benchmarks|examples)/[\w/.-]+\.\w+")
+FILE = re.compile(
+    r"(?<![\w/.])(?:gspo_env|envs|agents|tests|benchmarks|stress|studies|examples|\.ci)/[\w/.-]+\.\w+"
+)
 COMMAND = re.compile(r"^(?:.*&& )?gspo-env (.+)$", re.MULTILINE)
 SPAN = re.compile(r"`gspo-env (\w[^`]* [^`]+)`")
 
 
 def page(path):
-    return pytest.param(path, id=path.name)
+    return pytest.param(path, id=str(path.relative_to(ROOT)))
 
 
 pages = pytest.mark.parametrize("path", list(map(page, PAGES)))
@@ -110,7 +117,7 @@ def test_named_files_exist(path):
 def test_the_architecture_table_lists_the_import_layers_in_order():
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = next(c["layers"] for c in contracts["contracts"] if c["type"] == "layers")
-    table = (ROOT / "docs" / "architecture.md").read_text().partition("## Packages")[2]
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## Rooms")[2]
     rows = re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)
     names = [re.findall(r"`(\w+)(?:\.py|/)`", row) for row in rows]
     order = [layer for layer in reversed(layers) if layer != "__main__"]
@@ -120,7 +127,7 @@ def test_the_architecture_table_lists_the_import_layers_in_order():
 @pages
 def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("examples", "benchmarks"):
+    for name in ("examples", "studies"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "run.toml").touch()
     (tmp_path / "mine.py").symlink_to(ROOT / "examples" / "own_estimator.py")
@@ -138,14 +145,20 @@ def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
             parse(["0" if argument == "N" else argument for argument in arguments])
 
 
-def test_the_sizes_of_scaling_out_are_settings_of_a_run():
+def test_the_settings_of_each_size_are_settings_of_a_run():
     one, node, nodes = (
-        from_dict(tomllib.loads(code)) for code in blocks(ROOT / "docs/scaling-out.md", "toml")
+        from_dict(tomllib.loads(code)) for code in blocks(ROOT / "docs/engines.md", "toml")
     )
     assert [len(config.environments) for config in (one, node, nodes)] == [2, 1, 2]
     assert [config.supply.max_staleness for config in (one, node, nodes)] == [0, 1, 2]
-    assert (len(node.engine.addresses), len(nodes.engine.addresses)) == (6, 24)
+    assert (len(node.engine.addresses), len(nodes.engine.addresses)) == (6, 4)
     assert nodes.rollout.ray_workers == 64
+
+
+@pages
+def test_tables_are_those_of_the_code(path):
+    tables = runpy.run_path(str(ROOT / "docs/tables.py"))
+    assert tables["filled"](path.read_text()) == path.read_text(), "run python docs/tables.py"
 
 
 def _messages():
@@ -160,11 +173,11 @@ def _messages():
                     yield re.sub(r"%\w+", "…", node.value)
 
 
-QUOTED = re.findall(r"^> (.+)$", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+QUOTED = re.findall(r"^> (.+)$", (ROOT / "docs/runs.md").read_text(), re.MULTILINE)
 
 
 def test_the_page_of_errors_quotes_what_the_program_says():
-    said = [re.sub("…+", "…", text) for text in _messages()]
-    assert len(QUOTED) > 15
-    missing = [quote for quote in QUOTED if not any(quote.strip("… ") in text for text in said)]
+    messages = [re.sub("…+", "…", text) for text in _messages()]
+    assert len(QUOTED) > 9
+    missing = [quote for quote in QUOTED if not any(quote.strip("… ") in text for text in messages)]
     assert not missing

@@ -59,7 +59,7 @@ from gspo_env.credit import (
 )
 from studies.credit.density import Density, Signal, signal, slope
 
-PAGE = Path(__file__).parents[1] / "docs" / "when-credit-by-turn-pays.md"
+PAGE = Path(__file__).parents[1] / "README.md"
 DATA = PAGE.parent / "data"
 CURVES, UPDATES = DATA / "density-curves.parquet", DATA / "density-updates.json"
 FIGURE = PAGE.parent / "images" / "density.png"

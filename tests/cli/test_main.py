@@ -65,12 +65,6 @@ def test_a_custom_environment_in_one_file_of_at_most_30_lines_trains(capsys, roo
     assert "held-out tasks" in capsys.readouterr().out
 
 
-def test_the_readme_shows_the_example_word_for_word(root):
-    assert (root / "examples" / "backwards.py").read_text().strip() in (
-        root / "README.md"
-    ).read_text()
-
-
 def test_the_score_of_a_file_gives_way_to_another_estimator_and_is_named_with_another_environment(
     tmp_path, caplog
 ):

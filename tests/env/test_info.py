@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -238,25 +235,6 @@ def test_a_broken_environment_is_found_before_anything_is_built(method: str) -> 
 
     with pytest.raises(EnvironmentContractError, match=rf"x: {method}\(.*\) raised OSError: no"):
         try_out("x", Broken())
-
-
-def fields_with_documentation(kind: type) -> dict[str, str]:
-    """The fields of a record, each with the first sentence of the string below it."""
-    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
-    pairs = itertools.pairwise(body)
-    return {
-        node.target.id: " ".join(text.value.value.split())
-        for node, text in pairs
-        if isinstance(node, ast.AnnAssign)
-    }
-
-
-@pytest.mark.parametrize("kind", [ResetInfo, StepInfo])
-def test_the_guide_lists_the_keys_as_the_class_documents_them(kind: type) -> None:
-    page = (ROOT / "docs/write-an-environment.md").read_text()
-    for name, text in fields_with_documentation(kind).items():
-        if name != "extra":
-            assert f"| `{name}` | {text} |" in page
 
 
 @pytest.mark.parametrize("count", [0, 1])

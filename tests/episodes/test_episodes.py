@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import dataclasses
-import inspect
 import json
 import shutil
 from pathlib import Path
@@ -19,16 +16,12 @@ from gspo_env.batch.sample import to_samples
 from gspo_env.cli.main import main
 from gspo_env.config import Config, EpisodesConfig, override
 from gspo_env.episodes import read_episodes
-from gspo_env.episodes import schema as module
 from gspo_env.episodes.schema import (
     EPISODE_FIELDS,
     TURN_FIELDS,
     EpisodeFile,
-    EpisodeRecord,
     Episodes,
-    TurnRecord,
     episode_files,
-    schema,
 )
 from gspo_env.episodes.writer import EpisodeLog, surplus, to_table
 from gspo_env.errors import OutputError
@@ -379,22 +372,6 @@ def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
     group = Group(task=one.task, episodes=(one,))
     log.evaluated(0, Evaluation.of([group], [group], 1.0))
     assert failed == ["episodes/000000-eval.parquet", "episodes/000000-greedy.parquet"]
-
-
-def test_the_documented_columns_are_those_of_the_files() -> None:
-    tree = ast.parse(inspect.getsource(module))
-    texts: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name in ("EpisodeRecord", "TurnRecord"):
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    texts[field.target.id] = " ".join(text.value.value.split())  # type: ignore[union-attr, attr-defined]
-    rows = [f"| `{f.name}` | {f.type} | {texts[f.name]} |" for f in schema()]
-    page = (ROOT / "docs" / "view.md").read_text()
-    table = [line for line in page.splitlines() if line.startswith("| `") and "`--" not in line]
-    assert table == rows
-    names = [f.name for cls in (EpisodeRecord, TurnRecord) for f in dataclasses.fields(cls)]
-    assert [f.name for f in schema()] == [name for name in names if name != "turns"]
 
 
 def test_view_writes_one_file_and_says_where(
