@@ -20,8 +20,8 @@ import pytest
 
 from gspo_env import format_tool_call, make_env
 from gspo_env.rollout.pool import EnvPool
-from gspo_envs.tools import read_only_sqlite
-from gspo_envs.tools.read_only_sqlite import Database, SQLError, is_short
+from gspo_envs.tools import sqlite
+from gspo_envs.tools.sqlite import Database, SQLError, is_short
 
 PRINTF = "SELECT printf('%.2000000000c','x')"
 NAMES = "abcdefghijklmnop"
@@ -49,7 +49,7 @@ def children(parent: int = 0) -> set[int]:
         with contextlib.suppress(OSError, IndexError):
             words = (folder / "cmdline").read_bytes().split(b"\0")
             own = words[-2] == str(parent or os.getpid()).encode()
-            if own and b"sqlite_child.py" in words[-3]:
+            if own and b"sqlite.py" in words[-3]:
                 found.add(int(folder.name))
     return found
 
@@ -200,7 +200,7 @@ def test_many_environments_at_once_each_get_their_own_answer() -> None:
 
 
 def test_the_children_end_with_the_last_database() -> None:
-    for left in list(read_only_sqlite._OPEN):  # by tests that do not close their environments
+    for left in list(sqlite._open):  # by tests that do not close their environments
         left.close()
     first, second = make_env("gspo/SQL-v0"), make_env("gspo/SQL-v0")
     for env in (first, second):
@@ -240,7 +240,7 @@ def test_a_query_that_crashes_its_process_is_an_error_of_the_query(
 
 OWNER = """
 import os, sys, threading, time
-from gspo_envs.tools.read_only_sqlite import Database
+from gspo_envs.tools.sqlite import Database
 database = Database("CREATE TABLE t (x)")
 database.query("SELECT 1")
 if os.fork() == 0:  # holds a copy of every descriptor
@@ -277,7 +277,7 @@ def test_a_child_cannot_write_and_sees_none_of_our_variables(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_OF_OURS", "no")
-    read_only_sqlite._end_idle()
+    sqlite.end_idle()
     database.query("SELECT 1")
     (pid,) = children()
     limits = Path(f"/proc/{pid}/limits").read_text()

@@ -20,7 +20,7 @@ from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.sandbox import Sandbox, find_missing
 from gspo_envs.adapters.minigrid import describe
 from gspo_envs.text.wordle import WORDS, mark
-from gspo_envs.tools.read_only_sqlite import Database, SQLError
+from gspo_envs.tools.sqlite import Database, SQLError
 
 
 def call(env: Any, name: str, **arguments: str) -> tuple[str, float]:

@@ -176,7 +176,7 @@ TOOLS = """
 import threading, time
 from pathlib import Path
 from gspo_env import sandbox
-from gspo_envs.tools.read_only_sqlite import Database
+from gspo_envs.tools.sqlite import Database
 
 database = Database("CREATE TABLE a (b)")
 database.query("SELECT 1")

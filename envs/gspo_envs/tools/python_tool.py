@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,84 +15,39 @@ from gspo_envs.text.answer import AnswerEnv
 _MOST_OUTPUT = 2000
 
 
-def _primes(a: int, b: int, c: int) -> int:
-    return sum(n for n in range(2, a * 20) if all(n % d for d in range(2, math.isqrt(n) + 1)))
-
-
-def _divisors(a: int, b: int, c: int) -> int:
-    return sum(1 for d in range(1, a * b + 1) if (a * b) % d == 0)
-
-
-def _digits(a: int, b: int, c: int) -> int:
-    return sum(map(int, str(a**b)))
-
-
-def _fibonacci(a: int, b: int, c: int) -> int:
-    first, second = 0, 1
-    for _ in range(a):
-        first, second = second, first + second
-    return first % (b * c)
-
-
-def _multiples(a: int, b: int, c: int) -> int:
-    return sum(1 for n in range(1, a * 10 + 1) if (n % b == 0) != (n % c == 0))
-
-
-def _collatz(a: int, b: int, c: int) -> int:
-    steps, n = 0, a * b + c
-    while n != 1:
-        steps, n = steps + 1, n // 2 if n % 2 == 0 else 3 * n + 1
-    return steps
-
-
-def _coins(a: int, b: int, c: int) -> int:
-    ways = [1] + [0] * a
-    for coin in (1, b, b + c):
-        for amount in range(coin, a + 1):
-            ways[amount] += ways[amount - coin]
-    return ways[a]
-
-
-Kind = tuple[str, str, Callable[[int, int, int], int]]
-_KINDS: tuple[Kind, ...] = (
+_PROBLEMS = (
     (
         "What is the sum of all primes below {a20}?",
         "print(sum(n for n in range(2, {a20}) if all(n % d for d in range(2, n))))",
-        _primes,
     ),
     (
         "How many divisors does {ab} have?",
         "print(sum({ab} % d == 0 for d in range(1, {ab} + 1)))",
-        _divisors,
     ),
     (
         "What is the sum of the decimal digits of {a} to the power of {b}?",
         "print(sum(map(int, str({a} ** {b}))))",
-        _digits,
     ),
     (
         "With F(0) = 0 and F(1) = 1, what is the Fibonacci number F({a}) modulo {bc}?",
         "x, y = 0, 1\nfor _ in range({a}):\n    x, y = y, x + y\nprint(x % {bc})",
-        _fibonacci,
     ),
     (
         "How many numbers from 1 to {a10} are divisible by {b} or by {c}, but not by both?",
         "print(sum((n % {b} == 0) != (n % {c} == 0) for n in range(1, {a10} + 1)))",
-        _multiples,
     ),
     (
         "A number is halved if even, else tripled and increased by 1. After how many such steps "
         "is {ab_c} first 1?",
         "n, k = {ab_c}, 0\nwhile n != 1:\n    n, k = (3 * n + 1 if n % 2 else n // 2), k + 1\n"
         "print(k)",
-        _collatz,
     ),
     (
         "In how many ways can {a} be paid with coins of 1, {b} and {b_c}?",
         "print(sum(1 for x in range(0, {a} + 1, {b}) for _ in range(x, {a} + 1, {b_c})))",
-        _coins,
     ),
 )
+"""Questions, each with a program that prints the answer."""
 
 
 class PythonToolEnv(AnswerEnv):
@@ -174,17 +127,21 @@ class PythonToolEnv(AnswerEnv):
 
 
 def _draw(random: np.random.Generator) -> tuple[str, str, int]:
-    """Draws a question, a program that prints its answer, and the answer found another way."""
-    question, code, solve = _KINDS[int(random.integers(len(_KINDS)))]
+    """Draws a question, a program that prints its answer, and the answer."""
+    question, code = _PROBLEMS[int(random.integers(len(_PROBLEMS)))]
     a, b, c = (int(random.integers(*bounds)) for bounds in ((20, 100), (6, 20), (2, 6)))
     values = {"a": a, "b": b, "c": c, "a20": a * 20, "a10": a * 10, "ab": a * b, "bc": b * c}
     values |= {"ab_c": a * b + c, "b_c": b + c}
-    return question.format(**values), code.format(**values), _solve(solve, a, b, c)
+    program = code.format(**values)
+    return question.format(**values), program, _printed(program)
 
 
 @functools.lru_cache(maxsize=4096)
-def _solve(solve: Callable[[int, int, int], int], a: int, b: int, c: int) -> int:
-    return solve(a, b, c)
+def _printed(program: str) -> int:
+    """Returns the number that one of our programs prints."""
+    numbers: list[int] = []
+    exec(program, {"print": numbers.append})
+    return numbers[0]
 
 
 def _shown(box: Sandbox, result: SandboxResult) -> str:

@@ -13,76 +13,51 @@ from gspo_env.env.tools import ToolCall, format_tool_call, tool
 from gspo_env.errors import ConfigError
 from gspo_env.seeding import fingerprint
 from gspo_envs.text.answer import AnswerEnv
-from gspo_envs.tools.read_only_sqlite import MOST_ROWS, Database, Row, SQLError, is_short
+from gspo_envs.tools.sqlite import MAX_ROWS, Database, Row, SQLError, is_short
 
 _NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noa Oli Pia Quin Rosa Sam Tess"
 _THINGS = "Amber Birch Cedar Delta Ember Fjord Grove Haven Iris Jade Karst Lotus Maple Nova Onyx"
-_THEMES: tuple[dict[str, str], ...] = (
-    {
-        "people": "customers clients buyers",
-        "trait": "city town",
-        "traits": "Oslo Lima Cairo Kyoto Porto",
-        "things": "products articles goods",
-        "value": "price cost",
-        "links": "orders purchases sales",
-        "amount": "quantity units pieces",
-    },
-    {
-        "people": "students pupils learners",
-        "trait": "house team",
-        "traits": "red blue green gold white",
-        "things": "courses subjects lessons",
-        "value": "credits hours",
-        "links": "results marks grades",
-        "amount": "score points",
-    },
-    {
-        "people": "readers members visitors",
-        "trait": "district quarter",
-        "traits": "north south east west harbour",
-        "things": "books titles volumes",
-        "value": "pages chapters",
-        "links": "loans borrowings rentals",
-        "amount": "days weeks",
-    },
+_THEMES = (
+    "people: customers clients buyers; trait: city town; traits: Oslo Lima Cairo Kyoto Porto; "
+    "things: products articles goods; value: price cost; links: orders purchases sales; "
+    "amount: quantity units pieces",
+    "people: students pupils learners; trait: house team; traits: red blue green gold white; "
+    "things: courses subjects lessons; value: credits hours; links: results marks grades; "
+    "amount: score points",
+    "people: readers members visitors; trait: district quarter; "
+    "traits: north south east west harbour; things: books titles volumes; value: pages chapters; "
+    "links: loans borrowings rentals; amount: days weeks",
 )
+"""Synonyms for the names of the tables and columns, of which each problem draws one."""
 _QUESTIONS = (
-    (
-        "How many {people} have the {trait} {t}?",
-        "SELECT COUNT(*) FROM {people} WHERE {trait} = '{t}'",
-    ),
-    (
-        "What is the total {amount} in the {links} of {n}?",
-        "SELECT SUM(l.{amount}) FROM {links} l JOIN {people} p ON p.id = l.{who} "
-        "WHERE p.name = '{n}'",
-    ),
-    (
-        "Which {people} have {links} with {amount} over {k}? Give each name once.",
-        "SELECT DISTINCT p.name FROM {people} p JOIN {links} l ON l.{who} = p.id "
-        "WHERE l.{amount} > {k}",
-    ),
-    (
-        "Which one of the {things} has the highest total {amount} in the {links}? Give its name.",
-        "SELECT t.name FROM {things} t JOIN {links} l ON l.{what} = t.id "
-        "GROUP BY t.id ORDER BY SUM(l.{amount}) DESC LIMIT 1",
-    ),
-    (
-        "How many {links} belong to the {people} of each {trait} that has any? "
-        "Give the {trait} and the number.",
-        "SELECT p.{trait}, COUNT(*) FROM {people} p JOIN {links} l ON l.{who} = p.id "
-        "GROUP BY p.{trait}",
-    ),
-    (
-        "Which {people} have no {links}? Give their names.",
-        "SELECT name FROM {people} WHERE id NOT IN (SELECT {who} FROM {links})",
-    ),
-    (
-        "What is the average {value} of the {things} in the {links} of {n}? "
-        "Count each of the {links} once.",
-        "SELECT AVG(t.{value}) FROM {links} l JOIN {things} t ON t.id = l.{what} "
-        "JOIN {people} p ON p.id = l.{who} WHERE p.name = '{n}'",
-    ),
+    "How many {people} have the {trait} {t}? SELECT COUNT(*) FROM {people} WHERE {trait} = '{t}'",
+    "What is the total {amount} in the {links} of {n}? "
+    "SELECT SUM(l.{amount}) FROM {links} l JOIN {people} p ON p.id = l.{who} WHERE p.name = '{n}'",
+    "Which {people} have {links} with {amount} over {k}? Give each name once. "
+    "SELECT DISTINCT p.name FROM {people} p JOIN {links} l ON l.{who} = p.id "
+    "WHERE l.{amount} > {k}",
+    "Which one of the {things} has the highest total {amount} in the {links}? Give its name. "
+    "SELECT t.name FROM {things} t JOIN {links} l ON l.{what} = t.id "
+    "GROUP BY t.id ORDER BY SUM(l.{amount}) DESC LIMIT 1",
+    "How many {links} belong to the {people} of each {trait} that has any? "
+    "Give the {trait} and the number. "
+    "SELECT p.{trait}, COUNT(*) FROM {people} p JOIN {links} l ON l.{who} = p.id "
+    "GROUP BY p.{trait}",
+    "Which {people} have no {links}? Give their names. "
+    "SELECT name FROM {people} WHERE id NOT IN (SELECT {who} FROM {links})",
+    "What is the average {value} of the {things} in the {links} of {n}? "
+    "Count each of the {links} once. "
+    "SELECT AVG(t.{value}) FROM {links} l JOIN {things} t ON t.id = l.{what} "
+    "JOIN {people} p ON p.id = l.{who} WHERE p.name = '{n}'",
 )
+"""Questions, each followed by the query that answers it."""
+_TABLES = """
+CREATE TABLE {people} (id INTEGER PRIMARY KEY, name TEXT, {trait} TEXT);
+CREATE TABLE {things} (id INTEGER PRIMARY KEY, name TEXT, {value} INTEGER);
+CREATE TABLE {links} (id INTEGER PRIMARY KEY, {who} INTEGER REFERENCES {people}(id), \
+{what} INTEGER REFERENCES {things}(id), {amount} INTEGER);
+"""
+_SCHEMA = "SELECT lower(name), sql FROM sqlite_master WHERE type = 'table'"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +156,7 @@ class SQLEnv(AnswerEnv):
         self._returned = _counted(rows)
         self._queried.add(sql)
         lines = [" | ".join(_shown(cell) for cell in row) for row in (columns, *rows[:10])]
-        many = f"more than {MOST_ROWS}" if len(rows) > MOST_ROWS else str(len(rows))
+        many = f"more than {MAX_ROWS}" if len(rows) > MAX_ROWS else str(len(rows))
         return "\n".join([*lines, f"({many} row{'s' * (many != '1')})"])
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
@@ -240,52 +215,45 @@ class SQLEnv(AnswerEnv):
         return not (empty or ambiguous or answers[0] == answers[1])
 
 
-_SCHEMA = "SELECT lower(name), sql FROM sqlite_master WHERE type = 'table'"
-
-
 def _draw_problem(random: np.random.Generator) -> _Problem:
-    def one(words: str) -> str:
+    def draw(words: str) -> str:
         choices = words.split()
         return choices[int(random.integers(len(choices)))]
 
     theme = _THEMES[int(random.integers(len(_THEMES)))]
-    names = {key: one(words) for key, words in theme.items() if key != "traits"}
+    synonyms = dict(part.split(": ") for part in theme.split("; "))
+    names = {role: draw(words) for role, words in synonyms.items() if role != "traits"}
     names |= {"who": f"{names['people'][:-1]}_id", "what": f"{names['things'][:-1]}_id"}
-    names |= {"traits": theme["traits"]}
-    values = {"t": one(theme["traits"]), "n": one(_NAMES), "k": str(int(random.integers(5, 9)))}
-    question, gold = _QUESTIONS[int(random.integers(len(_QUESTIONS)))]
-    tables = tuple(names[k] for k in ("people", "things", "links") if f"{{{k}}} " in f"{gold} ")
+    names |= {"traits": synonyms["traits"]}
+    values = {"t": draw(names["traits"]), "n": draw(_NAMES), "k": str(int(random.integers(5, 9)))}
+    question, _, query = _QUESTIONS[int(random.integers(len(_QUESTIONS)))].partition(" SELECT ")
+    query = f"SELECT {query}"
     return _Problem(
         question=question.format(**names, **values),
-        gold=gold.format(**names, **values),
-        tables=tables,
+        gold=query.format(**names, **values),
+        tables=tuple(names[k] for k in ("people", "things", "links") if f"{{{k}}} " in f"{query} "),
         names=names,
     )
 
 
 def _draw_script(random: np.random.Generator, names: dict[str, str], rows: int) -> str:
     """Returns statements that create the three tables, with new rows at each call."""
+    lines = [_TABLES.format(**names).strip()]
 
-    def insert(table: str, values: str) -> str:
-        return f"INSERT INTO {table} VALUES {values};"
+    def insert(table: str, *values: object) -> None:
+        cells = ", ".join(
+            f"'{value}'" if isinstance(value, str) else str(value) for value in values
+        )
+        lines.append(f"INSERT INTO {names[table]} VALUES ({cells});")
 
-    traits = names["traits"].split()
-    people, things = _NAMES.split(), _THINGS.split()
-    lines = [
-        "CREATE TABLE {people} (id INTEGER PRIMARY KEY, name TEXT, {trait} TEXT);",
-        "CREATE TABLE {things} (id INTEGER PRIMARY KEY, name TEXT, {value} INTEGER);",
-        "CREATE TABLE {links} (id INTEGER PRIMARY KEY, {who} INTEGER REFERENCES {people}(id), "
-        "{what} INTEGER REFERENCES {things}(id), {amount} INTEGER);",
-    ]
-    lines = [line.format(**names) for line in lines]
+    people, things, traits = _NAMES.split(), _THINGS.split(), names["traits"].split()
     for index, name in enumerate(people, 1):
-        trait = traits[int(random.integers(len(traits)))]
-        lines.append(insert(names["people"], f"({index}, '{name}', '{trait}')"))
+        insert("people", index, name, traits[int(random.integers(len(traits)))])
     for index, name in enumerate(things, 1):
-        lines.append(insert(names["things"], f"({index}, '{name}', {random.integers(2, 60)})"))
+        insert("things", index, name, random.integers(2, 60))
     for index in range(1, rows + 1):
         who, what = random.integers(1, len(people) + 1), random.integers(1, len(things) + 1)
-        lines.append(insert(names["links"], f"({index}, {who}, {what}, {random.integers(1, 11)})"))
+        insert("links", index, who, what, random.integers(1, 11))
     return "\n".join(lines)
 
 
@@ -306,7 +274,7 @@ def _rows(database: Database, sql: str) -> Counter[Row] | None:
 
 
 def _counted(rows: list[Row]) -> Counter[Row] | None:
-    few = len(rows) <= MOST_ROWS
+    few = len(rows) <= MAX_ROWS
     return Counter(tuple(_cell(cell) for cell in row) for row in rows) if few else None
 
 
