@@ -204,7 +204,7 @@ class Episodes(Sequence[EpisodeRecord]):
 
     def __init__(self, table: pa.Table, tokens: Mapping[int, str]) -> None:
         self.table, self.tokens = table, tokens
-        """The columns of the page `docs/view.md`, and the text of each token id."""
+        """The columns of the page `docs/reference.md`, and the text of each token id."""
         self._starts = _starts(table)
 
     def __len__(self) -> int:

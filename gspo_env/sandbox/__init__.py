@@ -1,4 +1,4 @@
-"""Run untrusted code and commands, isolated by the operating system; see docs/sandbox.md."""
+"""Run untrusted code and commands, isolated by the operating system; see docs/tools.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the processes of a run from outside; see docs/sandbox.md."""
+"""Starts the processes of a run from outside; see docs/tools.md."""
 
 from __future__ import annotations
 

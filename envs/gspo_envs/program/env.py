@@ -56,7 +56,7 @@ class ProgramEnv(TextEnv):
 
     The program's return, or exit code 0, ends the episode. An exception, another exit code, too
     much time, and no request at all are failures of the environment: the episode is neither scored
-    nor trained on. `ends` lists those that are scored all the same. See docs/agents.md.
+    nor trained on. `ends` lists those that are scored all the same. See docs/programs.md.
 
     Args:
         program: A function, or its place as `module:function` or `file.py:function`. It is called
@@ -87,7 +87,7 @@ class ProgramEnv(TextEnv):
         max_turns: Requests before the episode is truncated.
         env: Additional environment variables of a command.
         sandbox: Run a command in the sandbox: True, or limits that differ from `LIMITS` of
-            `gspo_envs.program.sandbox`, such as `{"readable": ["agent"]}`. See docs/sandbox.md.
+            `gspo_envs.program.sandbox`, such as `{"readable": ["agent"]}`. See docs/tools.md.
 
     Raises:
         ConfigError: An argument is invalid.
