@@ -1,24 +1,26 @@
-"""Reads the settings of a trained folder as data: a folder from somebody else runs nothing.
+"""What a folder from elsewhere may set: its settings are data, and nothing that they name is run.
 
-Of such a folder only names of our own classes, numbers and words of a fixed list are taken. All
-other settings may name code, a command, a file, an address or an environment variable, so each
-needs a flag of the user. A record outside of the folder, in the user's state directory, says which
-settings the user has trained with in that folder; these need no flag.
+Taken are the names of built-in classes, numbers, and words of a fixed list. Every other setting may
+name code, a command, a file, an address or an environment variable, so it needs a flag of the user.
+A record outside of the folder, in the user's state directory, says with which of these settings the
+user has trained there; while nothing has changed, they need no flag.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import hashlib
 import inspect
 import json
 import logging
 import math
+import os
 import shlex
 import stat
 import tomllib
 import typing
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,41 +29,53 @@ from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import find_builtin
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact, visible
-from gspo_env.registry import BUILTIN, find
+from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.rollout.mix import add_kwargs, read_members
 from gspo_env.tracking.base import flatten
-from gspo_env.trained import TrustProblem, doubt, note_path, write_note
 
 logger = logging.getLogger(__name__)
 
 _FILES = ("gspo_env.json", "model/gspo_env.json", "config.toml")
-_LARGEST = 2**20
-"""Bytes of a file with settings."""
-_LONGEST = 160
+_MAX_BYTES = 2**20
+"""Size of a file with settings."""
+_MAX_SHOWN = 160
 """Characters of a value that an error shows."""
-_OWN = ("model", "output", "tracker")
-"""Settings that say where a run reads and writes; those of somebody else are not taken."""
 _LEARNING = ("advantage", "loss", "recipe")
 """Choices that playing does not need."""
+_NO_RECORD = "no record says that you trained there with it"
+_PARENTS = 3
+"""How far a run's folder is above the folders of its models and checkpoints, at most."""
+
+Place = tuple[str, ...]
+"""The place of a setting in the tree."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
+class TrustProblem:
+    """Why settings that may run code are not known to be the user's own."""
+
+    reason: str
+    cwd: str = ""
+    """The working folder in which the user trained, if there is a record."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedSettings:
     """The settings of a folder, before any of them is used."""
 
     folder: Path
     tree: dict[str, Any]
-    """Settings that run nothing, nested as in a TOML file, without `model` and `output`."""
-    refused: dict[str, Any]
+    """Settings that run nothing, nested as in a TOML file."""
+    untrusted: dict[str, Any]
     """By dotted name, the settings that need a flag of the user."""
-    why: TrustProblem | None = None
-    """Why they need one."""
+    problem: TrustProblem | None = None
+    """Why they need one, if there are any."""
 
     @property
     def env(self) -> str | tuple[str, ...]:
         """The environment, or the several, that was trained on."""
-        named = self.refused.get("env", self.tree.get("env", Config().env))
-        return tuple(map(str, named)) if isinstance(named, list | tuple) else str(named)
+        env = self.untrusted.get("env", self.tree.get("env", Config().env))
+        return tuple(map(str, env)) if isinstance(env, list | tuple) else str(env)
 
     def settings(
         self,
@@ -70,37 +84,33 @@ class Saved:
         env: str | tuple[str, ...] = "",
         playing: bool = False,
     ) -> dict[str, Any]:
-        """Returns the settings, with those that the user gives, for `gspo_env.config.from_dict`.
+        """Returns the settings, with those of the user, for `gspo_env.config.from_dict`.
 
         Args:
-            given: Settings of the user by dotted name, or nested; they replace refused ones.
+            given: Settings of the user by dotted name, or nested; they replace untrusted ones.
                 Arguments of the environment are added to the saved ones, if these are kept.
             env: The environment, or several, if the user names one. Saved arguments and the saved
-                score are kept if it is the saved one, or a class of the same name at another place.
-            playing: Whether nothing is trained, so that refused estimators, losses and recipes are
-                left out instead.
+                score are kept if it is the saved one, or a class of the same name elsewhere.
+            playing: Whether nothing is trained, so that untrusted estimators, losses and recipes
+                are left out instead.
 
         Raises:
-            ConfigError: A refused setting is not given; the message names the flags to add.
+            ConfigError: An untrusted setting is not given; the message names the flags to add.
         """
-        env = env if isinstance(env, str) else tuple(env)
-        tree, refused = self._with_env(env) if env else (dict(self.tree), dict(self.refused))
-        names = [name for name, value in flatten(given).items() if value != {}]
-        refused = {k: v for k, v in refused.items() if not _covered(k, names)}
-        if playing:
-            for kind in _LEARNING:
-                if left_out := [name for name in refused if _covered(name, (kind,))]:
-                    what = refused[left_out[0]]
-                    logger.warning("%s of %s is not loaded: %s", kind, self.folder, what)
-                    tree.pop(kind, None)
-                    refused = {k: v for k, v in refused.items() if k not in left_out}
-        if refused:
-            named = ", ".join(f"{k} = {_short(v)}" for k, v in refused.items())
-            why = self.why or TrustProblem(reason="no record says that you trained there with it")
-            flags = " ".join(_flag(k, _found(k, v, why.place)) for k, v in refused.items())
+        tree, untrusted = self._with_env(tuple(env) if isinstance(env, list) else env)
+        untrusted = _without(untrusted, [k for k, v in flatten(given).items() if v != {}])
+        for kind in _LEARNING if playing else ():
+            if len(kept := _without(untrusted, [kind])) < len(untrusted):
+                logger.warning("%s of %s is not loaded", kind, self.folder)
+                tree.pop(kind, None)
+                untrusted = kept
+        if untrusted:
+            problem = self.problem or TrustProblem(reason=_NO_RECORD)
+            values = ", ".join(f"{name} = {_as_json(value)}" for name, value in untrusted.items())
+            flags = " ".join(_flag(k, v, problem.cwd) for k, v in untrusted.items())
             raise ConfigError(
-                f"the settings in {str(self.folder)!r} name {named}, which may run code or reach "
-                f"files and addresses, and {why.reason}; if you trust it, add {flags}"
+                f"the settings in {str(self.folder)!r} name {values}, which may run code or reach "
+                f"files and addresses, and {problem.reason}; if you trust it, add {flags}"
             )
         if kwargs := given.get("env_kwargs"):
             env = tree.get("env") or env or self.env
@@ -108,16 +118,18 @@ class Saved:
         return tree
 
     def _with_env(self, env: str | tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the settings and the refused ones for an environment that the user names."""
-        tree = dict(self.tree)
-        refused = {k: v for k, v in self.refused.items() if k != "env"}
+        """Returns the tree and the untrusted settings for the environment of the user, if any."""
+        tree, untrusted = dict(self.tree), dict(self.untrusted)
+        if not env:
+            return tree, untrusted
+        untrusted.pop("env", None)
         if env != self.env:
-            if not _alike(self.env, env):
+            if _class_names(env) != _class_names(self.env):
                 tree.pop("env_kwargs", None)
-                refused = {k: v for k, v in refused.items() if not _covered(k, ("env_kwargs",))}
+                untrusted = _without(untrusted, ["env_kwargs"])
             if isinstance(credit := tree.get("credit"), Mapping):
                 tree["credit"] = {k: v for k, v in credit.items() if k != "score"}
-        return tree | {"env": env}, refused
+        return tree | {"env": env}, untrusted
 
 
 def find_saved(folder: str | Path) -> Path | None:
@@ -126,8 +138,10 @@ def find_saved(folder: str | Path) -> Path | None:
     return next((path for path in paths if path.exists() or path.is_symlink()), None)
 
 
-def read_saved(folder: str | Path) -> Saved | None:
+def read_saved(folder: str | Path) -> SavedSettings | None:
     """Reads the settings of a run's folder, or of a model in it, as untrusted data.
+
+    Where they say a run reads and writes (`model`, `output`, another tracker) is not taken.
 
     Args:
         folder: What `GSPOAgent.save` or a training run wrote.
@@ -143,25 +157,24 @@ def read_saved(folder: str | Path) -> Saved | None:
         return None
     text = _read(path)
     try:
-        text = json.loads(text)["config"] if path.suffix == ".json" else text
-        saved = parse(path, text)
+        saved = parse(path, json.loads(text)["config"] if path.suffix == ".json" else text)
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = f"{type(error).__name__}: {error}"
+        reason = visible(f"{type(error).__name__}: {error}")
         raise ConfigError(
-            f"{str(path)!r} is damaged ({visible(reason)}); expected what a training run wrote"
+            f"{str(path)!r} is damaged ({reason}); expected what a training run wrote"
         ) from error
-    if foreign := [name for name in saved.refused if _covered(name, _OWN)]:
+    left_out = ["model", "output"]
+    untrusted = _without(saved.untrusted, ["tracker"])
+    if untrusted != saved.untrusted:
         logger.warning("the tracker that %s names is not used", path)
-    tree = {name: value for name, value in saved.tree.items() if name not in _OWN[:2]}
-    refused = {name: value for name, value in saved.refused.items() if name not in foreign}
-    if foreign:
-        tree.pop("tracker", None)
-    return Saved(folder=Path(folder), tree=tree, refused=refused, why=saved.why)
+        left_out.append("tracker")
+    tree = {name: value for name, value in saved.tree.items() if name not in left_out}
+    return SavedSettings(folder=Path(folder), tree=tree, untrusted=untrusted, problem=saved.problem)
 
 
-def parse(path: Path, text: str) -> Saved:
+def parse(path: Path, text: str) -> SavedSettings:
     """Parses settings as untrusted data.
 
     Args:
@@ -173,22 +186,24 @@ def parse(path: Path, text: str) -> Saved:
         ValueError: They are not TOML.
     """
     tree = tomllib.loads(text)
-    refused = dict(_refused(tree))
-    why = doubt(path.parent, refused) if refused else None
-    if why is None:
-        refused = {}
-    for name in refused:
-        _drop(tree, name)
+    untrusted = dict(_untrusted(tree))
+    by_name = {".".join(place): value for place, value in untrusted.items()}
+    problem = _find_problem(path.parent, by_name) if by_name else None
+    if problem is None:
+        untrusted, by_name = {}, {}
+    for place in untrusted:
+        _drop(tree, place)
     try:
         from_dict(tree)
     except ConfigError as error:
         raise ConfigError(f"the settings in {str(path)!r} are not valid: {error}") from error
-    return Saved(folder=path.parent, tree=tree, refused=refused, why=why)
+    return SavedSettings(folder=path.parent, tree=tree, untrusted=by_name, problem=problem)
 
 
 def needs_flags(config: Config) -> dict[str, Any]:
     """Returns the settings that may run code or reach files and addresses, by dotted name."""
-    return dict(_refused(tomllib.loads(to_toml(config))))
+    untrusted = _untrusted(tomllib.loads(to_toml(config)))
+    return {".".join(place): value for place, value in untrusted}
 
 
 def record(folder: Path, config: Config) -> None:
@@ -196,16 +211,27 @@ def record(folder: Path, config: Config) -> None:
 
     Settings that need no flag are not noted.
     """
-    refused = needs_flags(config)
-    if not refused:
+    untrusted = needs_flags(config)
+    if not untrusted:
         return
+    path = _record_path(folder)
+    part = path.with_suffix(f".{os.getpid()}")
     try:
-        write_note(folder, refused)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part.write_text(json.dumps(_describe(untrusted)))
+        part.replace(path)
     except OSError as error:
         logger.warning(
             "cannot note in %s what %s was trained with (%s): its use needs flags such as --env",
-            *(note_path(folder).parent, folder, error.strerror),
+            *(path.parent, folder, error.strerror),
         )
+
+
+def changed_files(folder: Path, settings: Mapping[str, Any]) -> list[str]:
+    """Returns the files that settings name and that differ from those of the last training."""
+    trained = (_read_record(folder) or {}).get("files") or {}
+    files = _file_digests(settings).items()
+    return [name for name, digest in files if trained and digest not in trained.values()]
 
 
 def _read(path: Path) -> str:
@@ -214,9 +240,11 @@ def _read(path: Path) -> str:
         if not stat.S_ISREG(path.stat().st_mode):  # a device or a pipe may never end
             raise ConfigError(f"{str(path)!r} is no regular file; expected the settings of a run")
         with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise ConfigError(f"{str(path)!r} has more than {_LARGEST:,} bytes; expected settings")
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise ConfigError(
+                f"{str(path)!r} has more than {_MAX_BYTES:,} bytes; expected settings"
+            )
         return data.decode()
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
@@ -224,106 +252,74 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{str(path)!r} is damaged: it is not UTF-8") from error
 
 
-def _refused(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the settings that could do more than set a number, by dotted name."""
-    defaults = Config()
-    hints = typing.get_type_hints(Config)
-    env = tree.get("env", defaults.env)
-    members = _members(env)
-    if not members or not all(members.values()):
-        yield "env", env
+def _untrusted(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    """Yields the settings that could do more than set a number, with their places in the tree."""
+    defaults, hints = Config(), typing.get_type_hints(Config)
+    members = _builtin_members(tree.get("env", defaults.env))
+    if not all(members.values()):
+        yield ("env",), tree["env"]
     for name, value in tree.items():
+        default = getattr(defaults, name, None)
         if name in ("env", "env_kwargs", "model", "output"):
             continue
-        default = getattr(defaults, name, None)
         if name in BUILTIN:
-            yield from _refused_choice(name, value)
+            table = value if isinstance(value, Mapping) else {"name": value}
+            choice = table.get("name") or name_of(name, default)
+            if not isinstance(choice, str) or choice not in BUILTIN[name]:
+                yield (name, "name"), choice
+            else:
+                settings = {key: item for key, item in table.items() if key != "name"}
+                yield from _untrusted_arguments((name,), settings, BUILTIN[name][choice])
         elif is_dataclass(default) and isinstance(value, Mapping):
-            yield from _refused_fields(name, value, type(default))
+            yield from _untrusted_arguments((name,), value, type(default))
         elif not _is_plain(value, hints.get(name), default):
-            yield name, value
+            yield (name,), value
     kwargs = tree.get("env_kwargs", {})
     if len(members) == 1 or not isinstance(kwargs, Mapping):
-        yield from _refused_kwargs("env_kwargs", kwargs, next(iter(members.values())))
+        yield from _untrusted_arguments(("env_kwargs",), kwargs, *members.values())
         return
     for name, own in kwargs.items():
-        yield from _refused_kwargs(f"env_kwargs.{name}", own, members.get(name))
+        yield from _untrusted_arguments(("env_kwargs", name), own, members.get(name))
 
 
-def _alike(old: str | tuple[str, ...], new: str | tuple[str, ...]) -> bool:
-    """Returns whether environments are the same but for the place of files or modules."""
-    pairs = list(zip(read_members(old), read_members(new), strict=False))
-    return len(pairs) == len(read_members(old)) == len(read_members(new)) and all(
-        a.name == b.name
-        and (a.spec == b.spec or ":" in b.spec)
-        and a.spec.rpartition(":")[2] == b.spec.rpartition(":")[2]
-        for a, b in pairs
-    )
-
-
-def _members(env: Any) -> dict[str, str | None]:
+def _builtin_members(env: Any) -> dict[str, str | None]:
     """Returns the import string of each environment by its name, None of one that is not ours."""
-    if not isinstance(env, str) and not (
-        isinstance(env, list) and env and all(isinstance(entry, str) for entry in env)
-    ):
-        return {"": None}
     try:
         return {member.name: find_builtin(member.spec) for member in read_members(env)}
-    except ConfigError:
+    except (ConfigError, TypeError):
         return {"": None}
 
 
-def _refused_kwargs(
-    section: str, kwargs: Any, environment: str | None
-) -> Iterator[tuple[str, Any]]:
-    if not isinstance(kwargs, Mapping):
-        yield section, kwargs
+def _untrusted_arguments(
+    place: Place, arguments: Any, cls: type[Any] | str | None
+) -> Iterator[tuple[Place, Any]]:
+    """Yields the arguments of a class that are not plain; those of an unknown one are numbers.
+
+    Args:
+        place: The table of the arguments.
+        arguments: The arguments.
+        cls: One of our classes or its import string, if it is one of ours.
+    """
+    if not isinstance(arguments, Mapping):
+        yield place, arguments
         return
-    parameters, hints = _signature(environment) if environment else ({}, {})
-    for name, value in kwargs.items():
-        if not _is_plain(value, hints.get(name), parameters.get(name, MISSING)):
-            yield f"{section}.{name}", value
-
-
-def _refused_choice(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
-    table = value if isinstance(value, Mapping) else {"name": value}
-    name = table.get("name")
-    default = "none" if kind == "recipe" else ""
-    if not isinstance(name or default, str) or (name or default) not in BUILTIN[kind]:
-        yield f"{kind}.name", name
-        return
-    settings = {key: item for key, item in table.items() if key != "name"}
-    yield from _refused_fields(kind, settings, find(kind, name or default))
-
-
-def _refused_fields(
-    section: str, table: Mapping[str, Any], cls: type[Any]
-) -> Iterator[tuple[str, Any]]:
-    hints = typing.get_type_hints(cls)
-    defaults = {
-        f.name: f.default if f.default_factory is MISSING else f.default_factory()
-        for f in fields(cls)
-    }
-    for name, value in table.items():
-        default = defaults.get(name, MISSING)
-        if not _is_plain(value, hints.get(name), default):
-            yield f"{section}.{name}", value
-
-
-def _signature(environment: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the defaults and the annotations of the arguments of one of our environments."""
-    module, _, name = environment.partition(":")
-    try:
-        made = getattr(importlib.import_module(module), name).__init__
-        defaults = {n: p.default for n, p in inspect.signature(made).parameters.items()}
-        return defaults, typing.get_type_hints(made)
-    except (ImportError, NameError, TypeError):  # an extra is missing: only numbers are taken
-        return {}, {}
+    defaults, hints = {}, {}
+    with contextlib.suppress(ConfigError):  # an extra is missing
+        own: Any = load_function(cls, "class") if isinstance(cls, str) else cls
+        if own is not None:
+            parameters = inspect.signature(own.__init__).parameters.items()
+            defaults = {name: parameter.default for name, parameter in parameters}
+            hints = typing.get_type_hints(own if is_dataclass(own) else own.__init__)
+    for name, value in arguments.items():
+        if not _is_plain(value, hints.get(name), defaults.get(name, MISSING)):
+            yield (*place, name), value
 
 
 def _is_plain(value: Any, hint: Any, default: Any) -> bool:
     """Returns whether a value is a number, a list of numbers, a default or a listed word."""
-    if isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int) or value == {}:
         return True
     if isinstance(value, list) and not any(isinstance(item, str) for item in value):
         return all(_is_plain(item, None, MISSING) for item in value)
@@ -339,50 +335,125 @@ def _words(hint: Any) -> tuple[Any, ...]:
     return tuple(word for part in typing.get_args(hint) for word in _words(part))
 
 
-def _covered(name: str, given: Collection[str]) -> bool:
-    return any(name == one or name.startswith(f"{one}.") for one in given)
+def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Returns settings by dotted name without those of some names, and without their parts."""
+    ends = tuple(f"{name}." for name in names)
+    return {name: value for name, value in settings.items() if not f"{name}.".startswith(ends)}
 
 
-def _drop(tree: dict[str, Any], name: str) -> None:
+def _drop(tree: dict[str, Any], place: Place) -> None:
+    """Removes a setting; of a choice that is not ours, also its settings."""
+    if place[0] in BUILTIN and place[-1] == "name":
+        place = place[:1]
+    for part in place[:-1]:
+        tree = tree[part]
+    tree.pop(place[-1], None)
+
+
+def _class_names(env: str | tuple[str, ...]) -> list[tuple[str, str]]:
+    """Returns names of environments and of their classes, wherever these are defined."""
+    return [(member.name, member.spec.rpartition(":")[2]) for member in read_members(env)]
+
+
+def _find_problem(folder: Path, settings: Mapping[str, Any]) -> TrustProblem | None:
+    """Returns why settings are not known to be those that the user trained with in a folder."""
+    now, folder = _describe(settings), folder.resolve()
+    texts = [set(_file_names(text)) for text in _texts(settings)]
+    only_files = bool(now["files"]) and all(names & now["files"].keys() for names in texts)
+    compared = ("settings", "files") if only_files else ("settings", "files", "working folder")
+    places = (folder, *folder.parents[:_PARENTS])
+    records = [found for place in places if (found := _read_record(place)) is not None]
+    if any(all(found.get(key) == now[key] for key in compared) for found in records):
+        return None
+    if not records:
+        return TrustProblem(reason=_NO_RECORD)
+    cwd = str(records[0].get("working folder", ""))
+    changed = next(key for key in compared if records[0].get(key) != now[key])
+    return TrustProblem(
+        reason=f"the {changed} changed since you trained there, in {cwd!r}", cwd=cwd
+    )
+
+
+def _describe(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a record: a digest of the settings, those of the files that they name, the place."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return {
+        "settings": hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest(),
+        "files": _file_digests(settings),
+        "working folder": os.getcwd(),
+    }
+
+
+def _record_path(folder: Path) -> Path:
+    """Returns the file of the record of a folder, which its path names."""
+    home = Path(os.environ.get("XDG_STATE_HOME", ""))
+    state = home if home.is_absolute() else Path.home() / ".local" / "state"
+    name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
+    return state / "gspo-env" / "trained" / f"{name}.json"
+
+
+def _read_record(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(_record_path(folder).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _file_digests(settings: Any) -> dict[str, str]:
+    """Returns the digest of each file that settings name."""
+    digests = {}
+    for name in (name for text in _texts(settings) for name in _file_names(text)):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # it can be no file's name
+            path = Path(name).expanduser()
+            if path.is_file():
+                digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return digests
+
+
+def _file_names(text: str) -> Iterator[str]:
+    """Yields what a text may name: `FILE`, `FILE:NAME` or `LABEL=FILE:NAME:WEIGHT`."""
+    for part in (text, text.partition("=")[2]):
+        pieces = part.split(":")
+        yield from (":".join(pieces[:end]) for end in range(1, len(pieces) + 1) if pieces[0])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _flag(name: str, value: Any, cwd: str) -> str:
+    """Returns the flag that sets an untrusted setting."""
     section, _, rest = name.partition(".")
-    if not rest or rest == "name":
-        tree.pop(section, None)
-        return
-    table = tree[section] = dict(tree[section])
-    outer, _, last = rest.rpartition(".")
-    if rest not in table and isinstance(table.get(outer), Mapping):  # of one among several
-        table[outer] = {k: v for k, v in table[outer].items() if k != last}
-    table.pop(rest, None)
-
-
-def _short(value: Any) -> str:
-    text = visible(json.dumps(redact(value), ensure_ascii=False, default=str))
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-def _found(name: str, value: Any, place: str) -> Any:
-    """Returns the environment with the full path of its file, if that is in another folder."""
-    if name == "env" and isinstance(value, list | tuple):
-        return [_found(name, entry, place) for entry in value]
-    if name != "env" or not place or not isinstance(value, str):
-        return value
-    named, equals, spec = value.rpartition("=")
-    file, _, rest = spec.partition(".py:")
-    path = Path(place, f"{file}.py")
-    return f"{named}{equals}{path}:{rest}" if rest and path.is_file() else value
-
-
-def _flag(name: str, value: Any) -> str:
-    section, _, rest = name.partition(".")
-    if name == "env" and isinstance(value, list | tuple):
-        return f"--env {' '.join(shlex.quote(_shown(entry)) for entry in value)}"
     if section == "env_kwargs" and rest:
-        return f"--env-kwargs {shlex.quote(f'{rest}={_shown(value)}')}"
+        return f"--env-kwargs {shlex.quote(f'{rest}={_as_text(value)}')}"
+    if name == "env":
+        entries = value if isinstance(value, list) else [value]
+        value = [_with_path(entry, cwd) for entry in entries]
+    values = value if name == "env" else [value]
     flag = section if rest == "name" else name
-    return f"--{flag.replace('_', '-')} {shlex.quote(_shown(value))}"
+    return f"--{flag.replace('_', '-')} {' '.join(shlex.quote(_as_text(v)) for v in values)}"
 
 
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else _short(value)
-    text = visible(str(redact(text))).replace("\n", "\\n")  # the sentence is one line
-    return text if len(text) <= _LONGEST else "…"
+def _with_path(env: Any, cwd: str) -> Any:
+    """Returns an environment with the full path of its file, if that is in another folder."""
+    label, equals, spec = str(env).rpartition("=")
+    file, _, cls = spec.partition(".py:")
+    path = Path(cwd, f"{file}.py")
+    moved = cls and cwd not in ("", os.getcwd()) and path.is_file()
+    return f"{label}{equals}{path}:{cls}" if moved else env
+
+
+def _as_json(value: Any) -> str:
+    text = visible(json.dumps(redact(value), ensure_ascii=False, default=str))
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def _as_text(value: Any) -> str:
+    """Returns a value as a flag has it, in one line; only a mark for one that is too long."""
+    text = visible(str(redact(value))) if isinstance(value, str) else _as_json(value)
+    return text.replace("\n", "\\n") if len(text) <= _MAX_SHOWN else "…"

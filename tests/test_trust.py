@@ -303,16 +303,19 @@ def test_a_folder_that_the_user_trained_is_evaluated_and_goes_on_without_flags(c
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda run: Path("mine.py").write_text(MINE + "# other\n"), "'mine.py' has changed since"),
-        (lambda run: run.rename("moved"), "from where it was moved"),
+        (
+            lambda run: Path("mine.py").write_text(MINE + "# other\n"),
+            "the files changed since",
+        ),
+        (lambda run: run.rename("moved"), "no record says that you"),
         (lambda run: Path("state/gspo-env/trained").rename("gone"), "no record says that you"),
-        (lambda run: os.chdir(Path("state")), "there is no file 'mine.py' in"),
+        (lambda run: os.chdir(Path("state")), "the files changed since"),
         (
             lambda run: [
                 path.write_text(path.read_text().replace("words = 3", 'words = \\"x\\"'))
                 for path in (run / "model").glob("gspo_env.json")
             ],
-            "you trained there with other settings",
+            "the settings changed since",
         ),
     ],
     ids=["file", "folder", "record", "place", "settings"],
@@ -348,7 +351,7 @@ def test_a_run_goes_on_from_another_working_folder_with_the_flag_that_its_error_
 
 def test_a_run_that_goes_on_says_that_the_file_of_its_environment_has_changed(capsys, mine):
     Path("mine.py").write_text(MINE + "# other\n")
-    assert "'mine.py' has changed" in refused(capsys, "train", "--resume", "run", "--steps", "2")
+    assert "the files changed" in refused(capsys, "train", "--resume", "run", "--steps", "2")
     main(["train", "--resume", "run", "--steps", "2", "--env", "mine.py:Mine"])
     said = "mine.py has changed since this run was last trained"
     assert f"WARNING {said}" in capsys.readouterr().out
@@ -389,9 +392,9 @@ def test_a_command_is_trusted_only_in_the_folder_where_it_was_used(tmp_path, mon
     Path("run").mkdir()
     Path("run/config.toml").write_text(to_toml(config))
     record(Path("run"), config)
-    assert not read_saved("run").refused
+    assert not read_saved("run").untrusted
     monkeypatch.chdir(tmp_path / "there")
-    assert read_saved(tmp_path / "here" / "run").refused.keys() >= {"env_kwargs.servers"}
+    assert read_saved(tmp_path / "here" / "run").untrusted.keys() >= {"env_kwargs.servers"}
 
 
 def test_settings_that_need_no_flag_leave_no_record(tmp_path):
@@ -409,7 +412,7 @@ def test_the_settings_of_every_own_environment_survive_their_folder(tmp_path):
     config = Config.from_recipe("tiny", env="gspo/Lookup-v0", env_kwargs={"hops": [2, 3]})
     (tmp_path / "config.toml").write_text(to_toml(config))
     saved = read_saved(tmp_path)
-    assert not saved.refused
+    assert not saved.untrusted
     assert from_dict(saved.settings()) == config
 
 

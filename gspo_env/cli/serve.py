@@ -109,8 +109,8 @@ def settings(options: Serve) -> Config:
     config = Config(model=options.model)
     if (saved := read_saved(options.model)) is not None:
         tree = {name: value for name, value in saved.tree.items() if name in _TAKEN}
-        refused = {k: v for k, v in saved.refused.items() if k.partition(".")[0] in _TAKEN}
-        saved = replace(saved, tree=tree, refused=refused)
+        untrusted = {k: v for k, v in saved.untrusted.items() if k.partition(".")[0] in _TAKEN}
+        saved = replace(saved, tree=tree, untrusted=untrusted)
         config = from_dict({"model": options.model, **saved.settings(changes)})
     config = override(config, changes)
     limits = {

@@ -23,7 +23,7 @@ from gspo_env.rollout.failures import close_quietly
 from gspo_env.rollout.play import PolicyInput, PolicyOutput, demonstrator, look, play_now
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.trained import changed_files
+from gspo_env.trust import changed_files
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from gspo_env.training.checkpoints import (
     step_folders,
 )
 from gspo_env.training.interrupt import Stop
-from gspo_env.trust import Saved, parse
+from gspo_env.trust import SavedSettings, parse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,13 +108,13 @@ def read_config(run: Path, numbers: Mapping[str, Any], wanted: Config | None) ->
     """
     saved = parse(run / "config.toml", numbers["config"])
     given = {} if wanted is None else flatten(tomllib.loads(to_toml(wanted)))
-    same = {name: value for name, value in saved.refused.items() if given.get(name) == value}
+    same = {name: value for name, value in saved.untrusted.items() if given.get(name) == value}
     moved = wanted is not None and moved_only(saved.env, wanted.env)
     saved.settings(same, env=wanted.env if wanted is not None and moved else "")
     return from_dict(tomllib.loads(numbers["config"]))
 
 
-def newest_settings(run: str | Path) -> Saved:
+def newest_settings(run: str | Path) -> SavedSettings:
     """Returns the settings of a run, from its newest checkpoint that can be read, as data.
 
     Raises:

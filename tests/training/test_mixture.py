@@ -132,12 +132,12 @@ def test_a_mixed_run_goes_on_bit_for_bit(folder):
 def test_a_strangers_mixture_is_data(folder, capsys):
     agent = GSPOAgent(config=mixed(env_kwargs={"last": {"bonus": 0.25}}))
     agent.save("theirs")
-    assert read_saved("theirs").refused == {}  # the user's own record
+    assert read_saved("theirs").untrusted == {}  # the user's own record
     for note in (folder / "state").rglob("*.json"):
         note.unlink()
     (folder / "two.py").write_text(TWO + "\nopen('proof', 'w').close()\n")
     saved = read_saved("theirs")
-    assert saved.refused == {"env": ["two.py:Turns:3", "last=two.py:Last:1"]}
+    assert saved.untrusted == {"env": ["two.py:Turns:3", "last=two.py:Last:1"]}
     with pytest.raises(SystemExit):
         main(["evaluate", "--model", "theirs"])
     said = capsys.readouterr().err
