@@ -22,7 +22,7 @@ from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
 from gspo_env.errors import ConfigError
-from gspo_env.learner.loss import GSPO
+from gspo_env.learner.losses import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact

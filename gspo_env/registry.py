@@ -27,7 +27,6 @@ from gspo_env.errors import ConfigError
 
 BUILTIN: dict[str, dict[str, str]] = {
     "advantage": {
-        "evidence_calibrated": "gspo_env.credit.evidence:EvidenceCalibrated",
         "gigpo": "gspo_env.credit.estimators:GiGPO",
         "group_gae": "gspo_env.credit.estimators:GroupGAE",
         "normalize_then_accumulate": "gspo_env.credit.estimators:NormalizeThenAccumulate",
@@ -45,10 +44,9 @@ BUILTIN: dict[str, dict[str, str]] = {
         "vllm-server": "gspo_env.engines.vllm.settings:VLLMServer",
     },
     "loss": {
-        "adaptive_clip": "gspo_env.learner.loss:AdaptiveClip",
-        "gspo": "gspo_env.learner.loss:GSPO",
-        "grpo": "gspo_env.learner.loss:GRPO",
-        "dr_grpo": "gspo_env.learner.loss:DrGRPO",
+        "gspo": "gspo_env.learner.losses:GSPO",
+        "grpo": "gspo_env.learner.losses:GRPO",
+        "dr_grpo": "gspo_env.learner.losses:DrGRPO",
     },
     "recipe": {
         "imitate": "gspo_env.recipes.imitate:Imitate",

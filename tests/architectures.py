@@ -213,17 +213,19 @@ def check(name: str) -> list[str]:
     model = build(name)
     plain = copy.deepcopy(model)
     try:
-        way = check_model(model).way
+        way = check_model(model).mode
     except ModelError:
         return [name, *["refused"] * 5]
     learner = make_learner(model)
     return [
         name,
-        cell(lambda: learner_difference(learner, plain, make_samples(0)), way is not RunMode.ALONE),
+        cell(
+            lambda: learner_difference(learner, plain, make_samples(0)), way is not RunMode.UNPACKED
+        ),
         cell(lambda: learner_difference(learner, plain, make_samples(40)), way is RunMode.SHARED),
-        cell(lambda: engine_difference(model, plain), way is not RunMode.ALONE),
+        cell(lambda: engine_difference(model, plain), way is not RunMode.UNPACKED),
         cell(lambda: export_difference(model), True),
-        cell(lambda: adapter_difference(name), way is not RunMode.ALONE),
+        cell(lambda: adapter_difference(name), way is not RunMode.UNPACKED),
     ]
 
 

@@ -21,7 +21,7 @@ import pytest
 from gspo_env.batch.sample import Sample
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.registration import make_env
-from gspo_env.learner.log import UpdateStats
+from gspo_env.learner.stats import UpdateStats
 from gspo_env.recipes.build import (
     build,
     build_model,

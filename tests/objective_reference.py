@@ -1,18 +1,19 @@
 """A reference for the objectives in NumPy float64, written from the equations.
 
-It uses loops and closed-form gradients on purpose, and shares no code with `objectives.py`.
+It uses loops and closed-form gradients on purpose, and shares no code with the losses of the
+learner.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from gspo_env.errors import BatchError
-from gspo_env.learner.loss import ClipOptions, ClipSettings
+from gspo_env.learner.losses import ClipSettings
 from gspo_env.types import BoolArray, FloatArray, IntArray
 
 
@@ -40,7 +41,7 @@ def policy_loss(
     turn_ids: ArrayLike | None = None,
     reference_logprobs: ArrayLike | None = None,
     importance_weights: ArrayLike | None = None,
-    **options: Unpack[ClipOptions],
+    **options: Any,
 ) -> ReferenceOutput:
     """Computes the clipped loss and its gradient, token by token.
 
@@ -119,8 +120,7 @@ def _bound(s: float, a: float, settings: ClipSettings) -> float | None:
     """Returns the bound that replaces s in min(s a, clip(s) a), or None if s itself stays."""
     if settings.dual_clip and a < 0 and s > settings.dual_clip:
         return settings.dual_clip
-    width = 1 + settings.clip_adapt * (2 / (1 + np.exp(-a)) - 1)
-    bounded = min(max(s, 1 - settings.clip_low * width), 1 + settings.clip_high * width)
+    bounded = min(max(s, 1 - settings.clip_low), 1 + settings.clip_high)
     return bounded if bounded * a < s * a else None
 
 

@@ -16,9 +16,8 @@ from gspo_env.engines import CopiesWeights, Engine, Transformers
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
-from gspo_env.learner.base import Trainer
 from gspo_env.learner.learner import Learner
-from gspo_env.learner.optimizer import make_optimizer
+from gspo_env.learner.settings import Trainer, make_optimizer
 from gspo_env.model.check import RunMode, check_engine, check_model
 from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes import build as embedded
@@ -177,7 +176,7 @@ def imitate(
 def check_way(model: Any, config: Config) -> RunMode:
     """Decides how the model is run; says so if the slower way is needed."""
     decide = check_engine if isinstance(config.engine, Transformers) else check_model
-    return decide(model, max_context=config.rollout.max_context).way
+    return decide(model, max_context=config.rollout.max_context).mode
 
 
 def start_engine(model: Any, config: Config, *, ahead: bool = False) -> Engine:

@@ -229,6 +229,6 @@ def _model(name: str) -> Finding:
         check = check_engine(model, RolloutConfig().max_context)
     except GspoEnvError as error:
         return Finding(name="model", ok=False, text=str(error))
-    way = f"{check.way}: {check.reason}" if check.reason else str(check.way)
-    text = f"{model.num_parameters():,} parameters, chat template, {way}"
+    mode = f"{check.mode}: {check.reason}" if check.reason else str(check.mode)
+    text = f"{model.num_parameters():,} parameters, chat template, {mode}"
     return Finding(name="model", ok=True, text=text)

@@ -9,7 +9,6 @@ from .estimators import Outcome as Outcome
 from .estimators import ReturnsToGo as ReturnsToGo
 from .estimators import TurnPlusOutcome as TurnPlusOutcome
 from .estimators import compares_episodes as compares_episodes
-from .evidence import EvidenceCalibrated as EvidenceCalibrated
 from .scores import ScoreChoice as ScoreChoice
 from .scores import Scores as Scores
 from .scores import turn_rewards as turn_rewards

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from gspo_env.config import Config, from_dict
 from gspo_env.errors import ConfigError, GspoEnvError
-from gspo_env.learner.loss import decide_correction
+from gspo_env.learner.losses import decide_correction
 from gspo_env.runtime.processes import die_with_parent
 from gspo_env.training.checkpoints import step_folders
 

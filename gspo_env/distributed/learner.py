@@ -11,23 +11,20 @@ from torch import Tensor, nn
 
 from gspo_env.batch.packing import microbatches
 from gspo_env.batch.sample import PackedBatch, Sample
-from gspo_env.distributed.deal import Share
+from gspo_env.distributed.messages import Share
 from gspo_env.distributed.ranks import OneRankFailed, Ranks
 from gspo_env.distributed.shards import full_tensor, reshard
 from gspo_env.errors import ConfigError
-from gspo_env.learner.lanes import Lanes
 from gspo_env.learner.learner import Learner
-from gspo_env.learner.log import PassStats, UpdateStats
-from gspo_env.learner.loss import Loss
+from gspo_env.learner.losses import Loss, LossInput
 from gspo_env.learner.memory import OutOfMemory
-from gspo_env.learner.minibatch import Microbatch, Minibatch
+from gspo_env.learner.minibatch import Microbatch, Minibatch, rows_with_split_episodes
 from gspo_env.learner.settings import LearnerConfig
-from gspo_env.learner.spread import Scored, spread_rows
-from gspo_env.model.scorer import Scorer
+from gspo_env.learner.stats import PassStats, UpdateStats
 
 T = TypeVar("T")
 
-_PROBE = 24
+_CHECK_TOKENS = 24
 """Tokens of the row on which the whole model and the one in shards are compared."""
 
 
@@ -77,14 +74,14 @@ class ShardedLearner(Learner):
         )
         self._idle = Microbatch(row=self.pack([idle]), samples=(idle,))
 
-    def _copied(self, model: Any) -> Any:
+    def _frozen_copy(self, model: Any) -> Any:
         return self._make_reference()
 
     def _placed(self, model: Any) -> Any:
         return model  # Accelerate would wrap it for another kind of training
 
-    def _made_lanes(self, scorer: Callable[[Any], Scorer]) -> Lanes | None:
-        return None
+    def _make_parallel(self, make_scorer: Any) -> None:
+        """Computes one row at a time, since the ranks take each pass together."""
 
     def take_shares(self, shares: Sequence[Share]) -> UpdateStats:
         """Takes one optimiser step for each share; its numbers are those of this rank's passes."""
@@ -95,7 +92,9 @@ class ShardedLearner(Learner):
     def _share(self, share: Share, first: bool) -> Minibatch:
         rows = [[sample] for sample in share.samples]
         if self._packed:
-            rows = microbatches(share.samples, self.config.microbatch_tokens, share=self._sharing)
+            rows = microbatches(
+                share.samples, self.config.microbatch_tokens, share=self._share_prefixes
+            )
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,
@@ -113,32 +112,34 @@ class ShardedLearner(Learner):
         try:
             return compute(minibatch)
         except OutOfMemory as error:
-            tokens = sum(minibatch.microbatches[error.place].row.lengths_B)
+            tokens = sum(minibatch.microbatches[error.index].row.lengths_B)
             raise OneRankFailed(
                 f"a row of {tokens:,} tokens does not fit into the memory of rank "
                 f"{self.ranks.rank} ({error.reason}); several ranks do not split it: lower "
                 "learner.microbatch_tokens"
             ) from None
 
-    def probe_row(self) -> PackedBatch:
+    def check_row(self) -> PackedBatch:
         """Returns a row on which the model in shards is compared with the whole one."""
         vocabulary = self.policy.get_input_embeddings().num_embeddings
-        ids = np.random.default_rng(0).integers(0, vocabulary, _PROBE)
-        turns = np.r_[-1, np.zeros(_PROBE - 1, dtype=np.int64)]
-        return self.pack([Sample(token_ids=ids, turn_ids=turns, advantages=np.zeros(_PROBE - 1))])
+        ids = np.random.default_rng(0).integers(0, vocabulary, _CHECK_TOKENS)
+        turns = np.r_[-1, np.zeros(_CHECK_TOKENS - 1, dtype=np.int64)]
+        return self.pack(
+            [Sample(token_ids=ids, turn_ids=turns, advantages=np.zeros(_CHECK_TOKENS - 1))]
+        )
 
-    def probe(self) -> Tensor:
-        """Scores `probe_row`; all ranks call this together."""
-        found = self.logprobs(self.probe_row())
+    def score_check_row(self) -> Tensor:
+        """Scores `check_row`; all ranks call this together."""
+        logprobs_N = self.logprobs(self.check_row())
         reshard(self.model)
-        return found
+        return logprobs_N
 
     def _missing(self, count: int) -> range:
         """Returns one number for each pass that another rank has beyond `count`.
 
         Call it before the passes, which wait for each other.
         """
-        return range(self.ranks.most(count) - count)
+        return range(self.ranks.max(count) - count)
 
     def _score_rows(self, minibatch: Minibatch) -> Minibatch:
         missing = self._missing(len(minibatch.microbatches))
@@ -147,13 +148,15 @@ class ShardedLearner(Learner):
             self._scored(self._idle, minibatch)
         return scored
 
-    def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
-        rows = spread_rows([m.row for m in minibatch.microbatches])
-        missing = self._missing(0 if self._all_ratios_one(minibatch) else len(rows))
-        found = super()._spread(minibatch)
+    def _score_split_episodes(
+        self, minibatch: Minibatch
+    ) -> dict[int, tuple[PackedBatch, LossInput]]:
+        rows = rows_with_split_episodes([m.row for m in minibatch.microbatches])
+        missing = self._missing(0 if self._ratios_are_one(minibatch) else len(rows))
+        scored = super()._score_split_episodes(minibatch)
         for _ in missing:
             self.logprobs(self._idle.row)
-        return found
+        return scored
 
     def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:
         missing = self._missing(len(minibatch.microbatches))
@@ -182,8 +185,3 @@ class ShardedLearner(Learner):
 
     def _total(self, losses: Sequence[Tensor]) -> float:
         return self.ranks.sum(super()._total(losses))
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Returns the whole gradient of each weight; all ranks call this together."""
-        found = {name: master.grad for name, master in self.masters.tensors.items()}
-        return {name: full_tensor(grad) for name, grad in found.items() if grad is not None}

@@ -56,32 +56,32 @@ class Ranks:
     mesh: DeviceMesh
     """All ranks in one row."""
     commands: Any
-    """The group on which the others wait for what rank 0 says, for up to `BATCH_TIMEOUT`."""
+    """The group on which the others wait for a command of rank 0, for up to `BATCH_TIMEOUT`."""
 
-    def say(self, command: str, **facts: Any) -> None:
+    def command(self, command: str, **arguments: Any) -> None:
         """Tells all other ranks what to do next; called by rank 0.
 
         Raises:
             OneRankFailed: One of them has ended.
         """
         try:
-            _broadcast_json({"command": command, **facts}, self.commands)
+            _broadcast_json({"command": command, **arguments}, self.commands)
         except RuntimeError as error:
             raise OneRankFailed(
-                f"rank 0 cannot say {command!r} to the other ranks, one of which has ended"
+                f"rank 0 cannot send the command {command!r}, because another rank has died"
             ) from error
 
-    def listen(self) -> Header:
-        """Waits for what rank 0 says.
+    def next_command(self) -> Header:
+        """Waits for a command of rank 0.
 
         Raises:
-            OneRankFailed: It has ended, or said nothing for `BATCH_TIMEOUT`.
+            OneRankFailed: It has died, or sent none for `BATCH_TIMEOUT`.
         """
         try:
             return _broadcast_json(None, self.commands)
         except RuntimeError as error:
             raise OneRankFailed(
-                f"rank {self.rank} waited for rank 0, which has ended, or said nothing for "
+                f"rank {self.rank} waits for rank 0, which has died, or sent no command for "
                 f"{BATCH_TIMEOUT.total_seconds() / 3600:g} hours"
             ) from error
 
@@ -111,18 +111,13 @@ class Ranks:
         dist.broadcast(whole.reshape(-1).view(torch.uint8), 0)
         return whole
 
-    def most(self, value: int) -> int:
+    def max(self, value: int) -> int:
         """Returns the largest value of all ranks."""
-        return int(self._reduced(float(value), dist.ReduceOp.MAX))
+        return int(_reduce(float(value), dist.ReduceOp.MAX))
 
     def sum(self, value: float) -> float:
         """Returns the sum over all ranks."""
-        return self._reduced(value, dist.ReduceOp.SUM)
-
-    def _reduced(self, value: float, how: Any) -> float:
-        total = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(total, how)
-        return float(total)
+        return _reduce(value, dist.ReduceOp.SUM)
 
 
 @contextmanager
@@ -162,7 +157,7 @@ def join() -> Iterator[Ranks]:
     try:
         yield ranks
         if rank == 0:
-            ranks.say("end")
+            ranks.command("end")
     finally:
         dist.destroy_process_group()
 
@@ -176,5 +171,11 @@ def _broadcast_json(value: Header | None, group: Any) -> Header:
     dist.broadcast(size, 0, group=group)
     data = data if value is not None else torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, 0, group=group)
-    found: Header = json.loads(data.numpy().tobytes())
-    return found
+    received: Header = json.loads(data.numpy().tobytes())
+    return received
+
+
+def _reduce(value: float, operation: Any) -> float:
+    total = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(total, operation)
+    return float(total)

@@ -38,7 +38,7 @@ class ModelSpec:
     """Name, dtype, shape and whether it trains, of each."""
     buffers: list[list[Any]]
     """Name, dtype and shape of each."""
-    way: str
+    mode: str
     padded: bool
     attention: str
 
@@ -51,7 +51,7 @@ class ModelSpec:
             config=base.config.to_json_string(use_diff=False),
             weights=[[*_facts(n, p), p.requires_grad] for n, p in whole.named_parameters()],
             buffers=[_facts(n, b) for n, b in whole.named_buffers()],
-            way=str(check.way),
+            mode=str(check.mode),
             padded=check.padded,
             attention=check.attention,
         )
@@ -85,7 +85,7 @@ class ModelSpec:
             use_ragged_attention(model)
         same = Difference(nats=0.0)
         check = ModelCheck(
-            way=RunMode(self.way),
+            mode=RunMode(self.mode),
             bound=0.0,
             packed=same,
             shared=same,

@@ -163,7 +163,7 @@ class Transformers:
         check = check_engine(model, max_context)
 
         def begin(model: Any) -> TransformersEngine | UnbatchedEngine:
-            if check.way is not RunMode.ALONE:
+            if check.mode is not RunMode.UNPACKED:
                 return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
             return UnbatchedEngine(
                 model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns

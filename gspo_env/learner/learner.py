@@ -19,20 +19,25 @@ from gspo_env.batch.packing import by_episode, microbatches, pack
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError, ConfigError, TrainingError
 from gspo_env.learner import state
-from gspo_env.learner.lanes import LANES, Lanes
-from gspo_env.learner.log import PassStats, UpdateStats
-from gspo_env.learner.loss import ClippedLoss, Loss, LossInput
+from gspo_env.learner.losses import ClippedLoss, Loss, LossInput
 from gspo_env.learner.masters import MasterWeights
-from gspo_env.learner.memory import OutOfMemory, in_memory, watch
-from gspo_env.learner.minibatch import Microbatch, Minibatch, split, with_model_tokens
-from gspo_env.learner.optimizer import make_optimizer
-from gspo_env.learner.settings import LearnerConfig
-from gspo_env.learner.spread import Scored, check_output, complete, own_part, spread_rows
-from gspo_env.learner.stats import TokenValues, token_values
+from gspo_env.learner.memory import detect_out_of_memory, split_until_it_fits
+from gspo_env.learner.minibatch import (
+    TOKEN_PARTS,
+    Microbatch,
+    Minibatch,
+    check_output,
+    rows_with_split_episodes,
+    split,
+    with_model_tokens,
+    with_tokens_of_other_rows,
+)
+from gspo_env.learner.parallel import AT_ONCE, ParallelRows
+from gspo_env.learner.settings import LearnerConfig, make_optimizer
+from gspo_env.learner.stats import PassStats, TokenValues, UpdateStats, to_cpu
 from gspo_env.model.adapters import adapter_is_zero, is_adapted
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.scorer import Scorer
-from gspo_env.tracking.parts import part
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +77,10 @@ class Learner:
             )
         self.loss, self.config = loss, config
         check = check_model(model)
-        self._sharing, self._packed = check.way is RunMode.SHARED, check.way is not RunMode.ALONE
+        self._share_prefixes, self._packed = (
+            check.mode is RunMode.SHARED,
+            check.mode is not RunMode.UNPACKED,
+        )
         how = {"packed": self._packed, "padded": check.padded}
         # Accelerate would move the model to Apple's GPU, on which nothing here was tested
         self.accelerator = Accelerator(cpu=torch.backends.mps.is_available(), mixed_precision="no")
@@ -81,7 +89,8 @@ class Learner:
                 f"{self.accelerator.num_processes} processes were launched, and this one has not "
                 "joined them; expected `gspo-env train`, or one process"
             )
-        reference = self._copied(model) if loss.needs_reference and not is_adapted(model) else None
+        copied = loss.needs_reference and not is_adapted(model)
+        reference = self._frozen_copy(model) if copied else None
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = self._placed(model)
@@ -91,7 +100,7 @@ class Learner:
         self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
         self.optimizer = self.accelerator.prepare(optimizer)
         self.scorer = Scorer(self.model, self.policy, temperature, **how)
-        self._lanes = self._made_lanes(lambda model: Scorer(model, model, temperature, **how))
+        self._parallel = self._make_parallel(lambda model: Scorer(model, model, temperature, **how))
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = self._oom_splits = 0
         self.tokens: dict[tuple[int, int], TokenValues] = {}
@@ -102,17 +111,18 @@ class Learner:
             reference.to(self.accelerator.device).requires_grad_(False)
             self._reference = Scorer(reference, reference, temperature, **how)
 
-    def _copied(self, model: Any) -> Any:
-        """Returns a frozen model of its own with the weights of the start."""
+    def _frozen_copy(self, model: Any) -> Any:
+        """Returns a copy of the model with the weights of the start."""
         return copy.deepcopy(model)
 
     def _placed(self, model: Any) -> Any:
         """Returns the model as it trains."""
         return self.accelerator.prepare(model)
 
-    def _made_lanes(self, scorer: Callable[[Any], Scorer]) -> Lanes | None:
-        """Returns what computes two rows at the same time, if the model is so small."""
-        return Lanes(self.model, scorer) if self._packed and Lanes.suits(self.policy) else None
+    def _make_parallel(self, make_scorer: Callable[[Any], Scorer]) -> ParallelRows | None:
+        """Returns what computes two rows at a time, if the model is small enough to gain by it."""
+        suits = self._packed and ParallelRows.suits(self.policy)
+        return ParallelRows(self.model, make_scorer) if suits else None
 
     @property
     def policy(self) -> Any:
@@ -139,7 +149,7 @@ class Learner:
         """
         started = time.perf_counter()
         stats = self._take_steps(self.prepare(samples, seed), started)
-        self.tokens = token_values(stats.passes, keep)
+        self.tokens = stats.token_values(keep)
         return stats.metrics()
 
     def _take_steps(self, prepared: Sequence[Minibatch], started: float) -> UpdateStats:
@@ -147,8 +157,7 @@ class Learner:
         self._oom_splits = 0
         passes: list[PassStats] = []
         grad_norms = []
-        with part("scoring"):
-            minibatches = self.score(prepared)
+        minibatches = self.score(prepared)
         for minibatch in minibatches:
             results = self.backward(minibatch)
             norm = self.step()
@@ -156,8 +165,8 @@ class Learner:
                 passes += results
                 grad_norms.append(norm)
         return UpdateStats(
-            passes=tuple(passes),
-            grad_norms=tuple(grad_norms),
+            passes=to_cpu(passes),
+            grad_norms=grad_norms,
             skipped_steps=len(minibatches) - len(grad_norms),
             oom_splits=self._oom_splits,
             loss_scale=self.masters.loss_scale if self.masters.scaled else None,
@@ -173,13 +182,13 @@ class Learner:
             BatchError: No sample has a model token, or log-probabilities of the engine are needed
                 and not known.
         """
-        engine = self.loss.needs_engine_logprobs
-        parts = split(samples, self.config.minibatches, seed, engine=engine)
+        needed = self.loss.needs_engine_logprobs
+        parts = split(samples, self.config.minibatches, seed, needs_engine_logprobs=needed)
         return [self._minibatch(part, n == 0) for n, part in enumerate(parts)]
 
     def _minibatch(self, samples: Sequence[Sample], first: bool) -> Minibatch:
-        limit, least = self.config.microbatch_tokens, LANES if self._lanes else 1
-        rows = microbatches(samples, limit, share=self._sharing, least=least)
+        limit, least = self.config.microbatch_tokens, AT_ONCE if self._parallel else 1
+        rows = microbatches(samples, limit, share=self._share_prefixes, least=least)
         return Minibatch(
             microbatches=tuple(Microbatch(row=self.pack(row), samples=tuple(row)) for row in rows),
             first=first,
@@ -190,7 +199,7 @@ class Learner:
 
     def pack(self, samples: Sequence[Sample]) -> PackedBatch:
         """Packs samples into one row on the learner's device."""
-        return pack(samples, self.accelerator.device, share=self._sharing)
+        return pack(samples, self.accelerator.device, share=self._share_prefixes)
 
     def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Adds the log-probabilities of pi_old and of the reference; call it before the first step.
@@ -209,23 +218,20 @@ class Learner:
     def _each_row(self, minibatch: Minibatch, compute: Callable[[int, Scorer], T]) -> list[T]:
         """Computes each row, given its index and a scorer; returns the results."""
 
-        def watched(n: int, scorer: Scorer) -> T:
-            with watch(n):
+        def compute_row(n: int, scorer: Scorer) -> T:
+            with detect_out_of_memory(n):
                 return compute(n, scorer)
 
         count = len(minibatch.microbatches)
-        if self._lanes is None or count == 1:
-            return [watched(n, self.scorer) for n in range(count)]
-        try:
-            return self._lanes.run(count, watched, self.scorer)
-        except OutOfMemory as error:
-            error.alone = not self._lanes.at_once
-            self._lanes.one_at_a_time()
-            raise
+        if self._parallel is None or count == 1:
+            return [compute_row(n, self.scorer) for n in range(count)]
+        return self._parallel.run(count, compute_row, self.scorer)
 
     def _in_memory(self, minibatch: Minibatch, compute: Callable[[Minibatch], T]) -> T:
-        """Computes; where a row does not fit into memory, splits it and begins again."""
-        result, splits = in_memory(minibatch, compute, self.masters, self._losses, self.pack)
+        """Computes; where a row does not fit into memory, splits it and starts over."""
+        result, splits = split_until_it_fits(
+            minibatch, compute, self.masters, self._losses, self.pack
+        )
         self._oom_splits += splits
         return result
 
@@ -265,29 +271,32 @@ class Learner:
         return self._in_memory(minibatch, self._backward_rows)
 
     def _backward_rows(self, minibatch: Minibatch) -> list[PassStats]:
-        spread = self._spread(minibatch)
+        split_rows = self._score_split_episodes(minibatch)
 
         def backward(n: int, scorer: Scorer) -> PassStats:
-            others = [other for k, other in spread.items() if k != n]
+            others = [other for k, other in split_rows.items() if k != n]
             return self._backward(minibatch.microbatches[n], minibatch, scorer, others)
 
         return self._each_row(minibatch, backward)
 
-    def _spread(self, minibatch: Minibatch) -> dict[int, Scored]:
+    def _score_split_episodes(
+        self, minibatch: Minibatch
+    ) -> dict[int, tuple[PackedBatch, LossInput]]:
         """Scores the rows that share an episode, before the gradient of any of them."""
-        found, alike = {}, self._all_ratios_one(minibatch)
-        for n in spread_rows([m.row for m in minibatch.microbatches]):
+        scored, ratios_are_one = {}, self._ratios_are_one(minibatch)
+        for n in rows_with_split_episodes([m.row for m in minibatch.microbatches]):
             microbatch = minibatch.microbatches[n]
             row = microbatch.row
-            with watch(n):
-                policy_N = torch.zeros_like(row.advantages_N) if alike else self.logprobs(row)
+            with detect_out_of_memory(n):
+                policy_N = (
+                    torch.zeros_like(row.advantages_N) if ratios_are_one else self.logprobs(row)
+                )
             if minibatch.first:
                 microbatch = replace(microbatch, trainer_logprobs_N=policy_N)
-            inputs = self._loss_input(microbatch, minibatch, policy_N)
-            found[n] = Scored(row=microbatch.row, inputs=inputs)
-        return found
+            scored[n] = row, self._loss_input(microbatch, minibatch, policy_N)
+        return scored
 
-    def _all_ratios_one(self, minibatch: Minibatch) -> bool:
+    def _ratios_are_one(self, minibatch: Minibatch) -> bool:
         """Returns whether the policy is pi_old, so that the ratios need no pass."""
         clipped = isinstance(self.loss, ClippedLoss)
         return clipped and minibatch.first and not self.loss.needs_engine_logprobs
@@ -297,28 +306,40 @@ class Learner:
         microbatch: Microbatch,
         minibatch: Minibatch,
         scorer: Scorer,
-        others: Sequence[Scored] = (),
+        others: Sequence[tuple[PackedBatch, LossInput]],
     ) -> PassStats:
         row, coefficient = microbatch.row, scorer.router_coefficient
-        predictions, router_balance = scorer(row, routers=coefficient > 0)
+        predictions, balance = scorer(row, routers=coefficient > 0)
         policy_N = predictions.logprobs_N.detach()
         scored = replace(microbatch, trainer_logprobs_N=policy_N) if minibatch.first else microbatch
         inputs = self._loss_input(scored, minibatch, predictions.logprobs_N)
-        inputs = complete(inputs, row, others)
+        inputs = with_tokens_of_other_rows(inputs, row, others)
         output = check_output(self.loss.compute(inputs), self.loss, len(inputs.logprobs_N))
-        output, total = own_part(output, len(policy_N)), output.loss
-        if router_balance is not None:
+        values = {
+            "loss": output.loss.detach(),
+            "turn": row.turn_N,
+            "episode": row.episode_N,
+            "advantage": row.advantages_N,
+            "entropy": predictions.entropy_N,
+            "top1": predictions.top1_N,
+            "trainer_logprobs": scored.trainer_logprobs_N,
+            "engine_logprobs": row.engine_logprobs_N,
+        }
+        for part in TOKEN_PARTS:
+            part_N = getattr(output, part)
+            values[part] = None if part_N is None else part_N[: len(policy_N)]
+        total = output.loss
+        if balance is not None:
             share = len(row.lengths_B) / minibatch.sequences
-            total = total + coefficient * router_balance.loss * share
-            router_balance = replace(router_balance, loss=router_balance.loss.detach())
+            total = total + coefficient * balance.loss * share
+            values["router_loss"] = balance.loss.detach()
+            values |= {"load_max": balance.load.max(), "load_min": balance.load.min()}
         self._add_gradient(total)
         return PassStats(
-            row=row,
-            output=replace(output, loss=output.loss.detach()),
-            entropy_N=predictions.entropy_N,
-            top1_N=predictions.top1_N,
-            router_balance=router_balance,
-            before_N=scored.trainer_logprobs_N,
+            values={name: value for name, value in values.items() if value is not None},
+            episodes=row.episodes,
+            computed_tokens=len(row.input_ids_T),
+            sequence_tokens=sum(row.lengths_B),
         )
 
     def _loss_input(

@@ -1,21 +1,30 @@
-"""The clipped objectives of GSPO, GSPO-token, GRPO and Dr. GRPO as pure functions on tensors.
+"""The losses of GSPO, GSPO-token, GRPO and Dr. GRPO: classes to choose from, and pure functions.
 
 Axis letters: B sequences, T tokens, N model tokens (those that the policy sampled), S segments.
+PyTorch is imported when a loss is computed, so that configs and `--help` stay fast.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Unpack, get_args
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
-import torch
-from torch import Tensor
+from annotated_types import Ge, Interval
 
 from gspo_env.errors import BatchError, ConfigError
-from gspo_env.learner.loss import ClipOptions, ClipSettings, Correction, RatioLevel
+from gspo_env.registry import check_values
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this size before `exp`, so that no ratio overflows."""
+RatioLevel = Literal["sequence", "turn", "token"]
+Aggregation = Literal["sequence_mean", "token_mean", "token_sum"]
+Correction = Literal["none", "truncated", "mask"]
+OldLogprobs = Literal["trainer", "engine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +44,215 @@ class ObjectiveOutput:
     """The k3 estimate of KL(policy, reference) of each token; None without a reference."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossInput:
+    """The N model tokens of a microbatch, and the counts of the minibatch that it is part of.
+
+    The losses of a minibatch's microbatches are added up: divide sums by `episodes` or `tokens`.
+    Every episode is complete. If some of its tokens are in other microbatches, they are here too,
+    at the end, without a gradient and with the advantage 0.
+    """
+
+    logprobs_N: Tensor
+    """Log-probabilities by the policy; the only tensor with a gradient."""
+    old_logprobs_N: Tensor
+    """Log-probabilities by the policy that sampled the tokens, pi_old."""
+    advantages_N: Tensor
+    episode_N: Tensor
+    """The episode of each token, from 0; it has one ratio, however many sequences it has."""
+    turn_N: Tensor
+    """The turn of each token in its episode, from 0."""
+    reference_logprobs_N: Tensor | None
+    """Log-probabilities by the reference; None unless the loss needs them."""
+    engine_logprobs_N: Tensor | None
+    """Log-probabilities as the engine reported them; None if they are not known."""
+    num_episodes: int
+    """Episodes of this microbatch."""
+    num_turns: int
+    """One more than the largest turn of this microbatch."""
+    episodes: int
+    """Episodes of the whole minibatch."""
+    tokens: int
+    """Model tokens of the whole minibatch."""
+
+
+class Loss(ABC):
+    """A loss that `Learner` can train with: a frozen dataclass with one method.
+
+    The attributes tell the learner what to compute; override those that differ.
+    """
+
+    __slots__ = ()
+
+    @property
+    def old_logprobs(self) -> OldLogprobs:
+        """Whose log-probabilities are pi_old."""
+        return "trainer"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads `reference_logprobs_N`."""
+        return False
+
+    @property
+    def needs_engine_logprobs(self) -> bool:
+        """Whether samples without the engine's log-probabilities are refused."""
+        return self.old_logprobs == "engine"
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """The bounds of the ratio, for the metric `train/ratio_outside_clip`; None: no metric."""
+        return None
+
+    @abstractmethod
+    def compute(self, inputs: LossInput) -> ObjectiveOutput:
+        """Computes the loss of a microbatch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipSettings:
+    """The settings of the clipped policy loss."""
+
+    ratio_level: RatioLevel = "sequence"
+    """One importance ratio for each episode (GSPO), turn, or token (GRPO)."""
+    ratio_mean: Annotated[float, Interval(ge=-3, le=3)] = 0.0
+    """Power p of the mean over token ratios: 0 is the geometric mean of GSPO, 1 the arithmetic
+    mean, and below 0 the smallest ratios weigh most; arXiv 2605.12058, eq. 1."""
+    clip_low: Annotated[float, Interval(ge=0, lt=1)] = 3e-4
+    """The ratio's lower bound is 1 - clip_low. The defaults are for the paper's large model; the
+    ratios of a tiny model move further."""
+    clip_high: Annotated[float, Ge(0)] = 4e-4
+    """The ratio's upper bound is 1 + clip_high."""
+    dual_clip: Annotated[float, Ge(0)] = 0.0
+    """The ratio's upper bound for negative advantages, above 1 + clip_high; 0 sets none."""
+    aggregation: Aggregation = "sequence_mean"
+    """Mean over an episode's tokens, then over episodes; mean over all tokens of a minibatch
+    (DAPO, arXiv 2503.14476); or sum over tokens divided by `max_tokens`, then mean over episodes
+    (Dr. GRPO, arXiv 2503.20783)."""
+    max_tokens: Annotated[int, Ge(1)] = 1024
+    """The constant that `token_sum` divides by, such as the most tokens of an episode. The other
+    aggregations ignore it."""
+    kl_coef: Annotated[float, Ge(0)] = 0.0
+    """Weight of the k3 KL to the reference: the initial model, with its adapter turned off or as a
+    frozen copy. 0 computes no KL."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        check_values(self)
+        high = 1 + self.clip_high
+        if self.dual_clip and self.dual_clip <= high:
+            raise ConfigError(f"dual_clip is {self.dual_clip!r}; expected 0 or above {high}")
+        if self.ratio_mean and self.ratio_level == "token":
+            raise ConfigError(
+                f"ratio_mean is {self.ratio_mean!r} with ratio_level 'token'; expected 0, because "
+                "the ratio of a token is no mean"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClippedLoss(ClipSettings, Loss):
+    """The clipped policy loss; see `gspo_env.learner.losses.policy_loss`."""
+
+    old_logprobs: OldLogprobs = "trainer"
+    """Whose log-probabilities are pi_old. The engine's save a forward pass, but then a mismatch
+    enters the ratio."""
+    correction: Literal["auto", "none", "truncated", "mask"] = "auto"
+    """Importance weights for the train/inference mismatch; only with the trainer's pi_old. `auto`
+    is `truncated` if `supply.max_staleness` is above 0, else `none`."""
+    correction_cap: float = 2.0
+    """The largest correction weight C."""
+
+    def __post_init__(self) -> None:
+        """Rejects invalid values."""
+        ClipSettings.__post_init__(self)  # slots=True makes a new class, which breaks `super()`
+        if not self.correction_cap >= 1:
+            raise ConfigError(f"correction_cap is {self.correction_cap!r}; expected at least 1")
+        if self.resolved_correction != "none" and self.old_logprobs == "engine":
+            raise ConfigError(
+                f"correction is {self.correction!r} with old_logprobs 'engine'; expected 'none', "
+                "because the ratio already holds the mismatch"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a KL term."""
+        return self.kl_coef > 0
+
+    @property
+    def needs_engine_logprobs(self) -> bool:
+        """Whether they are pi_old, or a mismatch with them is corrected."""
+        return self.old_logprobs == "engine" or self.resolved_correction != "none"
+
+    @property
+    def resolved_correction(self) -> Correction:
+        """The correction, `none` where it is `auto`; see `decide_correction`."""
+        return "none" if self.correction == "auto" else self.correction
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """The bounds of the ratio."""
+        return 1 - self.clip_low, 1 + self.clip_high
+
+    def compute(self, inputs: LossInput) -> ObjectiveOutput:
+        """Computes the loss of a microbatch."""
+        weights_N = None
+        if self.resolved_correction != "none" and inputs.engine_logprobs_N is not None:
+            weights_N = importance_weights(
+                inputs.old_logprobs_N,
+                inputs.engine_logprobs_N,
+                inputs.episode_N,
+                kind=self.resolved_correction,
+                cap=self.correction_cap,
+                num_sequences=inputs.num_episodes,
+            )
+        return packed_policy_loss(
+            inputs.logprobs_N,
+            inputs.old_logprobs_N,
+            inputs.advantages_N,
+            inputs.episode_N,
+            num_sequences=inputs.num_episodes,
+            turn_ids_N=inputs.turn_N,
+            num_turns=inputs.num_turns,
+            reference_logprobs_N=inputs.reference_logprobs_N,
+            importance_weights_N=weights_N,
+            normaliser=inputs.tokens if self.aggregation == "token_mean" else inputs.episodes,
+            **{f.name: getattr(self, f.name) for f in fields(ClipSettings)},
+        )
+
+
+def decide_correction(loss: Any, max_staleness: int) -> Any:
+    """Returns the loss of a run, whose `correction` is not `auto`.
+
+    Tokens that older weights sampled have rho = pi_old(trainer) / pi(engine) other than 1, also
+    without any mismatch. Where the engine's log-probabilities are pi_old, the ratio has it already.
+    """
+    if not isinstance(loss, ClippedLoss) or loss.correction != "auto":
+        return loss
+    stale = max_staleness > 0 and loss.old_logprobs == "trainer"
+    return replace(loss, correction="truncated" if stale else "none")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GSPO(ClippedLoss):
+    """Group sequence policy optimisation: one ratio an episode; arXiv 2507.18071."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GRPO(ClippedLoss):
+    """Group relative policy optimisation: one ratio a token; arXiv 2402.03300."""
+
+    ratio_level: RatioLevel = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.27
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrGRPO(GRPO):
+    """GRPO whose loss is not divided by an episode's own length; arXiv 2503.20783."""
+
+    aggregation: Aggregation = "token_sum"
+
+
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -45,13 +263,13 @@ def policy_loss(
     episode_ids: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     importance_weights: Tensor | None = None,
-    **options: Unpack[ClipOptions],
+    **options: Any,
 ) -> ObjectiveOutput:
     """Computes the loss of `packed_policy_loss` for padded sequences.
 
-    The options are the fields of `gspo_env.learner.loss.ClipSettings`. What a masked-out slot
-    holds, NaN included, changes neither the loss nor its gradient. Sequences without a model token
-    do not count. Rows with the same id in `episode_ids` are one sequence in these terms.
+    The options are the fields of `ClipSettings`. What a masked-out slot holds, NaN included,
+    changes neither the loss nor its gradient. Sequences without a model token do not count. Rows
+    with the same id in `episode_ids` are one sequence in these terms.
 
     Shapes:
         logprobs, old_logprobs, mask: (B, T); advantages: (B,) or (B, T); turn_ids,
@@ -59,34 +277,40 @@ def policy_loss(
         given.
 
     Raises:
-        BatchError: Shapes do not fit together, or a setting is invalid.
+        BatchError: Shapes do not fit together.
+        ConfigError: An option is invalid.
     """
-    _check_padded(logprobs, advantages, mask)
+    import torch
 
-    def packed(name: str, values: Tensor | None) -> Any:
-        _check_shape(name, values, logprobs.shape)
-        return None if values is None else values[mask]
-
-    _check_shape("episode_ids", episode_ids, mask.shape[:1])
+    if logprobs.ndim != 2:
+        raise BatchError(f"logprobs has shape {tuple(logprobs.shape)}; expected (B, T)")
+    if mask.dtype != torch.bool:
+        raise BatchError(f"mask has dtype {mask.dtype}; expected torch.bool")
+    by_sequence = advantages.ndim == 1
+    _check_shapes(logprobs.shape[:1], episode_ids=episode_ids)
+    _check_shapes(logprobs.shape[: advantages.ndim], advantages=advantages)
+    _check_shapes(
+        logprobs.shape,
+        mask=mask,
+        old_logprobs=old_logprobs,
+        turn_ids=turn_ids,
+        reference_logprobs=reference_logprobs,
+        importance_weights=importance_weights,
+    )
     rows_N = mask.nonzero()[:, 0]
     output = packed_policy_loss(
         logprobs[mask],
-        packed("old_logprobs", old_logprobs),
-        advantages[rows_N] if advantages.ndim == 1 else advantages[mask],
+        old_logprobs[mask],
+        advantages[rows_N] if by_sequence else advantages[mask],
         rows_N if episode_ids is None else episode_ids[rows_N],
         num_sequences=len(mask),
-        turn_ids_N=packed("turn_ids", turn_ids),
-        reference_logprobs_N=packed("reference_logprobs", reference_logprobs),
-        importance_weights_N=packed("importance_weights", importance_weights),
+        turn_ids_N=None if turn_ids is None else turn_ids[mask],
+        reference_logprobs_N=None if reference_logprobs is None else reference_logprobs[mask],
+        importance_weights_N=None if importance_weights is None else importance_weights[mask],
         **options,
     )
-    return _padded(output, mask)
 
-
-def _padded(output: ObjectiveOutput, mask: Tensor) -> ObjectiveOutput:
-    """Puts the parts of an output where the mask is true; elsewhere no token changes anything."""
-
-    def scattered(values_N: Tensor | None, elsewhere: float) -> Tensor | None:
+    def padded(values_N: Tensor | None, elsewhere: float) -> Tensor | None:
         if values_N is None:
             return None
         full = torch.full(mask.shape, elsewhere, dtype=values_N.dtype, device=mask.device)
@@ -94,9 +318,9 @@ def _padded(output: ObjectiveOutput, mask: Tensor) -> ObjectiveOutput:
 
     return replace(
         output,
-        ratio=scattered(output.ratio, 1.0),
-        clipped=scattered(output.clipped, False),
-        kl=scattered(output.kl, 0.0),
+        ratio=padded(output.ratio, 1.0),
+        clipped=padded(output.clipped, False),
+        kl=padded(output.kl, 0.0),
     )
 
 
@@ -112,7 +336,7 @@ def packed_policy_loss(
     reference_logprobs_N: Tensor | None = None,
     importance_weights_N: Tensor | None = None,
     normaliser: float | None = None,
-    **options: Unpack[ClipOptions],
+    **options: Any,
 ) -> ObjectiveOutput:
     """Computes the clipped policy loss of the model tokens alone; training uses this one.
 
@@ -126,32 +350,38 @@ def packed_policy_loss(
         or at least 0 without `num_turns`; it saves a wait for a GPU. Ids are checked on a CPU only.
 
     Raises:
-        BatchError: Shapes do not fit together, or a setting is invalid.
+        BatchError: Shapes do not fit together, or a needed argument is missing.
+        ConfigError: An option is invalid.
 
     Source:
         arXiv 2507.18071, eq. 5, 7, 13 and 14; dual clip: arXiv 1912.09729; `token_mean`:
-        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3;
-        `clip_adapt`: arXiv 2605.06200, see `gspo_env.learner.loss.AdaptiveClip`.
+        arXiv 2503.14476; `token_sum`: arXiv 2503.20783; `ratio_mean`: arXiv 2605.12058, eq. 1 to 3.
     """
-    settings = _settings(options)
-    shape = logprobs_N.shape
-    _check_shape("old_logprobs_N", old_logprobs_N, shape)
-    _check_shape("advantages_N", advantages_N, shape)
-    _check_shape("sequence_ids_N", sequence_ids_N, shape)
-    _check_shape("turn_ids_N", turn_ids_N, shape)
-    _check_shape("reference_logprobs_N", reference_logprobs_N, shape)
-    _check_shape("importance_weights_N", importance_weights_N, shape)
+    settings = ClipSettings(**options)
+    _check_shapes(
+        logprobs_N.shape,
+        old_logprobs_N=old_logprobs_N,
+        advantages_N=advantages_N,
+        sequence_ids_N=sequence_ids_N,
+        turn_ids_N=turn_ids_N,
+        reference_logprobs_N=reference_logprobs_N,
+        importance_weights_N=importance_weights_N,
+    )
     _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
     segments_N, count = _segments(
         sequence_ids_N, num_sequences, settings.ratio_level, turn_ids_N, num_turns
     )
-    lp_N, ratio_N, carrier_N = _ratios(
-        logprobs_N, old_logprobs_N, segments_N, count, settings.ratio_mean
-    )
-    adv_N = advantages_N.detach().to(lp_N.dtype)
+    dtype = _wide(logprobs_N)  # bf16 and fp16 round exp(3e-4) to exactly 1
+    lp_N, adv_N = logprobs_N.to(dtype), advantages_N.detach().to(dtype)
+    log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
+    log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, settings.ratio_mean)
+    # a carrier has the gradient of its own token's log-probability; the difference comes first,
+    # because (carrier + lp) - lp would round the carrier to the precision of lp
+    carrier_N = ((lp_N - lp_N.detach()) + log_carrier_N).exp()
+    ratio_N = log_s_N.exp()
     objective_N, clipped_N = _clipped_objective(ratio_N, carrier_N, adv_N, settings)
     if importance_weights_N is not None:
-        objective_N = objective_N * importance_weights_N.detach().to(lp_N.dtype)
+        objective_N = objective_N * importance_weights_N.detach().to(dtype)
     kl_N = None
     if reference_logprobs_N is not None:
         kl_N = _k3(lp_N, reference_logprobs_N)
@@ -166,32 +396,8 @@ def packed_policy_loss(
     return ObjectiveOutput(loss=-mean, ratio=ratio_N, clipped=clipped_N, kl=kl_N)
 
 
-def _ratios(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, segments_N: Tensor, count: int, power: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the log-probabilities in the loss's dtype, ratios s, and carriers of the gradient.
-
-    A carrier has the value of `_log_ratios` and the gradient of its own token's log-probability.
-    """
-    # bf16 and fp16 round exp(3e-4) to exactly 1
-    dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
-    lp_N = logprobs_N.to(dtype)
-    log_ratio_N = lp_N.detach() - old_logprobs_N.detach().to(dtype)
-    log_s_N, log_carrier_N = _log_ratios(log_ratio_N, segments_N, count, power)
-    # The difference first: (carrier + lp) - lp would round the carrier to the precision of lp.
-    carrier_N = ((lp_N - lp_N.detach()) + log_carrier_N).exp()
-    return lp_N, log_s_N.exp(), carrier_N
-
-
-def _settings(options: ClipOptions) -> ClipSettings:
-    try:
-        return ClipSettings(**options)
-    except ConfigError as error:
-        raise BatchError(str(error)) from error
-
-
 def importance_weights(
-    old_trainer_logprobs_N: Tensor,
+    trainer_logprobs_N: Tensor,
     engine_logprobs_N: Tensor,
     sequence_ids_N: Tensor,
     *,
@@ -214,23 +420,33 @@ def importance_weights(
     Source:
         Truncated importance sampling as in arXiv 1802.01561 (rho-bar, eq. 1).
     """
-    if kind not in get_args(Correction):
-        raise BatchError(f"kind is {kind!r}; expected one of {get_args(Correction)}")
-    if not cap >= 1:
-        raise BatchError(f"cap is {cap!r}; expected a number of at least 1")
-    _check_shape("engine_logprobs_N", engine_logprobs_N, old_trainer_logprobs_N.shape)
-    _check_shape("sequence_ids_N", sequence_ids_N, old_trainer_logprobs_N.shape)
-    dtype = torch.promote_types(old_trainer_logprobs_N.dtype, torch.float32)
-    log_rho_N = old_trainer_logprobs_N.detach().to(dtype) - engine_logprobs_N.detach().to(dtype)
+    if kind not in get_args(Correction) or not cap >= 1:
+        raise BatchError(
+            f"kind is {kind!r} and cap is {cap!r}; expected one of {get_args(Correction)} and a "
+            "number of at least 1"
+        )
+    _check_shapes(
+        trainer_logprobs_N.shape,
+        engine_logprobs_N=engine_logprobs_N,
+        sequence_ids_N=sequence_ids_N,
+    )
+    dtype = _wide(trainer_logprobs_N)
+    log_rho_N = trainer_logprobs_N.detach().to(dtype) - engine_logprobs_N.detach().to(dtype)
     if kind == "none" or not len(log_rho_N):
-        return torch.ones_like(log_rho_N)
+        return log_rho_N.new_ones(log_rho_N.shape)
     if kind == "truncated":
         return log_rho_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().clamp(max=cap)
     _check_ids("sequence_ids_N", sequence_ids_N, num_sequences)
     count = int(sequence_ids_N.max()) + 1 if num_sequences is None else num_sequences
     mean_N = _segment_mean(log_rho_N, sequence_ids_N, count)
-    limit = torch.full((), cap, dtype=dtype, device=mean_N.device).log()
-    return (mean_N.abs() <= limit).to(dtype)
+    return (mean_N.abs() <= mean_N.new_full((), cap).log()).to(dtype)
+
+
+def _wide(values: Tensor) -> torch.dtype:
+    """Returns the tensor's dtype, or float32 if it is narrower."""
+    import torch
+
+    return torch.promote_types(values.dtype, torch.float32)
 
 
 def _segments(
@@ -241,6 +457,8 @@ def _segments(
     num_turns: int | None,
 ) -> tuple[Tensor, int]:
     """Returns the segment (tokens with one common ratio) of each token, and their number."""
+    import torch
+
     if ratio_level == "token":
         return torch.arange(len(sequence_ids_N), device=sequence_ids_N.device), len(sequence_ids_N)
     if ratio_level == "sequence":
@@ -270,8 +488,8 @@ def _log_ratios(
     # Around the geometric mean, log1p and expm1 keep their precision for small p: the mean of
     # expm1 is small there, and never negative. Ratios of exp(26) would overflow for |p| = 3.
     powers_N = (power * (log_w_N - geometric_N)).clamp(max=4 * limit)
-    above_N = _segment_mean(torch.expm1(powers_N), segments_N, count)
-    log_s_N = geometric_N + torch.log1p(above_N.clamp(min=0)) / power
+    above_N = _segment_mean(powers_N.expm1(), segments_N, count)
+    log_s_N = geometric_N + above_N.clamp(min=0).log1p() / power
     return log_s_N, (1 - power) * log_s_N + power * log_w_N
 
 
@@ -283,25 +501,22 @@ def _segment_mean(values_N: Tensor, segments_N: Tensor, count: int) -> Tensor:
 
 def segment_sizes(segments_N: Tensor, count: int) -> Tensor:
     """Returns the number of tokens of each segment; unlike `bincount`, it waits for no GPU."""
-    zeros_S = segments_N.new_zeros(count, dtype=torch.int64)
-    return zeros_S.index_add_(0, segments_N, torch.ones_like(segments_N, dtype=torch.int64))
+    import torch
+
+    ones_N = torch.ones_like(segments_N, dtype=torch.int64)
+    return segments_N.new_zeros(count, dtype=torch.int64).index_add_(0, segments_N, ones_N)
 
 
 def _clipped_objective(
     ratio_N: Tensor, carrier_N: Tensor, adv_N: Tensor, settings: ClipSettings
 ) -> tuple[Tensor, Tensor]:
     """Computes min(s A, clip(s) A) with the carrier's gradient, and whether the clip blocks it."""
-    low: Any = 1 - settings.clip_low
-    high: Any = 1 + settings.clip_high
-    if settings.clip_adapt:
-        width_N = 1 + settings.clip_adapt * torch.tanh(adv_N / 2)
-        low, high = 1 - settings.clip_low * width_N, 1 + settings.clip_high * width_N
-    dual_clip = settings.dual_clip
+    low, high, dual_clip = 1 - settings.clip_low, 1 + settings.clip_high, settings.dual_clip
     clipped_N = ((adv_N > 0) & (ratio_N > high)) | ((adv_N < 0) & (ratio_N < low))
-    objective_N = torch.where(clipped_N, ratio_N.clamp(low, high), carrier_N) * adv_N
+    objective_N = ratio_N.clamp(low, high).where(clipped_N, carrier_N) * adv_N
     if dual_clip:
         above_N = (adv_N < 0) & (ratio_N > dual_clip)
-        objective_N = torch.where(above_N, dual_clip * adv_N, objective_N)
+        objective_N = (dual_clip * adv_N).where(above_N, objective_N)
         clipped_N = clipped_N | above_N
     return objective_N, clipped_N
 
@@ -309,7 +524,7 @@ def _clipped_objective(
 def _k3(lp_N: Tensor, reference_N: Tensor) -> Tensor:
     """Computes k3 = r - 1 - log r with r = pi_ref / pi; exactly zero if the two agree."""
     log_r_N = (reference_N.detach().to(lp_N.dtype) - lp_N).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(log_r_N) - log_r_N
+    return log_r_N.expm1() - log_r_N
 
 
 def _aggregate(
@@ -332,22 +547,15 @@ def _aggregate(
     return (objective_N * weight_N).sum() / count
 
 
-def _check_padded(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> None:
-    if logprobs.ndim != 2:
-        raise BatchError(f"logprobs has shape {tuple(logprobs.shape)}; expected (B, T)")
-    if mask.dtype != torch.bool:
-        raise BatchError(f"mask has dtype {mask.dtype}; expected torch.bool")
-    _check_shape("mask", mask, logprobs.shape)
-    per_sequence = advantages.ndim == 1
-    _check_shape("advantages", advantages, logprobs.shape[:1] if per_sequence else logprobs.shape)
-
-
-def _check_shape(name: str, tensor: Tensor | None, shape: torch.Size) -> None:
-    if tensor is not None and tensor.shape != shape:
-        raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
+def _check_shapes(shape: tuple[int, ...], **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != shape:
+            raise BatchError(f"{name} has shape {tuple(tensor.shape)}; expected {tuple(shape)}")
 
 
 def _check_ids(name: str, ids_N: Tensor, count: int | None) -> None:
+    import torch
+
     if ids_N.dtype not in (torch.int64, torch.int32):
         raise BatchError(f"{name} has dtype {ids_N.dtype}; expected torch.int64 or torch.int32")
     if not len(ids_N) or ids_N.device.type != "cpu":

@@ -30,22 +30,21 @@ class OutOfMemory(Exception):
     """A row of a minibatch did not fit into memory.
 
     Attributes:
-        place: Index of the row.
+        index: Index of the row.
         reason: The first line of the error.
-        alone: No other row was in memory, so this one has to be split.
     """
 
-    def __init__(self, place: int, reason: str, alone: bool = True) -> None:
+    def __init__(self, index: int, reason: str) -> None:
         super().__init__(reason)
-        self.place, self.reason, self.alone = place, reason, alone
+        self.index, self.reason = index, reason
 
 
 @contextmanager
-def watch(place: int) -> Iterator[None]:
+def detect_out_of_memory(index: int) -> Iterator[None]:
     """Turns a failed allocation into `OutOfMemory`.
 
     Args:
-        place: Index of the row that is computed.
+        index: Index of the row that is computed.
 
     Raises:
         OutOfMemory: An allocation failed.
@@ -53,28 +52,28 @@ def watch(place: int) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not known and not any(sign in str(error) for sign in _SIGNS):
+        allocation = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not allocation and not any(sign in str(error) for sign in _SIGNS):
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise OutOfMemory(place, reason) from None
+        raise OutOfMemory(index, reason) from None
 
 
-def in_memory(
+def split_until_it_fits(
     minibatch: Minibatch,
     compute: Callable[[Minibatch], T],
     masters: MasterWeights,
     losses: list[Tensor],
     pack: Pack,
 ) -> tuple[T, int]:
-    """Computes with a minibatch; where a row does not fit into memory, splits it and begins again.
+    """Computes with a minibatch; splits a row that does not fit into memory and starts over.
 
-    A row that was computed beside another one is first tried alone. A pass that failed may have
-    added a part of its gradient, which is dropped with all that `compute` had added before.
+    A pass that failed may have added a part of its gradient, which is dropped with all that
+    `compute` had added before.
 
     Args:
         minibatch: The minibatch.
-        compute: The passes, each of them within `watch`.
+        compute: The passes, each of them within `detect_out_of_memory`.
         masters: Where gradients are added.
         losses: Where the losses of passes are appended.
         pack: Packs samples into a row.
@@ -90,27 +89,22 @@ def in_memory(
         try:
             return compute(minibatch), splits
         except OutOfMemory as error:
-            failed = OutOfMemory(error.place, error.reason, error.alone)
+            failure = OutOfMemory(error.index, error.reason)
         # out of the block, because the error held the tensors of the pass
-        if failed.alone:
-            minibatch, splits = _split(minibatch, failed, pack), splits + 1
-        else:
-            logger.warning("%s; from here on, one row is computed at a time", failed.reason)
+        minibatch, splits = _split(minibatch, failure, pack), splits + 1
         if splits == 1:
             logger.warning(
                 "%s; the pass is repeated in halves, a lower learner.microbatch_tokens avoids this",
-                failed.reason,
+                failure.reason,
             )
         masters.restore(gradients)
         del losses[count:]
-        _free()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
-def _split(
-    minibatch: Minibatch,
-    failed: OutOfMemory,
-    pack: Pack,
-) -> Minibatch:
+def _split(minibatch: Minibatch, failure: OutOfMemory, pack: Pack) -> Minibatch:
     """Returns the minibatch with the row that did not fit as two rows.
 
     The loss divides by the episodes and tokens of the minibatch, so its gradient is the same; only
@@ -120,40 +114,29 @@ def _split(
         TrainingError: The row is one sequence.
     """
     rows = list(minibatch.microbatches)
-    row = rows[failed.place]
-    if len(row.samples) < 2:
+    whole = rows[failure.index]
+    middle = len(whole.samples) // 2
+    if not middle:
         raise TrainingError(
-            f"one sequence of {sum(row.row.lengths_B):,} tokens does not fit into memory "
-            f"({failed.reason}); lower rollout.max_context, or set learner.checkpointing to true"
+            f"one sequence of {sum(whole.row.lengths_B):,} tokens does not fit into memory "
+            f"({failure.reason}); lower rollout.max_context, or set learner.checkpointing to true"
         )
-    rows[failed.place : failed.place + 1] = _halves(row, pack)
-    return replace(minibatch, microbatches=tuple(rows))
+    tokens = sum(whole.row.counts_B[:middle])
 
-
-def _free() -> None:
-    """Frees what a failed pass has left."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _halves(microbatch: Microbatch, pack: Pack) -> list[Microbatch]:
-    middle = len(microbatch.samples) // 2
-    tokens = sum(microbatch.row.counts_B[:middle])
-
-    def part(chosen: slice, tokens_N: slice) -> Microbatch:
-        def cut(values_N: Tensor | None) -> Tensor | None:
-            return None if values_N is None else values_N[tokens_N]
-
-        samples = microbatch.samples[chosen]
+    def half(part: slice, part_N: slice) -> Microbatch:
+        trainer_N, reference_N = (
+            None if values_N is None else values_N[part_N]
+            for values_N in (whole.trainer_logprobs_N, whole.reference_logprobs_N)
+        )
         return Microbatch(
-            row=pack(samples),
-            samples=samples,
-            trainer_logprobs_N=cut(microbatch.trainer_logprobs_N),
-            reference_logprobs_N=cut(microbatch.reference_logprobs_N),
+            row=pack(whole.samples[part]),
+            samples=whole.samples[part],
+            trainer_logprobs_N=trainer_N,
+            reference_logprobs_N=reference_N,
         )
 
-    return [
-        part(slice(None, middle), slice(None, tokens)),
-        part(slice(middle, None), slice(tokens, None)),
+    rows[failure.index : failure.index + 1] = [
+        half(slice(None, middle), slice(None, tokens)),
+        half(slice(middle, None), slice(tokens, None)),
     ]
+    return replace(minibatch, microbatches=tuple(rows))

@@ -1,17 +1,24 @@
-"""What one optimiser step works on."""
+"""What one optimiser step works on: minibatches of packed rows, and what a loss reads of a row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gspo_env.batch.packing import by_episode
 from gspo_env.batch.prefix import split_minibatches
 from gspo_env.batch.sample import PackedBatch, Sample
 from gspo_env.errors import BatchError
+from gspo_env.learner.losses import Loss, LossInput, ObjectiveOutput
+
+TOKEN_PARTS = ("ratio", "clipped", "kl")
+"""The fields of `ObjectiveOutput` with a value for each token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +52,7 @@ class Minibatch:
 
 
 def split(
-    samples: Sequence[Sample], minibatches: int, seed: int, *, engine: bool
+    samples: Sequence[Sample], minibatches: int, seed: int, *, needs_engine_logprobs: bool
 ) -> list[list[Sample]]:
     """Splits samples by whole episodes; those without a model token are left out.
 
@@ -53,17 +60,16 @@ def split(
         samples: The samples of an update.
         minibatches: Their number, or that of the episodes if it is smaller.
         seed: Seed of the split.
-        engine: Whether log-probabilities of the engine are needed.
+        needs_engine_logprobs: Whether every sample needs the engine's log-probabilities.
 
     Raises:
-        BatchError: No sample has a model token, or log-probabilities of the engine are needed and
-            not known.
+        BatchError: No sample has a model token, or the engine's log-probabilities are missing.
     """
     samples = with_model_tokens(samples)
-    if engine and any(s.engine_logprobs is None for s in samples):
+    if needs_engine_logprobs and any(s.engine_logprobs is None for s in samples):
         raise BatchError(
-            "the engine's log-probabilities of some samples are not known; expected them where "
-            "they are pi_old or a mismatch is corrected"
+            "some samples have no engine_logprobs; the loss needs them as pi_old or to correct a "
+            "mismatch"
         )
     episodes = by_episode(samples)
     parts = [list(range(len(episodes)))]
@@ -78,9 +84,89 @@ def with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
     """Leaves out samples without a model token.
 
     Raises:
-        BatchError: None is left.
+        BatchError: No sample has one.
     """
-    kept = [s for s in samples if s.mask.any()]
-    if not kept:
+    trained = [s for s in samples if s.mask.any()]
+    if not trained:
         raise BatchError("no sample has a model token; expected at least one")
-    return kept
+    return trained
+
+
+def rows_with_split_episodes(rows: Sequence[PackedBatch]) -> list[int]:
+    """Returns the indices of the rows with an episode that has tokens in another row too."""
+    numbers = [set(row.episodes) - {None} for row in rows]
+    counts = Counter(number for row_numbers in numbers for number in row_numbers)
+    return [n for n, row_numbers in enumerate(numbers) if any(counts[k] > 1 for k in row_numbers)]
+
+
+def with_tokens_of_other_rows(
+    inputs: LossInput, row: PackedBatch, others: Sequence[tuple[PackedBatch, LossInput]]
+) -> LossInput:
+    """Appends the tokens of the row's episodes that are in other rows.
+
+    They have no gradient, the advantage 0 and no KL, so they add nothing to the loss. But the ratio
+    and the length of their episode are those of the whole episode.
+
+    Args:
+        inputs: What the loss reads of the row.
+        row: The row.
+        others: The other rows of the minibatch with split episodes, and what the loss reads there.
+    """
+    parts = [part for other in others if (part := _tokens_of_episodes(row, *other)) is not None]
+    if not parts:
+        return inputs
+    tensors: dict[str, Any] = {
+        f.name: torch.cat([values, *(getattr(part, f.name) for part in parts)])
+        for f in fields(LossInput)
+        if isinstance(values := getattr(inputs, f.name), Tensor)
+    }
+    turns = max(inputs.num_turns, *(part.num_turns for part in parts))
+    return replace(inputs, **tensors, num_turns=turns)
+
+
+def _tokens_of_episodes(
+    row: PackedBatch, other: PackedBatch, inputs: LossInput
+) -> LossInput | None:
+    """Returns the tokens of another row that belong to episodes of this row."""
+    index = {number: n for n, number in enumerate(row.episodes) if number is not None}
+    episode_E = np.array([index.get(number, -1) for number in other.episodes])
+    # the model tokens of a row are in the order of its sequences
+    episode_N = np.repeat(episode_E[list(other.episode_B)], other.counts_B)
+    places = np.flatnonzero(episode_N >= 0)
+    if not len(places):
+        return None
+    device = inputs.logprobs_N.device
+    places_N = torch.from_numpy(places).to(device)
+    tensors: Mapping[str, Tensor] = {
+        f.name: values[places_N].detach()
+        for f in fields(LossInput)
+        if isinstance(values := getattr(inputs, f.name), Tensor)
+    }
+    neutral = {
+        "advantages_N": torch.zeros_like(tensors["advantages_N"]),
+        "episode_N": torch.from_numpy(episode_N[places]).to(device),
+    }
+    if inputs.reference_logprobs_N is not None:
+        neutral["reference_logprobs_N"] = tensors["logprobs_N"]
+    return replace(inputs, **{**tensors, **neutral})
+
+
+def check_output(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutput:
+    """Checks the output of a loss, which a user may have written; only its loss keeps a gradient.
+
+    Raises:
+        BatchError: The loss is not a scalar with a gradient, or a part has another shape.
+    """
+    name = type(loss).__name__
+    if not isinstance(output, ObjectiveOutput):
+        kind = type(output).__name__
+        raise BatchError(f"compute of {name} returned {kind}; expected ObjectiveOutput")
+    parts = {part: values for part in TOKEN_PARTS if (values := getattr(output, part)) is not None}
+    for part, values in {"loss": output.loss, **parts}.items():
+        shape = () if part == "loss" else (tokens,)
+        if not isinstance(values, Tensor) or values.shape != shape:
+            got = f"of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+            raise BatchError(f"the {part} of {name} is {got}; expected a tensor of shape {shape}")
+    if not output.loss.requires_grad:
+        raise BatchError(f"the loss of {name} is {output.loss}; expected a number with a gradient")
+    return replace(output, **{part: values.detach() for part, values in parts.items()})

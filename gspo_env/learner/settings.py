@@ -1,14 +1,25 @@
-"""The settings of the learner; imports little, so that configs and `--help` stay fast."""
+"""The learner's settings, its optimiser, and what the training loop asks of it.
+
+PyTorch is imported when an optimiser is made, so that configs and `--help` stay fast.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from annotated_types import Ge, Gt
 
-from gspo_env.errors import ConfigError
-from gspo_env.registry import check_values
+from gspo_env.errors import ConfigError, MissingExtraError
+from gspo_env.registry import check_values, load_function
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from gspo_env.batch.sample import PackedBatch, Sample
+    from gspo_env.learner.stats import TokenValues
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "paged_adamw_8bit")
 """Optimisers by name."""
@@ -60,3 +71,76 @@ class LearnerConfig:
                 f"lora_targets is {self.lora_targets!r}; expected names separated by commas, such "
                 "as q_proj,v_proj"
             )
+
+
+def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Makes the optimiser that the config names.
+
+    Raises:
+        ConfigError: The user's function did not return an optimiser of all weights.
+        MissingExtraError: The optimiser needs bitsandbytes, which is not installed.
+    """
+    import torch
+
+    name = config.optimizer
+    settings: Any = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if name == "adamw":
+        return torch.optim.AdamW(weights, fused=True, **settings)
+    if ":" not in name:
+        try:
+            from bitsandbytes import optim
+        except ImportError as error:
+            raise MissingExtraError(
+                f"optimizer is {name!r} and bitsandbytes is not installed: pip install bitsandbytes"
+            ) from error
+        kind = optim.AdamW8bit if name == "adamw_8bit" else optim.PagedAdamW8bit
+        return kind(weights, **settings)  # type: ignore[no-any-return]
+    optimizer = load_function(name, "optimizer")(weights, **settings)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is {name!r}, which returned {type(optimizer).__name__}; expected a "
+            "torch.optim.Optimizer"
+        )
+    optimized = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    if missing := [weight for weight in weights if id(weight) not in optimized]:
+        raise ConfigError(
+            f"optimizer is {name!r}, which leaves out {len(missing)} of {len(weights)} weights; "
+            "expected all of them"
+        )
+    return optimizer
+
+
+class Trainer(Protocol):
+    """Trains a model; see `Learner`."""
+
+    @property
+    def policy(self) -> Any:
+        """The model with its whole weights, as they are after the last update."""
+        ...
+
+    @property
+    def tokens(self) -> Mapping[tuple[int, int], TokenValues]:
+        """The values of the tokens of the last update, for the episodes to keep."""
+        ...
+
+    def update(
+        self, samples: Sequence[Sample], seed: int = 0, keep: Collection[int] = ()
+    ) -> dict[str, float]:
+        """Takes one optimiser step for each minibatch; returns the metrics."""
+        ...
+
+    def pack(self, samples: Sequence[Sample]) -> PackedBatch:
+        """Packs samples into one row on the device of `policy`."""
+        ...
+
+    def logprobs(self, row: PackedBatch) -> Tensor:
+        """Computes the log-probabilities of the model tokens without gradient, (N,)."""
+        ...
+
+    def state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+        """Returns all that the next step depends on: what JSON can hold, and whole tensors."""
+        ...
+
+    def restore(self, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]) -> None:
+        """Takes over the `state` of another learner."""
+        ...

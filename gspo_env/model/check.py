@@ -50,7 +50,7 @@ class RunMode(StrEnum):
 
     SHARED = "packed with shared prefixes"
     PACKED = "packed without sharing"
-    ALONE = "one sequence a row with the model's own attention and cache"
+    UNPACKED = "one sequence a row with the model's own attention and cache"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class Difference:
 class ModelCheck:
     """The way in which a model is run, and what decided it."""
 
-    way: RunMode
+    mode: RunMode
     bound: float
     """Largest difference in nats that counts as equal."""
     packed: Difference
@@ -116,8 +116,8 @@ def check_model(model: Any, *, max_context: int | None = None) -> ModelCheck:
     if noted is None:
         noted = _Checker(model).check(max_context)
         note_check(model, noted)
-        if noted.way is not RunMode.SHARED:
-            logger.warning("%s runs %s: %s", _name(model), noted.way, noted.reason)
+        if noted.mode is not RunMode.SHARED:
+            logger.warning("%s runs %s: %s", _name(model), noted.mode, noted.reason)
     if noted.limit is not None and noted.limit < (max_context or 0):
         raise ModelError(
             f"{_name(model)} was prepared for at most {noted.limit} tokens a sequence, and "
@@ -187,7 +187,7 @@ class _Checker:
             self.find_truth()
             self.bound = self.find_bound()
             found = self.faster(max_context)
-            return self.slower(found) if found.way is RunMode.ALONE else found
+            return self.slower(found) if found.mode is RunMode.UNPACKED else found
         finally:
             self.model.train(training)
 
@@ -225,7 +225,7 @@ class _Checker:
         return NOISE * max(*noise, precision.eps * max(1.0, _SPREAD * self.spread))
 
     def faster(self, max_context: int | None) -> ModelCheck:
-        """Measures ragged attention; the way is ALONE if it gives other numbers."""
+        """Measures ragged attention; the way is UNPACKED if it gives other numbers."""
         try:
             use_ragged_attention(self.model)
             packed = self.measure(self.scored)
@@ -236,23 +236,23 @@ class _Checker:
             shared = self.measure(lambda causes: self.scored(causes, share=True))
             engine = self.measure(self.stepped)
         found = ModelCheck(
-            way=RunMode.SHARED, bound=self.bound, packed=packed, shared=shared, engine=engine
+            mode=RunMode.SHARED, bound=self.bound, packed=packed, shared=shared, engine=engine
         )
         found = replace(found, longest=rope_limit(self.model))
         if not packed.within(self.bound):
-            return replace(found, way=RunMode.ALONE, reason=f"packed rows {packed}")
+            return replace(found, mode=RunMode.UNPACKED, reason=f"packed rows {packed}")
         if not engine.within(self.bound):
-            return replace(found, way=RunMode.ALONE, reason=f"batches of the engine {engine}")
+            return replace(found, mode=RunMode.UNPACKED, reason=f"batches of the engine {engine}")
         limit = min(attention_limit(self.model), found.longest or math.inf)
         if limit < (max_context or math.inf):
             length = "not known" if max_context is None else str(max_context)
             reason = (
                 f"packed rows are wrong beyond {limit} tokens a sequence; max_context is {length}"
             )
-            return replace(found, way=RunMode.ALONE, reason=reason)
+            return replace(found, mode=RunMode.UNPACKED, reason=reason)
         found = replace(found, limit=None if math.isinf(limit) else int(limit))
         if not shared.within(self.bound):
-            return replace(found, way=RunMode.PACKED, reason=f"shared prefixes {shared}")
+            return replace(found, mode=RunMode.PACKED, reason=f"shared prefixes {shared}")
         return found
 
     def slower(self, found: ModelCheck) -> ModelCheck:

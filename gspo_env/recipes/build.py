@@ -27,7 +27,7 @@ from gspo_env.env.base import TextEnvironment
 from gspo_env.env.info import PLACEHOLDERS
 from gspo_env.env.tools import tool_call_frames
 from gspo_env.learner.learner import Learner
-from gspo_env.learner.loss import GSPO
+from gspo_env.learner.losses import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Show
 from gspo_env.recipes.conversations import encode_action, read_conversations, to_episode

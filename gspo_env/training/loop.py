@@ -16,7 +16,7 @@ from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice, Scores
 from gspo_env.engines.base import CopiesWeights, CountsFaults
 from gspo_env.health.startup import Problem, StartupChecks
-from gspo_env.learner.base import Trainer
+from gspo_env.learner.settings import Trainer
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.export import named_weights
 from gspo_env.registry import name_of

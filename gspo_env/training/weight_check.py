@@ -19,7 +19,7 @@ from gspo_env.engines.base import (
     check_completion,
 )
 from gspo_env.errors import EngineError
-from gspo_env.learner.base import Trainer
+from gspo_env.learner.settings import Trainer
 from gspo_env.rollout.clock import Clock
 from gspo_env.rollout.collector import Collector
 from gspo_env.types import FloatArray

@@ -19,7 +19,7 @@ import numpy as np
 from gspo_env.credit.estimators import Estimator
 from gspo_env.credit.statistics import MIN_SCALE
 from gspo_env.errors import ConfigError
-from gspo_env.learner.loss import Aggregation
+from gspo_env.learner.losses import Aggregation
 from gspo_env.types import Episode, FloatArray, Group, IntArray, bare_episode
 from studies.credit.exact import (
     TASK,

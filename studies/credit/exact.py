@@ -16,8 +16,7 @@ import torch
 from scipy.special import log_softmax
 
 from gspo_env.credit.estimators import Estimator
-from gspo_env.learner.loss import Aggregation, RatioLevel
-from gspo_env.learner.losses import packed_policy_loss
+from gspo_env.learner.losses import Aggregation, RatioLevel, packed_policy_loss
 from gspo_env.types import FloatArray, Group, IntArray, Task, bare_episode
 
 TASK = Task(env_id="tabular", seed=0)

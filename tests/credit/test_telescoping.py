@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_env.credit import (
-    EvidenceCalibrated,
     GiGPO,
     GroupGAE,
     NormalizeThenAccumulate,
@@ -66,7 +65,6 @@ CASES = {
     "over all turns": (NormalizeThenAccumulate(), 1.0, centred),
     "turn_plus_outcome": (TurnPlusOutcome(), 0.0, None),
     "gigpo": (GiGPO(), 1.0, lambda rewards: 2 * centred(rewards)),
-    "evidence_calibrated": (EvidenceCalibrated(), 1.0, centred),
 }
 
 

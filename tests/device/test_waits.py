@@ -32,7 +32,7 @@ def waits_of_an_update(model, loss, samples, **config):
 
 
 EXPECTED = [("gspo_env/learner/learner.py", "_clip")] * STEPS + [
-    ("gspo_env/learner/log.py", "read")
+    ("gspo_env/learner/stats.py", "to_cpu")
 ]
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gspo_env.batch.sample import Sample
 from gspo_env.distributed import controller
 from gspo_env.distributed.controller import serve
-from gspo_env.distributed.deal import pack_shares, split_over_ranks, unpack_shares
+from gspo_env.distributed.messages import pack_shares, split_over_ranks, unpack_shares
 from gspo_env.distributed.ranks import OneRankFailed, join
 from gspo_env.errors import TrainingError
 
@@ -143,7 +143,7 @@ def sample(rng, episode, known=True):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [1, 2, 13])
-def test_each_episode_is_dealt_whole_to_one_rank(ranks, count):
+def test_each_episode_goes_to_one_rank_whole(ranks, count):
     rng = np.random.default_rng(count)
     samples = [sample(rng, n // 2) for n in range(2 * count)]
     shares = split_over_ranks(samples, ranks)
@@ -176,15 +176,15 @@ def test_shares_arrive_as_they_were_sent():
             assert (a.engine_logprobs is None) == (b.engine_logprobs is None)
 
 
-class Told:
-    """A rank that rank 0 tells a list of commands."""
+class RankWithCommands:
+    """A rank that gets a list of commands from rank 0."""
 
     rank = 1
 
     def __init__(self, *commands):
         self.commands = [{"command": command} for command in commands]
 
-    def listen(self):
+    def next_command(self):
         return self.commands.pop(0)
 
 
@@ -192,7 +192,7 @@ def test_an_error_of_one_rank_alone_is_the_reason_that_it_gives(monkeypatch):
     def fail(*_):
         raise TrainingError("the disk is lost")
 
-    monkeypatch.setattr(controller, "_do", fail)
+    monkeypatch.setattr(controller, "_follow", fail)
     with pytest.raises(OneRankFailed, match=r"'update' after .* rank 1 alone: the disk is lost"):
-        serve(Told("learner", "update"), None)
-    serve(Told("learner", "learner", "end"), None)  # rank 0 had the error too
+        serve(RankWithCommands("learner", "update"), None)
+    serve(RankWithCommands("learner", "learner", "end"), None)  # rank 0 had the error too

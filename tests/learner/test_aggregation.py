@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from learners import evaluate
 from torch import Tensor
 
-from gspo_env.errors import BatchError
+from gspo_env.errors import ConfigError
 from gspo_env.learner.losses import packed_policy_loss, policy_loss
 
 AGGREGATIONS = ["sequence_mean", "token_mean", "token_sum"]
@@ -105,26 +105,6 @@ def test_the_mean_grows_with_its_power_and_token_weights_are_most_even_at_zero(s
     assert (order.diff(dim=0).nan_to_num() <= 1e-9).all()
 
 
-def test_the_adaptive_clip_by_hand() -> None:
-    # z = ln 3 gives 2 sigmoid(z) - 1 = 1/2: 0.3 makes 0.2 to 0.23, or to 0.17 for -z
-    z = float(np.log(3.0))
-    for advantage, ratio, bound in ((z, 1.22, None), (z, 1.24, 1.23), (-z, 0.82, 0.83)):
-        inputs = {
-            "logprobs": torch.full((1, 2), np.log(ratio), dtype=torch.float64),
-            "old_logprobs": torch.zeros(1, 2, dtype=torch.float64),
-            "advantages": torch.full((1,), advantage, dtype=torch.float64),
-            "mask": torch.ones(1, 2, dtype=torch.bool),
-        }
-        output, gradient = evaluate(inputs, clip_adapt=0.3, clip_low=0.2, clip_high=0.2)
-        assert output.loss.item() == pytest.approx(-(bound or ratio) * advantage)
-        assert bool(gradient.any()) == (bound is None)
-
-
-def test_no_advantage_keeps_the_clip_range_and_no_size_leaves_its_bounds() -> None:
-    width = [1 + 0.3 * np.tanh(a / 2) for a in (-1e6, 0.0, 1.0, 1e6)]
-    assert width == pytest.approx([0.7, 1.0, 1.138635, 1.3], abs=1e-6)
-
-
 def test_the_clip_acts_on_the_mean_and_not_on_the_carrier() -> None:
     options = {"ratio_mean": 1.0, "clip_low": 0.2, "clip_high": 0.2}
     output, gradient = evaluate(case((1.0, 1.0)), **options)
@@ -166,10 +146,9 @@ def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> Non
     seed=st.integers(0, 2**32 - 1),
     power=st.sampled_from([-2.0, 0.0, 0.01, 0.5, 1.0, 3.0]),
     dual=st.sampled_from([0.0, 1.5]),
-    adapt=st.sampled_from([0.0, 0.3]),
 )
 def test_loss_and_gradient_are_those_of_the_reference(
-    aggregation: str, level: str, seed: int, power: float, dual: float, adapt: float
+    aggregation: str, level: str, seed: int, power: float, dual: float
 ) -> None:
     inputs = batch(seed)
     inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
@@ -180,7 +159,6 @@ def test_loss_and_gradient_are_those_of_the_reference(
         "max_tokens": 7,
         "ratio_mean": power,
         "dual_clip": dual,
-        "clip_adapt": adapt,
         "clip_low": 0.1,
         "clip_high": 0.2,
         "kl_coef": 0.3,
@@ -289,5 +267,5 @@ def test_empty_sequences_change_nothing(aggregation: str) -> None:
     ],
 )
 def test_impossible_settings_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(BatchError, match=message):
+    with pytest.raises(ConfigError, match=message):
         policy_loss(**{**batch(9), **options})

@@ -91,7 +91,7 @@ def test_gradients_of_rows_add_up_in_float32(model, samples):
     assert len(minibatch.microbatches) > 4
     one = learner_of(model, torch.bfloat16)
     for microbatch in minibatch.microbatches:
-        one._backward(microbatch, minibatch, one.scorer)
+        one.backward(dataclasses.replace(minibatch, microbatches=(microbatch,)))
         assert all(p.grad is None for p in one.policy.parameters())  # freed
         parts.append({n: p.grad.clone() for n, p in one.masters.tensors.items()})
         one.optimizer.zero_grad()

@@ -129,9 +129,6 @@ def half(weights, lr, weight_decay):
 
 def wrong(weights, **settings):
     return "sgd"
-
-def few(weights):
-    pass
 """
 
 
@@ -150,7 +147,6 @@ def test_an_optimiser_of_ones_own_is_a_function_in_a_file(model, samples, gradie
     [
         ("half", "leaves out 1 of "),
         ("wrong", "returned str; expected a torch.optim.Optimizer"),
-        ("few", "raised TypeError: .*; expected a class or function that takes the weights, lr"),
         ("none", "expected a name in .*mine.py, such as: "),
     ],
 )

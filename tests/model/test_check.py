@@ -54,7 +54,7 @@ def test_the_engine_reports_the_models_own_log_probabilities(name):
 @pytest.mark.parametrize("name", ["Qwen3.5", "Mamba 2", "LFM2", "Llama 4"])
 def test_the_first_layer_that_mixes_sequences_is_named(name, caplog):
     check = check_model(PROGRAM.build(name))
-    assert check.way is RunMode.ALONE
+    assert check.mode is RunMode.UNPACKED
     assert check.packed.nats > 100 * BOUND
     assert check.packed.cause == LAYERS[name]
     (line,) = [r.getMessage() for r in caplog.records if r.name == check_module.__name__]
@@ -66,14 +66,14 @@ def test_weights_of_a_fresh_model_hide_no_layer_that_mixes_sequences():
     model = PROGRAM.build("Qwen3.5", scale=0.3)
     check = check_model(model)
     assert check.packed.nats < BOUND
-    assert check.way is RunMode.ALONE
+    assert check.mode is RunMode.UNPACKED
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Mixtral", "Gemma 3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_healthy_model_of_any_precision_is_packed_with_shared_prefixes(name, dtype):
     check = check_model(PROGRAM.build(name).to(dtype))
-    assert check.way is RunMode.SHARED
+    assert check.mode is RunMode.SHARED
     assert not check.reason
 
 
@@ -92,7 +92,7 @@ def test_large_logits_in_half_precision_are_no_reason_for_a_slower_way(dtype):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(vocab_size=4000, **shape, **heads))
         check = check_model(with_larger_logits(model, 8).to(dtype))
-        assert check.way is RunMode.SHARED
+        assert check.mode is RunMode.SHARED
         assert max(check.shared.nats, check.engine.nats) > NOISE * torch.finfo(dtype).eps / 2
 
 
@@ -100,17 +100,17 @@ def test_large_logits_in_half_precision_are_no_reason_for_a_slower_way(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_hides_no_layer_that_mixes_sequences(dtype, scale):
     check = check_model(with_larger_logits(PROGRAM.build("Qwen3.5"), scale).to(dtype))
-    assert check.way is RunMode.ALONE
+    assert check.mode is RunMode.UNPACKED
     assert check.packed.cause == LAYERS["Qwen3.5"]
     assert check.packed.nats > 5 * check.bound
 
 
 @pytest.mark.parametrize("name", [*ROPE, "Llama 4"])
 def test_a_model_that_changes_with_length_is_packed_only_below_that_length(name):
-    assert check_model(PROGRAM.build(name)).way is RunMode.ALONE
-    assert check_model(PROGRAM.build(name), max_context=49).way is RunMode.ALONE
+    assert check_model(PROGRAM.build(name)).mode is RunMode.UNPACKED
+    assert check_model(PROGRAM.build(name), max_context=49).mode is RunMode.UNPACKED
     if name in ROPE:
-        assert check_model(PROGRAM.build(name), max_context=48).way is RunMode.SHARED
+        assert check_model(PROGRAM.build(name), max_context=48).mode is RunMode.SHARED
 
 
 def test_a_model_that_was_prepared_for_short_sequences_is_refused_for_longer_ones():
@@ -141,15 +141,15 @@ def test_chunks_longer_than_any_sequence_are_still_noticed(monkeypatch):
         "attn_temperature_tuning": False,
     }
     monkeypatch.setitem(PROGRAM.ARCHITECTURES, "chunks", ("llama4_text", settings))
-    assert check_model(PROGRAM.build("chunks"), max_context=200).way is RunMode.SHARED
+    assert check_model(PROGRAM.build("chunks"), max_context=200).mode is RunMode.SHARED
     check = check_model(PROGRAM.build("chunks"), max_context=201)
-    assert check.way is RunMode.ALONE
+    assert check.mode is RunMode.UNPACKED
     assert "beyond 200 tokens" in check.reason
 
 
 def test_a_model_without_a_cache_is_refused_by_the_engine_but_trains():
     model = PROGRAM.build("RecurrentGemma")
-    assert check_model(model).way is RunMode.ALONE
+    assert check_model(model).mode is RunMode.UNPACKED
     with pytest.raises(ModelError, match=r"RecurrentGemma.*temporal_block.*no cache"):
         Transformers().start(model, max_slots=2, max_context=64)
 
@@ -222,7 +222,7 @@ def test_an_adapter_of_a_checked_model_keeps_its_way():
 def test_a_model_that_already_has_ragged_attention_is_checked_against_its_own():
     model = PROGRAM.build("Qwen3")
     use_ragged_attention(model)
-    assert check_model(model).way is RunMode.SHARED
+    assert check_model(model).mode is RunMode.SHARED
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_many_experts_in_half_precision_are_no_reason_for_the_slower_way(monkeyp
     settings = PROGRAM.PARTS["MOE"] | {"num_experts": 64, "num_local_experts": 64}
     monkeypatch.setitem(PROGRAM.ARCHITECTURES, "experts", ("qwen3_moe", settings))
     for dtype in (torch.bfloat16, torch.float16):
-        assert check_model(PROGRAM.build("experts").to(dtype)).way is RunMode.SHARED
+        assert check_model(PROGRAM.build("experts").to(dtype)).mode is RunMode.SHARED
 
 
 def test_a_model_that_cannot_run_on_the_sequences_is_refused_with_its_error(monkeypatch):

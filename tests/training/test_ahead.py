@@ -24,7 +24,7 @@ from gspo_env.engines.embedded.copy import OwnWeights
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.learner.learner import Learner
-from gspo_env.learner.loss import GSPO, decide_correction
+from gspo_env.learner.losses import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.export import named_weights
 from gspo_env.recipes.build import build_model, build_tokenizer
@@ -211,7 +211,7 @@ def test_vllm_in_the_process_of_a_rank_is_refused():
 
 def test_what_a_run_may_play_ahead_follows_from_its_settings():
     stale = decide_correction(GSPO(), 2)
-    assert (stale.correction, stale.decided, stale.needs_engine_logprobs) == (
+    assert (stale.correction, stale.resolved_correction, stale.needs_engine_logprobs) == (
         "truncated",
         "truncated",
         True,

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.credit import EvidenceCalibrated, GiGPO, Outcome
+from gspo_env.credit import GiGPO, Outcome
 from gspo_env.errors import ConfigError
 from gspo_env.types import Group, Task, bare_episode
+from studies.credit.evidence import EvidenceCalibrated
 
 TASK = Task(env_id="test", seed=0)
 EPISODES = st.lists(

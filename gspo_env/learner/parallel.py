@@ -1,4 +1,4 @@
-"""The rows of a minibatch on two cores of a CPU.
+"""Two rows of a minibatch at a time, on two cores of a CPU.
 
 The operations of a small model are too short for several threads each. So two threads compute
 different rows. The second one has a copy of the model's modules, with the same weights and with
@@ -25,35 +25,27 @@ from gspo_env.model.scorer import Scorer
 from gspo_env.model.threads import is_small
 
 T = TypeVar("T")
-LANES = 2
+AT_ONCE = 2
 
 
-class Lanes:
+class ParallelRows:
     """Computes the rows of a minibatch with a model and with a copy that shares its weights.
 
     Args:
         model: The model; see `suits`.
-        scorer: Makes the scorer of the copy.
+        make_scorer: Makes the scorer of the copy.
     """
 
-    def __init__(self, model: Any, scorer: Callable[[Any], Scorer]) -> None:
+    def __init__(self, model: Any, make_scorer: Callable[[Any], Scorer]) -> None:
         self._weights = list(model.parameters())
-        twins = [nn.Parameter(p.detach(), p.requires_grad) for p in self._weights]
-        known = {id(p): twin for p, twin in zip(self._weights, twins, strict=True)}
-        other = copy.deepcopy(model, known | {id(b): b for b in model.buffers()})
-        self._twins, self._scorer = twins, scorer(other)
-        self._thread = ThreadPoolExecutor(1, "rows") if _has_cores() else None
-
-    @property
-    def at_once(self) -> bool:
-        """Whether two rows are in memory at the same time."""
-        return self._thread is not None
-
-    def one_at_a_time(self) -> None:
-        """Computes every row in the thread that asks for it, from now on."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        self._twins = [nn.Parameter(p.detach(), p.requires_grad) for p in self._weights]
+        shared = {id(p): twin for p, twin in zip(self._weights, self._twins, strict=True)}
+        self._scorer = make_scorer(
+            copy.deepcopy(model, shared | {id(b): b for b in model.buffers()})
+        )
+        # OMP_NUM_THREADS is the user's own choice of a number of threads
+        cores = 1 if "OMP_NUM_THREADS" in os.environ else os.cpu_count() or 1
+        self._thread = ThreadPoolExecutor(1, "rows") if cores >= AT_ONCE else None
 
     @staticmethod
     def suits(model: Any) -> bool:
@@ -61,44 +53,37 @@ class Lanes:
         cpu = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in model.parameters())
         return cpu and is_small(model) and not getattr(model, "is_gradient_checkpointing", False)
 
-    def run(self, count: int, work: Callable[[int, Scorer], T], scorer: Scorer) -> list[T]:
+    def run(self, count: int, compute: Callable[[int, Scorer], T], scorer: Scorer) -> list[T]:
         """Computes rows and adds their gradients to those of the model.
 
         Args:
             count: How many rows.
-            work: Computes a row, given its index and a scorer.
+            compute: Computes a row, given its index and a scorer.
             scorer: That of the model.
 
         Raises:
-            Exception: What `work` raised for a row; nothing runs any more.
+            Exception: What `compute` raised for a row; no row is being computed any more.
         """
         results: dict[int, T] = {}
         for weight, twin in zip(self._weights, self._twins, strict=True):
             twin.data, twin.grad = weight.data, None
 
-        def lane(first: int, scorer: Scorer) -> None:
-            for n in range(first, count, LANES):
-                results[n] = work(n, scorer)
+        def every_other_row(first: int, scorer: Scorer) -> None:
+            for n in range(first, count, AT_ONCE):
+                results[n] = compute(n, scorer)
 
         if self._thread is None:
-            lane(0, scorer)
-            lane(1, self._scorer)
+            every_other_row(0, scorer)
+            every_other_row(1, self._scorer)
         else:
-            beside = self._thread.submit(lane, 1, self._scorer)
+            odd_rows = self._thread.submit(every_other_row, 1, self._scorer)
             try:
-                lane(0, scorer)
+                every_other_row(0, scorer)
             finally:
-                wait([beside])
-            beside.result()
+                wait([odd_rows])
+            odd_rows.result()
         for weight, twin in zip(self._weights, self._twins, strict=True):
             if twin.grad is not None:
                 weight.grad = twin.grad if weight.grad is None else weight.grad.add_(twin.grad)
                 twin.grad = None
         return [results[n] for n in range(count)]
-
-
-def _has_cores() -> bool:
-    """Returns whether a second thread has a core, unless the user has chosen their number."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return cores >= LANES and "OMP_NUM_THREADS" not in os.environ
