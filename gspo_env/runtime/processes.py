@@ -2,7 +2,8 @@
 
 Between this process and a command runs a guard: this file as a program, with the standard library
 only. It ends the command with all of its descendants when this process has ended or asks for it,
-and when the command has ended. A guard without a command holds a temporary folder and removes it.
+and when the command has ended. It may report the command's exit code before that. A guard without a
+command holds a temporary folder and removes it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import os
 import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -27,6 +29,8 @@ _PATIENCE = 60.0
 """Seconds until a guard that does not end is left alone."""
 _LOOK_SECONDS = 5.0
 """Time between two looks at the shared memory of descendants."""
+_POLL_SECONDS = 0.5
+"""Time between two looks at whether a process whose streams are read still runs."""
 _LONGEST = 40
 """Characters of the folder of temporary folders; the path of a Unix socket has at most 104."""
 
@@ -47,6 +51,68 @@ def spawn(
         grace: Seconds between the request to end and the kill.
     """
     return Guard(["run", str(grace), *command], stdout=log, stderr=log, env=env)
+
+
+def spawn_reporting(
+    command: Sequence[str], stdin: IO[bytes], env: Mapping[str, str], grace: float
+) -> tuple[Guard, int]:
+    """Starts a command as `spawn` does, with pipes for its output.
+
+    Returns:
+        The guard, and a pipe that gets `exit N` as soon as the command has ended; N is negative for
+        a signal.
+    """
+    status, far_end = os.pipe()
+    descriptors = (far_end, stdin.fileno())
+    try:
+        task = ["report", str(grace), *map(str, descriptors), *command]
+        pipe = subprocess.PIPE
+        guard = Guard(task, stdout=pipe, stderr=pipe, env=env, pass_fds=descriptors)
+    except BaseException:
+        os.close(status)
+        raise
+    finally:
+        os.close(far_end)
+    return guard, status
+
+
+def read_streams(
+    process: subprocess.Popen[bytes], status: int, seconds: float
+) -> Iterator[tuple[int, bytes]]:
+    """Yields what a process writes, with the descriptor that it comes from.
+
+    Ends when `status` or the process has ended, after what has been written until then: other
+    processes may still hold the streams open.
+
+    Raises:
+        TimeoutError: It takes longer.
+    """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    deadline = time.monotonic() + seconds
+    streams = {process.stdout.fileno(), process.stderr.fileno()}
+    with selectors.DefaultSelector() as selector:
+        for source in (*streams, status):
+            selector.register(source, selectors.EVENT_READ)
+        while status in selector.get_map():
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise TimeoutError
+            ready = selector.select(min(remaining, _POLL_SECONDS))
+            if not ready and process.poll() is not None:
+                break
+            for key, _ in ready:
+                if not (data := os.read(key.fd, 1 << 16)):
+                    selector.unregister(key.fd)
+                    streams.discard(key.fd)
+                yield key.fd, data
+    for stream in streams:
+        os.set_blocking(stream, False)
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(1 << 10):  # a descendant that escaped must not write for ever
+                if not (data := os.read(stream, 1 << 16)):
+                    break
+                yield stream, data
 
 
 def die_with_parent(parent: int) -> None:
@@ -104,14 +170,16 @@ class Guard:
         stdout: int | IO[bytes],
         stderr: int | IO[bytes] | None = None,
         env: Mapping[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
-        """Starts it; `spawn` and `PrivateFolder` are its uses."""
+        """Starts it; see `spawn`, `spawn_reporting` and `PrivateFolder`."""
         self.process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(os.getpid()), *task],
             stdin=subprocess.PIPE,
             stdout=stdout,
             stderr=stderr,
             env=env,
+            pass_fds=pass_fds,
             start_new_session=True,
         )
 
@@ -162,12 +230,18 @@ class PrivateFolder:
 
 
 def main() -> NoReturn:
-    """Runs a guard: `PARENT hold PREFIX`, or `PARENT run GRACE COMMAND...`."""
+    """Runs a guard.
+
+    Its arguments: `PARENT hold PREFIX`, `PARENT run GRACE COMMAND...`, or
+    `PARENT report GRACE STATUS STDIN COMMAND...` with two descriptors.
+    """
     parent, task, rest = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # the parent decides; a command gets the default
     if task == "hold":
         _hold(parent, rest[0])
+    if task == "report":
+        _run(parent, float(rest[0]), rest[3:], stdin=int(rest[2]), status=int(rest[1]))
     _run(parent, float(rest[0]), rest[1:])
 
 
@@ -187,23 +261,45 @@ def _hold(parent: int, prefix: str) -> NoReturn:
     os._exit(1)
 
 
-def _run(parent: int, grace: float, command: Sequence[str]) -> NoReturn:
-    own = os.getpid()
+def _run(
+    parent: int,
+    grace: float,
+    command: Sequence[str],
+    *,
+    stdin: int = subprocess.DEVNULL,
+    status: int | None = None,
+) -> NoReturn:
+    guard = os.getpid()
     adopt_descendants()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-        preexec_fn=(lambda: die_with_parent(own)) if sys.platform == "linux" else None,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            process_group=0,
+            preexec_fn=(lambda: die_with_parent(guard)) if sys.platform == "linux" else None,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        os.write(2, f"{command[0]} cannot be started: {error}\n".encode("utf-8", "replace"))
+        if status is not None:
+            os.write(status, b"exit 127")
+        os._exit(127)
+    events: list[int] = []
+    with contextlib.suppress(AttributeError, OSError):  # before Linux 5.3, and elsewhere
+        events.append(os.pidfd_open(process.pid))
     shared: set[str] = set()
     looked = 0.0
-    while process.poll() is None and not _is_over(parent):
-        if time.monotonic() - looked > _LOOK_SECONDS:
+    while process.poll() is None and not _is_over(parent, events):
+        if status is None and time.monotonic() - looked > _LOOK_SECONDS:
             shared |= _shared_memory()
             looked = time.monotonic()
     code = process.returncode or 0
-    shared |= _shared_memory()
+    if status is None:
+        shared |= _shared_memory()
+    else:
+        if process.returncode is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(status, b"exit %d" % process.returncode)
+        os.close(status)
     if not end_descendants(process.pid, grace):
         os._exit(1)
     for path in shared:
@@ -212,9 +308,9 @@ def _run(parent: int, grace: float, command: Sequence[str]) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _is_over(parent: int) -> bool:
-    """Waits a moment; returns whether the parent has ended or asks to end."""
-    return bool(select.select([0], [], [], 0.1)[0]) or os.getppid() != parent
+def _is_over(parent: int, events: Sequence[int] = ()) -> bool:
+    """Waits a moment or for an event; returns whether the parent has ended or asks to end."""
+    return 0 in select.select([0, *events], [], [], 0.1)[0] or os.getppid() != parent
 
 
 def _has_children() -> bool:

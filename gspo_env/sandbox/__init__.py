@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import selectors
 import signal
 import sys
 import tempfile
@@ -18,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import ConfigError, SandboxUnavailableError
-from gspo_env.runtime.processes import PrivateFolder
-from gspo_env.sandbox.commands import PORT, CommandEnd, JailedCommand, jailed
-from gspo_env.sandbox.launcher import ask, begin, exit_code, launch
+from gspo_env.runtime.processes import PrivateFolder, read_streams
+from gspo_env.sandbox.commands import PORT, CommandEnd, JailedCommand, jailed, wait_for_end
+from gspo_env.sandbox.launcher import GRACE_SECONDS, begin, exit_code, launch, make_request
 
 __all__ = [
     "PORT",
@@ -31,6 +30,7 @@ __all__ = [
     "Stop",
     "find_missing",
     "find_missing_for_commands",
+    "wait_for_end",
 ]
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def find_missing_for_commands() -> str | None:
         return missing
     trial = [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-I", "-S", "-"]
     box = Sandbox(cpu_seconds=20, memory_mib=512, processes=4, readable=(trial[0],))
-    code = Path(_FOLDER, "probe_command.py").read_text()
+    code = Path(_FOLDER, "probe.py").read_text()
     try:
         with jailed(box, trial, code, {}, PORT) as started:
             ended = started.wait(_TRIAL_SECONDS)
@@ -234,7 +234,7 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
             logger.warning("running code without isolation, because allow_unsafe is set")
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir=_folders().path))
         source = code.encode("utf-8", "replace").decode()
-        request = {**ask(box, stdin), "code": source, "echo": echo, "folder": folder}
+        request = {**make_request(box, stdin), "code": source, "echo": echo, "folder": folder}
         process, status = launch(stack, isolated, folder)
         begin(box, process, status, request)
         return _collect(box, process, status, isolated)
@@ -243,36 +243,27 @@ def _run(box: Sandbox, code: str, stdin: str, echo: bool, isolated: bool) -> San
 def _collect(box: Sandbox, process: Any, status: int, isolated: bool) -> SandboxResult:
     """Reads the output until the code has ended or exceeds a limit."""
     started, limit = time.monotonic(), box.output_kib << 10
-    received = {process.stdout: bytearray(), process.stderr: bytearray(), status: bytearray()}
+    streams = process.stdout.fileno(), process.stderr.fileno()
+    received = {source: bytearray() for source in (*streams, status)}
     stopped: Stop | None = None
-    with selectors.DefaultSelector() as selector:
-        for source in received:
-            selector.register(source, selectors.EVENT_READ)
-        while selector.get_map() and stopped is None:
-            left = started + box.seconds - time.monotonic()
-            ready = selector.select(max(0.0, min(left, 0.1)))
-            for key, _ in ready:
-                data = os.read(key.fd, 1 << 16)
-                received[key.fileobj] += data
-                if not data:
-                    selector.unregister(key.fileobj)
-            if any(len(received[s]) > limit for s in (process.stdout, process.stderr)):
+    try:
+        for source, data in read_streams(process, status, box.seconds):
+            received[source] += data
+            if source != status and len(received[source]) > limit:
                 stopped = Stop.OUTPUT
-            elif left <= 0.0:
-                stopped = Stop.TIME
-            elif not ready and process.poll() is not None:
-                break  # without isolation a process outside the group may hold the pipe open
+                received = {s: received[s][:limit] if s == source else bytearray() for s in streams}
+                break
+    except TimeoutError:
+        stopped = Stop.TIME
     seconds = time.monotonic() - started
-    code = None if stopped else exit_code(bytes(received[status]), process, isolated)
+    code = None
+    if stopped is None:
+        code = exit_code(bytes(received[status])) if isolated else process.wait(GRACE_SECONDS)
     if code == -signal.SIGXCPU:
         stopped, code = Stop.CPU, None
-    texts = [bytes(received[s]) for s in (process.stdout, process.stderr)]
-    if stopped is Stop.OUTPUT:
-        first = len(texts[0]) > limit
-        texts = [texts[0][:limit] if first else b"", b"" if first else texts[1][:limit]]
     return SandboxResult(
-        stdout=texts[0].decode("utf-8", "replace"),
-        stderr=texts[1].decode("utf-8", "replace"),
+        stdout=received[streams[0]].decode("utf-8", "replace"),
+        stderr=received[streams[1]].decode("utf-8", "replace"),
         exit_code=code,
         stopped=stopped,
         seconds=seconds,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gspo_env.errors import SandboxUnavailableError
-from gspo_env.sandbox.launcher import ask, begin, exit_code, launch
+from gspo_env.runtime.processes import read_streams
+from gspo_env.sandbox.launcher import begin, exit_code, launch, make_request
 
 if TYPE_CHECKING:
     from gspo_env.sandbox import Sandbox
@@ -21,7 +20,7 @@ PORT = 8000
 """Port of the socket inside; nothing else listens there."""
 _PROGRAMS = ("/usr/bin", "/bin")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
-_KEPT = 1 << 16
+_MAX_KEPT = 1 << 16
 """Bytes that are kept of the end of each output stream."""
 
 
@@ -34,6 +33,26 @@ class CommandEnd:
     stdout: str
     """The end of its standard output."""
     stderr: str
+
+
+def wait_for_end(process: Any, status: int, seconds: float = float("inf")) -> CommandEnd | None:
+    """Waits until a command has ended; None if it takes longer.
+
+    Args:
+        process: Has the command's output streams.
+        status: A pipe that gets `exit N`.
+        seconds: Maximum time.
+    """
+    streams = [process.stdout.fileno(), process.stderr.fileno(), status]
+    kept = {stream: bytearray() for stream in streams}
+    try:
+        for stream, data in read_streams(process, status, seconds):
+            kept[stream] += data
+            del kept[stream][:-_MAX_KEPT]
+    except TimeoutError:
+        return None
+    stdout, stderr = (kept[stream].decode("utf-8", "replace") for stream in streams[:2])
+    return CommandEnd(code=exit_code(bytes(kept[status])), stdout=stdout, stderr=stderr)
 
 
 class JailedCommand:
@@ -55,24 +74,7 @@ class JailedCommand:
 
     def wait(self, seconds: float = float("inf")) -> CommandEnd | None:
         """Waits until the command has ended with all of its processes; None if it takes longer."""
-        deadline = time.monotonic() + seconds
-        sources = (self._process.stdout, self._process.stderr, self._status)
-        kept = {source: bytearray() for source in sources}
-        with selectors.DefaultSelector() as selector:
-            for source in sources:
-                selector.register(source, selectors.EVENT_READ)
-            while selector.get_map():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                for key, _ in selector.select(min(left, 3600.0)):
-                    if not (data := os.read(key.fd, 1 << 16)):
-                        selector.unregister(key.fileobj)
-                    kept[key.fileobj] += data
-                    del kept[key.fileobj][:-_KEPT]
-        stdout, stderr = (kept[source].decode("utf-8", "replace") for source in sources[:2])
-        code = exit_code(bytes(kept[self._status]), self._process, True)
-        return CommandEnd(code=code, stdout=stdout, stderr=stderr)
+        return wait_for_end(self._process, self._status, seconds)
 
 
 @contextlib.contextmanager
@@ -80,7 +82,7 @@ def jailed(
     box: Sandbox, command: Sequence[str], stdin: str, variables: Mapping[str, str], port: int
 ) -> Iterator[JailedCommand]:
     """Starts a command without a test of the machine; see `Sandbox.start`."""
-    request = ask(box, stdin)
+    request = make_request(box, stdin)
     request["readable"] += [os.path.realpath(folder) for folder in _PROGRAMS]
     request["command"] = [os.fsencode(part) for part in command]
     home = {"HOME": "/sandbox", "TMPDIR": "/sandbox", "LANG": "C.UTF-8", "PATH": _PATH}

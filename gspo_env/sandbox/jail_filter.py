@@ -31,69 +31,31 @@ _NO_CALL = 0x00050000 | errno.ENOSYS
 _WHOLE = 0xFFFFFFFF
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# The refused system calls with their numbers on (x86-64, arm64): those that could reach outside
+# The refused system calls with their numbers on x86-64/arm64: those that could reach outside
 # (sockets, other processes, mounts, programs), those that hold memory outside the limits (a pipe of
 # spliced pages, memory files, queues, watches), and large parts of the kernel that calculations do
 # not need.
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE, _CLONE3, PIVOT_ROOT = (56, 220), (435, 435), (155, 41)
 _MMAP, _PRCTL = (9, 222), (157, 167)
+_TABLE = """
+socket 41/198  socketpair 53/199  vmsplice 278/75  splice 275/76  tee 276/77
+inotify_add_watch 254/27  io_setup 206/0  landlock_create_ruleset 444/444  sync 162/81
+syncfs 306/267  syslog 103/116  execve 59/221  execveat 322/281  ptrace 101/117
+process_vm_readv 310/270  process_vm_writev 311/271  pidfd_getfd 438/438  kcmp 312/272
+unshare 272/97  setns 308/268  chroot 161/51  pivot_root 155/41  mount 165/40  umount2 166/39
+open_tree 428/428  move_mount 429/429  fsopen 430/430  fsconfig 431/431  fsmount 432/432
+fspick 433/433  mount_setattr 442/442  name_to_handle_at 303/264  open_by_handle_at 304/265
+memfd_create 319/279  memfd_secret 447/447  shmget 29/194  semget 64/190  msgget 68/186
+mq_open 240/180  add_key 248/217  request_key 249/218  keyctl 250/219  bpf 321/280
+perf_event_open 298/241  userfaultfd 323/282  io_uring_setup 425/425  io_uring_enter 426/426
+io_uring_register 427/427  fanotify_init 300/262  personality 135/92  kexec_load 246/104
+kexec_file_load 320/294  init_module 175/105  finit_module 313/273  delete_module 176/106
+"""
+_WORDS = _TABLE.replace("/", " ").split()
 DENIED = {
-    "socket": (41, 198),
-    "socketpair": (53, 199),
-    "vmsplice": (278, 75),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "inotify_add_watch": (254, 27),
-    "io_setup": (206, 0),
-    "landlock_create_ruleset": (444, 444),
-    "sync": (162, 81),
-    "syncfs": (306, 267),
-    "syslog": (103, 116),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "kcmp": (312, 272),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "chroot": (161, 51),
-    "pivot_root": PIVOT_ROOT,
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "fanotify_init": (300, 262),
-    "personality": (135, 92),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
+    name: (int(x86), int(arm))
+    for name, x86, arm in zip(_WORDS[::3], _WORDS[1::3], _WORDS[2::3], strict=True)
 }
 
 CHECKED: dict[str, tuple[tuple[int, int], list[tuple[tuple[int, int, int], ...]]]] = {

@@ -23,15 +23,15 @@ _FOLDER = str(Path(__file__).parent)
 _INNER_ID = 1000  # as in jail.py, which only the launcher imports because it needs Linux
 _START = f"import sys; sys.path.insert(0, {_FOLDER!r}); import jail; del sys.path[0]; jail.main()"
 _SETUP_SECONDS = 30.0
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 _MOST_LINKS = 40
 _COMMAND_FILES = 256
 """Open files of each process of a command; agents keep connections and start tools."""
 _MIB = 1 << 20
 
 
-def ask(box: Sandbox, stdin: str) -> dict[str, Any]:
-    """Returns what code and commands have in common of a request to the jail."""
+def make_request(box: Sandbox, stdin: str) -> dict[str, Any]:
+    """Returns the part of a request to the jail that code and commands have in common."""
     links: dict[str, str] = {}
     return {
         "code": "",
@@ -119,7 +119,7 @@ def stop(process: Any, isolated: bool) -> None:
     if isolated:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
+            process.wait(GRACE_SECONDS)
             return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -167,23 +167,21 @@ def _map_ids(pid: int) -> bool:
 
 
 def _limits(box: Sandbox, isolated: bool, *, unused_id: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    limits: dict[str, Any] = {
         "CPU": (box.cpu_seconds, box.cpu_seconds + 1),
         "FSIZE": box.file_mib * _MIB,
         "NOFILE": 64,
         "CORE": 0,
     }
     if sys.platform == "linux":
-        found |= {"AS": box.memory_mib * _MIB, "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64}
+        limits |= {"AS": box.memory_mib * _MIB, "MEMLOCK": 0, "MSGQUEUE": 0, "SIGPENDING": 64}
     if isolated:  # the launcher and process 1 count if they run as the same user
-        found["NPROC"] = box.processes + (0 if unused_id else 2)
-    return found
+        limits["NPROC"] = box.processes + (0 if unused_id else 2)
+    return limits
 
 
-def exit_code(status: bytes, process: Any, isolated: bool) -> int:
+def exit_code(status: bytes) -> int:
     """Reads the exit code from the status pipe; that of a killed process if it has none."""
-    if not isolated:
-        return int(process.wait(_GRACE_SECONDS))
     word, _, number = status.decode("ascii", "replace").partition(" ")
     # If process 1 reports nothing, the kernel has killed it because memory ran out.
     return int(number) if word == "exit" else -signal.SIGKILL

@@ -26,7 +26,7 @@ from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.recipes.build import build_tokenizer
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.seeding import HELD_OUT
-from gspo_envs.data.rewards import Attempt, RewardModel, conversation_encoder, judge, load_reward
+from gspo_envs.data.rewards import Attempt, RewardModel, Rewards, conversation_encoder, load_reward
 
 SUMS = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(5) for b in range(5)]
 
@@ -348,7 +348,7 @@ def test_a_reward_model_judges_concurrent_episodes_in_batches_and_each_as_if_alo
 def test_a_reward_model_is_loaded_once_and_names_its_metric(model_folder):
     one, two = (load_reward(model_folder) for _ in range(2))
     assert one is two
-    assert list(judge([one], attempt("3"))) == ["tiny_judge"]
+    assert list(Rewards("Dataset", model_folder).judge(attempt("3"))[1]) == ["tiny_judge"]
     env = make(rewards=[model_folder, exact_match], weights=[0.1, 1])
     assert env.get_wrapper_attr("blocking") is True
     check_env(env, episodes=1)

@@ -807,10 +807,10 @@ def test_an_environment_that_is_dropped_ends_its_program(make):
         ({"program": lambda task: None}, "base_url"),
         ({"command": "true"}, "expected a list"),
         ({"program": one_question, "data": None}, "data is missing"),
-        ({"program": one_question, "sandbox": True}, "sandbox"),
+        ({"program": one_question, "sandbox": True}, "sandbox is True"),
         ({"program": one_question, "timeout": 0}, "timeout is 0"),
         ({"program": one_question, "ends": "timeout"}, "ends is 'timeout'"),
-        ({"program": one_question, "env": {"A": "1"}}, "env is for a command"),
+        ({"program": one_question, "env": {"A": "1"}}, "expected neither, because a function"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_sentence(make, kwargs, words):

@@ -12,7 +12,7 @@ from gspo_env.env.base import ResetResult, StepResult
 from gspo_env.errors import ConfigError, ToolServerError
 from gspo_env.redaction import resolve
 from gspo_env.registry import load_function
-from gspo_env.runtime import loops as background
+from gspo_env.runtime import loops
 from gspo_envs.adapters.foreign import ForeignEnv, load
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class OpenEnvEnv(ForeignEnv):
         """
         arguments = {"seed": seed, **self._reset, **options}
         try:
-            result = background.run(self._ask("reset", **arguments), _LOOP)
+            result = loops.run(self._ask("reset", **arguments), _LOOP)
         except Exception as error:
             raise ToolServerError(
                 f"OpenEnv: {self.url} began no episode ({type(error).__name__}: {error}); a full "
@@ -98,14 +98,14 @@ class OpenEnvEnv(ForeignEnv):
             payload = self._payload(action)
         except ValueError as error:
             return f"Error: the action is not valid: {error}", 0.0, False, False, {}
-        result = background.run(self._ask("step", payload), _LOOP)
+        result = loops.run(self._ask("step", payload), _LOOP)
         info = {"openenv": result.metadata or {}}
         return self._read(result), float(result.reward or 0.0), bool(result.done), False, info
 
     def close(self) -> None:
         """Closes the session; a reset opens another."""
         try:
-            background.run(_close(self._client), _LOOP, timeout=_CLOSING)
+            loops.run(_close(self._client), _LOOP, timeout=_CLOSING)
         except Exception as error:  # the server frees it when the connection ends
             logger.warning("OpenEnv: %s: closing a session: %s", self.url, error)
 
@@ -145,4 +145,4 @@ async def _close(client: Any) -> None:
 
 def _free(client: Any) -> None:
     """Closes without waiting, because the garbage collector may run in any thread."""
-    background.post(_close(client), _LOOP)
+    loops.post(_close(client), _LOOP)

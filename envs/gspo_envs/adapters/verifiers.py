@@ -15,7 +15,7 @@ from typing import Any
 from gspo_env.env.base import StepResult
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
-from gspo_env.runtime import loops as background
+from gspo_env.runtime import loops
 from gspo_envs.adapters.foreign import RowEnv, load
 from gspo_envs.data.rows import TaskRows
 
@@ -61,7 +61,7 @@ class VerifiersEnv(RowEnv):
     def open(self, row: Any, index: int, seed: int) -> Any:
         """Begins the conversation of a task."""
         self._talk = _Conversation(row)
-        asked = background.run(self._talk.begin(self._play), _LOOP)
+        asked = loops.run(self._talk.begin(self._play), _LOOP)
         if asked is None:
             raise ConfigError(f"verifiers: task {index} ended before its agent was asked anything.")
         system = row.data.system_prompt
@@ -72,12 +72,12 @@ class VerifiersEnv(RowEnv):
         """Answers; at the end of the conversation the task and its environment score it."""
         if self._talk is None:
             raise RuntimeError("the conversation was closed")
-        asked = background.run(self._talk.answer(action), _LOOP)
+        asked = loops.run(self._talk.answer(action), _LOOP)
         cut = asked is not None and self._turn + 1 == self.max_turns
         if asked is not None and not cut:
             return "\n".join(m["content"] for m in _plain(asked)), 0.0, False, False, {}
         if cut:
-            background.run(self._talk.answer(None), _LOOP)
+            loops.run(self._talk.answer(None), _LOOP)
         trace = self._talk.trace
         parts = {name: float(r.score) for name, r in trace.rewards.items() if r is not None}
         parts |= {name: float(m) for name, m in trace.metrics.items() if m is not None}
@@ -86,7 +86,7 @@ class VerifiersEnv(RowEnv):
     def close(self) -> None:
         """Ends the running conversation."""
         if self._talk is not None:
-            background.run(self._talk.leave(), _LOOP)
+            loops.run(self._talk.leave(), _LOOP)
             self._talk = None
 
 

@@ -10,7 +10,7 @@ from gspo_env.env.base import Action, Options, ResetResult, StepResult
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.errors import ConfigError
 from gspo_env.registry import load_function
-from gspo_envs.data.rewards import Attempt, judge, load_reward, name_weights, settle
+from gspo_envs.data.rewards import Attempt, Rewards, settle
 from gspo_envs.data.rows import Message, TaskRows, begin_chat, read_chat, speaker_and_text
 
 _COLUMNS = ("prompt", "messages", "conversations", "question")
@@ -72,12 +72,10 @@ class DatasetEnv(ToolEnv):
             if value not in allowed:
                 raise ConfigError(f"Dataset: {name} is {value!r}, expected {' or '.join(allowed)}.")
         super().__init__(max_turns)
-        many = isinstance(rewards, (list, tuple))
-        self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
-        self.weights = name_weights("Dataset", weights, [reward.name for reward in self.rewards])
+        self.rewards = Rewards("Dataset", rewards, weights)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
         self.reply = load_function(reply, "reply") if isinstance(reply, str) else reply
-        waits = bool(self.reply) or any(r.waits for r in self.rewards)
+        waits = bool(self.reply) or self.rewards.waits
         self.blocking = waits if blocking is None else blocking
         self.column, self.chat, self.score, self.success_from = column, chat, score, success
         self._system, self._limit = system_prompt, max_turns
@@ -122,9 +120,8 @@ class DatasetEnv(ToolEnv):
         observation, reward, terminated, truncated, info = super().step(action)
         ended = terminated or truncated
         if ended or self.score == "turn":
-            parts = judge(self.rewards, self._attempt())
-            info["reward_parts"] = parts
-            reward += sum(self.weights[name] * value for name, value in parts.items())
+            judged, info["reward_parts"] = self.rewards.judge(self._attempt())
+            reward += judged
             if ended and self.success_from is not None:
                 info["success"] = reward >= self.success_from
         role = info.get("observation_role", "user")

@@ -8,7 +8,7 @@ import math
 import queue
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +16,7 @@ from typing import Any
 
 from gspo_env.errors import ConfigError, EnvironmentContractError, ModelError
 from gspo_env.registry import load_function
-from gspo_env.runtime import loops as background
+from gspo_env.runtime import loops
 from gspo_envs.data.rows import Message
 
 Ids = list[int]
@@ -89,45 +89,60 @@ def load_reward(spec: Any) -> Reward:
     return Reward(name=name, function=spec, waits=waits)
 
 
-def name_weights(owner: str, weights: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-    """Returns the weight of each reward by its name.
+class Rewards:
+    """The rewards of an environment.
 
     Args:
         owner: Name of the environment in errors.
+        specs: One or several specifications; see `load_reward`.
         weights: One for each reward, or none.
-        names: The rewards.
 
     Raises:
         ConfigError: Two rewards have one name, or there are too few or too many weights.
     """
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{owner}: the rewards are named {names}, expected different names.")
-    if weights and len(weights) != len(names):
-        given = list(weights)
-        raise ConfigError(f"{owner}: weights is {given}, expected one for each of {names}.")
-    return dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
 
+    def __init__(self, owner: str, specs: Any, weights: Sequence[float] = ()) -> None:
+        """Loads them."""
+        specs = specs if isinstance(specs, list | tuple) else [specs]
+        self._rewards = [load_reward(spec) for spec in specs]
+        names = [reward.name for reward in self._rewards]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{owner}: the rewards are named {names}, expected different names.")
+        if weights and len(weights) != len(names):
+            raise ConfigError(
+                f"{owner}: weights is {list(weights)}, expected one for each of {names}."
+            )
+        self.weights = dict(zip(names, map(float, weights or [1.0] * len(names)), strict=True))
+        self.waits = any(reward.waits for reward in self._rewards)
 
-def judge(rewards: Sequence[Reward], attempt: Attempt) -> dict[str, float]:
-    """Computes every reward, asynchronous ones concurrently; a reward of None is left out.
+    def __len__(self) -> int:
+        """Returns the number of rewards."""
+        return len(self._rewards)
 
-    Raises:
-        EnvironmentContractError: A reward is not a finite number.
-    """
-    answers = settle([reward.function(attempt) for reward in rewards])
-    numbers = {r.name: _number(r, answer) for r, answer in zip(rewards, answers, strict=True)}
-    return {name: number for name, number in numbers.items() if number is not None}
+    def judge(self, attempt: Attempt) -> tuple[float, dict[str, float]]:
+        """Returns the weighted sum of all rewards, and each; a reward of None is left out.
+
+        Asynchronous functions run concurrently.
+
+        Raises:
+            EnvironmentContractError: A reward is not a finite number.
+        """
+        answers = settle([reward.function(attempt) for reward in self._rewards])
+        numbers = {r.name: _number(r, a) for r, a in zip(self._rewards, answers, strict=True)}
+        parts = {name: number for name, number in numbers.items() if number is not None}
+        return sum(self.weights[name] * number for name, number in parts.items()), parts
 
 
 def settle(answers: Sequence[Any]) -> list[Any]:
     """Awaits the asynchronous ones among the answers concurrently."""
-    waiting = [answer for answer in answers if inspect.isawaitable(answer)]
-    done = iter(background.run(_together(waiting), "rewards") if waiting else ())
-    return [next(done) if inspect.isawaitable(answer) else answer for answer in answers]
 
+    async def gather() -> list[Any]:
+        return await asyncio.gather(*filter(inspect.isawaitable, answers))
 
-async def _together(waiting: Iterable[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*waiting))
+    if not any(map(inspect.isawaitable, answers)):
+        return list(answers)
+    results = iter(loops.run(gather(), "rewards"))
+    return [next(results) if inspect.isawaitable(answer) else answer for answer in answers]
 
 
 def _number(reward: Reward, answer: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""Programs that are commands, each in a process group of its own."""
+"""Programs that are commands, in the sandbox or outside."""
 
 from __future__ import annotations
 
@@ -6,91 +6,172 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
+import shutil
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import gspo_env.runtime.processes
 from gspo_env.env.base import clean
-from gspo_env.errors import ConfigError
+from gspo_env.errors import ConfigError, GspoEnvError
+from gspo_env.runtime.processes import Guard, spawn_reporting
+from gspo_env.sandbox import PORT, CommandEnd, JailedCommand, Sandbox, wait_for_end
 from gspo_envs.data.rows import as_json
-from gspo_envs.program.runs import Ended, Inbox, Run
+from gspo_envs.program.runs import Inbox, ProgramEnd, Run
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session
 
-GRACE = 2.0
-"""Seconds between SIGTERM and SIGKILL for the processes of a program."""
-_LONGEST_ARGUMENT = 100_000
+LIMITS = Sandbox(cpu_seconds=3600, memory_mib=2048, processes=64)
+"""The limits of `sandbox=True`."""
+_SANDBOX_FIELDS = [
+    f.name for f in fields(Sandbox) if f.name not in ("seconds", "output_kib", "allow_unsafe")
+]
+"""The others do not apply: a program has `timeout` and `silence`, and its output may be long."""
+_GRACE_SECONDS = 2.0
+"""Time between SIGTERM and SIGKILL for the processes of a program outside the sandbox."""
+_MAX_ARGUMENT = 100_000
 """Bytes of an argument of a command; Linux allows 131,072."""
-_MOST_INPUT = 1 << 26
+_MAX_INPUT = 1 << 26
 """Bytes of the task that a command reads."""
 
 
 class CommandRun(Run):
-    """A command in a process group of its own, which `program_launcher.py` watches over."""
+    """A command that plays one episode.
+
+    In the sandbox it reaches the address of its session and nothing else. Outside it has a process
+    group of its own.
+
+    Args:
+        command: The program and its arguments.
+        box: The sandbox; None runs the command outside.
+        task: Fills the arguments, and is the command's standard input.
+        session: Has the address of the model.
+        inbox: Gets the end of the command.
+        variables: Additional environment variables.
+
+    Raises:
+        ConfigError: The task has what JSON does not.
+    """
 
     def __init__(
         self,
         command: Sequence[str],
+        box: Sandbox | None,
         task: Mapping[str, Any],
         *,
         session: Session,
         inbox: Inbox,
         variables: Mapping[str, str],
     ) -> None:
-        """Starts it.
-
-        Raises:
-            ConfigError: The task has what JSON does not.
-        """
-        self._inbox = inbox
-        text = write_task(task).encode()
-        launcher = str(Path(__file__).with_name("launcher.py"))
-        folder = str(Path(gspo_env.runtime.processes.__file__).parent)
-        head = [sys.executable, "-I", "-S", launcher, folder, str(os.getpid()), str(GRACE)]
-        self._process = subprocess.Popen(
-            [*head, *fill(command, task)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(session, variables),
-            start_new_session=True,
-        )
-        self._lock = threading.Lock()
-        threading.Thread(target=self._work, args=(text,), name="program", daemon=True).start()
+        self._session, self._inbox = session, inbox
+        self._lock, self._over = threading.Lock(), False
+        self._command: JailedCommand | _HostCommand | None = None
+        start: Any
+        if box is None:
+            start = partial(_start_on_host, variables=_host_environment(session, variables))
+        else:
+            inner = session.environment(f"http://127.0.0.1:{PORT}")
+            start = partial(box.start, variables={**variables, **inner})
+        start = partial(start, fill(command, task), stdin=clean(_as_json(task)))
+        threading.Thread(target=self._work, args=(start,), name="program", daemon=True).start()
 
     def end(self) -> None:
-        """Lets the launcher end the process group."""
-        assert self._process.stdin is not None
-        with self._lock, contextlib.suppress(OSError, ValueError):  # it has ended
-            self._process.stdin.close()
+        """Ends all of its processes."""
+        with self._lock:
+            self._over = True
+            if self._command is not None:
+                self._command.end()
 
-    def _work(self, text: bytes) -> None:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        with contextlib.suppress(OSError, ValueError):  # the launcher or the episode has ended
-            stdin.write(b"%d\n" % len(text) + text)
-            stdin.flush()
-        with stdout:
-            report = stdout.read()
-        self._inbox.end(_read_report(report))
-        self.end()
-        self._process.wait()
+    def _work(self, start: Any) -> None:
+        try:
+            with start() as command:
+                with self._lock:
+                    self._command = command
+                    if self._over:
+                        command.end()
+                if isinstance(command, JailedCommand):
+                    self._session.listen(command.listener.dup())
+                end = command.wait()
+                assert end is not None
+                with self._lock:
+                    self._command = None
+                self._inbox.end(
+                    ProgramEnd(code=end.code, result=read_output(end.stdout), stderr=end.stderr)
+                )
+        except (GspoEnvError, OSError, TimeoutError) as error:
+            self._inbox.end(ProgramEnd(error=error))
 
 
-def _read_report(report: bytes) -> Ended:
-    """Reads what the launcher says of the end of the command."""
+@dataclass(frozen=True, slots=True)
+class _HostCommand:
+    """A command outside the sandbox, with the methods of a `JailedCommand`."""
+
+    guard: Guard
+    status: int
+
+    def end(self) -> None:
+        self.guard.ask_to_end()
+
+    def wait(self) -> CommandEnd | None:
+        return wait_for_end(self.guard.process, self.status)
+
+
+@contextlib.contextmanager
+def _start_on_host(
+    command: Sequence[str], *, stdin: str, variables: Mapping[str, str]
+) -> Iterator[_HostCommand]:
+    with tempfile.TemporaryFile() as file:
+        file.write(stdin.encode())
+        file.seek(0)
+        guard, status = spawn_reporting(command, file, variables, _GRACE_SECONDS)
     try:
-        told = json.loads(report)
-        code, stdout, stderr = told["code"], str(told["stdout"]), str(told["stderr"])
-    except (ValueError, TypeError, KeyError):
-        return Ended(code=None, stderr="its launcher was killed")
-    return Ended(code=code, result=read_output(stdout), stderr=stderr)
+        yield _HostCommand(guard, status)
+    finally:
+        os.close(status)
+        guard.end()
+
+
+def read_sandbox(value: Any, command: Sequence[str]) -> tuple[Sandbox, list[str]]:
+    """Returns the limits of a command, and the command with the paths that it has inside.
+
+    The command's executable, and the files that its arguments name, are readable inside. What the
+    task puts into an argument is no path.
+
+    Args:
+        value: True, or fields of `Sandbox` that differ from `LIMITS`.
+        command: The command.
+
+    Raises:
+        ConfigError: A field is unknown or invalid, or the executable does not exist.
+        SandboxUnavailableError: This machine cannot isolate commands.
+    """
+    limits = {} if value is True else value
+    if not isinstance(limits, Mapping) or not set(limits) <= set(_SANDBOX_FIELDS):
+        raise ConfigError(
+            f"Program: sandbox is {value!r}, expected true, false or limits: "
+            f"{', '.join(_SANDBOX_FIELDS)}."
+        )
+    if (path := shutil.which(command[0])) is None:
+        raise ConfigError(
+            f"Program: command is {list(command)!r}, and {command[0]!r} is not found."
+        )
+    executable = str(Path(path).parent.resolve() / Path(path).name)
+    inside, readable = [executable], [executable]
+    if (venv := Path(executable).parents[1]).joinpath("pyvenv.cfg").is_file():
+        readable.append(str(venv))
+    for part in command[1:]:
+        is_file = "\0" not in part and os.path.isfile(part)
+        inside.append(os.path.realpath(part) if is_file else part)
+        readable += [inside[-1]] if is_file else []
+    more = limits.get("readable", ())
+    readable += [os.path.realpath(clean(p)) for p in ([more] if isinstance(more, str) else more)]
+    box = replace(LIMITS, **{**limits, "readable": tuple(readable)})
+    box.check_commands()
+    return box, inside
 
 
 def read_output(stdout: str) -> Any:
@@ -103,15 +184,6 @@ def read_output(stdout: str) -> Any:
         return line
 
 
-def write_task(task: Mapping[str, Any]) -> str:
-    """Returns what a command reads from its standard input.
-
-    Raises:
-        ConfigError: The task has what JSON does not.
-    """
-    return clean(_as_json(task))
-
-
 def fill(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
     """Returns a command with `{column}` replaced by the task's value of that column.
 
@@ -122,17 +194,15 @@ def fill(command: Sequence[str], task: Mapping[str, Any]) -> list[str]:
     """
 
     def value(match: re.Match[str]) -> str:
-        if match[1] not in task:
-            return match[0]
-        found = task[match[1]]
-        return found if isinstance(found, str) else _as_json(found)
+        content = task.get(match[1], match[0])
+        return content if isinstance(content, str) else _as_json(content)
 
     filled = [clean(re.sub(r"\{(\w+)\}", value, part)) for part in command]
     for part in filled:
-        if len(part.encode()) > _LONGEST_ARGUMENT or "\0" in part:
+        if len(part.encode()) > _MAX_ARGUMENT or "\0" in part:
             raise ConfigError(
                 f"Program: an argument of the command has {len(part.encode()):,} bytes; expected "
-                f"at most {_LONGEST_ARGUMENT:,} without null characters: the program can read the "
+                f"at most {_MAX_ARGUMENT:,} without null characters: the program can read the "
                 "task from its standard input"
             )
     return filled
@@ -145,18 +215,18 @@ def _as_json(value: Any) -> str:
         raise ConfigError(
             f"Program: a task cannot be written as JSON for the command: {error}"
         ) from error
-    if len(text) > _MOST_INPUT:
+    if len(text) > _MAX_INPUT:
         raise ConfigError(
             f"Program: a task has {len(text):,} characters of JSON, expected at most "
-            f"{_MOST_INPUT:,}."
+            f"{_MAX_INPUT:,}."
         )
     return text
 
 
-def _environment(session: Session, variables: Mapping[str, str]) -> dict[str, str]:
+def _host_environment(session: Session, variables: Mapping[str, str]) -> dict[str, str]:
     """Returns our environment variables with the address of the episode."""
-    found = {**os.environ, **variables, **session.environment()}
-    found.pop("ANTHROPIC_AUTH_TOKEN", None)  # the SDK would send it in place of the key
-    hosts = [found.get("NO_PROXY") or found.get("no_proxy") or "", "127.0.0.1,localhost"]
-    found["NO_PROXY"] = found["no_proxy"] = ",".join(filter(None, hosts))
-    return found
+    environment = {**os.environ, **variables, **session.environment()}
+    environment.pop("ANTHROPIC_AUTH_TOKEN", None)  # the SDK would send it in place of the key
+    hosts = [environment.get("NO_PROXY") or environment.get("no_proxy"), "127.0.0.1,localhost"]
+    environment["NO_PROXY"] = environment["no_proxy"] = ",".join(filter(None, hosts))
+    return environment

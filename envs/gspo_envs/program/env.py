@@ -29,13 +29,12 @@ from gspo_env.errors import (
 )
 from gspo_env.registry import load_function
 from gspo_env.types import Message
-from gspo_envs.data.rewards import judge, load_reward, name_weights
+from gspo_envs.data.rewards import Rewards
 from gspo_envs.data.rows import TaskRows, begin_chat
-from gspo_envs.program.commands import CommandRun
+from gspo_envs.program.commands import CommandRun, read_sandbox
 from gspo_envs.program.functions import start_function
 from gspo_envs.program.rewards import Exchange, read_result, to_attempt
-from gspo_envs.program.runs import Asked, Ended, Run, Started
-from gspo_envs.program.sandbox import SandboxRun, read_sandbox
+from gspo_envs.program.runs import PendingRequest, ProgramEnd, Run, RunningProgram
 
 if TYPE_CHECKING:
     from gspo_env.serving import Reply
@@ -87,7 +86,7 @@ class ProgramEnv(TextEnv):
         max_turns: Requests before the episode is truncated.
         env: Additional environment variables of a command.
         sandbox: Run a command in the sandbox: True, or limits that differ from `LIMITS` of
-            `gspo_envs.program.sandbox`, such as `{"readable": ["agent"]}`. See docs/tools.md.
+            `gspo_envs.program.commands`, such as `{"readable": ["agent"]}`. See docs/tools.md.
 
     Raises:
         ConfigError: An argument is invalid.
@@ -129,11 +128,9 @@ class ProgramEnv(TextEnv):
         self.timeout, self.silence, self.success_from = timeout, silence, success
         self._start = _read_program(program, command, dict(env or {}), sandbox)
         self._ends = _read_ends(ends)
-        many = isinstance(rewards, (list, tuple))
-        self.rewards = [load_reward(spec) for spec in (rewards if many else [rewards])]
-        self.weights = name_weights("Program", weights, [reward.name for reward in self.rewards])
+        self.rewards = Rewards("Program", rewards, weights)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
-        self._started: Started | None = None
+        self._started: RunningProgram | None = None
 
     @property
     def num_tasks(self) -> int:  # type: ignore[override]
@@ -159,9 +156,9 @@ class ProgramEnv(TextEnv):
         self._exchanges: list[Exchange] = []
         self._token_ids: tuple[int, ...] = ()
         self._left = self.timeout
-        self._started = Started(partial(self._start, self._row), self)
+        self._started = RunningProgram(partial(self._start, self._row), self)
         event = self._next()
-        if not isinstance(event, Asked):
+        if not isinstance(event, PendingRequest):
             self.abandon()
             raise self._failure(event) or EnvironmentContractError(
                 "Program: the number of its requests is 0, expected one before its end."
@@ -185,31 +182,38 @@ class ProgramEnv(TextEnv):
         reply, malformed = to_reply(action, self._asked.request.tools)
         refused = reply.finish_reason == "context"
         if not refused:
-            said = Message(role="assistant", content=clean(str(action)))
-            self._exchanges.append((self._asked.request.messages, said))
+            answer = Message(role="assistant", content=clean(str(action)))
+            self._exchanges.append((self._asked.request.messages, answer))
         self._token_ids += tuple(getattr(action, "token_ids", ()))
         self._started.rewards.begin(self._asked.request.id)
         self._asked.answer(reply)
         try:
-            event = self._next()
-            reward = self._started.rewards.finish()
-            counts = {"malformed_calls": malformed}
-            failure = None if refused else self._failure(event)
-            if failure is not None:
-                raise failure
-            regular = isinstance(event, Ended) and event.error is None and event.code == 0
-            over = not isinstance(event, Asked)
-            terminated, truncated = self.end_turn(regular and not refused, over)
-            if isinstance(event, Asked) and not truncated:
-                observation, info = self._observe(event)
-                return observation, reward, False, False, info | counts
-            result = event.result if isinstance(event, Ended) else None
-            info = {"success": False} if refused else self._judge(result, reward)
+            observation, reward, terminated, truncated, info = self._advance(refused)
         except BaseException:
             self.abandon()
             raise
-        self.abandon()
-        return "", float(info.pop("reward", 0.0)), terminated, not terminated, info | counts
+        if terminated or truncated:
+            self.abandon()
+        return observation, reward, terminated, truncated, {**info, "malformed_calls": malformed}
+
+    def _advance(self, refused: bool) -> StepResult:
+        """Waits for what follows an answer, or the refusal of a prompt that did not fit."""
+        assert self._started is not None
+        event = self._next()
+        reward = self._started.rewards.finish()
+        failure = None if refused else self._failure(event)
+        if failure is not None:
+            raise failure
+        regular = isinstance(event, ProgramEnd) and event.error is None and event.code == 0
+        over = not isinstance(event, PendingRequest)
+        terminated, truncated = self.end_turn(regular and not refused, over)
+        if isinstance(event, PendingRequest) and not truncated:
+            observation, info = self._observe(event)
+            return observation, reward, False, False, info
+        if refused:
+            return "", 0.0, False, True, {"success": False}
+        reward, info = self._judge(event.result if isinstance(event, ProgramEnd) else None, reward)
+        return "", reward, terminated, truncated, info
 
     def abandon(self) -> None:
         """Ends the running program, if there is one: its requests, and its processes."""
@@ -222,7 +226,7 @@ class ProgramEnv(TextEnv):
         """Ends the running program."""
         self.abandon()
 
-    def _next(self) -> Asked | Ended | str:
+    def _next(self) -> PendingRequest | ProgramEnd | str:
         """Waits for the program; returns its next request, its end, or the limit that it passed."""
         assert self._started is not None
         began = time.monotonic()
@@ -233,7 +237,7 @@ class ProgramEnv(TextEnv):
             return "timeout" if self._left <= 0 else "silence"
         return event
 
-    def _observe(self, asked: Asked) -> tuple[str, dict[str, Any]]:
+    def _observe(self, asked: PendingRequest) -> tuple[str, dict[str, Any]]:
         """Returns the observation and the keys of `info` of a request."""
         self._asked, request = asked, asked.request
         last = request.messages[-1]
@@ -248,14 +252,14 @@ class ProgramEnv(TextEnv):
             info["observation_role"] = "tool"
         return clean(last.content, self.observation_space.max_length), info
 
-    def _failure(self, event: Asked | Ended | str) -> Exception | None:
+    def _failure(self, event: PendingRequest | ProgramEnd | str) -> Exception | None:
         """Returns the failure that ends the episode without a score; None if there is none."""
         if isinstance(event, str):
             if event in self._ends:
                 return None
             limit = f"{getattr(self, event):g} s"
             return EnvironmentHangError(f"Program: its time is over ({event}={limit}).")
-        if isinstance(event, Asked):
+        if isinstance(event, PendingRequest):
             return None
         if event.error is not None:
             return None if _is_listed(event.error, self._ends) else event.error
@@ -267,20 +271,18 @@ class ProgramEnv(TextEnv):
             f"{told}"
         )
 
-    def _judge(self, result: Any, posted: float) -> dict[str, Any]:
-        """Scores the episode; returns the `info` of the last step, with its reward."""
+    def _judge(self, result: Any, posted: float) -> tuple[float, dict[str, Any]]:
+        """Scores the episode; returns the reward of the last step, and its `info`."""
+        success: bool | None = None
         if self.rewards:
             attempt = to_attempt(self._exchanges, self._row, self._token_ids, result)
-            parts = judge(self.rewards, attempt)
-            reward = posted + sum(self.weights[name] * value for name, value in parts.items())
-            success: bool | None = None
+            reward, parts = self.rewards.judge(attempt)
         else:
-            read = read_result(result)
-            reward, success, parts = posted + read.reward, read.success, dict(read.parts)
+            reward, success, parts = read_result(result)
+        reward += posted
         if self.success_from is not None:
             success = reward >= self.success_from
-        info: dict[str, Any] = {"reward": reward, "reward_parts": parts, "success": success}
-        return info
+        return float(reward), {"reward_parts": parts, "success": success}
 
 
 def to_reply(action: str, tools: Sequence[Tool]) -> tuple[Reply, int]:
@@ -313,25 +315,22 @@ def _read_program(
         SandboxUnavailableError: This machine has no sandbox for it.
     """
     if (program is None) == (not command):
-        given = "neither" if program is None else "both"
-        raise ConfigError(f"Program: {given} of program and command is given, expected one.")
+        count = "neither" if program is None else "both"
+        raise ConfigError(f"Program: {count} of program and command is given, expected one.")
     if program is None:
-        texts = isinstance(command, (list, tuple)) and all(isinstance(c, str) for c in command)
-        if not texts:
+        if isinstance(command, str) or not all(isinstance(part, str) for part in command):
             raise ConfigError(
                 f'Program: command is {command!r}, expected a list such as ["node", "agent.js"].'
             )
-        if sandbox is False:
-            return partial(CommandRun, tuple(command), variables=variables)
-        box, inside = read_sandbox(sandbox, command)
-        return partial(SandboxRun, box, inside, variables=variables)
-    if sandbox is not False:
+        box = None
+        if sandbox is not False:
+            box, command = read_sandbox(sandbox, command)
+        return partial(CommandRun, tuple(command), box, variables=variables)
+    if sandbox is not False or variables:
         raise ConfigError(
-            f"Program: sandbox is {sandbox!r}, but a function runs in this process; expected a "
-            "command, or no sandbox."
+            f"Program: sandbox is {sandbox!r} and env {sorted(variables)}; expected neither, "
+            "because a function runs in this process."
         )
-    if variables:
-        raise ConfigError("Program: env is for a command, expected none with a function.")
     function = load_function(program, "program") if isinstance(program, str) else program
     try:
         inspect.signature(function).bind({}, base_url="", api_key="")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gspo_env.errors import ForeignError
 from gspo_env.runtime.threads import attempt, foreign
-from gspo_envs.program.runs import Ended, Inbox, Run
+from gspo_envs.program.runs import Inbox, ProgramEnd, Run
 
 if TYPE_CHECKING:
     from gspo_env.serving import Session
@@ -55,7 +55,7 @@ class ThreadRun(Run):
 
     def _work(self) -> None:
         try:
-            ended = Ended(result=attempt(self._result))
+            ended = ProgramEnd(result=attempt(self._result))
         except Exception as error:
             ended = _ended_by(error)
         self._inbox.end(ended)
@@ -105,7 +105,7 @@ class LoopRun(Run):
 
     async def _work(self) -> None:
         try:
-            ended = Ended(result=await self._call())
+            ended = ProgramEnd(result=await self._call())
         except asyncio.CancelledError as error:
             ended = _ended_by(foreign(error))
         except Exception as error:
@@ -192,11 +192,13 @@ class _DaemonThreads(ThreadPoolExecutor):
         return future
 
 
-def _ended_by(error: Exception, cause: BaseException | None = None) -> Ended:
+def _ended_by(error: Exception, cause: BaseException | None = None) -> ProgramEnd:
     """Returns the end by an exception; `SystemExit` is an exit code, as of a command."""
     cause = error.__cause__ if isinstance(error, ForeignError) and cause is None else cause
     if isinstance(cause, SystemExit):
         code = cause.code
         text = code if isinstance(code, str) else ""
-        return Ended(code=code if isinstance(code, int) else int(code is not None), stderr=text)
-    return Ended(error=error)
+        return ProgramEnd(
+            code=code if isinstance(code, int) else int(code is not None), stderr=text
+        )
+    return ProgramEnd(error=error)

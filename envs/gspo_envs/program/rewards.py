@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from gspo_env.errors import EnvironmentContractError
@@ -53,40 +52,32 @@ class TurnRewards:
             return self._sum
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-    """The result of a program as a reward."""
-
-    reward: float = 0.0
-    success: bool | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-
-
-def read_result(value: Any) -> Result:
+def read_result(value: Any) -> tuple[float, bool | None, dict[str, float]]:
     """Reads the result of a program: a number, true or false, a dictionary, or no reward.
+
+    Returns:
+        The reward, whether the episode succeeded if the result says so, and further numbers.
 
     Raises:
         EnvironmentContractError: A number is not finite, or "success" is neither true nor false.
     """
     if isinstance(value, bool):
-        return Result(reward=float(value), success=value)
+        return float(value), value, {}
     if (number := _number("the result", value)) is not None:
-        return Result(reward=number)
+        return number, None, {}
     if not isinstance(value, Mapping):
-        return Result()
-    numbers = {
-        str(name): number
-        for name, item in value.items()
-        if (number := _number(f"the result's {str(name)!r}", item)) is not None
-    }
+        return 0.0, None, {}
     success = value.get("success")
     if success is not None and not isinstance(success, bool):
         raise EnvironmentContractError(
             f"Program: the result's 'success' is {success!r}, expected true or false."
         )
-    reward = numbers.pop("reward", 0.0)
-    numbers.pop("success", None)
-    return Result(reward=reward, success=success, parts=numbers)
+    numbers = {
+        str(name): number
+        for name, item in value.items()
+        if name != "success" and (number := _number(f"the result's {name!r}", item)) is not None
+    }
+    return numbers.pop("reward", 0.0), success, numbers
 
 
 def _number(what: str, value: Any) -> float | None:

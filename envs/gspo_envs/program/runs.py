@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class PendingRequest:
     """A request of the program and the future of its answer."""
 
     request: Request
@@ -32,7 +32,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class ProgramEnd:
     """How a program ended."""
 
     result: Any = None
@@ -46,7 +46,7 @@ class Ended:
     """The end of a command's standard error."""
 
 
-class Started:
+class RunningProgram:
     """A program that plays one episode, with its session of the address."""
 
     def __init__(self, start: Callable[..., Run], owner: object) -> None:
@@ -84,8 +84,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._asked: deque[Asked] = deque()
-        self._ended: Ended | None = None
+        self._asked: deque[PendingRequest] = deque()
+        self._ended: ProgramEnd | None = None
         self._closed = False
 
     def ask(self, request: Request) -> Future[Reply]:
@@ -95,17 +95,17 @@ class Inbox:
             if self._closed:
                 reply.cancel()
             else:
-                self._asked.append(Asked(request=request, reply=reply))
+                self._asked.append(PendingRequest(request=request, reply=reply))
                 self._changed.notify()
         return reply
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: ProgramEnd) -> None:
         """Takes the end of the program."""
         with self._changed:
             self._ended = ended
             self._changed.notify()
 
-    def next(self, seconds: float) -> Asked | Ended | None:
+    def next(self, seconds: float) -> PendingRequest | ProgramEnd | None:
         """Waits for the end of the program or its next request; None if neither comes in time.
 
         Requests that the program has given up, and those that others left behind at its end, are

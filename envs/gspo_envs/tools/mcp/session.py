@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from gspo_env.errors import ConfigError, MissingExtraError, ToolServerError
 from gspo_env.redaction import redact, resolve
-from gspo_env.runtime import loops as background
+from gspo_env.runtime import loops
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +104,12 @@ class MCPSession:
         Raises:
             ToolServerError: The server did not answer.
         """
-        return background.run(self._ask(question, timeout), _LOOP)
+        return loops.run(self._ask(question, timeout), _LOOP)
 
     def close(self) -> None:
         """Closes the connection, and the server if it was started here; waits for both."""
         if self.is_used:
-            background.run(self._finish(), _LOOP)
+            loops.run(self._finish(), _LOOP)
 
     @property
     def is_used(self) -> bool:
@@ -119,7 +119,7 @@ class MCPSession:
     def forget(self) -> None:
         """Closes the connection without waiting."""
         if self._task is not None:
-            background.post(self._finish(), _LOOP)
+            loops.post(self._finish(), _LOOP)
 
     async def _ask(self, question: Callable[[Any], Awaitable[T]], timeout: float) -> T:
         client, before = None, self._answers
@@ -206,7 +206,7 @@ def _close_all() -> None:
         await asyncio.gather(*(session._finish() for session in used))
 
     if used := [session for session in _ALIVE if session.is_used]:
-        background.run(finish(), _LOOP)
+        loops.run(finish(), _LOOP)
 
 
 def list_tools(server: MCPServer, session: MCPSession, timeout: float) -> list[Any]:
