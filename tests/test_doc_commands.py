@@ -49,10 +49,10 @@ ELSEWHERE = {
     "pytest": "runs these tests",
     ".ci/run": "runs these tests",
     "torchrun": "starts processes; see tests/distributed, with the marker ranks",
+    "gspo-env sync": "needs a run with a tracker; see tests/tracking",
     "gspo-env play": "waits for a person; see tests/cli/test_play.py",
     "gspo-env train --engine vllm": "needs vLLM; run by the tests with the marker vllm",
     "gspo-env train --config one-gpu.toml": "needs vLLM and a GPU",
-    "python studies/simulate.py --check": "takes minutes, and a machine that does nothing else",
     "gspo-env train --env gspo/Program-v0": "needs tasks that a Python block writes",
     "gspo-env compare --config examples/compare.toml": "takes hours; see tests/compare",
 }
