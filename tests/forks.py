@@ -1,23 +1,14 @@
-"""Log-probabilities of engine and trainer where conversations are edited, compacted and forked.
+"""Conversations that are edited, compacted and forked by a harness that nobody should write.
 
-    python tests/forks.py                       # 500 episodes, about 4 minutes
-    python tests/forks.py --engine vllm --episodes 100
-    python tests/forks.py --cost                # the time of a turn, and tokens of an update
-
-A harness that nobody should write plays: it edits and compacts its history, goes back, asks twice,
-and lets two agents speak by turns. Its texts contain control tokens. Every sampled token is scored
-again by the learner, in the sequence in which it is trained. A token in a wrong context would
-differ by whole units.
+It edits and compacts its history, goes back, asks twice, and lets two agents speak by turns. Its
+texts contain control tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import random
-import time
-from collections import Counter
 
 import numpy as np
 import torch
@@ -26,7 +17,6 @@ from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
 from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.engines.base import Transformers
 from gspo_env.env.base import TextEnv
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.recipes.build import build_model, build_tokenizer
@@ -34,7 +24,7 @@ from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.types import Episode, Message, Prompt, StepInfo, Task
+from gspo_env.types import Episode, Message, Prompt, StepInfo, StopReason, Task, Turn
 
 WORDS = "amber birch cedar stone river follow two links then say what you found summary again"
 APPENDING = (
@@ -192,22 +182,6 @@ def in_wrong_context(episode: Episode) -> Episode:
     return dataclasses.replace(episode, turns=(changed, *episode.turns[1:]))
 
 
-def report(name: str, model, episodes) -> float:
-    """Prints the differences and the forks; returns the largest difference."""
-    found = differences(model, episodes)
-    reasons = Counter(t.fork for e in episodes for t in e.turns)
-    wrong = differences(model, [in_wrong_context(e) for e in episodes[:20]])
-    sequences = np.mean([len(e.sequences) for e in episodes])
-    turns = sum(len(e.turns) for e in episodes)
-    print(
-        f"{name}: {len(episodes)} episodes, {turns} turns, {len(found)} trained tokens, "
-        f"{sequences:.1f} sequences an episode, forks {dict(reasons)}\n"
-        f"  |trainer - engine| at most {found.max():.1e} (allowed 1e-4); "
-        f"with one token of the context changed {wrong.max():.1e}"
-    )
-    return float(found.max())
-
-
 def compacting(chat, turns: int = 40, every: int = 8, words: int = 12) -> Episode:
     """Returns the token sequences of an episode that compacts its history again and again."""
     rng = random.Random(0)
@@ -215,8 +189,6 @@ def compacting(chat, turns: int = 40, every: int = 8, words: int = 12) -> Episod
     transcript = Transcript(chat, Prompt(messages=()))
     head = [Message(role="system", content=text(60)), Message(role="user", content=text(30))]
     talk, records = list(head), []
-    from gspo_env.types import StopReason, Turn
-
     for k in range(turns):
         opening = transcript.read("", "user", StepInfo(messages=tuple(talk)))
         action = (*chat.encode(text(words)), chat.end_of_turn)
@@ -261,69 +233,3 @@ def computed_and_distinct(episode: Episode) -> tuple[int, int]:
             at = names.setdefault((at, token), len(names) + 1)
             nodes.add((at, token))
     return computed, len(nodes)
-
-
-def turn_seconds(chat, turns: int = 40, words: int = 200) -> list[float]:
-    """Returns the seconds of each turn's transcript in a plain conversation that grows."""
-    rng = random.Random(0)
-    transcript, spent = Transcript(chat, Prompt()), []
-    for _ in range(turns):
-        text = " ".join(rng.choices(WORDS.split(), k=words))
-        action = (*chat.encode(" ".join(rng.choices(WORDS.split(), k=words))), chat.end_of_turn)
-        started = time.perf_counter()
-        transcript.read(text)
-        transcript.write(action)
-        spent.append(time.perf_counter() - started)
-    return spent
-
-
-def costs() -> None:
-    """Prints the time of a turn in three modes, and the tokens of an update with forks."""
-    for template, history in (
-        ("appends", "keep"),
-        ("appends", "template"),
-        ("thinking", "template"),
-    ):
-        chat = make_chat(template, history)
-        turn_seconds(chat, 4)
-        spent = [1e3 * s for s in turn_seconds(chat)]
-        print(
-            f"template that {template}, history {history}: {np.mean(spent):.2f} ms a turn, "
-            f"{np.mean(spent[-5:]):.2f} ms in the last five of 40 turns of 400 words"
-        )
-    computed, distinct = computed_and_distinct(compacting(make_chat()))
-    print(
-        f"40 turns that compact every 8: {computed} tokens computed, {distinct} distinct, "
-        f"ratio {computed / distinct:.3f} (allowed 1.3)"
-    )
-
-
-def main() -> None:
-    """Runs the comparison or the measurements."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--episodes", type=int, default=500)
-    parser.add_argument("--engine", choices=("transformers", "vllm"), default="transformers")
-    parser.add_argument("--cost", action="store_true", help="only the time and the tokens")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    if arguments.cost:
-        costs()
-        return
-    worst = 0.0
-    for n, template in enumerate(TEMPLATES):
-        chat = make_chat(template)
-        model = make_model(chat, shape=VLLM_SHAPE)
-        choice = Transformers()
-        if arguments.engine == "vllm":
-            from gspo_env.engines.vllm import VLLM
-
-            choice = VLLM(dtype="float32")
-        engine = choice.start(model, max_slots=16, max_context=300)
-        count = arguments.episodes // 2
-        worst = max(worst, report(template, model, play(engine, chat, count, 10_000 * n)))
-        engine.close()
-    raise SystemExit(worst > 1e-4)
-
-
-if __name__ == "__main__":
-    main()

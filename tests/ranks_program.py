@@ -12,9 +12,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import architectures
 import numpy as np
 import torch
-from tiny_models import PROGRAM
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from gspo_env.batch.sample import Sample
@@ -68,7 +68,7 @@ def shape(kind: str, tied: bool) -> Any:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     torch.manual_seed(0)
     if kind == "alone":
-        return PROGRAM.build("LFM2").double()
+        return architectures.build("LFM2").double()
     if kind == "mixture":
         # the balance of routers would be over other rows
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}

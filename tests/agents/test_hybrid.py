@@ -1,36 +1,22 @@
-"""Models that packed rows would change train one sequence a row; tests/hybrid.py trains on."""
+"""Models that packed rows would change train one sequence a row."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
-from pathlib import Path
 
+import architectures
 import numpy as np
 import pytest
-from tiny_models import PROGRAM
+from hybrid import Hybrid, train
 
 from gspo_env.batch.sample import Sample
 from gspo_env.engines import Transformers
 from gspo_env.errors import ModelError
 from gspo_env.model import check
 
-FILE = Path(__file__).parents[1] / "hybrid.py"
-
-
-def load():
-    spec = importlib.util.spec_from_file_location("hybrid_program", FILE)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HYBRID = load()
-
 
 def short(kind, folder, **changes):
-    recipe = HYBRID.Hybrid(
+    recipe = Hybrid(
         kind=kind, hidden_size=32, demonstrations=16, imitation_steps=4, imitation_batch=8
     )
     settings = {
@@ -40,7 +26,7 @@ def short(kind, folder, **changes):
         "eval_tasks": 1,
         "rollout": {"group_size": 2, "max_turn_tokens": 6, "max_turns": 2},
     }
-    return HYBRID.train(recipe, str(folder / "run"), **settings | changes)
+    return train(recipe, str(folder / "run"), **settings | changes)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -55,12 +41,12 @@ def test_a_run_with_a_hybrid_says_so_once_and_trains_on_what_its_engine_sampled(
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "LFM2", "Falcon-H1"])
 def test_engine_and_trainer_of_a_hybrid_agree_after_every_update(name):
-    model = PROGRAM.build(name)
+    model = architectures.build(name)
     engine = Transformers().start(model, max_slots=4, max_context=128)
-    learner = PROGRAM.make_learner(model, learning_rate=1e-3, minibatches=2)
+    learner = architectures.make_learner(model, learning_rate=1e-3, minibatches=2)
 
     async def play():
-        return await asyncio.gather(*(PROGRAM.converse(engine, seed) for seed in range(4)))
+        return await asyncio.gather(*(architectures.converse(engine, seed) for seed in range(4)))
 
     for step in range(3):
         metrics = learner.update([as_sample(log) for log in asyncio.run(play())], step)

@@ -6,9 +6,9 @@ import importlib.metadata
 import math
 from types import SimpleNamespace
 
+import architectures
 import pytest
 import torch
-from tiny_models import PROGRAM
 
 from gspo_env import sandbox
 from gspo_env.cli import doctor
@@ -100,8 +100,8 @@ def test_a_model_without_a_chat_template_is_named(tmp_path, model, tokenizer):
 
 def test_the_way_of_a_model_and_its_reason_are_named(tmp_path, model, tokenizer):
     save_model(model, tokenizer, tmp_path / "packed")
-    save_model(PROGRAM.build("LFM2"), tokenizer, tmp_path / "hybrid")
-    save_model(PROGRAM.build("RecurrentGemma"), tokenizer, tmp_path / "refused")
+    save_model(architectures.build("LFM2"), tokenizer, tmp_path / "hybrid")
+    save_model(architectures.build("RecurrentGemma"), tokenizer, tmp_path / "refused")
     assert finding("model", str(tmp_path / "packed")).text.endswith("packed with shared prefixes")
     hybrid, refused = (finding("model", str(tmp_path / n)) for n in ("hybrid", "refused"))
     assert hybrid.ok

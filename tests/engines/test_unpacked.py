@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import copy
 
+import architectures
 import pytest
 import torch
-from tiny_models import PROGRAM
 
 from gspo_env.engines import Sampling, TransformersEngine, UnbatchedEngine
 from gspo_env.errors import EngineError, ModelError
@@ -17,7 +17,7 @@ from gspo_env.model.check import check_model
 
 @pytest.fixture(scope="module")
 def hybrid():
-    model = PROGRAM.build("LFM2")
+    model = architectures.build("LFM2")
     check_model(model)
     return model
 
@@ -28,7 +28,7 @@ def start(model, **limits):
 
 def logprobs(model, prompt, done):
     with torch.no_grad():
-        return PROGRAM.plain_logprobs(model, prompt + list(done.token_ids))[len(prompt) - 1 :]
+        return architectures.plain_logprobs(model, prompt + list(done.token_ids))[len(prompt) - 1 :]
 
 
 def assert_exact(model, prompt, done):
@@ -42,7 +42,7 @@ def test_turns_of_many_sessions_report_what_a_pass_over_the_whole_sequence_gives
     engine = start(hybrid, max_slots=3, whole_turns=whole_turns)
 
     async def play():
-        return await asyncio.gather(*(PROGRAM.converse(engine, seed) for seed in range(6)))
+        return await asyncio.gather(*(architectures.converse(engine, seed) for seed in range(6)))
 
     for log in asyncio.run(play()):
         for prompt, done in log:
@@ -51,7 +51,7 @@ def test_turns_of_many_sessions_report_what_a_pass_over_the_whole_sequence_gives
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_a_seed_gives_the_action_of_the_fast_engine(temperature):
-    model = PROGRAM.build("Qwen3")
+    model = architectures.build("Qwen3")
     slow = start(copy.deepcopy(model))
     fast = TransformersEngine(model, max_slots=4, max_context=200)
     for seed in range(8):
@@ -134,7 +134,7 @@ def test_a_cancelled_request_leaves_its_slot_and_no_cache(hybrid):
 
 
 def test_new_weights_drop_every_cache():
-    model = PROGRAM.build("LFM2")
+    model = architectures.build("LFM2")
     check_model(model)
     engine = start(model)
     prompt = list(range(3, 20))
@@ -213,9 +213,9 @@ def test_a_failing_pass_fails_its_own_request_only(hybrid, monkeypatch):
 
 
 def test_activation_checkpointing_keeps_gradients_and_the_cache():
-    model = PROGRAM.build("LFM2")
+    model = architectures.build("LFM2")
     plain = copy.deepcopy(model)
-    learner = PROGRAM.make_learner(model, checkpointing=True)
-    assert PROGRAM.learner_difference(learner, plain, PROGRAM.make_samples(0)) < 1e-4
+    learner = architectures.make_learner(model, checkpointing=True)
+    assert architectures.learner_difference(learner, plain, architectures.make_samples(0)) < 1e-4
     learner.model.train()
-    assert PROGRAM.engine_difference(model, plain) < 1e-4
+    assert architectures.engine_difference(model, plain) < 1e-4

@@ -6,10 +6,10 @@ import asyncio
 import copy
 import logging
 
+import architectures
 import numpy as np
 import pytest
 import torch
-from tiny_models import PROGRAM
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -37,23 +37,26 @@ LATENT = ("DeepSeek-V2", "DeepSeek-V3")
 
 @pytest.mark.parametrize("name", [*LAYERS, *ROPE, *NOT_PLAIN, *LATENT])
 def test_the_learner_gives_the_models_own_log_probabilities_and_gradients(name):
-    model = PROGRAM.build(name)
+    model = architectures.build(name)
     plain = copy.deepcopy(model)
-    learner = PROGRAM.make_learner(model)
+    learner = architectures.make_learner(model)
     for shared in (0, 40):
-        assert PROGRAM.learner_difference(learner, plain, PROGRAM.make_samples(shared)) < BOUND
+        assert (
+            architectures.learner_difference(learner, plain, architectures.make_samples(shared))
+            < BOUND
+        )
 
 
 @pytest.mark.parametrize("name", [*LAYERS, "gpt-oss", "GPT-Neo", "DeepSeek-V3"])
 def test_the_engine_reports_the_models_own_log_probabilities(name):
-    model = PROGRAM.build(name)
+    model = architectures.build(name)
     plain = copy.deepcopy(model)
-    assert PROGRAM.engine_difference(model, plain) < BOUND
+    assert architectures.engine_difference(model, plain) < BOUND
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "Mamba 2", "LFM2", "Llama 4"])
 def test_the_first_layer_that_mixes_sequences_is_named(name, caplog):
-    check = check_model(PROGRAM.build(name))
+    check = check_model(architectures.build(name))
     assert check.mode is RunMode.UNPACKED
     assert check.packed.nats > 100 * BOUND
     assert check.packed.cause == LAYERS[name]
@@ -63,7 +66,7 @@ def test_the_first_layer_that_mixes_sequences_is_named(name, caplog):
 
 
 def test_weights_of_a_fresh_model_hide_no_layer_that_mixes_sequences():
-    model = PROGRAM.build("Qwen3.5", scale=0.3)
+    model = architectures.build("Qwen3.5", scale=0.3)
     check = check_model(model)
     assert check.packed.nats < BOUND
     assert check.mode is RunMode.UNPACKED
@@ -72,7 +75,7 @@ def test_weights_of_a_fresh_model_hide_no_layer_that_mixes_sequences():
 @pytest.mark.parametrize("name", ["Qwen3", "Mixtral", "Gemma 3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_healthy_model_of_any_precision_is_packed_with_shared_prefixes(name, dtype):
-    check = check_model(PROGRAM.build(name).to(dtype))
+    check = check_model(architectures.build(name).to(dtype))
     assert check.mode is RunMode.SHARED
     assert not check.reason
 
@@ -99,7 +102,7 @@ def test_large_logits_in_half_precision_are_no_reason_for_a_slower_way(dtype):
 @pytest.mark.parametrize("scale", [1, 16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_hides_no_layer_that_mixes_sequences(dtype, scale):
-    check = check_model(with_larger_logits(PROGRAM.build("Qwen3.5"), scale).to(dtype))
+    check = check_model(with_larger_logits(architectures.build("Qwen3.5"), scale).to(dtype))
     assert check.mode is RunMode.UNPACKED
     assert check.packed.cause == LAYERS["Qwen3.5"]
     assert check.packed.nats > 5 * check.bound
@@ -107,14 +110,14 @@ def test_half_precision_hides_no_layer_that_mixes_sequences(dtype, scale):
 
 @pytest.mark.parametrize("name", [*ROPE, "Llama 4"])
 def test_a_model_that_changes_with_length_is_packed_only_below_that_length(name):
-    assert check_model(PROGRAM.build(name)).mode is RunMode.UNPACKED
-    assert check_model(PROGRAM.build(name), max_context=49).mode is RunMode.UNPACKED
+    assert check_model(architectures.build(name)).mode is RunMode.UNPACKED
+    assert check_model(architectures.build(name), max_context=49).mode is RunMode.UNPACKED
     if name in ROPE:
-        assert check_model(PROGRAM.build(name), max_context=48).mode is RunMode.SHARED
+        assert check_model(architectures.build(name), max_context=48).mode is RunMode.SHARED
 
 
 def test_a_model_that_was_prepared_for_short_sequences_is_refused_for_longer_ones():
-    model = PROGRAM.build("Llama, dynamic RoPE")
+    model = architectures.build("Llama, dynamic RoPE")
     first = check_model(model, max_context=40)
     assert check_model(model) is check_model(model, max_context=48) is first
     with pytest.raises(ModelError, match="at most 48 tokens a sequence, and max_context is 49"):
@@ -124,38 +127,38 @@ def test_a_model_that_was_prepared_for_short_sequences_is_refused_for_longer_one
 @pytest.mark.parametrize("name", ROPE)
 def test_the_engine_refuses_a_context_in_which_cached_positions_become_wrong(name):
     with pytest.raises(ModelError, match="max_context is 64, expected at most 48"):
-        check_engine(PROGRAM.build(name), 64)
-    model = PROGRAM.build(name)
+        check_engine(architectures.build(name), 64)
+    model = architectures.build(name)
     plain = copy.deepcopy(model)
     engine = Transformers().start(model, max_slots=2, max_context=48)
     ids = list(range(3, 33))
     done = asyncio.run(engine.generate(ids, Sampling(max_tokens=16), "a"))
     with torch.no_grad():
-        whole = PROGRAM.plain_logprobs(plain, ids + list(done.token_ids))
+        whole = architectures.plain_logprobs(plain, ids + list(done.token_ids))
     assert (whole[29:] - torch.tensor(done.logprobs)).abs().max() < BOUND
 
 
 def test_chunks_longer_than_any_sequence_are_still_noticed(monkeypatch):
-    settings = PROGRAM.ARCHITECTURES["Llama 4"][1] | {
+    settings = architectures.ARCHITECTURES["Llama 4"][1] | {
         "attention_chunk_size": 200,
         "attn_temperature_tuning": False,
     }
-    monkeypatch.setitem(PROGRAM.ARCHITECTURES, "chunks", ("llama4_text", settings))
-    assert check_model(PROGRAM.build("chunks"), max_context=200).mode is RunMode.SHARED
-    check = check_model(PROGRAM.build("chunks"), max_context=201)
+    monkeypatch.setitem(architectures.ARCHITECTURES, "chunks", ("llama4_text", settings))
+    assert check_model(architectures.build("chunks"), max_context=200).mode is RunMode.SHARED
+    check = check_model(architectures.build("chunks"), max_context=201)
     assert check.mode is RunMode.UNPACKED
     assert "beyond 200 tokens" in check.reason
 
 
 def test_a_model_without_a_cache_is_refused_by_the_engine_but_trains():
-    model = PROGRAM.build("RecurrentGemma")
+    model = architectures.build("RecurrentGemma")
     assert check_model(model).mode is RunMode.UNPACKED
     with pytest.raises(ModelError, match=r"RecurrentGemma.*temporal_block.*no cache"):
         Transformers().start(model, max_slots=2, max_context=64)
 
 
 def test_a_wrong_cache_is_refused_with_the_name_of_its_layer(monkeypatch):
-    model = PROGRAM.build("Qwen3.5")
+    model = architectures.build("Qwen3.5")
     layer = model.model.layers[2].linear_attn
     forward = type(layer).forward
 
@@ -168,7 +171,7 @@ def test_a_wrong_cache_is_refused_with_the_name_of_its_layer(monkeypatch):
 
 
 def test_a_model_that_differs_from_itself_is_refused():
-    model = PROGRAM.build("Qwen3.5")
+    model = architectures.build("Qwen3.5")
     calls = iter(range(1000))
 
     def restless(module, args, output):
@@ -180,13 +183,13 @@ def test_a_model_that_differs_from_itself_is_refused():
 
 
 def test_a_cache_that_takes_one_token_at_a_time_gets_one():
-    model = PROGRAM.build("Jamba")
+    model = architectures.build("Jamba")
     assert not check_model(model).whole_turns
-    assert check_model(PROGRAM.build("Qwen3.5")).whole_turns
+    assert check_model(architectures.build("Qwen3.5")).whole_turns
 
 
 def test_the_check_leaves_weights_mode_and_random_numbers_as_they_were():
-    model = PROGRAM.build("Qwen3.5").train()
+    model = architectures.build("Qwen3.5").train()
     before = copy.deepcopy(model.state_dict())
     torch.manual_seed(7)
     expected = torch.rand(3)
@@ -202,7 +205,7 @@ def test_the_check_leaves_weights_mode_and_random_numbers_as_they_were():
 
 @pytest.mark.parametrize(("name", "attention"), [("Qwen3", RAGGED), ("Qwen3.5", "sdpa")])
 def test_the_decision_is_made_once_and_restores_the_attention(name, attention, caplog):
-    model = PROGRAM.build(name)
+    model = architectures.build(name)
     first = check_model(model)
     model.set_attn_implementation("eager" if attention == RAGGED else RAGGED)
     caplog.set_level(logging.INFO)
@@ -214,13 +217,13 @@ def test_the_decision_is_made_once_and_restores_the_attention(name, attention, c
 
 
 def test_an_adapter_of_a_checked_model_keeps_its_way():
-    model = PROGRAM.build("Qwen3.5")
+    model = architectures.build("Qwen3.5")
     first = check_model(model)
     assert check_model(add_adapter(model, 2)) is first
 
 
 def test_a_model_that_already_has_ragged_attention_is_checked_against_its_own():
-    model = PROGRAM.build("Qwen3")
+    model = architectures.build("Qwen3")
     use_ragged_attention(model)
     assert check_model(model).mode is RunMode.SHARED
 
@@ -230,27 +233,27 @@ def test_a_model_that_already_has_ragged_attention_is_checked_against_its_own():
 )
 def test_learner_and_engine_take_the_same_way_in_any_order(name, kind):
     for engine_first in (True, False):
-        model = PROGRAM.build(name)
+        model = architectures.build(name)
         steps = [lambda m=model: Transformers().start(m, max_slots=2, max_context=64)]
-        steps.insert(engine_first, lambda m=model: PROGRAM.make_learner(m))
+        steps.insert(engine_first, lambda m=model: architectures.make_learner(m))
         made = [step() for step in steps]
         assert isinstance(made[not engine_first], kind)
         learner = made[engine_first]
-        assert bool(learner.pack(PROGRAM.make_samples(40)).runs) == (name == "Qwen3")
+        assert bool(learner.pack(architectures.make_samples(40)).runs) == (name == "Qwen3")
 
 
 def test_many_experts_in_half_precision_are_no_reason_for_the_slower_way(monkeypatch):
-    settings = PROGRAM.PARTS["MOE"] | {"num_experts": 64, "num_local_experts": 64}
-    monkeypatch.setitem(PROGRAM.ARCHITECTURES, "experts", ("qwen3_moe", settings))
+    settings = architectures.PARTS["MOE"] | {"num_experts": 64, "num_local_experts": 64}
+    monkeypatch.setitem(architectures.ARCHITECTURES, "experts", ("qwen3_moe", settings))
     for dtype in (torch.bfloat16, torch.float16):
-        assert check_model(PROGRAM.build("experts").to(dtype)).mode is RunMode.SHARED
+        assert check_model(architectures.build("experts").to(dtype)).mode is RunMode.SHARED
 
 
 def test_a_model_that_cannot_run_on_the_sequences_is_refused_with_its_error(monkeypatch):
     settings = {"n_embd": 64, "n_layer": 1, "n_head": 4, "max_position_embeddings": 16}
-    monkeypatch.setitem(PROGRAM.ARCHITECTURES, "short", ("gpt2", settings))
+    monkeypatch.setitem(architectures.ARCHITECTURES, "short", ("gpt2", settings))
     with pytest.raises(ModelError, match="GPT2LMHeadModel cannot score 32 random tokens: Index"):
-        check_model(PROGRAM.build("short"))
+        check_model(architectures.build("short"))
 
 
 def cut(sample, length):
@@ -260,11 +263,11 @@ def cut(sample, length):
 
 
 def test_sequences_of_similar_length_run_as_one_padded_batch_with_the_same_numbers():
-    model = PROGRAM.build("Qwen3.5-MoE")
+    model = architectures.build("Qwen3.5-MoE")
     assert check_model(model).padded
-    batched, single = (PROGRAM.make_learner(copy.deepcopy(model)) for _ in range(2))
+    batched, single = (architectures.make_learner(copy.deepcopy(model)) for _ in range(2))
     single.scorer._run = single.scorer._run_alone
-    samples = [cut(PROGRAM.make_samples(0)[0], 60 + 4 * n) for n in range(4)]
+    samples = [cut(architectures.make_samples(0)[0], 60 + 4 * n) for n in range(4)]
     rows = [learner.scorer(learner.pack(samples), routers=True) for learner in (batched, single)]
     (ours, our_balance), (theirs, their_balance) = rows
     torch.testing.assert_close(ours.logprobs_N, theirs.logprobs_N, rtol=0, atol=1e-5)
@@ -274,4 +277,4 @@ def test_sequences_of_similar_length_run_as_one_padded_batch_with_the_same_numbe
 
 @pytest.mark.parametrize("name", ROPE)
 def test_a_batch_is_not_padded_if_its_longest_sequence_changes_the_others(name):
-    assert not check_model(PROGRAM.build(name)).padded
+    assert not check_model(architectures.build(name)).padded
