@@ -23,15 +23,18 @@ class Writer:
         self.how_to_look = f"cat {file}"
 
     def log(self, metrics, step):
-        with self.file.open("a") as lines:
-            lines.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.write({"step": step, **metrics})
 
     def text(self, name, text):
-        self.log({"text": text}, name)
+        self.write({"name": name, "text": text})
 
     def artifact(self, path, folder=""):
         if self.folder not in path.parents:  # the files of the run are already here
             shutil.copy(path, self.folder)
 
     def finish(self, status, reason):
-        self.log({}, status)
+        self.write({"status": status})
+
+    def write(self, record):
+        with self.file.open("a") as lines:
+            lines.write(json.dumps(record) + "\n")

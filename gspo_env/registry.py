@@ -115,7 +115,7 @@ def find(kind: str, name: str) -> type[Any]:
 def name_of(kind: str, choice: object) -> str:
     """Returns the name under which `find` finds the class of a choice."""
     cls = type(choice)
-    if several := getattr(cls, "_names", None):  # of `gspo_env.tracking.multi.combine`
+    if several := getattr(cls, "tracker_names", None):  # of `gspo_env.tracking.multi.combine`
         return ",".join(several)
     for name, place in BUILTIN[kind].items():
         if place == f"{cls.__module__}:{cls.__qualname__}":

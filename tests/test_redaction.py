@@ -182,7 +182,7 @@ def test_log_lines_tracebacks_errors_and_the_progress_show_no_secret() -> None:
         "import logging, sys\n"
         "from gspo_env.cli.main import main\n"
         "from gspo_env.redaction import log_to_terminal\n"
-        "from gspo_env.tracking.progress import Progress\n"
+        "from gspo_env.tracking.console import Progress\n"
         "log_to_terminal()\n"
         "secret = 'sk-' + 'a1b2' * 8\n"
         "logging.warning('key %s', secret)\n"

@@ -45,8 +45,8 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.mix import specify
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.tracking.base import MODEL
+from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, parts, start
-from gspo_env.tracking.progress import Progress
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.interrupt import stop_on_signals
 from gspo_env.training.loop import History, Loop, evaluate

@@ -27,10 +27,9 @@ from gspo_env.report.run import closing, opening
 from gspo_env.report.traces import traces
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
-from gspo_env.tracking.base import MODEL, RunInfo, begin_run
-from gspo_env.tracking.console import Numbers
+from gspo_env.tracking.base import MODEL, RunInfo
+from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker
-from gspo_env.tracking.progress import Progress
 from gspo_env.tracking.provenance import commit, two_words, versions
 from gspo_env.tracking.system import SystemMetrics
 from gspo_env.training.checkpoints import Checkpoints
@@ -75,7 +74,7 @@ class Reporter:
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
         self._progress.line(opening(self.config, env_id, model, folder, look))
-        self._progress.begin("start", 0, self.config.steps, title=str(folder))
+        self._progress.begin("start", 0, self.config.steps)
         for problem in problems:
             self.warned(problem)
 
@@ -92,7 +91,7 @@ class Reporter:
         self._tracker.log({**metrics, **self._system.take()}, step)
         speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
         more = {"tokens_per_second": speed, "clipped": clipped}
-        self._show("train", step, stats.played, lost=stats.faults.lost, **more)
+        self._show("train", step, stats.played, lost=stats.faults.lost or None, **more)
         every, last = self.config.eval_every, self.config.steps
         if step == last or (every and step % every == 0):
             self._progress.begin("evaluate", step, last)
@@ -107,9 +106,8 @@ class Reporter:
                 self._tracker.input(source)
             if problem := of_success(evaluation.groups):
                 self.warned(problem)
-        self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost)
+        self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost or None)
         self._progress.begin("train", step, self.config.steps)
-        self._example(step, evaluation.groups)
         self._collapse.see(EvalSnapshot.of(step, evaluation))
         self.episodes.evaluated(step, evaluation)
         if self.config.episodes.keep_episodes != "none":
@@ -126,7 +124,6 @@ class Reporter:
         """Keeps groups of a training step, with what the update did to their tokens."""
         self.episodes.trained(step, groups, tokens)
         self._trace(step, "train", groups)
-        self._example(step, list(groups.values()))
 
     def scored(self, score: Score | None, reason: str) -> None:
         """Reports which rewards the run learns from and writes the config that has them."""
@@ -222,33 +219,17 @@ class Reporter:
         for trace in traces(step, phase, groups, self._tracker.traces(phase)):
             self._tracker.trace(trace)
 
-    def _example(self, step: int, groups: Sequence[Group]) -> None:
-        """Keeps the first episode for the terminal."""
-        episodes = [episode for group in groups for episode in group.episodes]
-        if not episodes:
-            return
-        one = episodes[0]
-        how = "solved" if one.success else "not solved"
-        title = f"step {step}, task {one.task.seed}: {how}, return {one.rewards.sum():.3f}"
-        said = [("system", one.prompt.system)] if one.prompt.system else []
-        for k, turn in enumerate(one.turns):
-            role = one.turns[k - 1].info.observation_role if k else "user"
-            said += [(role, turn.observation), ("policy", turn.text)]
-        if one.final_observation:
-            said.append(("end", one.final_observation))
-        self._progress.exchange(f"{title}, {one.stop_reason.value}", said)
-
     def _show(self, phase: str, step: int, what: EpisodeStats, **more: float | None) -> None:
-        best, best_step = self._best or (None, None)
-        numbers = Numbers(
+        self._progress.update(
+            phase,
+            step,
+            self.config.steps,
             success=what.success,
-            best=best,
-            best_step=best_step,
-            return_=what.mean_return,
-            spread=what.return_std,
+            best=self._best[0] if self._best else None,
+            mean_return=what.mean_return,
+            return_std=what.return_std,
             **more,
         )
-        self._progress.update(phase, step, self.config.steps, numbers)
 
 
 def run_info(
@@ -271,7 +252,6 @@ def run_info(
         params=to_dict(config),
         tags={"env": env_id, "advantage": estimator, "way": way.value, **versions(), **commit()},
         resume=ids,
-        started=begin_run(),
         key=key,
     )
 

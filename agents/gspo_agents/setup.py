@@ -23,9 +23,8 @@ from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes import build as embedded
 from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.registry import load_function, name_of
-from gspo_env.tracking.console import Numbers
+from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import check_trackers
-from gspo_env.tracking.progress import Progress
 from gspo_env.training.split import Split
 from gspo_env.types import Episode
 
@@ -168,7 +167,7 @@ def imitate(
             )
         seen = step
         if step % 20 == 0 or step == total:
-            progress.update("imitation", step, total, Numbers(loss=loss))
+            progress.update("imitation", step, total, loss=loss)
 
     embedded.warm_up(model, samples, settings, config.seed, show)
 

@@ -30,25 +30,24 @@ class Sync:
             TrackingError: Something could not be sent.
         """
         from gspo_env.tracking.base import RunInfo
-        from gspo_env.tracking.delivery import Cursor
-        from gspo_env.tracking.jsonl import FOLDER
+        from gspo_env.tracking.jsonl import Received, description
         from gspo_env.tracking.mlflow import MLflow
         from gspo_env.tracking.multi import MultiTracker
 
         folder = Path(self.folder)
-        if not self.folder or not (folder / FOLDER / "run.json").exists():
+        if not self.folder or not description(folder).exists():
             raise OutputError(
                 f"folder is {self.folder!r}; expected a run that was tracked, such as runs/NAME"
             )
         settings = _settings(folder)
         experiment = self.experiment or str(settings.get("experiment", "gspo_env"))
         choice = MLflow(experiment=experiment, tracking_uri=self.tracking_uri)
-        known = str(settings.get("tracking_uri", ""))
-        if known and not choice.address:  # an address in a folder may be a stranger's
+        recorded = str(settings.get("tracking_uri", ""))
+        if recorded and not choice.address:  # an address in a folder may be a stranger's
             raise ConfigError(
-                f"the run is tracked at {known!r}; add --tracking-uri {known} if you trust it"
+                f"the run is tracked at {recorded!r}; add --tracking-uri {recorded} if you trust it"
             )
-        if Cursor.read(folder, "mlflow").at_end(folder):
+        if Received.load(folder, "mlflow").is_complete(folder):
             print("MLflow has everything.")
             return
         info = RunInfo(name=folder.name, folder=folder, resume={"mlflow": ""})

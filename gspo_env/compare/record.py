@@ -17,7 +17,7 @@ class Recorder(MultiTracker):
     A tracker that failed gets no further runs; the next start of the comparison records them.
     """
 
-    _remedy = "start the comparison again to send them"
+    remedy = "start the comparison again to send them"
 
     def __init__(
         self, tracker: TrackerChoice, folder: Path, params: Any, say: Callable[[str], None]
@@ -66,7 +66,7 @@ class Recorder(MultiTracker):
             folder=folder,
             params=params,
             tags={"error": error} if error else {},
-            parent=self._folder,
+            parent=self.folder,
             resume=dict.fromkeys(self._choices, ""),
             started=started,
         )

@@ -26,8 +26,8 @@ from gspo_env.health.startup import refuse_hopeless
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
+from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import check_trackers
-from gspo_env.tracking.progress import Progress
 from gspo_env.training.interrupt import stop_on_signals
 
 logger = logging.getLogger(__name__)

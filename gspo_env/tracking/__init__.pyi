@@ -5,13 +5,12 @@ from .base import Repeatable as Repeatable
 from .base import RunInfo as RunInfo
 from .base import Tracker as Tracker
 from .base import TrackerChoice as TrackerChoice
-from .console import Numbers as Numbers
+from .console import Progress as Progress
 from .mlflow import MLflow as MLflow
 from .multi import MultiTracker as MultiTracker
 from .multi import check_trackers as check_trackers
 from .multi import combine as combine
 from .multi import start as start
-from .progress import Progress as Progress
 from .tensorboard import TensorBoard as TensorBoard
 from .traces import Span as Span
 from .traces import Trace as Trace

@@ -1,13 +1,11 @@
 """The interface of trackers. Imports no tracking library.
 
-A tracker is chosen by its settings, a frozen dataclass with a method `start` (`TrackerChoice`).
+A tracker is selected by its settings: a frozen dataclass with a method `start` (`TrackerChoice`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from gspo_env.errors import MissingExtraError
+from gspo_env.tracking.traces import Trace
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -31,23 +30,22 @@ class RunInfo:
 
     name: str
     folder: Path
-    """Where the run writes its files; it exists."""
+    """The existing folder of the run."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """The settings. A tracker gets them flat, with names such as `learner.learning_rate`."""
     tags: Mapping[str, str] = field(default_factory=dict)
     parent: Path | None = None
     """Folder of the comparison that the run belongs to."""
     resume: Mapping[str, str] = field(default_factory=dict)
-    """The id that each tracker, by name, gave to the run that goes on; empty for a new run. An id
-    is empty if the tracker had not begun, or gives none."""
+    """For a resumed run, its id in each tracker by name (empty if there is none); else empty."""
     started: float = field(default_factory=time.time)
-    """When the run began, in seconds since 1970."""
+    """Start of the run, in seconds since 1970."""
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Tells the run from all others; a run that goes on keeps it."""
+    """Unique key of the run; a resumed run keeps it."""
 
     @property
     def unique_name(self) -> str:
-        """The name and a few digits that tell the run from others of this name."""
+        """The name and the first digits of the key."""
         return f"{self.name}-{self.key[:6]}"
 
     @property
@@ -68,41 +66,41 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Input:
-    """What a run learns from or is measured on, without secrets."""
+    """The data that a run trains on or is evaluated on."""
 
     name: str
-    """Such as the id of an environment."""
+    """For example the id of an environment."""
     digest: str
-    """Equal for equal inputs; at most 36 characters."""
+    """Equal for equal data; at most 36 characters."""
     context: Literal["training", "evaluation"]
     source: Mapping[str, Any] = field(default_factory=dict)
-    """Where it comes from, such as the arguments of an environment."""
+    """Its origin, for example the arguments of an environment."""
     profile: Mapping[str, Any] = field(default_factory=dict)
-    """How much there is of it, such as the number of tasks."""
+    """Its size, for example the number of tasks."""
 
 
 class Tracker(Protocol):
-    """Records one run; see `Repeatable` for one that a network or a server is part of.
+    """Records one run; see `Repeatable` for trackers with a server.
 
-    After `start`, each tracker is called in a thread of its own, in the order of the calls of the
-    run. Its methods may raise: the errors are logged and counted, and the run continues.
+    After `start`, all calls come from one thread, in the order in which the run made them. A method
+    may raise: the error is logged and counted, and the run continues.
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records metrics of a step; values are finite floats."""
 
     def text(self, name: str, text: str) -> None:
-        """Stores a text under a name such as `episodes/step-0010.txt`."""
+        """Stores a text under a name such as `score.txt`."""
 
     def artifact(self, path: Path, folder: str = "") -> None:
-        """Stores a file, or the files of a folder; the caller keeps them until `finish`."""
+        """Stores a file, or the files of a folder; they exist until `finish`."""
 
     def finish(self, status: Status, reason: str) -> None:
-        """Writes what is left and ends the run; called once.
+        """Flushes everything and ends the run; called once.
 
         Args:
             status: How the run ended.
-            reason: Why it failed; empty if it did not.
+            reason: Why it failed, or an empty string.
         """
 
     @property
@@ -111,29 +109,29 @@ class Tracker(Protocol):
 
 
 class Repeatable(Tracker, Protocol):
-    """A tracker whose calls can be repeated: the same call twice records the same as once.
+    """A tracker whose calls are idempotent: repeating one records nothing twice.
 
-    A call that fails for a passing reason is repeated until it succeeds, also by a later process.
-    If it has a method `log_input`, that gets each `Input`. If its settings have a field `traces`
-    above 0, its method `log_traces` gets sequences of `gspo_env.tracking.traces.Trace`; see
-    `gspo_env.tracking.MLflow` for it and for `train_traces`.
+    A call that fails with a transient error is repeated until it succeeds, also by a later process.
     """
 
     def open(self) -> str:
-        """Begins the run, or goes on with it; returns its id.
-
-        Called before the others, and again after a call that failed.
-        """
+        """Begins or resumes the run and returns its id; called again after a failed call."""
 
     def log_points(self, points: Sequence[Point]) -> None:
         """Records points; called instead of `log`."""
 
-    def passing(self, error: Exception) -> bool:
+    def log_input(self, source: Input) -> None:
+        """Records what the run trains on or is evaluated on."""
+
+    def log_traces(self, traces: Sequence[Trace]) -> None:
+        """Records episodes; called if `traces` or `train_traces` of the settings is above 0."""
+
+    def is_transient(self, error: Exception) -> bool:
         """Returns whether a call that raised this error may succeed later."""
 
 
 class TrackerChoice(Protocol):
-    """The settings of a tracker: a frozen dataclass, found by its name."""
+    """The settings of a tracker: a frozen dataclass that `gspo_env.registry` finds by name."""
 
     def start(self, run: RunInfo) -> Tracker:
         """Begins to record a run."""
@@ -141,25 +139,11 @@ class TrackerChoice(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoTracker:
-    """Records in no tracker; the run's `metrics.jsonl` is written all the same."""
-
-    how_to_look = ""
+    """Records in no tracker; the run writes its `metrics.jsonl` regardless."""
 
     def start(self, run: RunInfo) -> Tracker:
-        """Returns itself, which does nothing."""
-        return self
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Does nothing."""
-
-    def text(self, name: str, text: str) -> None:
-        """Does nothing."""
-
-    def artifact(self, path: Path, folder: str = "") -> None:
-        """Does nothing."""
-
-    def finish(self, status: Status, reason: str) -> None:
-        """Does nothing."""
+        """Is never called: `MultiTracker` leaves this choice out."""
+        raise NotImplementedError
 
 
 def flatten(tree: object, *, mappings: bool = True) -> dict[str, Any]:
@@ -187,28 +171,9 @@ def _leaves(value: Any, name: str, mappings: bool) -> Iterator[tuple[str, Any]]:
         yield name, value.value if isinstance(value, Enum) else value
 
 
-_begun: list[float] = []
-
-
-def begin_run() -> float:
-    """Returns when a run began, in seconds since 1970.
-
-    The first run of a program began with the process, before its imports. In a notebook, and for
-    later runs, it is the time now.
-    """
-    stat = Path("/proc/self/stat")
-    first = not _begun and not hasattr(sys, "ps1") and "ipykernel" not in sys.modules
-    now = time.time()
-    _begun.append(now)
-    if not first or not stat.exists():
-        return now
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])  # proc(5): field 22, starttime
-    return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
-
-
 @contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Turns an import that fails into an error with the install command.
+    """Turns a failed import into an error that names the install command.
 
     Raises:
         MissingExtraError: The package of the extra cannot be imported.

@@ -1,67 +1,84 @@
-"""What a run records on disk; trackers are fed from it.
+"""What a run records on disk, and the queue that feeds one tracker from it.
 
 `metrics.jsonl` has a line for each call of `log`: the step, the time in milliseconds since 1970 and
-the metrics. `tracking/files.jsonl` has one for each text, each file or folder, and the end of the
-run, `tracking/traces.jsonl` has one for each trace, `tracking/run.json` describes the run, and
-`tracking/NAME.json` is the place in these files up to which the tracker NAME has received them.
+the metrics. `tracking/calls.jsonl` has a line for every other call: a text, a file, an input, a
+trace or the end of the run. `tracking/run.json` describes the run, and `tracking/NAME.json` holds
+how much of both files the tracker NAME has received.
 """
 
 from __future__ import annotations
 
+import heapq
+import inspect
 import json
 import logging
 import os
+import re
 import threading
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from gspo_env.errors import OutputError
-from gspo_env.tracking.base import Input, Point, RunInfo, Status
-from gspo_env.tracking.traces import Trace, read_trace
+from gspo_env.redaction import redact_text
+from gspo_env.tracking.base import Input, Point, Repeatable, RunInfo, Tracker
+from gspo_env.tracking.traces import read_trace
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 METRICS = "metrics.jsonl"
-"""Name of the file in the run's folder."""
-FOLDER = "tracking"
-"""Name of the folder of everything else."""
+"""Name of the metrics file in the folder of a run."""
+_FOLDER = "tracking"
+"""Name of the folder with everything else."""
 
-_MOST_WAITING = 1 << 26
-"""Maximum number of bytes that wait in memory for a disk that is full."""
+PATIENCE = 30.0
+"""Seconds without a successful call after which the end of a run stops waiting for a tracker; four
+times as long if no call has failed, for example while a store is created."""
+_SLOWEST_UPLOAD = 1e6
+"""Bytes per second; uploads of files extend the patience."""
+INTERVAL = 20.0
+"""Seconds between two rounds of calls; one call for several steps is much cheaper."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
+"""Seconds before a failed call is repeated; each pause is twice as long as the last."""
+_LONGEST_PAUSE_AT_END = 1.0
+_MOST_POINTS, _MOST_CALLS = 200, 50
+"""Maximum number of steps, and of traces, in one call."""
+_MOST_MESSAGE = 400
+"""Maximum number of characters of an error message."""
 
 
-class JsonlFile:
-    """A file of JSON lines that is only appended to.
+class JsonlFile(Generic[T]):
+    """A file of JSON lines that only grows.
 
-    A line that cannot be written, for example because the disk is full, waits in memory and is
-    written before the next one.
+    What cannot be written, for example because the disk is full, waits in memory and is written
+    before the next line.
     """
 
-    def __init__(self, path: Path, *, private: bool = False) -> None:
-        """Opens the file; a last line that was not written to its end is cut off.
+    def __init__(self, path: Path, record: Callable[..., T], *, private: bool = False) -> None:
+        """Opens the file; an incomplete last line is cut off.
 
         Args:
             path: The file.
+            record: Makes a record of the fields of a line.
             private: Whether only its owner can read it.
 
         Raises:
             OutputError: The file cannot be written.
         """
-        self.path = path
-        self._lost = 0
+        self.path, self._record = path, record
+        self._unwritten = b""
         self._lock = threading.Lock()
-        self._waiting: deque[bytes] = deque()
         mode = 0o600 if private else 0o666
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
-            self.size = _whole_lines(self._file)
+            self.size = path.read_bytes().rfind(b"\n") + 1
             os.ftruncate(self._file, self.size)
         except OSError as error:
             raise OutputError(
@@ -70,237 +87,202 @@ class JsonlFile:
             ) from error
 
     @property
-    def missing(self) -> int:
-        """Number of lines that could not be written."""
-        return len(self._waiting) + self._lost
+    def unwritten(self) -> int:
+        """Number of lines that wait in memory."""
+        return self._unwritten.count(b"\n")
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, **fields: Any) -> None:
         """Writes a line.
 
         Raises:
-            OSError: It could not be written; it is kept for the next call.
+            OSError: It could not be written completely; the next call continues there.
         """
+        line = (json.dumps(fields, separators=(",", ":")) + "\n").encode()
         with self._lock:
-            while sum(map(len, self._waiting)) > _MOST_WAITING:
-                self._waiting.popleft()
-                self._lost += 1
-            self._waiting.append((json.dumps(record, separators=(",", ":")) + "\n").encode())
-            self._write()
+            self.size += len(line)
+            self._unwritten += line
+            while self._unwritten:
+                written = os.write(self._file, self._unwritten)
+                self._unwritten = self._unwritten[written:]
 
-    def sync(self) -> None:
-        """Makes the operating system write the file to the disk."""
-        with self.path.open("rb") as file:
-            os.fsync(file)
+    def read(self, offset: int = 0) -> Iterator[tuple[int, T]]:
+        """Yields the records from a byte on, each with the byte at which the next one begins.
 
-    def close(self) -> None:
-        """Closes the file."""
-        os.close(self._file)
-
-    def read(
-        self, make: Callable[..., T], offset: int, end: int | None = None
-    ) -> Iterator[tuple[int, T]]:
-        """Yields the records between two bytes, each with the byte at which the next one begins.
-
-        A line that is no record, for example after a power failure, is left out.
-
-        Args:
-            make: Makes a record of a line's fields.
-            offset: 0, or the end of a record.
-            end: The size of the file by default.
+        Damaged lines, for example after a power failure, are skipped.
         """
-        end = self.size if end is None else min(end, self.size)
         with self.path.open("rb") as file:
             file.seek(offset)
-            while offset < end:
-                line = file.readline()
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
                 offset += len(line)
                 try:
-                    record = make(**json.loads(line))
+                    record = self._record(**json.loads(line))
                 except (ValueError, TypeError):
-                    _log.warning("%s: a line is damaged and left out: %r", self.path, line[:80])
+                    _log.warning("%s: a damaged line is skipped: %r", self.path, line[:80])
                 else:
                     yield offset, record
 
-    def _write(self) -> None:
-        while self._waiting:
-            line = self._waiting[0]
-            try:
-                written = os.write(self._file, line)
-                if written < len(line):
-                    os.write(self._file, line[written:])
-            except OSError:
-                os.ftruncate(self._file, self.size)
-                raise
-            self.size += len(line)
-            self._waiting.popleft()
-
-
-def _whole_lines(file: int) -> int:
-    """Returns the size of a file without a last line that has no end."""
-    end = os.fstat(file).st_size
-    while end:
-        start = max(0, end - (1 << 16))
-        newline = os.pread(file, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
+    def close(self) -> None:
+        """Closes the file for writing."""
+        os.close(self._file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """A text, a file, a folder, an input, or the end of the run."""
+class Call:
+    """A call of a tracker.
 
+    Example:
+        Call(name="text", arguments={"name": "score.txt", "text": "sum"}, after=2048)
+    """
+
+    name: Literal["text", "artifact", "input", "trace", "finish"]
+    arguments: Mapping[str, Any]
     after: int
-    """Bytes of `metrics.jsonl` that were written before it."""
-    time: int
-    """When it happened, in milliseconds since 1970."""
-    name: str = ""
-    """Name of a text."""
-    text: str = ""
-    path: str = ""
-    """A file or a folder; relative paths are in the run's folder."""
-    folder: str = ""
-    """The artifact folder of `path`."""
-    input: Mapping[str, Any] | None = None
-    """The fields of an `Input`."""
-    status: Status | None = None
-    reason: str = ""
+    """Size of `metrics.jsonl` at the time of the call, in bytes."""
 
 
-class Journal:
-    """The record of a run on disk."""
+@dataclass(kw_only=True, slots=True)
+class Received:
+    """How much of a run's files a tracker has received; kept in a file of its own."""
 
-    def __init__(self, run: RunInfo, *, files: bool, traces: bool = False) -> None:
-        """Opens the files in a run's folder.
+    id: str = ""
+    """The tracker's id of the run."""
+    metrics: int = 0
+    """Bytes of `metrics.jsonl`."""
+    calls: int = 0
+    """Bytes of `tracking/calls.jsonl`."""
 
-        Args:
-            run: The run; it goes on where it stopped if its `resume` is not empty.
-            files: Whether a tracker reads the texts and files.
-            traces: Whether a tracker reads traces.
+    @classmethod
+    def load(cls, folder: Path, name: str) -> Received:
+        """Reads what the tracker `name` has received of the run in `folder`."""
+        path = cls._path(folder, name)
+        try:
+            return cls(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            return cls()
+        except (ValueError, TypeError) as error:
+            _log.warning("%s is damaged, everything is sent again: %s", path, error)
+            return cls()
+
+    def save(self, folder: Path, name: str) -> None:
+        """Writes the file."""
+        _write_privately(self._path(folder, name), asdict(self))
+
+    def is_complete(self, folder: Path) -> bool:
+        """Whether the tracker has received everything in the folder of a run."""
+        sizes = ((folder / METRICS, self.metrics), (_calls_path(folder), self.calls))
+        return all(not path.exists() or path.stat().st_size <= size for path, size in sizes)
+
+    @staticmethod
+    def _path(folder: Path, name: str) -> Path:
+        return folder / _FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}.json"
+
+
+class RunFiles:
+    """The files of a run: its metrics, and, if it is tracked, its description and other calls."""
+
+    def __init__(self, run: RunInfo, *, tracked: bool) -> None:
+        """Opens the files.
 
         Raises:
-            OutputError: A file cannot be written, or belongs to another run.
+            OutputError: A file cannot be written, is damaged or belongs to another run.
         """
-        # An environment may change the working folder.
-        self.folder = run.folder.absolute()
-        self.metrics = JsonlFile(self.folder / METRICS)
+        self.folder = run.folder.absolute()  # an environment may change the working folder
+        self.metrics = JsonlFile(self.folder / METRICS, Point)
         if self.metrics.size and not run.resume:
             raise OutputError(
                 f"{str(run.folder / METRICS)!r} has the metrics of another run; expected a new "
                 "folder, or the run to be resumed"
             )
-        self._known: dict[int, set[str]] = {}
-        for _, point in self.points(0):
-            self._known.setdefault(point.step, set()).update(point.metrics)
-        self.files: JsonlFile | None = None
-        if files:
-            self.files = JsonlFile(self.folder / FOLDER / "files.jsonl", private=True)
-        self._traces: JsonlFile | None = None
-        if traces:
-            self._traces = JsonlFile(self.folder / FOLDER / "traces.jsonl", private=True)
-        self._traced = {trace.key for _, trace in self.traces(0)}
+        self._calls = JsonlFile(_calls_path(self.folder), Call, private=True) if tracked else None
+        self.run = self._describe(run) if tracked else run
+        self._recorded = defaultdict[int, set[str]](set)
+        for _, point in self.metrics.read():
+            self._recorded[point.step].update(point.metrics)
         self._outside: set[str] = set()
-        self.run = self._describe(run) if files else run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Writes the metrics of a step that no earlier part of the run recorded.
+        """Writes the metrics of a step, but for those that the run recorded before it was resumed.
 
         Raises:
-            OSError: They could not be written; they are kept for the next call.
+            OSError: The line could not be written; it waits in memory.
         """
-        known = self._known.get(step, ())
-        new = {name: value for name, value in metrics.items() if name not in known}
+        recorded = self._recorded[step]
+        new = {name: value for name, value in metrics.items() if name not in recorded}
         if new:
-            self.metrics.append({"step": step, "time": _now(), "metrics": new})
+            self.metrics.append(step=step, time=int(time.time() * 1000), metrics=new)
 
-    def text(self, name: str, text: str) -> None:
-        """Notes a text; errors as in `log`."""
-        self._note(name=name, text=text)
+    def add(self, name: str, /, **arguments: Any) -> None:
+        """Writes another call; errors as in `log`."""
+        if self._calls is not None:
+            self._calls.append(name=name, arguments=arguments, after=self.metrics.size)
 
-    def artifact(self, path: Path, folder: str) -> None:
-        """Notes a file or a folder; errors as in `log`."""
+    def add_artifact(self, path: Path, folder: str) -> None:
+        """Writes the call for a file or a folder; errors as in `log`."""
         path = path.absolute()
         if path.is_relative_to(self.folder):
             path = path.relative_to(self.folder)
         else:
             self._outside.add(str(path))
-        self._note(path=str(path), folder=folder)
+        self.add("artifact", path=str(path), folder=folder)
 
-    def input(self, source: Input) -> None:
-        """Notes an input of the run; errors as in `log`."""
-        self._note(input=asdict(source))
-
-    def trace(self, trace: Trace) -> None:
-        """Writes a trace that no earlier part of the run wrote; errors as in `log`."""
-        if self._traces is not None and trace.key not in self._traced:
-            self._traced.add(trace.key)
-            self._traces.append(asdict(trace))
-
-    def end(self, status: Status, reason: str) -> None:
-        """Notes the end of the run; errors as in `log`."""
-        self._note(status=status, reason=reason)
-
-    def points(self, offset: int, end: int | None = None) -> Iterator[tuple[int, Point]]:
-        """Returns the points from a byte on, each with the byte at which the next one begins."""
-        return self.metrics.read(Point, offset, end)
-
-    def events(self, offset: int) -> Iterator[tuple[int, Event]]:
-        """Returns the events from a byte on, each with the byte at which the next one begins."""
-        return iter(()) if self.files is None else self.files.read(Event, offset)
-
-    def traces(self, offset: int) -> Iterator[tuple[int, Trace]]:
-        """Returns the traces from a byte on, each with the byte at which the next one begins."""
-        return iter(()) if self._traces is None else self._traces.read(read_trace, offset)
-
-    def find(self, path: str) -> Path:
-        """Returns the place of an event's file.
+    def locate(self, path: str) -> Path:
+        """Returns the absolute path of an artifact.
 
         Raises:
-            OutputError: It is not in the run's folder, and this process did not name it.
+            OutputError: It is not in the folder of the run, and this process did not add it.
         """
-        found = self.folder / path
-        if path not in self._outside and not found.resolve().is_relative_to(self.folder.resolve()):
+        place = self.folder / path
+        if path not in self._outside and not place.resolve().is_relative_to(self.folder.resolve()):
             raise OutputError(f"{path!r} is not in the folder of the run")
-        return found
+        return place
+
+    def read_calls(self, offset: int) -> Iterator[tuple[int, Call]]:
+        """Yields the calls from a byte on, each with the byte at which the next one begins."""
+        return iter(()) if self._calls is None else self._calls.read(offset)
+
+    def received(self, name: str) -> Received:
+        """Returns what the tracker `name` has received; a power failure may have cut the files."""
+        received = Received.load(self.folder, name)
+        received.metrics = min(received.metrics, self.metrics.size)
+        received.calls = min(received.calls, self._calls.size if self._calls else 0)
+        return received
 
     @property
-    def traces_size(self) -> int:
-        """Bytes of the traces."""
-        return 0 if self._traces is None else self._traces.size
-
-    @property
-    def missing(self) -> int:
-        """Number of lines that could not be written."""
-        return sum(lines.missing for lines in self._lines)
+    def unwritten(self) -> int:
+        """Number of lines that wait in memory."""
+        return self.metrics.unwritten + (self._calls.unwritten if self._calls else 0)
 
     def close(self) -> None:
         """Closes the files for writing."""
-        for lines in self._lines:
-            lines.close()
-
-    @property
-    def _lines(self) -> list[JsonlFile]:
-        return [each for each in (self.metrics, self.files, self._traces) if each is not None]
-
-    def _note(self, **event: Any) -> None:
-        if self.files is not None:
-            self.files.append({"after": self.metrics.size, "time": _now(), **event})
+        self.metrics.close()
+        if self._calls is not None:
+            self._calls.close()
 
     def _describe(self, run: RunInfo) -> RunInfo:
-        """Writes what the run is, or reads it if the run goes on."""
-        note = self.folder / FOLDER / "run.json"
-        if note.exists():
+        """Writes the description of a new run, or reads that of a resumed one."""
+        path = description(self.folder)
+        if path.exists():
             try:
-                return replace(run, **json.loads(note.read_text()))
+                return replace(run, **json.loads(path.read_text()))
             except (ValueError, TypeError) as error:
-                raise OutputError(f"{str(note)!r} is damaged ({error}); remove it") from error
-        known = {"name": run.name, "key": run.key, "started": run.started}
-        write_atomically(note, {**known, "params": run.params, "tags": run.tags})
+                raise OutputError(f"{str(path)!r} is damaged ({error}); remove it") from error
+        fields = ("name", "key", "started", "params", "tags")
+        _write_privately(path, {name: getattr(run, name) for name in fields})
         return run
 
 
-def write_atomically(path: Path, tree: object) -> None:
+def description(folder: Path) -> Path:
+    """Returns the file that describes a tracked run."""
+    return folder / _FOLDER / "run.json"
+
+
+def _calls_path(folder: Path) -> Path:
+    return folder / _FOLDER / "calls.jsonl"
+
+
+def _write_privately(path: Path, tree: object) -> None:
     """Writes a JSON file that only its owner can read, all or nothing."""
     part = path.with_name(f"{path.name}.part")
     with open(part, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
@@ -308,5 +290,218 @@ def write_atomically(path: Path, tree: object) -> None:
     part.replace(path)
 
 
-def _now() -> int:
-    return int(time.time() * 1000)
+_Ordered = Iterator[tuple[int, int, Point | Call]]
+
+
+class TrackerQueue:
+    """Sends what a run records to one tracker, in a thread of its own.
+
+    The run's files are the queue: training never waits for a tracker, and what has not arrived when
+    the process ends can be sent by the next one.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, run: RunInfo, files: RunFiles) -> None:
+        """Continues behind what the tracker has received."""
+        self.name, self._tracker, self._run, self._files = name, tracker, run, files
+        self.errors: list[str] = []
+        """The calls that failed for good."""
+        self._received = files.received(name)
+        self._received.id = self.id or run.resume.get(name, "")
+        self._repeatable = cast(
+            Repeatable | None, tracker if hasattr(type(tracker), "log_points") else None
+        )
+        self._opened = self._repeatable is None
+        if self._opened:
+            self._received.id = str(inspect.getattr_static(tracker, "id", "")) or self.id
+        self._failure = ""
+        """Why the last round of calls ended early."""
+        self._last_success, self._allowance = time.monotonic(), 0.0
+        self._ending, self._stopped = threading.Event(), threading.Event()
+        # A daemon, so that a tracker that hangs cannot keep a dying process alive.
+        self._thread = threading.Thread(target=self._work, name=f"gspo-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def id(self) -> str:
+        """The tracker's id of the run; empty if it is not known yet, or there is none."""
+        return self._received.id
+
+    @property
+    def how_to_look(self) -> str:
+        """The command or the address that shows the run; empty if the tracker fails."""
+        try:
+            return redact_text(self._tracker.how_to_look)
+        except Exception as error:
+            self._lose("how_to_look", error)
+            return ""
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether another process can send what has not arrived."""
+        return self._repeatable is not None
+
+    @property
+    def problem(self) -> str:
+        """A sentence about what the tracker has not received; empty if it has everything."""
+        points = sum(len(point.metrics) for _, point in self._points())
+        calls = [call.name for _, call in self._calls()]
+        if self._opened and not points and not calls:
+            return ""
+        traces = calls.count("trace")
+        files = len(calls) - traces - calls.count("finish")
+        return (
+            f"{self.name} has not received {points} points, {files} files and {traces} traces, "
+            f"which wait in {self._run.folder}: {self._failure or 'it does not answer'}"
+        )
+
+    def end(self) -> None:
+        """Announces that nothing more will be recorded."""
+        self._last_success = time.monotonic()
+        self._ending.set()
+
+    def wait(self) -> None:
+        """Waits until everything has arrived, or no call has succeeded for some time."""
+        while self._thread.is_alive():
+            patience = (PATIENCE if self._failure else 4 * PATIENCE) + self._allowance
+            if time.monotonic() > self._last_success + patience:
+                break
+            self._thread.join(0.05)
+        self._stopped.set()
+
+    def _points(self) -> Iterator[tuple[int, Point]]:
+        return self._files.metrics.read(self._received.metrics)
+
+    def _calls(self) -> Iterator[tuple[int, Call]]:
+        return self._files.read_calls(self._received.calls)
+
+    def _work(self) -> None:
+        """Makes rounds of calls until everything has arrived; runs in the thread."""
+        pause = _FIRST_PAUSE
+        while not self._stopped.is_set():
+            is_last = self._ending.is_set()
+            try:
+                self._send()
+            except Exception as error:
+                self._announce(error)
+                longest = _LONGEST_PAUSE_AT_END if is_last else _LONGEST_PAUSE
+                (self._stopped if is_last else self._ending).wait(min(pause, longest))
+                pause = min(2 * pause, longest)
+            else:
+                if self._failure:
+                    _log.warning("tracker %s records again", self.name)
+                self._failure, pause = "", _FIRST_PAUSE
+                if is_last:
+                    return
+                self._ending.wait(INTERVAL)
+
+    def _send(self) -> None:
+        """Sends everything that is new; raises an error of a call that may succeed later."""
+        tracker = self._repeatable
+        if tracker is None:
+            self._send_in_order()
+            return
+        if not self._opened:
+            self._open(tracker)
+        # Points come first, so that a store for files that fails does not hold them back.
+        self._send_points(tracker)
+        self._send_calls(tracker)
+
+    def _open(self, tracker: Repeatable) -> None:
+        run_id = tracker.open()
+        if run_id != self.id:  # a new run, which has received nothing
+            self._received = Received(id=run_id)
+            self._advance()
+        self._opened = True
+
+    def _send_points(self, tracker: Repeatable) -> None:
+        while batch := list(islice(self._points(), _MOST_POINTS)):
+            self._call("log", tracker.log_points, [point for _, point in batch])
+            self._advance(metrics=batch[-1][0])
+
+    def _send_calls(self, tracker: Repeatable) -> None:
+        while batch := list(islice(self._calls(), _MOST_CALLS)):
+            for name, group in groupby(batch, key=lambda item: item[1].name):
+                if name == "trace":
+                    ends, calls = zip(*group, strict=True)
+                    traces = [read_trace(**call.arguments) for call in calls]
+                    self._call("traces", tracker.log_traces, traces)
+                    self._advance(calls=ends[-1])
+                    continue
+                if name == "finish":
+                    self._send_points(tracker)
+                for end, call in group:
+                    self._send_call(call, end)
+
+    def _send_in_order(self) -> None:
+        """Makes each call once, in the order of the run."""
+        points: _Ordered = ((end, end, point) for end, point in self._points())
+        calls: _Ordered = ((call.after, end, call) for end, call in self._calls())
+        for _, end, record in heapq.merge(points, calls, key=lambda item: item[0]):
+            if isinstance(record, Point):
+                self._call("log", self._log_point, record)
+                self._advance(metrics=end)
+            else:
+                self._send_call(record, end)
+
+    def _log_point(self, point: Point) -> None:
+        self._tracker.log(point.metrics, point.step)
+
+    def _send_call(self, call: Call, end: int) -> None:
+        self._call(call.name, self._make_call, call, end)
+        self._advance(calls=end)
+
+    def _make_call(self, call: Call, end: int) -> None:
+        arguments = call.arguments
+        match call.name:
+            case "text":
+                self._tracker.text(**arguments)
+            case "artifact":
+                path = self._files.locate(arguments["path"])
+                files = path.rglob("*") if path.is_dir() else [path]
+                size = sum(file.stat().st_size for file in files if file.is_file())
+                self._allowance += size / _SLOWEST_UPLOAD
+                self._tracker.artifact(path, arguments["folder"])
+            case "input" if self._repeatable is not None:
+                self._repeatable.log_input(Input(**arguments))
+            case "finish" if next(self._files.read_calls(end), None) is None:  # it was not resumed
+                self._tracker.finish(**arguments)
+
+    def _call(self, what: str, call: Callable[..., object], *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:
+            if self._repeatable is not None and self._repeatable.is_transient(error):
+                self._opened = False
+                raise
+            self._lose(what, error)
+        else:
+            self._last_success = time.monotonic()
+
+    def _advance(self, *, metrics: int | None = None, calls: int | None = None) -> None:
+        """Notes up to which byte the tracker has received the files."""
+        received = self._received
+        received.metrics = received.metrics if metrics is None else metrics
+        received.calls = received.calls if calls is None else calls
+        received.save(self._files.folder, self.name)
+
+    def _announce(self, error: Exception) -> None:
+        """Notes an error after which the calls are repeated; logs the first."""
+        failure = _message(error)
+        if not self._failure:
+            _log.error(
+                "tracker %s does not record now; the run continues, and what it has not received "
+                "waits in %s: %s",
+                *(self.name, self._run.folder, failure),
+            )
+        self._failure = failure
+
+    def _lose(self, what: str, error: Exception) -> None:
+        """Counts a call that failed for good; logs the first."""
+        message = f"{what}: {_message(error)}"
+        if not self.errors:
+            _log.error("tracker %s failed, the run continues: %s", self.name, message)
+        self.errors.append(message)
+
+
+def _message(error: Exception) -> str:
+    return redact_text(f"{type(error).__name__}: {error}"[:_MOST_MESSAGE])

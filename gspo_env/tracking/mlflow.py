@@ -1,7 +1,8 @@
-"""Tracking with MLflow: the only file that imports it, but for `mlflow_traces.py`.
+"""Tracking with MLflow: the only file that imports it, besides `mlflow_traces.py`.
 
-Every call can be repeated: a run is found again by its key, MLflow's database keeps a metric of the
-same name, step, time and value once, and the id of a trace is made of the run's and its own key.
+Every call is idempotent: a run is found again by its key, MLflow's database keeps a metric of the
+same name, step, time and value once, and the id of a trace is derived from the run's and its own
+key.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ import os
 import re
 import shlex
 import shutil
+import socket
+import ssl
+import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from gspo_env.errors import ConfigError, OutputError, TrackingError
-from gspo_env.tracking.address import check_address
+from gspo_env.redaction import redact_text
 from gspo_env.tracking.base import MODEL, Input, Point, RunInfo, Status
-from gspo_env.tracking.delivery import Cursor
+from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow_traces import TraceWriter
 from gspo_env.tracking.traces import Trace
 
@@ -44,12 +51,16 @@ _DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-"""MLflow's settings, unless they are set. With its own limits of a request, 120 s and 7 retries,
-one call can take minutes; its telemetry reports to its makers."""
+"""MLflow's settings, unless they are set. Its own limits, 120 s and 7 retries of a request, let one
+call take minutes; its telemetry reports to its makers."""
 _REFUSALS = {"BAD_REQUEST", "INVALID_PARAMETER_VALUE", "INVALID_STATE", "RESOURCE_ALREADY_EXISTS"}
 """MLflow's errors that a repetition does not change."""
 _GONE = {"RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"}
 """MLflow's errors for a run that does not exist, or was deleted."""
+_TIMEOUT = 5.0
+"""Seconds that a server has to answer before training."""
+_DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_CLOUD = ("databricks", "databricks-uc", "uc")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,23 +70,23 @@ class MLflow:
     experiment: str = "gspo_env"
     """The experiment that the run belongs to; created if it does not exist."""
     run_name: str = ""
-    """Name of the run; empty is two words and the name of the run's folder."""
+    """Name of the run; by default two words and the name of the run's folder."""
     tracking_uri: str = ""
-    """The store; empty is MLflow's default: `MLFLOW_TRACKING_URI`, else ./mlflow.db."""
+    """The store; by default `MLFLOW_TRACKING_URI`, else ./mlflow.db."""
     log_model: bool = True
-    """Whether the trained model's files become artifacts of the run. A store on the same disk gets
-    links to them, no copies."""
+    """Whether the trained model becomes an artifact of the run. A store on the same disk gets hard
+    links instead of a copy."""
     register: str = ""
     """Name of a registered model, of which the trained model becomes a new version."""
     traces: int = 1
-    """Episodes of each evaluation, sampled and greedy, that become traces at least. More of those
-    that the run keeps do while sending them computes less than 0.2 % of its time."""
+    """Minimum number of episodes of each evaluation, sampled and greedy, that become traces; a run
+    sends more while they cost less than 0.2 % of its time."""
     train_traces: int = 0
-    """Episodes of each training step that become traces at least. With 0 here and in `traces`,
-    none do."""
+    """Minimum number of episodes of each training step that become traces. With 0 here and in
+    `traces`, there are none."""
 
     def __post_init__(self) -> None:
-        """Refuses an experiment without a name, and a model to register that is not logged."""
+        """Rejects invalid values."""
         for name in ("traces", "train_traces"):
             if (count := getattr(self, name)) < 0:
                 raise ConfigError(f"tracker.{name} is {count}; expected 0 or more")
@@ -104,8 +115,13 @@ class MLflow:
         Raises:
             ConfigError: It does not answer, cannot be written, or is of no kind that MLflow knows.
         """
-        name = "tracker.tracking_uri" if self.tracking_uri else "MLFLOW_TRACKING_URI"
-        check_address(self.address, name)
+        if problem := _address_problem(self.address):
+            name = "tracker.tracking_uri" if self.tracking_uri else "MLFLOW_TRACKING_URI"
+            address = f"{name} is {redact_text(self.address)!r}"
+            raise ConfigError(
+                f"{address if self.address else 'runs are tracked in ./mlflow.db'}, {problem}; "
+                "name a store that works with --tracker.tracking-uri, or train with --tracker none"
+            )
 
     def start(self, run: RunInfo) -> MLflowTracker:
         """Tries the store; `MLflowTracker.open` starts the run, which takes seconds.
@@ -126,6 +142,7 @@ class _Run:
     experiment_id: str
     artifacts: str
     """Address of its artifacts."""
+    traces: TraceWriter
 
 
 class MLflowTracker:
@@ -134,19 +151,17 @@ class MLflowTracker:
     def __init__(self, settings: MLflow, info: RunInfo) -> None:
         self._settings, self._info = settings, info
         self._run: _Run | None = None
-        self._writer: TraceWriter | None = None
-        self._tried = bool(info.resume)
+        self._may_exist = bool(info.resume)
 
     def open(self) -> str:
-        """Opens the store, if it is not open, and makes the run or goes on with it."""
+        """Opens the store and creates or resumes the run."""
         if self._run is None:
-            tried, self._tried = self._tried, True
-            self._run = run = _open_run(self._settings, self._info, self.id, search=tried)
-            self._writer = TraceWriter(run.client, run.experiment_id, run.run_id, self._info.key)
+            may_exist, self._may_exist = self._may_exist, True
+            self._run = _open_run(self._settings, self._info, search=may_exist)
         return self._run.run_id
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Is not used: points have times."""
+        """Is never called: `log_points` is."""
         raise NotImplementedError
 
     def log_points(self, points: Sequence[Point]) -> None:
@@ -193,10 +208,8 @@ class MLflowTracker:
         run.client.log_inputs(run.run_id, datasets=[DatasetInput(dataset, tags)])
 
     def log_traces(self, traces: Sequence[Trace]) -> None:
-        """Records traces, many in a request; the same trace again replaces the first."""
-        if self._writer is None:
-            raise TrackingError("the store is not open")
-        self._writer.write(traces)
+        """Records traces, many in a request; a repeated trace replaces the first."""
+        self._opened.traces.write(traces)
 
     def finish(self, status: Status, reason: str) -> None:
         """Ends the run; the tag `error` says why it failed."""
@@ -205,26 +218,21 @@ class MLflowTracker:
             run.client.set_tag(run.run_id, "error", reason[:_MAX_TAG_VALUE])
         run.client.set_terminated(run.run_id, status)
 
-    def passing(self, error: Exception) -> bool:
+    def is_transient(self, error: Exception) -> bool:
         """Returns whether a call that raised this error may succeed later.
 
-        A store that is full or locked, a server that is away or broken and a login that expired
-        may; what the store refuses, and a file that does not exist, may not.
+        A full or locked store, a broken server and an expired login may recover; what the store
+        refuses, and a missing file, may not.
         """
         from mlflow.exceptions import MlflowException
 
         if isinstance(error, MlflowException):
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                self._run = None  # the store is another one; `open` looks
+                self._run = None  # the store was replaced; `open` searches it for the run
             return error.error_code not in _REFUSALS
         status = getattr(getattr(error, "response", None), "status_code", 500)
-        gone = isinstance(error, (FileNotFoundError, OutputError, UnicodeError))
-        return not gone and (status >= 500 or status in (401, 403, 408, 429))
-
-    @property
-    def id(self) -> str:
-        """Id of the run; empty until it is known."""
-        return self._info.resume.get("mlflow", "") if self._run is None else self._run.run_id
+        is_final = isinstance(error, (FileNotFoundError, OutputError, UnicodeError, TypeError))
+        return not is_final and (status >= 500 or status in (401, 403, 408, 429))
 
     @property
     def how_to_look(self) -> str:
@@ -246,13 +254,12 @@ class MLflowTracker:
         return self._run
 
 
-def _open_run(settings: MLflow, info: RunInfo, run_id: str, *, search: bool) -> _Run:
-    """Opens the store and goes on with the run, or makes it.
+def _open_run(settings: MLflow, info: RunInfo, *, search: bool) -> _Run:
+    """Opens the store and resumes the run, or creates it.
 
     Args:
         settings: The tracker's settings.
         info: The run.
-        run_id: Id of the run that goes on; empty if it is not known.
         search: Whether the run may exist although its id is not known.
     """
     for name, value in _DEFAULTS.items():
@@ -264,35 +271,40 @@ def _open_run(settings: MLflow, info: RunInfo, run_id: str, *, search: bool) -> 
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     client = MlflowClient(tracking_uri=settings.tracking_uri or None)
     experiment_id = _experiment_id(client, settings.experiment)
+    run_id = info.resume.get("mlflow", "")
     if search and not run_id:
-        found = client.search_runs([experiment_id], f"tags.`{_KEY_TAG}` = '{info.key}'")
-        run_id = found[0].info.run_id if found else ""
-        if run_id:
+        runs = client.search_runs([experiment_id], f"tags.`{_KEY_TAG}` = '{info.key}'")
+        if runs:
+            run_id = runs[0].info.run_id
             _log_params(client, run_id, info)  # they may be missing
     if not run_id or not _resume(client, run_id):
-        run_id = _make_run(client, experiment_id, settings, info)
+        run_id = _create_run(client, experiment_id, settings, info)
         _log_params(client, run_id, info)
-    artifacts = str(client.get_run(run_id).info.artifact_uri)
-    return _Run(client=client, run_id=run_id, experiment_id=experiment_id, artifacts=artifacts)
+    return _Run(
+        client=client,
+        run_id=run_id,
+        experiment_id=experiment_id,
+        artifacts=str(client.get_run(run_id).info.artifact_uri),
+        traces=TraceWriter(client, experiment_id, run_id, info.key),
+    )
 
 
-def _make_run(client: MlflowClient, experiment_id: str, settings: MLflow, info: RunInfo) -> str:
+def _create_run(client: MlflowClient, experiment_id: str, settings: MLflow, info: RunInfo) -> str:
     from mlflow.tracking.context.registry import resolve_tags
 
     tags = {**info.tags, _KEY_TAG: info.key, "folder": str(info.folder.absolute())}
     if info.parent is not None:
-        tags["mlflow.parentRunId"] = Cursor.read(info.parent, "mlflow").id
+        tags["mlflow.parentRunId"] = Received.load(info.parent, "mlflow").id
         if not tags["mlflow.parentRunId"]:
             raise TrackingError("the run of the comparison has not begun yet")
     tags = {_key(name): str(value)[:_MAX_TAG_VALUE] for name, value in tags.items()}
-    named = info.name if info.parent else settings.run_name or info.name
-    made = client.create_run(
+    run = client.create_run(
         experiment_id,
         start_time=int(info.started * 1000),
-        run_name=named or None,
+        run_name=(info.name if info.parent else settings.run_name or info.name) or None,
         tags=resolve_tags(tags),
     )
-    return str(made.info.run_id)
+    return str(run.info.run_id)
 
 
 def _log_params(client: MlflowClient, run_id: str, info: RunInfo) -> None:
@@ -318,7 +330,7 @@ def _resume(client: MlflowClient, run_id: str) -> bool:
 
 
 def _register(run: _Run, name: str) -> None:
-    """Makes the model of a run a version of a registered model, once."""
+    """Adds the model of a run as a version of a registered model, once."""
     from mlflow.exceptions import MlflowException
 
     client = run.client
@@ -334,10 +346,10 @@ def _register(run: _Run, name: str) -> None:
 
 def _link(path: Path, address: str, folder: str) -> bool:
     """Links the files of a folder into a store on the same disk; False if it is elsewhere."""
-    place = urlsplit(address)
-    if place.scheme not in ("", "file") or not path.is_dir():
+    parts = urlsplit(address)
+    if parts.scheme not in ("", "file") or not path.is_dir():
         return False
-    target = Path(unquote(place.path) if place.scheme else address, folder)
+    target = Path(unquote(parts.path) if parts.scheme else address, folder)
     shutil.rmtree(target, ignore_errors=True)
     try:
         shutil.copytree(path, target, copy_function=os.link)
@@ -348,7 +360,7 @@ def _link(path: Path, address: str, folder: str) -> bool:
 
 
 def _experiment_id(client: MlflowClient, name: str) -> str:
-    """Finds the experiment or makes it."""
+    """Finds or creates the experiment."""
     from mlflow.exceptions import MlflowException
 
     experiment = client.get_experiment_by_name(name)
@@ -356,7 +368,7 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
         try:
             return str(client.create_experiment(name))
         except MlflowException:
-            # Another process may have made it in the meantime.
+            # Another process may have created it in the meantime.
             experiment = client.get_experiment_by_name(name)
             if experiment is None:
                 raise
@@ -369,5 +381,80 @@ def _cut(text: str) -> str:
 
 
 def _key(name: str) -> str:
-    """Makes `name` a key that MLflow accepts."""
+    """Turns a name into a key that MLflow accepts."""
     return _KEY_REFUSED.sub("_", name)[:_MAX_KEY]
+
+
+def _address_problem(uri: str) -> str:
+    """Returns why an address cannot be used; empty if it can."""
+    try:
+        parts = urlsplit(uri)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        return f"which is no address ({error})"
+    kind = parts.scheme.partition("+")[0]
+    if kind in ("http", "https"):
+        return _server_problem(parts)
+    if kind in _DATABASE_PORTS:
+        return _connection_problem(host, port or _DATABASE_PORTS[kind]) if host else ""
+    if not uri and any(Path("mlruns").glob("[0-9]*/meta.yaml")):
+        kind, uri = "file", "mlruns"  # MLflow's default where an old store exists
+    if kind == "sqlite" or not uri:
+        return _sqlite_problem(uri)
+    if kind in ("", "file"):
+        return _folder_problem(uri)
+    plugins = (entry.name for entry in entry_points(group="mlflow.tracking_store"))
+    if kind in (*_CLOUD, *plugins):
+        return ""
+    kinds = ", ".join(("http", "https", "sqlite", *_DATABASE_PORTS, "file", "databricks"))
+    return f"of the kind {kind!r}; expected one of: {kinds}"
+
+
+def _server_problem(parts: SplitResult) -> str:
+    """Asks a tracking server for its health; any answer but a server error is fine."""
+    host = parts.netloc.rpartition("@")[2]
+    url = f"{parts.scheme}://{host}{parts.path.rstrip('/')}/health"
+    try:
+        urllib.request.urlopen(url, timeout=_TIMEOUT).close()
+    except urllib.error.HTTPError as error:
+        return f"which answers with the error {error.code}" if error.code >= 500 else ""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        # MLflow has settings of its own for certificates.
+        return "" if isinstance(reason, ssl.SSLError) else f"which does not answer ({reason})"
+    return ""
+
+
+def _connection_problem(host: str, port: int) -> str:
+    try:
+        socket.create_connection((host, port), timeout=_TIMEOUT).close()
+    except OSError as error:
+        return f"which does not answer ({error})"
+    return ""
+
+
+def _sqlite_problem(uri: str) -> str:
+    """Tries to write to an SQLite file and beside it."""
+    name = unquote(uri.partition("///")[2].partition("?")[0]) if uri else "mlflow.db"
+    if name in ("", ":memory:"):
+        return ""
+    path = Path(name).absolute()
+    if not path.parent.exists():
+        return f"and there is no folder {str(path.parent)!r}"
+    try:
+        if path.exists():
+            path.open("r+b").close()
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        return f"which cannot be written ({error.strerror}: {str(path)!r})"
+    return ""
+
+
+def _folder_problem(uri: str) -> str:
+    """A store of plain files, which MLflow has deprecated."""
+    if os.environ.get("MLFLOW_ALLOW_FILE_STORE", "").lower() in ("true", "1"):
+        return ""
+    return (
+        f"a store of plain files ({uri!r}), which MLflow no longer writes unless "
+        "MLFLOW_ALLOW_FILE_STORE is true"
+    )

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-TRACES_SHARE = 0.002
-"""Share of the run's time that traces may compute, but for those that the settings ask for."""
-
 SpanKind = Literal["episode", "turn", "step"]
 """A whole episode, a turn of the policy, or what the environment did with an action."""
 
@@ -45,24 +42,6 @@ class Trace:
     """What traces are searched by."""
     error: str = ""
     """Why the episode failed; empty if it did not."""
-
-
-def affordable(*, least: int, seconds: float, cost: float, taken: int) -> int:
-    """Returns how many episodes of a step or an evaluation become traces.
-
-    Args:
-        least: What the settings ask for.
-        seconds: How long the run has gone on.
-        cost: Processor seconds of one trace.
-        taken: Traces that the run has made so far.
-
-    Example:
-        >>> affordable(least=1, seconds=100.0, cost=0.01, taken=10)
-        10
-        >>> affordable(least=1, seconds=100.0, cost=0.01, taken=60)
-        1
-    """
-    return max(least, int(TRACES_SHARE * seconds / cost) - taken)
 
 
 def read_trace(*, spans: list[dict[str, Any]], **fields: Any) -> Trace:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gspo_env.tracking.live import note
-
-_NOTE = "gspo-env: stops after this step and saves it; a second Ctrl-C stops at once"
+_NOTE = b"\ngspo-env: stops after this step and saves it; a second Ctrl-C stops at once\n"
 
 
 @dataclass(slots=True)
@@ -30,7 +29,7 @@ class Stop:
         if self.wanted or not self.graceful:
             raise KeyboardInterrupt
         self.wanted = True
-        note(_NOTE)  # `print` may not be entered again by a handler
+        os.write(2, _NOTE)  # a handler may not enter `print` again
 
 
 @contextmanager

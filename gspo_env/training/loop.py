@@ -23,7 +23,7 @@ from gspo_env.registry import name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.seeding import derive_seed
-from gspo_env.tracking.parts import part
+from gspo_env.tracking.console import part
 from gspo_env.training.checkpoints import Checkpoint
 from gspo_env.training.curriculum import StepResult, next_options
 from gspo_env.training.rollout_buffer import Batch, RolloutBuffer

@@ -31,14 +31,14 @@ def untracked(monkeypatch: pytest.MonkeyPatch) -> Path:
 
     with monkeypatch.context() as patch:
         patch.setattr(MLflowTracker, "open", away)
-        patch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.5)
+        patch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
         info = RunInfo(name="late", folder=folder, params={"seed": 3})
         with pytest.raises(ZeroDivisionError), start(MLflow(), info) as tracker:  # noqa: PT012
             tracker.log({"a": 1.0}, 1)
             tracker.text("episodes/step-1.txt", "hello")
             raise ZeroDivisionError("no luck")
     (problem,) = tracker.problems
-    assert "1 points and 1 files, which wait in run: start: ConnectionError: away" in problem
+    assert "1 points, 1 files and 0 traces, which wait in run: ConnectionError: away" in problem
     assert "`gspo-env sync run` sends them" in problem
     return folder
 

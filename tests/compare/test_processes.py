@@ -12,7 +12,7 @@ from gspo_env.compare.processes import in_processes
 
 WORK = """
 import time
-from gspo_env.tracking.progress import Progress
+from gspo_env.tracking.console import Progress
 
 def imitate(said):
     Progress().update("imitation", 20, 450)

@@ -223,7 +223,7 @@ def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path
 def test_one_of_two_trackers_fails_and_the_other_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.5)
+    monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
     monkeypatch.setattr(MLflow, "check", lambda self: None)  # it went away after the start
     choice = combine("mlflow,tensorboard")(mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
     with start(choice, RunInfo(name="two", folder=tmp_path)) as tracker:

@@ -206,8 +206,8 @@ def test_a_tracker_of_ones_own_is_one_file(run: RunInfo, tmp_path: Path) -> None
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert lines[1:] == [
         {"step": 2, "loss é": 0.5, NON_FINITE: 1.0},
-        {"step": "episodes/step-2.txt", "text": "héllo"},
-        {"step": "FINISHED"},
+        {"name": "episodes/step-2.txt", "text": "héllo"},
+        {"status": "FINISHED"},
     ]
     assert (tmp_path / Path(__file__).name).exists()
     assert json.loads((tmp_path / "params.json").read_text())["learner.level"] == "turn"

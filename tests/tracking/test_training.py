@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from gspo_env.cli.main import main
-from gspo_env.tracking import parts
 
 OWN = f"{Path(__file__).parents[2] / 'examples' / 'own_tracker.py'}:JsonLines"
 TINY = [
@@ -40,32 +39,17 @@ def test_two_trackers_by_name_of_which_one_always_fails(
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     main([*TINY, "--tracker", f"{OWN},broken.py:Broken"])
-    said = capsys.readouterr().out
-    assert "broken.py:Broken did NOT record everything" in said
-    assert f"Tracked: cat {Path('out', 'lines.jsonl')}" in said
+    output = capsys.readouterr().out
+    assert "broken.py:Broken did NOT record everything" in output
+    assert f"Tracked: cat {Path('out', 'lines.jsonl')}" in output
     lines = [json.loads(line) for line in Path("out/lines.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "eval/success" in line] == [0, 1]
-    assert lines[-1] == {"step": "FINISHED"}
+    assert lines[-1] == {"status": "FINISHED"}
     assert list(Path("out/model").glob("*.safetensors"))
 
 
-def test_the_terminal_is_told_each_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Seen(list[parts.Part]):
-        names: list[str] = []  # noqa: RUF012
-
-        def append(self, part: parts.Part) -> None:
-            self.names.append(part.name)
-            super().append(part)
-
-    monkeypatch.setattr(parts, "_running", Seen())
-    main([*TINY, "--tracker", "none"])
-    step = ["rollout", "update", "scoring", "sync", "evaluation", "saving"]
-    assert Seen.names == ["sync", "evaluation", *step]
-    assert parts.running() is None
-
-
 @pytest.mark.parametrize(
-    ("uri", "said"),
+    ("uri", "words"),
     [
         ("http://127.0.0.1:9", "does not answer"),
         ("http://no-such-host.invalid:5000", "does not answer"),
@@ -79,7 +63,7 @@ def test_the_terminal_is_told_each_part_of_a_step(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_an_address_that_cannot_work_is_one_sentence_before_anything_is_trained(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], uri: str, said: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], uri: str, words: str
 ) -> None:
     began = time.monotonic()
     for arguments in [("--tracking-uri", uri)], []:
@@ -90,7 +74,7 @@ def test_an_address_that_cannot_work_is_one_sentence_before_anything_is_trained(
         output = capsys.readouterr()
         assert "environment" not in output.out
         (line,) = output.err.splitlines()
-        assert said in line
+        assert words in line
         name = "tracker.tracking_uri" if arguments else "MLFLOW_TRACKING_URI"
         assert f"{name} is " in line
         assert "secret-word-9" not in line

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from gspo_env.errors import OutputError
 from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, start
-from gspo_env.tracking.delivery import Cursor, Delivery
+from gspo_env.tracking.jsonl import JsonlFile, Received
 from gspo_env.tracking.traces import Span, Trace
 
 
@@ -61,6 +61,9 @@ class Store:
         self.texts[name] = text
         self.fail("after")
 
+    def log_input(self, source):
+        raise AssertionError("there are none")
+
     def log_traces(self, traces):
         self.fail("before")
         self.stored |= {trace.key: trace.spans[0].end for trace in traces}
@@ -72,7 +75,7 @@ class Store:
     def finish(self, status, reason):
         self.ends.append((status, reason))
 
-    def passing(self, error):
+    def is_transient(self, error):
         return isinstance(error, ConnectionError)
 
     def fail(self, when):
@@ -86,9 +89,8 @@ class Store:
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = {"_FIRST_PAUSE": 0.001, "_LONGEST_PAUSE": 0.01, "_INTERVAL": 0.001, "_POINTS_WAIT": 0.0}
-    for name, value in short.items():
-        monkeypatch.setattr(f"gspo_env.tracking.delivery.{name}", value)
+    for name in ("INTERVAL", "_FIRST_PAUSE"):
+        monkeypatch.setattr(f"gspo_env.tracking.jsonl.{name}", 0.001)
 
 
 def trace(key: str, end: int = 1) -> Trace:
@@ -132,30 +134,9 @@ def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_th
     assert resume == {"store": "first"}
     assert Counter(store.points) == written(folder)
     assert {p[:2] for p in store.points if p[0] == "a"} == {("a", s) for s in range(max(parts))}
-    # that of the first part that played the step
-    ends = {s: next(p for p, n in enumerate(parts) if s < n) for s in range(max(parts))}
-    assert store.stored == {f"train-{step}-0-0": end for step, end in ends.items()}
+    assert store.stored.keys() == {f"train-{step}-0-0" for step in range(max(parts))}
     assert len(store.texts) == len(parts)
     assert store.ends == [("FINISHED", "")] * len(parts)
-
-
-def test_a_pause_that_ends_while_the_thread_does_not_run_is_no_reason_to_sleep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deliver = Delivery._deliver
-
-    def late(self: Delivery) -> bool:
-        sent = deliver(self)
-        time.sleep(0.03)  # longer than a pause here, as on a busy machine
-        return sent
-
-    monkeypatch.setattr(Delivery, "_deliver", late)
-    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 1.0)
-    store = Store(plan=["before"] * 3)
-    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
-        tracker.log({"a": 1.0}, 0)
-    assert tracker.problems == []
-    assert len(store.points) == 1
 
 
 def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path: Path) -> None:
@@ -216,7 +197,7 @@ def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path: Path) ->
 def test_a_store_for_files_that_fails_does_not_keep_the_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.5)
+    monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
     store = Store()
     monkeypatch.setattr(Store, "artifact", lambda *_: (_ for _ in ()).throw(ConnectionError("s3")))
     (tmp_path / "a.txt").write_text("a")
@@ -226,27 +207,8 @@ def test_a_store_for_files_that_fails_does_not_keep_the_points(
         tracker.log({"a": 2.0}, 2)
     assert Counter(store.points) == written(tmp_path)
     (problem,) = tracker.problems
-    assert "0 points and 1 files" in problem
+    assert "0 points, 1 files and 0 traces" in problem
     assert f"gspo-env sync {tmp_path}" in problem
-
-
-def test_a_run_that_cannot_begin_keeps_its_points_on_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.2)
-    store = Store()
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "open", lambda self: [][0])
-        with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
-            tracker.log({"a": 1.0}, 1)
-    assert "1 points and 0 files" in tracker.problems[0]
-    assert "start: IndexError" in tracker.problems[0]
-    with MultiTracker(
-        {"store": store}, RunInfo(name="r", folder=tmp_path, resume=tracker.ids)
-    ) as again:
-        pass
-    assert again.problems == []
-    assert Counter(store.points) == written(tmp_path)
 
 
 def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(tmp_path: Path) -> None:
@@ -262,16 +224,16 @@ def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(tmp_path:
 def test_a_damaged_queue_names_no_file_outside_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "tracking").mkdir(parents=True)
     (tmp_path / "secret.txt").write_text("s")
-    event = {"after": 0, "time": 1}
-    (tmp_path / "run" / "tracking" / "files.jsonl").write_text(
+    (tmp_path / "run" / "tracking" / "calls.jsonl").write_text(
         "".join(
-            json.dumps({**event, "path": path}) + "\n"
+            json.dumps({"name": "artifact", "arguments": {"path": path, "folder": ""}, "after": 0})
+            + "\n"
             for path in ("../secret.txt", str(tmp_path / "secret.txt"))
         )
         + "not json\n"
     )
     store = Store()
-    store.passing = lambda error: False  # type: ignore[method-assign]
+    store.is_transient = lambda error: False  # type: ignore[method-assign]
     info = RunInfo(name="r", folder=tmp_path / "run", resume={"store": ""})
     with MultiTracker({"store": store}, info) as tracker:
         pass
@@ -299,7 +261,6 @@ def test_a_full_disk_stops_neither_the_run_nor_loses_points_when_there_is_room_a
         with file_size((tmp_path / "metrics.jsonl").stat().st_size + 10):
             for step in range(1, 5):
                 tracker.log({"a": float(step)}, step)
-        assert len(lines(tmp_path)) == 1
         tracker.log({"a": 5.0}, 5)
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 4, 5]
     assert tracker.problems == []
@@ -375,7 +336,7 @@ for step in range(500):
 def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store: str, tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", KILLED, store, str(tmp_path)], check=False)
     assert ended.returncode == -signal.SIGKILL
-    first = Cursor.read(tmp_path, "mlflow")
+    first = Received.load(tmp_path, "mlflow")
     assert len(lines(tmp_path)) == 301
     assert first.metrics < (tmp_path / "metrics.jsonl").stat().st_size
     info = RunInfo(name="killed", folder=tmp_path, resume={"mlflow": first.id})
@@ -428,7 +389,7 @@ class _Hangs(BaseHTTPRequestHandler):
 def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_env.tracking.delivery.PATIENCE", 0.5)
+    monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hangs)
     server.hung, server.release = threading.Event(), threading.Event()
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -453,75 +414,63 @@ def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path: Path)
         assert os.stat(path).st_mode & 0o077 == 0, path
 
 
-def test_the_points_of_many_steps_are_few_calls_and_an_event_comes_behind_its_points(
+def test_the_points_of_many_steps_are_few_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_env.tracking.delivery._POINTS_WAIT", 600.0)
-    calls: list[str] = []
+    monkeypatch.setattr("gspo_env.tracking.jsonl.INTERVAL", 600.0)
+    calls: list[int] = []
 
     class Counts(Store):
         def log_points(self, points):
             super().log_points(points)
-            calls.append("points")
+            calls.append(len(points))
 
-        def text(self, name, text):
-            calls.append(f"text behind {len(self.points)}")
-
-    store = Counts()
-    with MultiTracker({"store": store}, RunInfo(name="r", folder=tmp_path)) as tracker:
+    with MultiTracker({"store": Counts()}, RunInfo(name="r", folder=tmp_path)) as tracker:
         for step in range(40):
             tracker.log({"a": 1.0}, step)
-            if step == 19:
-                tracker.text("a.txt", "x")
-            time.sleep(0.005)
-    assert len(store.points) == 40
-    assert calls.count("points") <= 3  # the first, those before the text, the rest at the end
-    assert "text behind 20" in calls
+    assert sum(calls) == 40
+    assert len(calls) <= 2  # one at the start, one at the end
 
 
-def test_more_episodes_become_traces_where_they_cost_little(
+def test_more_episodes_become_traces_while_they_cost_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    with MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path / "a")) as tracker:
-        assert tracker.traces("train") == tracker.traces("eval") == 1
-        tracker._began -= 100.0
+    now = 1000.0
+    monkeypatch.setattr("gspo_env.tracking.multi.time.monotonic", lambda: now)
+    with MultiTracker({"none": NoTracker()}, RunInfo(name="r", folder=tmp_path)) as untracked:
+        now += 100
+        assert untracked.traces("eval") == 0
+    (tmp_path / "run").mkdir()
+    with MultiTracker({"s": Store()}, RunInfo(name="r", folder=tmp_path / "run")) as tracker:
+        assert (tracker.traces("train"), tracker.traces("eval")) == (0, 1)
+        now += 100.0
         assert tracker.traces("train") == 20  # 0.2 % of 100 s at 10 ms each
         for n in range(20):
             tracker.trace(trace(f"train-0-0-{n}"))
-        monkeypatch.setattr("gspo_env.tracking.multi._MOST_TRACES", 10)
-        assert tracker.traces("eval") == 1  # the disk has enough of them
-    with MultiTracker(
-        {"store": Store(traces=0)}, RunInfo(name="r", folder=tmp_path / "b")
-    ) as tracker:
-        tracker._began -= 100.0
-        assert tracker.traces("eval") == 0
+        assert (tracker.traces("train"), tracker.traces("eval")) == (0, 1)
 
 
-def test_traces_wait_for_the_end_where_they_would_cost_training_too_much(
+def test_a_line_of_which_a_part_was_written_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gspo_env.tracking.delivery._TRACES_WAIT", 0.0)
-    calls: list[int] = []
+    file = JsonlFile(tmp_path / "a.jsonl", dict)
+    write, room = os.write, [2, 3, 0, 1]
 
-    class Slow(Store):
-        def log_traces(self, traces):
-            end = time.thread_time() + 0.02
-            while time.thread_time() < end:
-                pass
-            calls.append(len(traces))
+    def short(number: int, data: bytes) -> int:
+        size = room.pop(0) if room else len(data)
+        if not size:
+            raise OSError("the disk is full")
+        return write(number, data[:size])
 
-    with MultiTracker({"slow": Slow()}, RunInfo(name="r", folder=tmp_path)) as tracker:
-        for step in range(200):
-            tracker.log({"a": 1.0}, step)
-            tracker.trace(trace(f"train-{step}-0-0"))
-            time.sleep(0.002)
-        sent = len(calls)
-    assert sent <= 2  # in 0.4 s, 0.3 % are 1.2 ms
-    assert sum(calls) == 200
-    assert len(calls) <= sent + 14  # many in one call
-    assert tracker.problems == []
+    monkeypatch.setattr("gspo_env.tracking.jsonl.os.write", short)
+    with pytest.raises(OSError, match="full"):
+        file.append(step=1)
+    assert file.unwritten == 1
+    assert list(file.read()) == []
+    file.append(step=2)
+    assert [record for _, record in file.read()] == [{"step": 1}, {"step": 2}]
+    os.truncate(tmp_path / "a.jsonl", 15)  # shorter than it was, within the second line
+    assert [record for _, record in file.read()] == [{"step": 1}]
 
 
 def test_a_trace_that_a_tracker_refuses_keeps_back_nothing_else(tmp_path: Path) -> None:
