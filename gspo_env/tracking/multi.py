@@ -116,10 +116,7 @@ class MultiTracker:
         Args:
             phase: See `gspo_env.episodes.schema.Phase`.
         """
-        eval_traces, train_traces = (
-            max((getattr(choice, name, 0) for choice in self._tracked.values()), default=0)
-            for name in ("traces", "train_traces")
-        )
+        eval_traces, train_traces = map(self._least, ("traces", "train_traces"))
         if not (eval_traces or train_traces):
             return 0
         affordable = min(_MOST_TRACES, int(_TRACES_PER_SECOND * (time.monotonic() - self._began)))
@@ -193,6 +190,11 @@ class MultiTracker:
             for name, (queue, problem) in problems.items()
             if problem
         }
+
+    def _least(self, setting: str) -> int:
+        """Returns how many traces the settings of trackers ask for."""
+        owners: list[Any] = [c for c in self._tracked.values() if hasattr(type(c), setting)]
+        return max((getattr(choice, setting) for choice in owners), default=0)
 
     def _start(self, name: str, choice: TrackerChoice, run: RunInfo) -> None:
         if run.resume:
