@@ -12,13 +12,13 @@ from gspo_env.config import Config, to_toml
 from gspo_env.distributed.controller import Controller
 from gspo_env.distributed.launch import plan_of
 from gspo_env.distributed.ranks import Ranks
-from gspo_env.engines import CopiesWeights, Engine, Transformers
+from gspo_env.engines import Engine, Transformers
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.settings import Trainer, make_optimizer
-from gspo_env.model.check import RunMode, check_engine, check_model
+from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes import build as embedded
 from gspo_env.recipes.conversations import read_demonstrations
@@ -174,8 +174,11 @@ def imitate(
 
 def check_way(model: Any, config: Config) -> RunMode:
     """Decides how the model is run; says so if the slower way is needed."""
-    decide = check_engine if isinstance(config.engine, Transformers) else check_model
-    return decide(model, max_context=config.rollout.max_context).mode
+    decide: Any = check_model
+    if isinstance(config.engine, Transformers):
+        decide = load_function("gspo_env.engines.embedded.start:check_engine", "engine")
+    mode: RunMode = decide(model, max_context=config.rollout.max_context).mode
+    return mode
 
 
 def start_engine(model: Any, config: Config, *, ahead: bool = False) -> Engine:
@@ -195,12 +198,12 @@ def start_engine(model: Any, config: Config, *, ahead: bool = False) -> Engine:
     engine: Engine = chosen.start(
         model, max_slots=limits.concurrency, max_context=limits.max_context
     )
-    if ahead and not isinstance(engine, CopiesWeights):
+    if ahead and not engine.copies:
         engine.close()
         raise ConfigError(
             f"supply.max_staleness is {config.supply.max_staleness}, and the engine "
             f"{name_of('engine', chosen)!r} shares the weights of the learner; expected 0, or an "
-            "engine with weights of its own (gspo_env.engines.CopiesWeights)"
+            "engine with weights of its own (gspo_env.engines.Engine.copies)"
         )
     return engine
 

@@ -1,12 +1,8 @@
 from .base import Completion as Completion
-from .base import CopiesWeights as CopiesWeights
-from .base import CountsFaults as CountsFaults
 from .base import Engine as Engine
 from .base import NamedTensors as NamedTensors
-from .base import ReachesCopies as ReachesCopies
 from .base import Sampling as Sampling
 from .base import Transformers as Transformers
-from .base import UpdatesInFlight as UpdatesInFlight
 from .base import check_completion as check_completion
 from .base import drained as drained
 from .base import version_runs as version_runs

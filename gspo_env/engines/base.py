@@ -6,12 +6,11 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
-
-import numpy as np
+from operator import index
+from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_env.errors import EngineError
+from gspo_env.registry import load_function
 from gspo_env.types import VersionRuns
 
 if TYPE_CHECKING:
@@ -65,13 +64,34 @@ class Completion:
     """The version of each id, where the weights changed while the action was sampled."""
 
 
-class Engine(Protocol):
-    """Samples actions from a policy, as token ids. An engine never sees an environment."""
+class Engine:
+    """Samples actions from a policy, as token ids. An engine never sees an environment.
+
+    A subclass implements `generate` and `update_weights`; the other methods do nothing by default.
+    """
+
+    copies: int = 0
+    """Number of copies of the weights, such as one for each server; training compares them after
+    each update. 0 samples with the learner's own weights, so not during an update."""
+    dtype: str = ""
+    """Dtype of the copies, such as `bfloat16`."""
+    tolerance: float | None = None
+    """Greatest mean difference of the copies from the trainer's log-probabilities; None follows
+    from the dtype."""
+    updates_in_flight: bool = False
+    """Whether the engine implements `update_in_flight`."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
     ) -> Completion:
         """Samples one action; `session` names the episode, whose earlier turns may be cached."""
+        raise NotImplementedError
+
+    async def generate_on(
+        self, copy: int, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> Completion:
+        """Samples one action with one of several `copies`, counted from 0."""
+        return await self.generate(prompt_ids, sampling)
 
     def release(self, session: str) -> None:
         """Drops the cache of a session."""
@@ -80,59 +100,25 @@ class Engine(Protocol):
         """Frees memory for the learner until the next `update_weights`."""
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Loads the learner's weights; later completions carry `version`."""
+        """Waits for requests in flight and loads the weights; later completions carry `version`."""
+        raise NotImplementedError
+
+    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
+        """Loads the learner's weights between two tokens of the requests that run.
+
+        The requests continue with the new weights, and their keys and values are computed anew. So
+        each token has the log-probability that the trainer with its version of the weights gives
+        it, after the prompt and all tokens before it. `Completion.weights_versions` has the version
+        of each.
+        """
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the engine since its start, which training records."""
+        return {}
 
     def close(self) -> None:
         """Frees everything."""
-
-
-@runtime_checkable
-class CopiesWeights(Protocol):
-    """An engine with its own copies of the weights: training compares them after each update."""
-
-    copies: int
-    """Number of copies, such as one for each server."""
-    dtype: str
-    """Dtype of the weights, such as `bfloat16`."""
-    tolerance: float | None
-    """Greatest mean difference from the trainer's log-probabilities; None follows from the dtype.
-    """
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
-    ) -> Completion:
-        """See `Engine.generate`."""
-
-
-@runtime_checkable
-class ReachesCopies(CopiesWeights, Protocol):
-    """An engine with several copies of the weights, each of which can be asked."""
-
-    async def generate_on(
-        self, copy: int, prompt_ids: Sequence[int], sampling: Sampling
-    ) -> Completion:
-        """Samples one action with a copy, counted from 0; see `Engine.generate`."""
-
-
-@runtime_checkable
-class UpdatesInFlight(Protocol):
-    """An engine that can change its weights while requests run.
-
-    The requests go on with the new weights, and their keys and values are computed anew. So each
-    token has the log-probability that the trainer with its version of the weights gives it, after
-    the prompt and all tokens before it. `Completion.weights_versions` has the version of each.
-    """
-
-    async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
-        """Loads the learner's weights between two tokens of the requests that run."""
-
-
-@runtime_checkable
-class CountsFaults(Protocol):
-    """An engine that counts its own faults: training records them after each update."""
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the engine since its start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,21 +141,11 @@ class Transformers:
         Raises:
             ModelError: The model gives other log-probabilities with a cache.
         """
-        from gspo_env.engines.embedded.copy import OwnWeights
-        from gspo_env.engines.embedded.engine import TransformersEngine
-        from gspo_env.engines.embedded.unpacked import UnbatchedEngine
-        from gspo_env.model.check import RunMode, check_engine
-
-        check = check_engine(model, max_context)
-
-        def begin(model: Any) -> TransformersEngine | UnbatchedEngine:
-            if check.mode is not RunMode.UNPACKED:
-                return TransformersEngine(model, max_slots=max_slots, max_context=max_context)
-            return UnbatchedEngine(
-                model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns
-            )
-
-        return OwnWeights(model, begin) if self.own_weights else begin(model)
+        start = load_function("gspo_env.engines.embedded.start:start_embedded", "engine")
+        engine: Engine = start(
+            model, max_slots=max_slots, max_context=max_context, copy=self.own_weights
+        )
+        return engine
 
 
 def check_room(prompt_ids: Sequence[int], sampling: Sampling, max_context: int) -> None:
@@ -283,7 +259,7 @@ def check_completion(done: Completion, sampling: Sampling, vocab_size: int | Non
     Args:
         done: The completion.
         sampling: What was asked.
-        vocab_size: Number of ids of the model; None if it is not known.
+        vocab_size: Number of ids of the model; None if it is unknown.
 
     Raises:
         EngineError: A field has a wrong type or length, an id or a log-probability is impossible,
@@ -291,7 +267,10 @@ def check_completion(done: Completion, sampling: Sampling, vocab_size: int | Non
     """
     if not isinstance(done, Completion):
         raise EngineError(f"an engine returned {type(done).__name__}; expected a Completion")
-    fault = _fault(done, sampling, _LARGEST if vocab_size is None else vocab_size)
+    try:
+        fault = _fault(done, sampling, _LARGEST if vocab_size is None else vocab_size)
+    except (TypeError, ValueError, OverflowError) as error:
+        fault = "a field", error, "sequences of numbers"
     if fault is not None:
         name, value, expected = fault
         shown = repr(value)
@@ -301,67 +280,31 @@ def check_completion(done: Completion, sampling: Sampling, vocab_size: int | Non
 
 def _fault(done: Completion, sampling: Sampling, end: int) -> tuple[str, Any, str] | None:
     """Returns what is wrong with a completion, its value, and what is allowed."""
-    ids, logprobs = _vector(done.token_ids, int, "iu"), _vector(done.logprobs, float, "fiu")
-    if ids is None:
-        return "token_ids", done.token_ids, "a sequence of integers"
-    if logprobs is None:
-        return "logprobs", done.logprobs, "a sequence of numbers"
-    count, most = len(ids), sampling.max_tokens
+    ids, logprobs, most = done.token_ids, done.logprobs, sampling.max_tokens
+    version, runs = done.weights_version, done.weights_versions
+    count = len(ids)
     if not 0 < count <= most:
         return "number of token_ids", count, f"1 to {most}"
     if len(logprobs) != count:
         return "number of logprobs", len(logprobs), f"{count}, as of token_ids"
-    if min(ids) < 0 or max(ids) >= end:
-        wrong = [i for i in ids if not 0 <= i < end]
+    if wrong := [i for i in ids if not 0 <= i < end or index(i) != i]:
         return "token_ids", wrong[:_SHOWN], f"ids from 0 to below {end}"
     # no NaN is between two numbers
-    if odd := [p for p in logprobs if not -math.inf < p <= _ROUNDING]:
-        return "logprobs", odd[:_SHOWN], "finite numbers up to 0 (are the weights finite?)"
-    version = done.weights_version
-    # the test of an abstract class takes longer than all others
-    if (type(version) is not int and not isinstance(version, Integral)) or version < 0:
+    if wrong := [p for p in logprobs if not -math.inf < p <= _ROUNDING]:
+        return "logprobs", wrong[:_SHOWN], "finite numbers up to 0 (are the weights finite?)"
+    if index(version) < 0:
         return "weights_version", version, "an integer from 0"
-    if done.weights_versions and not _are_runs(done, count):
-        expected = f"runs (version, tokens) of {count} tokens, the lowest {done.weights_version}"
-        return "weights_versions", done.weights_versions, expected
-    reason = "stop" if sampling.ended(done.token_ids) else "length"
+    covered = [tokens for _, tokens in runs]
+    if runs and not (
+        min(covered) > 0 and sum(covered) == count and min(v for v, _ in runs) == version
+    ):
+        expected = f"runs (version, tokens) of {count} tokens, the lowest {version}"
+        return "weights_versions", runs, expected
+    reason = "stop" if sampling.ended(ids) else "length"
     if done.finish_reason != reason:
         return "finish_reason", done.finish_reason, repr(reason)
     if reason == "length" and count < most:
         return "number of token_ids", count, f"{most}, because no stop id ends them"
     if not set(sampling.stop_ids).isdisjoint(ids[:-1]):
-        return "token_ids", done.token_ids, "a stop id at the end only"
+        return "token_ids", ids, "a stop id at the end only"
     return None
-
-
-def _are_runs(done: Completion, tokens: int) -> bool:
-    """Returns whether the runs of versions cover the tokens, with the lowest version given."""
-    try:
-        runs = np.asarray(done.weights_versions)
-    except (ValueError, TypeError, OverflowError):
-        return False
-    return (
-        runs.ndim == 2
-        and runs.shape[1] == 2
-        and runs.dtype.kind in "iu"
-        and bool(runs[:, 1].min() > 0)
-        and int(runs[:, 1].sum()) == tokens
-        and int(runs[:, 0].min()) == done.weights_version
-    )
-
-
-def _vector(values: Any, kind: type[float], kinds: str) -> Sequence[Any] | None:
-    """Returns a flat sequence of numbers; None if it is something else.
-
-    Args:
-        values: What should be one.
-        kind: The type of numbers that need no conversion.
-        kinds: The kinds of arrays that are accepted; see `numpy.dtype.kind`.
-    """
-    if type(values) is tuple and values and set(map(type, values)) == {kind}:
-        return values
-    try:
-        array = np.asarray(values)
-    except (ValueError, TypeError, OverflowError):
-        return None
-    return array.tolist() if array.ndim == 1 and array.dtype.kind in kinds else None

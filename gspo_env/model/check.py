@@ -1,15 +1,17 @@
 """Decides once how a model is run: packed with shared prefixes, packed, or one by one.
 
 Two random sequences that begin alike are scored alone with the model's own attention, which is the
-truth. Then they are scored packed, packed with their common prefix once, and by the cache of the
-embedded engine. The fastest way that gives the same log-probabilities is taken.
+truth. Then they are scored packed, and packed with their common prefix once. The fastest mode that
+gives the same log-probabilities is taken.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -17,18 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from gspo_env.batch.packing import pack
 from gspo_env.batch.prefix import build_tree, sort_by_prefix
 from gspo_env.batch.sample import Sample
-from gspo_env.engines.embedded.kv_cache import KVCache
-from gspo_env.engines.embedded.own_cache import OwnCache
 from gspo_env.errors import ModelError
 from gspo_env.model.adapters import plain_model
-from gspo_env.model.attention import RAGGED, use_ragged_attention
-from gspo_env.model.limits import attention_limit, rope_limit
+from gspo_env.model.attention import RAGGED, PackedAttention, use_ragged_attention
 from gspo_env.model.scorer import Scorer
-from gspo_env.model.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ batch of both sequences changes with the model's own attention."""
 _SPREAD = 2
 """Rounding changes log-probabilities by the dtype's epsilon times this many standard deviations of
 the logits, or by one epsilon if that is more."""
-_SHARED, _LONG, _SHORT = 20, 32, 26
+SHARED_TOKENS, LONG, SHORT = 20, 32, 26
 """Tokens of the common prefix (a tree shares 16 or more) and of the two sequences."""
 _NOTE = "_gspo_check"
 
@@ -55,7 +54,7 @@ class RunMode(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How much one way differs from the model's own attention on each sequence alone."""
+    """How much one mode differs from the model's own attention on each sequence alone."""
 
     nats: float
     """Largest difference of a token's log-probability; infinite if the model cannot run so."""
@@ -63,7 +62,7 @@ class Difference:
     """The first layer whose output differs, or the error; empty if all outputs are the same."""
 
     def within(self, bound: float) -> bool:
-        """Returns whether the way counts as equal."""
+        """Returns whether the mode counts as equal."""
         return self.nats <= bound and not self.cause
 
     def __str__(self) -> str:
@@ -76,23 +75,17 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCheck:
-    """The way in which a model is run, and what decided it."""
+    """The mode in which a model is run, and what decided it."""
 
     mode: RunMode
-    bound: float
+    bound: float = BOUND
     """Largest difference in nats that counts as equal."""
-    packed: Difference
-    shared: Difference
-    engine: Difference
-    """Of the embedded engine's continuous batching."""
-    own_cache: Difference | None = None
-    """Of the model's own cache; None if it is not used."""
-    whole_turns: bool = True
-    """Whether the own cache takes several new tokens in one pass."""
+    packed: Difference | None = None
+    shared: Difference | None = None
     padded: bool = False
     """Whether sequences of similar length may run as one padded batch with the own attention."""
     reason: str = ""
-    """Why no faster way is taken; empty for the fastest."""
+    """Why no faster mode is taken; empty for the fastest."""
     attention: str = RAGGED
     """Name of the attention that the model gets."""
     limit: int | None = None
@@ -102,73 +95,60 @@ class ModelCheck:
 
 
 def check_model(model: Any, *, max_context: int | None = None) -> ModelCheck:
-    """Decides how a model is run, sets its attention so, and remembers the result for later calls.
+    """Decides how a model is run, sets its attention so, and notes the result for later calls.
 
     Args:
         model: A `transformers` causal LM, or one wrapped by PEFT.
-        max_context: Maximum tokens of a sequence; None if it is not known.
+        max_context: Maximum tokens of a sequence; None if it is unknown.
 
     Raises:
         ModelError: Even one sequence a row gives other log-probabilities than the model itself, or
             an earlier call prepared the model for shorter sequences.
     """
-    noted: ModelCheck | None = getattr(model, _NOTE, None)
-    if noted is None:
-        noted = _Checker(model).check(max_context)
-        note_check(model, noted)
-        if noted.mode is not RunMode.SHARED:
-            logger.warning("%s runs %s: %s", _name(model), noted.mode, noted.reason)
-    if noted.limit is not None and noted.limit < (max_context or 0):
+    check = noted_check(model)
+    if check is None:
+        check = ModelProbe(model).check(max_context)
+        note_check(model, check)
+    if check.limit is not None and check.limit < (max_context or 0):
         raise ModelError(
-            f"{_name(model)} was prepared for at most {noted.limit} tokens a sequence, and "
+            f"{model_name(model)} was prepared for at most {check.limit} tokens a sequence, and "
             f"max_context is {max_context}; expected the largest max_context in the first call"
         )
-    if model.config._attn_implementation != noted.attention:
-        model.set_attn_implementation(noted.attention)
-    return noted
+    if model.config._attn_implementation != check.attention:
+        model.set_attn_implementation(check.attention)
+    return check
+
+
+def noted_check(model: Any) -> ModelCheck | None:
+    """Returns the result of an earlier call of `check_model`, if there was one."""
+    return getattr(model, _NOTE, None)
 
 
 def note_check(model: Any, check: ModelCheck) -> None:
     """Lets later calls of `check_model` take this result for the model."""
     setattr(model, _NOTE, check)
+    if check.reason and check.mode is not RunMode.SHARED:
+        logger.warning("%s runs %s: %s", model_name(model), check.mode, check.reason)
 
 
-def check_engine(model: Any, max_context: int) -> ModelCheck:
-    """Does the same for a model that the embedded engine is to run.
+class ModelProbe:
+    """Two random sequences, scored by the model's own attention and in other ways.
 
     Raises:
-        ModelError: Its own cache gives other log-probabilities, or `max_context` is too large.
+        ModelError: The model cannot run on random tokens.
     """
-    check = check_model(model, max_context=max_context)
-    if check.longest is not None and max_context > check.longest:
-        raise ModelError(
-            f"{_name(model)} changes the positions of all tokens of a sequence beyond "
-            f"{check.longest} tokens, so those in a cache become wrong; max_context is "
-            f"{max_context}, expected at most {check.longest}"
-        )
-    if check.own_cache is not None and not check.own_cache.within(check.bound):
-        raise ModelError(
-            f"{_name(model)} cannot be sampled by the embedded engine: {check.reason}, and turns "
-            f"with its own cache {check.own_cache}; expected the engine vllm, or another model"
-        )
-    return check
-
-
-class _Checker:
-    """Scores two random sequences in every way."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.own = model.config._attn_implementation
-        if self.own == RAGGED:
-            self.own = "sdpa"
-            model.set_attn_implementation(self.own)
+        self.own_attention = model.config._attn_implementation
+        if self.own_attention == RAGGED:
+            self.own_attention = "sdpa"
         self.device = next(model.parameters()).device
         vocabulary = model.get_input_embeddings().num_embeddings
-        ids = np.random.default_rng(0).integers(min(3, vocabulary - 1), vocabulary, _LONG + _SHORT)
-        ids[_LONG : _LONG + _SHARED] = ids[:_SHARED]
-        self.ids = np.split(ids, [_LONG])
-        self.samples = [
+        ids = np.random.default_rng(0).integers(min(3, vocabulary - 1), vocabulary, LONG + SHORT)
+        ids[LONG : LONG + SHARED_TOKENS] = ids[:SHARED_TOKENS]
+        self.ids = np.split(ids, [LONG])
+        self._samples = [
             Sample(
                 token_ids=row,
                 turn_ids=np.r_[-1, np.zeros(len(row) - 1, dtype=np.int64)],
@@ -176,179 +156,321 @@ class _Checker:
             )
             for row in self.ids
         ]
-        self.trace = Trace(model)
+        self._trace = _Trace(model)
+        self._causes: list[str] = []
+        attention = model.config._attn_implementation
+        self.use_own_attention()
+        with self._evaluating():
+            self._truth, spread = self._score_alone()
+            self.bound = self._find_bound(spread)
+        model.set_attn_implementation(attention)
 
-    @torch.no_grad()
+    def use_own_attention(self) -> None:
+        """Gives the model the attention that it had at first."""
+        if self.model.config._attn_implementation != self.own_attention:
+            self.model.set_attn_implementation(self.own_attention)
+
     def check(self, max_context: int | None) -> ModelCheck:
-        """Measures the faster ways, and the slower one if they differ."""
-        training = self.model.training
-        self.model.eval()
-        try:
-            self.find_truth()
-            self.bound = self.find_bound()
-            found = self.faster(max_context)
-            return self.slower(found) if found.mode is RunMode.UNPACKED else found
-        finally:
-            self.model.train(training)
-
-    def find_truth(self) -> None:
-        """Scores each sequence with the model's own attention.
-
-        Raises:
-            ModelError: The model cannot run on random tokens.
-        """
-        rows, self.spread = [], 0.0
-        for ids in (torch.from_numpy(row).to(self.device) for row in self.ids):
-            try:
-                with self.trace.record(len(ids)):
-                    logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a model cannot do
-                raise ModelError(
-                    f"{_name(self.model)} cannot score {len(ids)} random tokens: {_line(error)}"
-                ) from error
-            rows.append(_picked(logits[:-1], ids[1:]))
-            self.spread = max(self.spread, float(logits.float().std(-1).mean()))
-        self.truth = torch.cat(rows)
-
-    def find_bound(self) -> float:
-        """Returns the bound; in half precision it follows from both sequences as one batch."""
-        precision = torch.finfo(self.model.dtype)
-        if precision.bits > 16:
-            return BOUND
-        ids = torch.from_numpy(np.stack([row[:_SHORT] for row in self.ids])).to(self.device)
-        logits = self.model(input_ids=ids, use_cache=False).logits
-        rows = [_picked(a[:-1], b[1:]) for a, b in zip(logits, ids, strict=True)]
-        alone = torch.split(self.truth, [_LONG - 1, _SHORT - 1])
-        noise = [_distance(a[: len(b)], b) for a, b in zip(alone, rows, strict=True)]
-        return NOISE * max(*noise, precision.eps * max(1.0, _SPREAD * self.spread))
-
-    def faster(self, max_context: int | None) -> ModelCheck:
-        """Measures ragged attention; the way is UNPACKED if it gives other numbers."""
-        try:
-            use_ragged_attention(self.model)
-            packed = self.measure(self.scored)
-        except ModelError as error:
-            packed = Difference(nats=math.inf, cause=str(error))
-        shared = engine = packed
-        if packed.within(self.bound):
-            shared = self.measure(lambda causes: self.scored(causes, share=True))
-            engine = self.measure(self.stepped)
-        found = ModelCheck(
-            mode=RunMode.SHARED, bound=self.bound, packed=packed, shared=shared, engine=engine
-        )
-        found = replace(found, longest=rope_limit(self.model))
-        if not packed.within(self.bound):
-            return replace(found, mode=RunMode.UNPACKED, reason=f"packed rows {packed}")
-        if not engine.within(self.bound):
-            return replace(found, mode=RunMode.UNPACKED, reason=f"batches of the engine {engine}")
-        limit = min(attention_limit(self.model), found.longest or math.inf)
-        if limit < (max_context or math.inf):
-            length = "not known" if max_context is None else str(max_context)
-            reason = (
-                f"packed rows are wrong beyond {limit} tokens a sequence; max_context is {length}"
-            )
-            return replace(found, mode=RunMode.UNPACKED, reason=reason)
-        found = replace(found, limit=None if math.isinf(limit) else int(limit))
-        if not shared.within(self.bound):
-            return replace(found, mode=RunMode.PACKED, reason=f"shared prefixes {shared}")
-        return found
-
-    def slower(self, found: ModelCheck) -> ModelCheck:
-        """Measures one sequence a row and the model's own cache.
+        """Measures the faster modes, and the slower one if they differ.
 
         Raises:
             ModelError: One sequence a row gives other log-probabilities than the model itself.
         """
-        if self.model.config._attn_implementation != self.own:
-            self.model.set_attn_implementation(self.own)
-        found = replace(found, attention=self.own)
-        if found.longest is None:  # otherwise the longest of a batch changes the others
-            batch = self.measure(lambda causes: self.scored(causes, packed=False, padded=True))
-            found = replace(found, padded=batch.within(self.bound))
-        scored = self.measure(lambda causes: self.scored(causes, packed=False))
-        if not scored.within(self.bound):
-            raise ModelError(
-                f"{_name(self.model)} cannot be trained: {found.reason}; single sequences {scored}"
-            )
-        whole = self.measure(self.continued)
-        if whole.within(self.bound):
-            return replace(found, own_cache=whole)
-        single = self.measure(lambda causes: self.continued(causes, most=1))
-        return replace(found, own_cache=single, whole_turns=False)
-
-    def measure(self, run: Callable[[list[str]], float]) -> Difference:
-        """Calls `run`, which returns the largest difference and lists causes."""
-        causes: list[str] = []
-        self.model.eval()  # layers that a scorer has set to checkpoint would drop a cache
         try:
-            nats = run(causes)
+            use_ragged_attention(self.model)
+            packed = self.measure(self._score)
+        except ModelError as error:
+            packed = Difference(nats=math.inf, cause=str(error))
+        shared = packed
+        if packed.within(self.bound):
+            shared = self.measure(lambda: self._score(share=True))
+        longest = rope_limit(self.model)
+        check = ModelCheck(
+            mode=RunMode.SHARED, bound=self.bound, packed=packed, shared=shared, longest=longest
+        )
+        if not packed.within(self.bound):
+            return self.unpacked(check, f"packed rows {packed}")
+        with self._evaluating():
+            limit = min(attention_limit(self.model), longest or math.inf)
+        if limit < (max_context or math.inf):
+            length = "unknown" if max_context is None else str(max_context)
+            return self.unpacked(
+                check,
+                f"packed rows are wrong beyond {limit} tokens a sequence; max_context is {length}",
+            )
+        check = replace(check, limit=None if math.isinf(limit) else int(limit))
+        if not shared.within(self.bound):
+            return replace(check, mode=RunMode.PACKED, reason=f"shared prefixes {shared}")
+        return check
+
+    def unpacked(self, check: ModelCheck, reason: str) -> ModelCheck:
+        """Measures one sequence a row with the own attention; returns the check for this mode.
+
+        Raises:
+            ModelError: It gives other log-probabilities than the model itself.
+        """
+        self.use_own_attention()
+        padded = False
+        if check.longest is None:  # otherwise the longest of a batch changes the others
+            batch = self.measure(lambda: self._score(packed=False, padded=True))
+            padded = batch.within(self.bound)
+        alone = self.measure(lambda: self._score(packed=False))
+        if not alone.within(self.bound):
+            raise ModelError(
+                f"{model_name(self.model)} cannot be trained: {reason}; single sequences {alone}"
+            )
+        return replace(
+            check,
+            mode=RunMode.UNPACKED,
+            reason=reason,
+            padded=padded,
+            attention=self.own_attention,
+            limit=None,
+        )
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.model.train(training)
+
+    def measure(self, run: Callable[[], float]) -> Difference:
+        """Calls `run`, which returns the largest difference of a log-probability."""
+        self._causes.clear()
+        try:
+            with self._evaluating():
+                nats = run()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a model cannot do; it is reported
             return Difference(nats=math.inf, cause=_line(error))
         # in half precision a router that takes another expert is noise, so the bound alone decides
         counts = nats > self.bound or torch.finfo(self.model.dtype).bits > 16
-        return Difference(nats=nats, cause=causes[0] if causes and counts else "")
+        return Difference(nats=nats, cause=self._causes[0] if self._causes and counts else "")
 
-    def scored(self, causes: list[str], share: bool = False, **how: bool) -> float:
+    @contextmanager
+    def traced(self, places: Any) -> Iterator[None]:
+        """Looks for the first layer that differs in the pass of this context.
+
+        Args:
+            places: Of each token of the pass, its position in both sequences end to end.
+        """
+        with self._trace.compare(torch.as_tensor(places).to(self.device)) as causes:
+            yield
+        self._causes += causes
+
+    def difference(self, logits_TV: Tensor, tokens: list[tuple[int, int]]) -> float:
+        """Compares the prediction of token t of each sequence n, given as (n, t)."""
+        targets = torch.tensor([self.ids[n][t] for n, t in tokens], device=self.device)
+        places = [t - 1 + n * (LONG - 1) for n, t in tokens]
+        return _distance(_logprobs(logits_TV, targets), self._truth[places])
+
+    def _score_alone(self) -> tuple[Tensor, float]:
+        """Returns the log-probabilities of each sequence alone, and the spread of the logits."""
+        rows, spread = [], 0.0
+        for ids in (torch.from_numpy(row).to(self.device) for row in self.ids):
+            try:
+                with self._trace.record(len(ids)):
+                    logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a model cannot do
+                raise ModelError(
+                    f"{model_name(self.model)} cannot score {len(ids)} random tokens: "
+                    f"{_line(error)}"
+                ) from error
+            rows.append(_logprobs(logits[:-1], ids[1:]))
+            spread = max(spread, float(logits.float().std(-1).mean()))
+        return torch.cat(rows), spread
+
+    def _find_bound(self, spread: float) -> float:
+        """Returns the bound; in half precision it follows from both sequences as one batch."""
+        precision = torch.finfo(self.model.dtype)
+        if precision.bits > 16:
+            return BOUND
+        ids = torch.from_numpy(np.stack([row[:SHORT] for row in self.ids])).to(self.device)
+        logits = self.model(input_ids=ids, use_cache=False).logits
+        rows = [_logprobs(a[:-1], b[1:]) for a, b in zip(logits, ids, strict=True)]
+        alone = torch.split(self._truth, [LONG - 1, SHORT - 1])
+        noise = [_distance(a[: len(b)], b) for a, b in zip(alone, rows, strict=True)]
+        return NOISE * max(*noise, precision.eps * max(1.0, _SPREAD * spread))
+
+    def _score(self, share: bool = False, **options: bool) -> float:
         """Scores both sequences in one row, as the learner does."""
-        row = pack(self.samples, self.device, share=share)
-        scorer = Scorer(self.model, self.model, 1.0, **how)
-        places = np.arange(_LONG + _SHORT)
+        row = pack(self._samples, self.device, share=share)
+        scorer = Scorer(self.model, self.model, 1.0, **options)
+        places = np.arange(LONG + SHORT)
         if row.runs:
             tree = build_tree(self.ids, sort_by_prefix(self.ids))
             places = np.unique(np.concatenate(tree.places), return_index=True)[1]
-        with self.trace.compare(torch.from_numpy(places).to(self.device)) as found:
+        with self.traced(places):
             logprobs = scorer(row)[0].logprobs_N
-        causes += found
-        return _distance(logprobs, self.truth)
+        return _distance(logprobs, self._truth)
 
-    def stepped(self, causes: list[str]) -> float:
-        """Feeds a prompt, a copy of its prefix that goes on otherwise, and single tokens of both.
 
-        These are the steps of the embedded engine; each gives the next token's log-probability.
+class _Windows(PackedAttention):
+    """Notes the window that each layer asks for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([1], device)
+        self.by_layer: dict[int, int | None] = {}
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """See `Ragged.attend`."""
+        self.by_layer[layer] = window
+        return super().attend(layer, q, k, v, scale, window)
+
+
+def attention_limit(model: Any) -> float:
+    """Returns the tokens beyond which a layer's own mask differs from what it asks ragged for.
+
+    The library's cache knows which layers forget: those with a window, which packed rows follow,
+    and those that attend in chunks, which they do not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "attn_temperature_tuning", False):
+        return 0  # scales by the position in the row
+    device = next(model.parameters()).device
+    windows = _Windows(device)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=device)
+    model(input_ids=ids, position_ids=ids, use_cache=False, ragged=windows)
+    limit = math.inf
+    for n, layer in enumerate(DynamicCache(config=config).layers):
+        remembered = getattr(layer, "sliding_window", None) or math.inf
+        window = windows.by_layer.get(n) or math.inf
+        if n in windows.by_layer and remembered != window:
+            limit = min(limit, remembered, window)
+    return limit
+
+
+def rope_limit(model: Any) -> int | None:
+    """Returns the tokens beyond which all rotary positions depend on the length of the sequence."""
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    limits = []
+    for part in [rope, *rope.values()]:  # one for all layers, or one for each type of layer
+        kind = part.get("rope_type", "") if isinstance(part, dict) else ""
+        if kind == "longrope":
+            limits.append(int(part["original_max_position_embeddings"]))
+        elif "dynamic" in kind:
+            limits.append(int(config.max_position_embeddings))
+    return min(limits, default=None)
+
+
+_CHANNELS = 64
+"""Channels of each token that are compared."""
+_JUMP = 4
+"""A layer whose output differs less than this many times its input only passes on a difference."""
+
+_Key = tuple[str, int]
+"""A module's name, and how often it ran before in the same pass."""
+_Rows = tuple[Tensor | None, Tensor]
+"""The first channels of a module's input and output, (T, C)."""
+
+
+class _Trace:
+    """Finds the first layer of a model whose output differs between two passes.
+
+    Only the first input and the first output are looked at, and only if they have a row for each
+    token. The difference of two tensors is the norm of their difference over the norm of the first.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._limit = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+        self._truth: dict[_Key, list[_Rows]] = {}
+
+    @contextmanager
+    def record(self, tokens: int) -> Iterator[None]:
+        """Records the pass in this context as the next `tokens` rows of the truth."""
+        with self._rows_by_module(tokens) as rows:
+            yield
+        for key, pair in rows.items():
+            self._truth.setdefault(key, []).append(pair)
+
+    @contextmanager
+    def compare(self, places: Tensor) -> Iterator[list[str]]:
+        """Compares the pass in this context, whose tokens are `places` in the truth.
+
+        Appends to the yielded list the name and class of the first module whose output differs
+        though its input does not.
         """
-        cache = KVCache(self.model, 2, _LONG)
-        worst = self.step(cache, causes, [(0, 0, 24)])
-        cache.copy([0], [1], [_SHARED])
-        worst = max(worst, self.step(cache, causes, [(0, 24, 25), (1, _SHARED, 23)]))
-        for n in range(2):
-            feeds = [(0, 25 + n, 26 + n), (1, 23 + n, 24 + n)]
-            worst = max(worst, self.step(cache, causes, feeds))
-        return worst
+        causes: list[str] = []
+        with self._rows_by_module(len(places)) as rows:
+            yield causes
+        keys = [key for key in rows if key in self._truth]
+        numbers = [self._differences(key, *rows[key], places) for key in keys]
+        table = torch.stack(numbers).tolist() if numbers else []
+        for (name, _), (before, after) in zip(keys, table, strict=True):
+            if not after <= max(self._limit, _JUMP * before):
+                module = self._model.get_submodule(name)
+                shown = name.removeprefix("base_model.model.") or "model"  # PEFT adds the prefix
+                causes.append(f"{shown} ({type(module).__name__})")
+                break
 
-    def step(self, cache: KVCache, causes: list[str], feeds: list[tuple[int, int, int]]) -> float:
-        """Feeds tokens from `start` to `stop` of each sequence n, given as (n, start, stop)."""
-        tokens = [self.ids[n][start:stop].tolist() for n, start, stop in feeds]
-        places = np.concatenate([np.arange(a, b) + _LONG * n for n, a, b in feeds])
-        with self.trace.compare(torch.from_numpy(places).to(self.device)) as found:
-            slots, starts = [n for n, _, _ in feeds], [start for _, start, _ in feeds]
-            logits = cache.forward(self.model, slots, starts, tokens)
-        causes += found
-        return self.predicted(logits, [(n, stop) for n, _, stop in feeds])
+    def _differences(
+        self, key: _Key, before: Tensor | None, after: Tensor, places: Tensor
+    ) -> Tensor:
+        parts = self._truth[key]
+        inputs = [rows for rows, _ in parts if rows is not None]
+        change = after.new_zeros(())
+        if before is not None and len(inputs) == len(parts):
+            change = _relative(torch.cat(inputs)[places], before)
+        return torch.stack([change, _relative(torch.cat([p[1] for p in parts])[places], after)])
 
-    def continued(self, causes: list[str], most: int = 5) -> float:
-        """Feeds a prompt to the model's own cache, then further tokens, at most `most` at once."""
-        cache, worst, stops = OwnCache(self.model), 0.0, [22, 23, 28, 29, 30]
-        stops = stops if most > 1 else list(range(22, 31))
-        for start, stop in zip([0, *stops], stops, strict=False):
-            places = torch.arange(start, stop, device=self.device)
-            with self.trace.compare(places) as found:
-                logits = cache.feed(self.ids[0][start:stop].tolist())
-            causes += found
-            worst = max(worst, self.predicted(logits, [(0, stop)]))
-        return worst
+    @contextmanager
+    def _rows_by_module(self, tokens: int) -> Iterator[dict[_Key, _Rows]]:
+        rows: dict[_Key, _Rows] = {}
+        counts: Counter[str] = Counter()
 
-    def predicted(self, logits: Tensor, tokens: list[tuple[int, int]]) -> float:
-        """Compares the prediction of token t of each sequence n, given as (n, t)."""
-        targets = torch.tensor([self.ids[n][t] for n, t in tokens], device=self.device)
-        places = [t - 1 + n * (_LONG - 1) for n, t in tokens]
-        return _distance(_picked(logits, targets), self.truth[places])
+        def hook(name: str) -> Any:
+            def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+                key = (name, counts[name])
+                counts[name] += 1
+                after = _rows(output, tokens)
+                if after is not None:
+                    first = args[0] if args else kwargs.get("hidden_states")
+                    rows[key] = (_rows(first, tokens), after)
+
+            return note
+
+        handles = [
+            module.register_forward_hook(hook(name), with_kwargs=True)
+            for name, module in self._model.named_modules()
+        ]
+        try:
+            yield rows
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
-def _picked(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
+def _rows(value: Any, tokens: int) -> Tensor | None:
+    """Returns the first channels of each token, (T, C); None if there is no row for each."""
+    value = value[0] if isinstance(value, tuple | list) and value else value
+    if not isinstance(value, Tensor):
+        return None
+    if value.ndim > 1 and value.shape[:2] == (1, tokens):
+        value = value[0]
+    elif value.ndim == 0 or value.shape[0] != tokens:
+        return None
+    value = torch.view_as_real(value) if value.is_complex() else value
+    rows: Tensor = value.detach().reshape(tokens, -1)[:, :_CHANNELS].float()
+    return rows
+
+
+def _relative(truth: Tensor, other: Tensor) -> Tensor:
+    difference, size = torch.linalg.vector_norm(other - truth), torch.linalg.vector_norm(truth)
+    return torch.div(difference, size.clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def _logprobs(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     return logits_TV.log_softmax(-1).gather(-1, ids_T[:, None])[:, 0]
 
@@ -363,5 +485,6 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0]}"
 
 
-def _name(model: Any) -> str:
+def model_name(model: Any) -> str:
+    """Returns the name of a model's class."""
     return type(plain_model(model)).__name__

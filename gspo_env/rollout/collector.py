@@ -14,7 +14,6 @@ from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines.base import (
     Engine,
     NamedTensors,
-    UpdatesInFlight,
 )
 from gspo_env.rollout.draw import TaskRedraw
 from gspo_env.rollout.failures import refuse_failures
@@ -96,7 +95,7 @@ class Collector:
         Raises:
             EngineError: An action was sampled for minutes.
         """
-        if isinstance(self.engine, UpdatesInFlight):
+        if self.engine.updates_in_flight:
             await self.engine.update_in_flight(named_tensors, version)
             return
         self._weights_stay.clear()

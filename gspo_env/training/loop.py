@@ -14,7 +14,6 @@ from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice, Scores
-from gspo_env.engines.base import CopiesWeights, CountsFaults
 from gspo_env.health.startup import Problem, StartupChecks
 from gspo_env.learner.settings import Trainer
 from gspo_env.learner.stats import TokenValues
@@ -209,7 +208,7 @@ class Loop:
         So the next step samples the same bits as in a run that goes on from here.
         """
         engine = self.collector.engine
-        if not isinstance(engine, CopiesWeights):
+        if not engine.copies:
             await engine.update_weights(named_weights(self.learner.policy), self.step)
 
     async def _keep(self, must: bool = False) -> None:
@@ -301,8 +300,7 @@ class Loop:
         probed = await check_sync(self.collector, self.learner, self.supply.run)
         metrics = {"time/sync": seconds, **probed}
         metrics |= self.collector.metrics()
-        engine = self.collector.engine
-        return metrics | (engine.metrics() if isinstance(engine, CountsFaults) else {})
+        return metrics | self.collector.engine.metrics()
 
     def _tasks(self, step: int) -> list[Task]:
         """Returns the tasks of a step, with the options that the curriculum chooses now."""

@@ -12,9 +12,7 @@ import numpy as np
 from gspo_env.batch.sample import Sample
 from gspo_env.engines.base import (
     Completion,
-    CopiesWeights,
     Engine,
-    ReachesCopies,
     Sampling,
     check_completion,
 )
@@ -95,10 +93,7 @@ async def difference(
 
 def _copies(engine: Engine) -> list[Callable[[Sequence[int], Sampling], Awaitable[Completion]]]:
     """Returns a function for each copy of the engine, which samples with it if it can be chosen."""
-    copies = getattr(engine, "copies", 1)
-    if isinstance(engine, ReachesCopies):
-        return [partial(engine.generate_on, copy) for copy in range(copies)]
-    return [engine.generate] * copies
+    return [partial(engine.generate_on, copy) for copy in range(max(1, engine.copies))]
 
 
 def _sample(prompt: Sequence[int], done: Completion) -> Sample:
@@ -125,7 +120,7 @@ async def check_sync(collector: Collector, learner: Trainer, run: Run = _here) -
         EngineError: The difference is above the bound, or the engine does not answer.
     """
     engine, limits = collector.engine, collector.config
-    if not isinstance(engine, CopiesWeights):
+    if not engine.copies:
         return {}
     new = min(_NEW_TOKENS, limits.max_turn_tokens)
     prompts = [collector.chat.start(text)[: limits.max_context - new] for text in _TEXTS]

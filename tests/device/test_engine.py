@@ -83,5 +83,5 @@ def test_the_check_at_start_finds_the_same_way(make):
     here = check_model(copy.deepcopy(model))
     with pretend_gpu():
         there = check_model(copy.deepcopy(model).to("cuda"))
-    assert (there.mode, there.whole_turns) == (here.mode, here.whole_turns)
+    assert (there.mode, there.padded) == (here.mode, here.padded)
     assert there.bound == pytest.approx(here.bound)

@@ -14,7 +14,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded import engine as transformers
 from gspo_env.engines.embedded import kv_attention
-from gspo_env.engines.embedded import slots as sequences
 from gspo_env.engines.embedded.engine import TransformersEngine, sample
 from gspo_env.errors import EngineError
 
@@ -229,7 +228,6 @@ def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
     model, kind, most_scores, monkeypatch
 ):
     monkeypatch.setattr(kv_attention, "_MOST_SCORES", most_scores)
-    monkeypatch.setattr(sequences, "_LEAST_SHARED", 16)
     model = windowed() if kind == "windowed" else model
     engine = TransformersEngine(model, max_slots=9, max_context=400, max_step_tokens=50)
     rng = random.Random(0)
@@ -256,7 +254,6 @@ def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
         for prompt, done in log:
             expected = plain_logprobs(model, prompt + list(done.token_ids), len(done.token_ids))
             assert torch.tensor(done.logprobs).sub(expected).abs().max() < 1e-5
-    assert engine._cache._shared.layers
 
 
 def sharp(seed):
@@ -300,11 +297,9 @@ def test_every_context_is_computed_once_however_many_episodes_have_it(model):
     assert len({(*prompt, *done.token_ids) for prompt, _, done in log}) > 40  # and they part
 
 
-@pytest.mark.parametrize("least", [1, 448])
 @pytest.mark.parametrize("slots", [64, 9])
 @pytest.mark.parametrize("most", [8192, 30])
-def test_a_system_prompt_of_several_tasks_is_computed_once(model, slots, most, least, monkeypatch):
-    monkeypatch.setattr(sequences, "_LEAST_SHARED", least)
+def test_a_system_prompt_of_several_tasks_is_computed_once(model, slots, most, monkeypatch):
     engine = TransformersEngine(model, max_slots=slots, max_context=400, max_step_tokens=most)
     system, fed, forward = [n * 11 % 300 for n in range(48)], [], engine._cache.forward
 
@@ -356,12 +351,8 @@ def test_what_is_known_of_prompts_does_not_grow_with_their_number(model):
     assert len(engine._sequences._beginnings) <= 3 * 200 / 16
 
 
-@pytest.mark.parametrize("least", [1, 448])
 @pytest.mark.parametrize("slots", [32, 7])
-def test_episodes_that_stay_together_sample_what_each_samples_alone(
-    model, slots, least, monkeypatch
-):
-    monkeypatch.setattr(sequences, "_LEAST_SHARED", least)
+def test_episodes_that_stay_together_sample_what_each_samples_alone(model, slots):
     engine = TransformersEngine(model, max_slots=slots, max_context=400, max_step_tokens=40)
     log = asyncio.run(replay(engine, tasks=4, size=8, turns=4, edits=True))
     for prompt, sampling, done in log:

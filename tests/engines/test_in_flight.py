@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from gspo_env.engines.base import (
-    CopiesWeights,
     Sampling,
     Transformers,
-    UpdatesInFlight,
     check_completion,
 )
 from gspo_env.engines.embedded.copy import OwnWeights
@@ -98,7 +96,7 @@ async def play(engine, model, models, updates, requests=6, turns=1):
 def test_each_token_has_the_log_probability_that_its_version_of_the_weights_gives(
     engine, model, turns
 ):
-    assert isinstance(engine, UpdatesInFlight)
+    assert engine.updates_in_flight
     models = [copy.deepcopy(model), *(other_weights(model, n) for n in (1, 2))]
     log = asyncio.run(play(engine, model, models, updates=2, turns=turns))
     assert any(len(done.weights_versions) == 3 for _, done in log)
@@ -135,7 +133,7 @@ def test_after_an_update_in_flight_sampling_is_as_in_a_new_engine(engine, model)
 def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model):
     before = copy.deepcopy(model)
     engine = Transformers(own_weights=True).start(model, max_slots=4, max_context=100)
-    assert isinstance(engine, CopiesWeights)
+    assert engine.copies
     stop = threading.Event()
 
     def learn():
@@ -160,7 +158,7 @@ def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model
 
 def test_an_engine_on_the_learners_own_weights_does_not_say_that_it_has_a_copy(model):
     engine = Transformers().start(model, max_slots=4, max_context=100)
-    assert not isinstance(engine, CopiesWeights)
+    assert not engine.copies
 
 
 def test_an_update_of_a_copy_waits_for_requests_unless_it_is_in_flight(model):

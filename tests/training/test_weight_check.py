@@ -12,6 +12,7 @@ import torch
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config
+from gspo_env.engines import Engine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.registration import make_env
 from gspo_env.errors import EngineError
@@ -23,7 +24,7 @@ from gspo_env.rollout.pool import EnvPool
 from gspo_env.training.weight_check import HALF_TOLERANCE, check_sync, difference
 
 
-class Copying:
+class Copying(Engine):
     """An engine with copies of the weights, of which one may miss a weight of each update."""
 
     def __init__(self, model, copies=1, missed="", dtype="float32"):

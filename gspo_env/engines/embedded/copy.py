@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from gspo_env.engines.base import Completion, NamedTensors, Sampling
+from gspo_env.engines.base import Completion, Engine, NamedTensors, Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.errors import EngineError
 
 
-class OwnWeights:
+class OwnWeights(Engine):
     """An engine with a copy of the learner's model, adapters included.
 
     The engine samples while the learner updates its weights in another thread. The learner must not
     change them during `update_weights` and `update_in_flight`, which copy them in a thread: the
-    event loop and the engine go on with the old weights until all are copied, which needs the
+    event loop and the engine continue with the old weights until all are copied, which needs the
     memory of the trained ones once more.
 
     Args:
@@ -29,12 +29,12 @@ class OwnWeights:
     """
 
     copies = 1
-    tolerance: float | None = None
+    updates_in_flight = True
 
     def __init__(
         self, model: Any, start: Callable[[Any], TransformersEngine | UnbatchedEngine]
     ) -> None:
-        self._learned = model
+        self._learner_model = model
         self._model = copy.deepcopy(model).eval().requires_grad_(False)
         self._engine = start(self._model)
         self.dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -59,8 +59,9 @@ class OwnWeights:
         """Drops the cache of a session."""
         self._engine.release(session)
 
-    async def sleep(self) -> None:
-        """Does nothing: requests may run while the learner updates."""
+    def close(self) -> None:
+        """Frees the cache and rejects further requests."""
+        self._engine.close()
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Waits for requests in flight, then copies the weights and clears the cache.
@@ -74,13 +75,9 @@ class OwnWeights:
         await self._engine.update_weights(named_tensors, version)
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
-        """Copies the weights; see `UpdatesInFlight.update_in_flight`."""
+        """Copies the weights; see `Engine.update_in_flight`."""
         self._take(await asyncio.to_thread(self._copied))
         await self._engine.update_in_flight(named_tensors, version)
-
-    def close(self) -> None:
-        """Frees the cache and rejects further requests."""
-        self._engine.close()
 
     def _copied(self) -> dict[str, torch.Tensor]:
         """Returns copies of what training changes.
@@ -88,23 +85,23 @@ class OwnWeights:
         Raises:
             EngineError: The model has other weights than at the start.
         """
-        own, learned = _tensors(self._model), _tensors(self._learned)
-        if changed := own.keys() ^ learned.keys():
+        copied, learned = _tensors(self._model), _tensors(self._learner_model)
+        if changed := copied.keys() ^ learned.keys():
             raise EngineError(
                 f"the model has other weights than at the start of the engine, such as "
                 f"{min(changed)}; start the engine again"
             )
         return {
-            name: tensor.detach().to(own[name].device, copy=True)
+            name: tensor.detach().to(copied[name].device, copy=True)
             for name, tensor in learned.items()
             if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
         }
 
     def _take(self, copied: dict[str, torch.Tensor]) -> None:
         """Puts the copies in the place of the old weights, between two steps of the engine."""
-        own = _tensors(self._model)
+        tensors = _tensors(self._model)
         for name, tensor in copied.items():
-            own[name].data = tensor
+            tensors[name].data = tensor
 
 
 def _tensors(model: Any) -> dict[str, torch.Tensor]:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from gspo_env.engines.base import (
     Completion,
+    Engine,
     NamedTensors,
     Sampling,
     check_room,
     drained,
     version_runs,
 )
-from gspo_env.engines.embedded.direct import Direct, fast_forward
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.engines.embedded.slots import Request, Sequences, Slot
 from gspo_env.errors import EngineError
@@ -37,7 +37,7 @@ _MOST_LOGITS = 1 << 19
 """Logits that a CPU samples from at the same time: more do not fit into its cache."""
 
 
-class TransformersEngine:
+class TransformersEngine(Engine):
     """Samples from a `transformers` causal LM whose weights it shares with the learner.
 
     Args:
@@ -63,11 +63,12 @@ class TransformersEngine:
         self._waiting: list[Request] = []
         self._cache = KVCache(model, max_slots, max_context)
         self._sequences = Sequences(self._cache, max_slots)
-        self._direct = fast_forward(model)
         self._pump: asyncio.Task[None] | None = None
         self._closed = False
         self.weights_version = 0
         self.fed_tokens = 0
+
+    updates_in_flight = True
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
@@ -102,9 +103,6 @@ class TransformersEngine:
         """Frees a session's slot. Its prompt can still be copied until the slot is reused."""
         self._sequences.release(session)
 
-    async def sleep(self) -> None:
-        """Does nothing: the weights are the learner's, and the cache is small."""
-
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Clears the cache; the engine already shares the learner's weights.
 
@@ -115,13 +113,11 @@ class TransformersEngine:
             EngineError: Requests still run after minutes.
         """
         await self.drain()
-        if self._direct is not None and not Direct.fits(self._model):
-            self._direct = None  # such as after an adapter was added
         self._sequences.clear()
         self.weights_version = version
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
-        """Clears the cache; see `UpdatesInFlight.update_in_flight`.
+        """Clears the cache; see `Engine.update_in_flight`.
 
         The next step computes the keys and values of each request anew.
         """
@@ -136,16 +132,16 @@ class TransformersEngine:
         Raises:
             EngineError: Requests still run after minutes.
         """
-        if self._left():  # some may be cancelled, which the next step notices
+        if self._in_flight():  # some may be cancelled, which the next step notices
             self._ensure_running()
-            await drained(self._left)
+            await drained(self._in_flight)
 
     def close(self) -> None:
         """Frees the cache and rejects further requests."""
         self._closed = True
         self._cache.drop()
 
-    def _left(self) -> int:
+    def _in_flight(self) -> int:
         return self._sequences.requests + len(self._waiting)
 
     def _requests(self) -> list[Request]:
@@ -154,7 +150,7 @@ class TransformersEngine:
 
     async def _run(self) -> None:
         try:
-            while self._left():
+            while self._in_flight():
                 waiting = [r for r in self._waiting if not r.future.done()]
                 self._waiting = self._sequences.admit(waiting)
                 self._step()
@@ -177,14 +173,11 @@ class TransformersEngine:
             return
         sequences.finish_copies()
         feeds = self._feeds(rows)
-        direct = self._direct if self._direct and self._direct.usable else None
         logits = self._cache.forward(
             self._model,
             [slot.index for slot in rows],
             [len(slot.tokens) for slot in rows],
             feeds,
-            direct,
-            [slot.shared for slot in rows],
         )
         self.fed_tokens += sum(map(len, feeds))
         for slot, feed in zip(rows, feeds, strict=True):

@@ -5,7 +5,7 @@ Axis letters: B rows (sequences of a step), T fed tokens, S slots, H heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -13,17 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_env.engines.embedded.kv_attention import Queries, tokens
-from gspo_env.engines.embedded.kv_shared import Shared, SharedPrompts
+from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.errors import EngineError
 from gspo_env.model.upload import upload
 
 _FIRST_CAPACITY = 128
 _PLACES = 16
 """The capacity of a slot grows by a multiple of it."""
-
-Forward = Callable[["Step"], Tensor]
-"""A forward pass: takes a step; returns the logits behind the last token of each row, (B, V)."""
 
 
 class KVCache:
@@ -38,45 +34,11 @@ class KVCache:
         self._max_context = max_context
         self._capacity = min(_FIRST_CAPACITY, max_context)
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._shared = SharedPrompts()
         self._device = next(model.parameters()).device
 
     def drop(self) -> None:
         """Frees the memory."""
         self._layers.clear()
-        self._shared.layers.clear()
-
-    @property
-    def shares(self) -> bool:
-        """Whether slots can share a prompt: on a CPU in float32, where the kernels take it."""
-        kinds = {held.dtype for pair in self._layers.values() for held in pair}
-        return self._device.type == "cpu" and kinds <= {torch.float32}
-
-    @torch.inference_mode()
-    def share(self, slot: int, shared: Shared, held: int) -> None:
-        """Moves the first keys and values of a slot to a shared prompt.
-
-        Args:
-            slot: The slot; those behind the prompt move to its start.
-            shared: The place, which must be free.
-            held: How many tokens the slot holds.
-        """
-        for number, layer in self._layers.items():
-            own = [tensor[slot] for tensor in layer]
-            self._shared.put(
-                number, shared.index, torch.stack([t[:, : shared.length] for t in own])
-            )
-            for tensor in own:
-                rest = tensor[:, shared.length : held].clone()
-                tensor[:, : held - shared.length] = rest
-
-    @torch.inference_mode()
-    def unshare(self, slot: int, shared: Shared, length: int) -> None:
-        """Copies the first keys and values of a shared prompt to the start of a slot."""
-        for number, layer in self._layers.items():
-            held = self._shared.layers[number][:, shared.index, :, :length]
-            for own, part in zip(layer, held, strict=True):
-                own[slot, :, :length] = part
 
     @torch.inference_mode()
     def copy(self, sources: list[int], targets: list[int], lengths: list[int]) -> None:
@@ -90,43 +52,32 @@ class KVCache:
         places = iter(upload([slots[part].T.reshape(-1) for part, _ in parts], self._device))
         copies = [(*next(places).view(2, -1), length) for _, length in parts]
         for layer in self._layers.values():
-            for held in layer:
-                views = [held[:, :, :length] for _, _, length in copies]
-                taken = [
+            for tensor in layer:
+                views = [tensor[:, :, :length] for _, _, length in copies]
+                copied = [
                     view.index_select(0, source)
                     for view, (source, _, _) in zip(views, copies, strict=True)
                 ]
-                for view, new, (_, target, _) in zip(views, taken, copies, strict=True):
+                for view, new, (_, target, _) in zip(views, copied, copies, strict=True):
                     view.index_copy_(0, target, new)
 
     @torch.inference_mode()
     def forward(
-        self,
-        model: Any,
-        slots: list[int],
-        starts: list[int],
-        feeds: list[list[int]],
-        direct: Forward | None = None,
-        shared: list[Shared | None] | None = None,
+        self, model: Any, slots: list[int], starts: list[int], feeds: list[list[int]]
     ) -> Tensor:
         """Feeds each slot its new tokens; returns the logits of the last one in each, (B, V).
 
         Args:
             model: The causal LM.
             slots: (B,) the slots.
-            starts: (B,) how many tokens each slot holds before, those of a shared prompt included.
+            starts: (B,) how many tokens each slot holds before.
             feeds: (B,) the new tokens.
-            direct: Runs the forward pass in place of the model.
-            shared: (B,) the shared prompts that the slots begin with; None if none does.
         """
-        shared = shared or [None] * len(slots)
-        ends = [start + len(feed) for start, feed in zip(starts, feeds, strict=True)]
-        if (longest := max(ends)) > self._max_context:
+        longest = max(start + len(feed) for start, feed in zip(starts, feeds, strict=True))
+        if longest > self._max_context:
             raise EngineError(f"{longest} tokens do not fit a context of {self._max_context}")
-        self._reserve(max(end - _length(s) for end, s in zip(ends, shared, strict=True)))
-        step = Step(self, slots, starts, feeds, shared)
-        if direct is not None:
-            return direct(step)
+        self._reserve(longest)
+        step = _Step(self, slots, starts, feeds, self._device)
         if model.training:
             model.eval()
         output = model(
@@ -161,39 +112,34 @@ class KVCache:
         self._capacity = min(-(-more // _PLACES) * _PLACES, self._max_context)
         for index, layer in self._layers.items():
             self._layers[index] = self._allocate(layer[0].shape[1], layer[0])
-            for held, old in zip(self._layers[index], layer, strict=True):
-                held[:, :, :before] = old
+            for new, old in zip(self._layers[index], layer, strict=True):
+                new[:, :, :before] = old
 
 
-class Step:
+class _Step:
     """`Ragged` attention of one step: where each token is written and which positions it sees."""
 
     def __init__(
         self,
         cache: KVCache,
-        slots: list[int],
-        starts: list[int],
-        feeds: list[list[int]],
-        shared: list[Shared | None],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        feeds: Sequence[Sequence[int]],
+        device: torch.device,
     ) -> None:
-        self._cache, self._shared = cache, shared
-        before = [_length(s) for s in shared]
-        self._slot_B, self._start_B, self._size_B, self._before_B = (
-            np.array(x, dtype=np.int64) for x in (slots, starts, list(map(len, feeds)), before)
+        self._cache = cache
+        slot_B, start_B, size_B = (
+            np.array(x, dtype=np.int64) for x in (slots, starts, list(map(len, feeds)))
         )
-        first_B, row_T, positions_T = tokens(self._start_B, self._size_B)
+        end_B = np.cumsum(size_B)
+        row_T = np.repeat(np.arange(len(size_B)), size_B)
+        positions_T = (start_B - end_B + size_B)[row_T] + np.arange(len(row_T))
         ids_T = np.fromiter(chain.from_iterable(feeds), dtype=np.int64, count=len(row_T))
-        places_T = positions_T - self._before_B[row_T]
-        own = [ids_T, positions_T, first_B + self._size_B - 1, self._slot_B[row_T], places_T]
-        self._queries = self._queries_of(self._start_B, self._size_B)
-        tensors = iter(upload([*own, *self._queries.arrays], cache._device))
-        self.ids_T, self.positions_T, self.last_B = islice(tensors, 3)
-        self._slot_T, self._places_T = islice(tensors, 2)
+        self._queries = Queries(slot_B, start_B, size_B)
+        arrays = [ids_T, positions_T, end_B - 1, slot_B[row_T], *self._queries.arrays]
+        tensors = iter(upload(arrays, device))
+        self.ids_T, self.positions_T, self.last_B, self._slot_T = islice(tensors, 4)
         self._queries.place(tensors)
-        self._last: Queries | None = None
-
-    def _queries_of(self, start_B: Any, size_B: Any) -> Queries:
-        return Queries(self._slot_B, start_B, size_B, self._before_B, self._shared)
 
     def attend(
         self,
@@ -205,39 +151,10 @@ class Step:
         window: int | None,
     ) -> Tensor:
         """See `Ragged.attend`."""
-        return self._attend(self._queries, layer, query, key, value, scale, window)
-
-    def attend_last(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Attends only with the last token of each row, (B, H, D); keys and values are of all."""
-        if self._last is None:
-            ends_B = self._start_B + self._size_B - 1
-            self._last = self._queries_of(ends_B, np.ones_like(ends_B))
-            self._last.place(iter(upload(self._last.arrays, self._cache._device)))
-        return self._attend(self._last, layer, query, key, value, scale, window)
-
-    def _attend(
-        self,
-        queries: Queries,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        held = self._cache.layer(layer, key)
-        for old, new in zip(held, (key, value), strict=True):
-            old.transpose(1, 2).index_put_((self._slot_T, self._places_T), new)
-        shared = self._cache._shared.layers.get(layer)
-        return queries.attend(query, held, shared, scale, window)
+        keys, values = self._cache.layer(layer, key)
+        for cached, new in ((keys, key), (values, value)):
+            cached.transpose(1, 2).index_put_((self._slot_T, self.positions_T), new)
+        return self._queries.attend(query, keys, values, scale, window)
 
 
 def _of_similar_length(lengths: Any) -> list[tuple[slice, int]]:
@@ -249,7 +166,3 @@ def _of_similar_length(lengths: Any) -> list[tuple[slice, int]]:
         parts.append((slice(first, first + count), longest))
         first += count
     return parts
-
-
-def _length(shared: Shared | None) -> int:
-    return 0 if shared is None else shared.length

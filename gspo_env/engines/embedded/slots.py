@@ -22,11 +22,7 @@ from dataclasses import dataclass, field
 
 from gspo_env.engines.base import Completion, Sampling
 from gspo_env.engines.embedded.kv_cache import KVCache
-from gspo_env.engines.embedded.kv_shared import Shared
 
-_LEAST_SHARED = 896
-"""Least tokens that slots share, those of all slots but the first, such as 7 times 128; a copy of
-fewer costs less than another product."""
 _BLOCK = 16
 """Prompts that begin alike are found by multiples of this many tokens, and a prompt waits for as
 many that are being computed for another one."""
@@ -55,8 +51,6 @@ class Slot:
     index: int
     tokens: list[int] = field(default_factory=list)
     """The ids whose keys and values are in the cache."""
-    shared: Shared | None = None
-    """The place of the first of them, if other slots begin with the same."""
     pending: list[int] = field(default_factory=list)
     """The ids that follow."""
     requests: list[Request] = field(default_factory=list)
@@ -87,8 +81,6 @@ class Sequences:
         self._sessions: dict[str, Slot] = {}  # the oldest first
         self._beginnings: dict[int, dict[int, Slot]] = {}
         """The slots of the prompts with each beginning; see `_beginnings_of`."""
-        self._users = [0] * self._count
-        """How many slots begin with each shared prompt."""
         self._copies: dict[int, tuple[int, int]] = {}
         """Slots that begin with those of another one: its index and how many, not yet copied."""
         self._running: dict[int, Slot] = {}
@@ -141,9 +133,9 @@ class Sequences:
             length = min(_common(held.tokens, prompt), len(prompt) - 1)
             alone = held.sessions == {session} or length == len(held.tokens)
             if alone and not held.requests:
-                self._cut(held, length)
+                held.tokens = held.tokens[:length]
                 return held
-            return self._fork(held, length, length, len(held.sessions - {session}))
+            return self._fork(held, length)
         keys = _beginnings_of(prompt)
         source, length = self._alike(prompt, keys)
         ready = 0 if source is None else min(length, len(source.tokens))
@@ -153,8 +145,7 @@ class Sequences:
             slot = self._take()
             self._empty(slot)
         else:
-            whole = ready == len(prompt) - 1
-            slot = self._fork(source, ready, ready, 1 if whole else 0)
+            slot = self._fork(source, ready)
         self._forget_beginnings(slot)
         slot.beginnings = keys
         for key in keys:
@@ -171,13 +162,12 @@ class Sequences:
         return None, 0
 
     def part(self, slot: Slot, parts: dict[int, list[Request]]) -> None:
-        """Lets the requests of a slot go on with the ids that they sampled."""
-        length, others = len(slot.tokens), len(slot.requests) - 1
+        """Continues the requests of a slot with the ids that they sampled."""
         first = True
         for token, requests in parts.items():
             target = slot
             if not first:
-                target = self._fork(slot, length, len(requests[0].prompt) - 1, others)
+                target = self._fork(slot, len(slot.tokens))
                 self._running[target.index] = target
                 for request in requests:
                     if request.session is not None and self._sessions.get(request.session) is slot:
@@ -232,56 +222,22 @@ class Sequences:
         idle.sessions.clear()
         return idle
 
-    def _fork(self, source: Slot, length: int, common: int, others: int) -> Slot:
-        """Returns another slot with the first tokens of a slot.
-
-        They are shared, or copied if they are few, or if the device has no products for that.
-
-        Args:
-            source: The slot.
-            length: How many tokens.
-            common: How many of them can be shared.
-            others: How many slots can be expected to share them with the source.
-        """
+    def _fork(self, source: Slot, length: int) -> Slot:
+        """Returns another slot with the first tokens of a slot."""
         slot = self._take()
         if slot is source:
-            self._cut(slot, length)
+            slot.tokens = slot.tokens[:length]
             return slot
         self._empty(slot)
         if source.index in self._copies:
             self.finish_copies()
-        if source.shared is None and common * others >= _LEAST_SHARED and self._cache.shares:
-            self.finish_copies()  # the keys of the source move
-            source.shared = Shared(index=self._users.index(0), length=common)
-            self._cache.share(source.index, source.shared, len(source.tokens))
-            self._users[source.shared.index] = 1
-        before = 0
-        if source.shared is not None and length < source.shared.length:
-            self._unshare(slot, source.shared, length)
-            before = length
-        elif source.shared is not None:
-            slot.shared, before = source.shared, source.shared.length
-            self._users[source.shared.index] += 1
-        if length > before:
-            self._copies[slot.index] = source.index, length - before
+        if length:
+            self._copies[slot.index] = source.index, length
         slot.tokens = source.tokens[:length]
         return slot
 
-    def _cut(self, slot: Slot, length: int) -> None:
-        if slot.shared is not None and length < slot.shared.length:
-            self._unshare(slot, slot.shared, length)
-            self._users[slot.shared.index] -= 1
-            slot.shared = None
-        slot.tokens = slot.tokens[:length]
-
-    def _unshare(self, slot: Slot, shared: Shared, length: int) -> None:
-        self.finish_copies()  # one may read what the slot held before
-        self._cache.unshare(slot.index, shared, length)
-
     def _empty(self, slot: Slot) -> None:
-        if slot.shared is not None:
-            self._users[slot.shared.index] -= 1
-        slot.tokens, slot.shared = [], None
+        slot.tokens = []
         self._copies.pop(slot.index, None)
         self._forget_beginnings(slot)
 

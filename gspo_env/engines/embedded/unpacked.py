@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from gspo_env.engines.base import (
     Completion,
+    Engine,
     NamedTensors,
     Sampling,
     check_room,
@@ -27,7 +28,7 @@ from gspo_env.errors import EngineError
 _Key = TypeVar("_Key")
 
 
-class UnbatchedEngine:
+class UnbatchedEngine(Engine):
     """Samples from a `transformers` causal LM as it is, with the weights of the learner.
 
     Args:
@@ -54,6 +55,8 @@ class UnbatchedEngine:
         self.weights_version = 0
         self.fed_tokens = 0
 
+    updates_in_flight = True
+
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
     ) -> Completion:
@@ -69,14 +72,14 @@ class UnbatchedEngine:
         if self._closed:
             raise EngineError("the engine is closed")
         self._model.eval()  # layers in training mode that checkpoint would drop the cache
-        cache = self._cache_for(list(prompt_ids), session)
+        prefix = self._cache_for(list(prompt_ids), session)
         self._running += 1
         try:
-            completion, kept = await self._sample(cache, list(prompt_ids), sampling)
+            completion, cache = await self._sample(prefix, list(prompt_ids), sampling)
         finally:
             self._running -= 1
-        if session and kept is not None and not self._closed:
-            _keep(self._caches, session, kept, self._max_slots)
+        if session and cache is not None and not self._closed:
+            _keep(self._caches, session, cache, self._max_slots)
         return completion
 
     def _cache_for(self, prompt: list[int], session: str | None) -> OwnCache:
@@ -84,8 +87,8 @@ class UnbatchedEngine:
         held = self._caches.pop(session, None) if session else None
         if held is not None and held.tokens == prompt[: min(len(held.tokens), len(prompt) - 1)]:
             return held  # another prompt starts again, because the state cannot go back
-        known = self._prompts.get(tuple(prompt))
-        return OwnCache(self._model) if known is None else known.copy()
+        computed = self._prompts.get(tuple(prompt))
+        return OwnCache(self._model) if computed is None else computed.copy()
 
     async def _sample(
         self, cache: OwnCache, prompt: list[int], sampling: Sampling
@@ -124,7 +127,7 @@ class UnbatchedEngine:
         return completion, cache if updates == self._updates else None
 
     def _feed(self, cache: OwnCache, pending: list[int]) -> list[int]:
-        """Runs one pass; returns the ids that are still to be fed."""
+        """Runs one pass; returns the ids that remain."""
         first = not cache.tokens
         size = len(pending) if first or self._whole_turns else 1
         cache.feed(pending[:size])
