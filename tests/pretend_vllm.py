@@ -18,10 +18,11 @@ from pathlib import Path
 from pretend_http import Handler, Server
 
 SOCKET = Path(sys.argv[sys.argv.index("--uds") + 1])
+STARTED_WITH = json.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
 EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
 INFO = {
     "parallel_config": {"worker_extension_cls": EXTENSION},
-    "weight_transfer_config": None,
+    "weight_transfer_config": STARTED_WITH.get("weight-transfer-config"),
     "model_config": {"dtype": "torch.float32"},
 }
 
@@ -47,16 +48,19 @@ class VLLM(Handler):
     def do_GET(self):
         if takes("busy"):
             time.sleep(6)
-        self.answer({"vllm_config": INFO})
+        self.answer({"vllm_config": INFO, "world_size": 1})
 
     def do_POST(self):
         body = self.body()
         path, _, query = self.path.partition("?")
         if path == "/collective_rpc":
-            folder = Path(json.loads(body)["kwargs"]["folder"])
-            data = b"".join(p.read_bytes() for p in sorted(folder.glob("*.safetensors")))
-            VLLM.loaded = zlib.crc32(data) % 1000
-            self.answer({"results": [{"unread": ["w"] * takes("refuses"), "stale": []}]})
+            call = json.loads(body)
+            if call["method"] == "load_checked":
+                folder = Path(call["kwargs"]["folder"])
+                data = b"".join(p.read_bytes() for p in sorted(folder.glob("*.safetensors")))
+                VLLM.loaded = zlib.crc32(data) % 1000
+            refused = call["method"] != "start_checking" and takes("refuses")
+            self.answer({"results": [{"unread": ["w"] * refused, "stale": []}]})
         elif path == "/reset_prefix_cache":
             VLLM.cached = VLLM.loaded
             VLLM.resets += query == "reset_running_requests=true"

@@ -12,6 +12,7 @@ import socket
 import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -250,9 +251,37 @@ def test_an_update_waits_for_the_only_server_to_be_started_again(start, model):
     assert asyncio.run(play()) == [in_folder(engine)]
 
 
+def test_weights_go_to_each_server_through_a_channel_of_its_own(start, model, monkeypatch):
+    sent = []
+
+    class Weights:
+        def set(self, pairs):
+            self.names = [name for name, _ in pairs]
+
+    def open_channel(backend, server, workers, source):
+        assert (backend, workers) == ("nccl", 1)
+        return SimpleNamespace(
+            send_weights=lambda: sent.append((server.name, source.names)), shutdown=lambda: None
+        )
+
+    vllm_transfer = SimpleNamespace(Weights=Weights, open_channel=open_channel)
+    monkeypatch.setitem(sys.modules, "gspo_env.engines.vllm.transfer", vllm_transfer)
+    engine = start(replicas=2, transfer="nccl", max_server_restarts=0)
+    asyncio.run(engine.update_weights(named_weights(model), 1))
+    assert len(sent) == 4
+    assert len({name for name, _ in sent}) == 2
+    assert all({name for name, _ in named_weights(model)} <= set(names) for _, names in sent)
+    assert not list(engine._folder.glob("*.safetensors"))  # nothing goes through the disk
+    fault(engine, "refuses")
+    asyncio.run(engine.update_weights(named_weights(model), 2))
+    assert (engine.copies, engine.servers_lost) == (1, 1)
+    done = asyncio.run(engine.generate([3], Sampling(max_tokens=1)))
+    assert done.weights_version == 2
+
+
 async def restarted(engine, monkeypatch):
     """Kills the only server of an engine whose weights do not come from a folder."""
-    monkeypatch.setattr(engine, "_transfer", "gloo")
+    monkeypatch.setattr(engine, "_transfer", "nccl")
     os.kill(engine.pids[0], signal.SIGKILL)
     asking = asyncio.create_task(ask(engine, 1))  # notices it
     async with asyncio.timeout(30):

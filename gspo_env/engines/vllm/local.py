@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ import torch
 
 from gspo_env.engines.base import (
     Completion,
+    Engine,
     NamedTensors,
     Sampling,
     check_room,
@@ -26,8 +26,8 @@ from gspo_env.engines.base import (
     sample_parts,
     version_runs,
 )
-from gspo_env.engines.vllm.calls import sampling_fields
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT
+from gspo_env.engines.vllm.requests import sampling_fields
 from gspo_env.engines.vllm.settings import EXTENSION, VLLM, VLLMSettings
 from gspo_env.errors import EngineError, GspoEnvError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
@@ -65,12 +65,6 @@ def engine_arguments(
     return {**arguments, **config.engine_args}
 
 
-def tolerance(config: VLLMSettings) -> float | None:
-    """Returns `CopiesWeights.tolerance`: no limit for quantized weights, unless one is set."""
-    quantized = config.quantization or config.engine_args.get("quantization")
-    return math.inf if quantized and config.sync_tolerance is None else config.sync_tolerance
-
-
 @dataclass(slots=True)
 class _Request:
     prompt: list[int]
@@ -78,7 +72,7 @@ class _Request:
     future: asyncio.Future[Completion]
 
 
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Samples with vLLM's engine, which has a copy of the learner's weights.
 
     Args:
@@ -92,6 +86,9 @@ class VLLMEngine:
         EngineError: vLLM does not start.
     """
 
+    copies = 1
+    updates_in_flight = True
+
     def __init__(
         self, model: Any, config: VLLM, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
@@ -99,9 +96,7 @@ class VLLMEngine:
         self._sleeps = config.sleep_during_update and torch.cuda.is_available()
         self._asleep = False
         self._in_place = config.tensor_parallel_size == 1
-        self.copies = 1
-        self.dtype = ""
-        self.tolerance = tolerance(config)
+        self.tolerance = config.tolerance
         self._folder = PrivateFolder("gspo-env-vllm-")
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._new: dict[str, _Request] = {}
@@ -154,9 +149,6 @@ class VLLMEngine:
         if self._pump is None or self._pump.done():
             self._pump = asyncio.get_running_loop().create_task(self._run())
 
-    def release(self, session: str) -> None:
-        """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
-
     async def sleep(self) -> None:
         """Frees the GPU memory for the learner until the next `update_weights`."""
         if self._sleeps and not self._asleep:
@@ -183,7 +175,7 @@ class VLLMEngine:
         self.weights_version = version
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
-        """Copies the learner's weights; see `UpdatesInFlight.update_in_flight`.
+        """Copies the learner's weights; see `Engine.update_in_flight`.
 
         Raises:
             EngineError: The cache could not be reset, or a weight is left out. The requests in

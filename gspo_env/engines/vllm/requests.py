@@ -7,16 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import httpx2 as httpx
 
-from gspo_env.engines.base import Completion, NamedTensors, Sampling, check_room, sample_parts
-from gspo_env.engines.vllm.calls import read_completion, sampling_fields
+from gspo_env.engines.base import (
+    Completion,
+    Engine,
+    Sampling,
+    check_room,
+    sample_parts,
+    version_runs,
+)
 from gspo_env.engines.vllm.process import Server, State
+from gspo_env.engines.vllm.settings import EXTENSION
 from gspo_env.errors import EngineError
 
+RESET_SECONDS = 60.0
+"""Maximum time until a server has reset its cache."""
 _KEEP_ALIVE = 2.0
 """Seconds until an idle connection is closed. A server closes it after 5 seconds; a longer time
 here would let requests use a connection that the server is closing."""
@@ -27,7 +38,7 @@ _HEALTH_SECONDS = 30.0
 other servers' requests come to it when they are lost."""
 
 
-class ServerRequests:
+class ServerRequests(Engine):
     """Samples on the server with the fewest requests; repeats what a server drops on another one.
 
     Args:
@@ -110,9 +121,6 @@ class ServerRequests:
                     raise  # else `_redirect` cancelled the request
             finally:
                 server.requests.discard(request)
-
-    def release(self, session: str) -> None:
-        """Does nothing: vLLM's prefix cache evicts the least recently used blocks."""
 
     async def _choose(self) -> Server:
         """Returns the serving server with the fewest requests; waits for one that is starting."""
@@ -239,16 +247,6 @@ class ServerClient(ServerRequests):
             failed, self._failed = self._failed, {}
         return failed
 
-    async def sleep(self) -> None:
-        """Does nothing: servers have their own memory."""
-
-    async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
-        """Raises an error: only the process that looks after the servers updates them."""
-        raise EngineError("weights are sent by the process that started the servers")
-
-    def close(self) -> None:
-        """Does nothing: the servers belong to another process."""
-
     def _require_one(self, *states: State) -> None:
         if self._fleet.lost:
             raise EngineError(self._fleet.lost)
@@ -259,3 +257,110 @@ class ServerClient(ServerRequests):
         address = ServerAddress(address=server.address, socket=server.socket, pid=server.pid)
         with self._lock:
             self._failed[address] = reason
+
+
+def call(client: httpx.Client, method: str, **keywords: str) -> Any:
+    """Calls a method in each worker of a server; returns their answers."""
+    body = {"method": method, "kwargs": keywords}
+    return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
+
+
+def pause(client: httpx.Client) -> None:
+    """Stops sampling on a server once its current step is done; keeps its requests."""
+    keep = {"mode": "keep", "clear_cache": "false"}  # `reset_cache` clears it, after the update
+    client.post("/pause", params=keep).raise_for_status()
+
+
+def resume(client: httpx.Client) -> None:
+    """Lets a paused server go on with its requests."""
+    client.post("/resume").raise_for_status()
+
+
+def set_version(client: httpx.Client, version: int) -> None:
+    """Names the weights of a server, for `Completion.weights_versions`."""
+    client.post("/update_weight_version", json={"new_version": str(version)}).raise_for_status()
+
+
+def reset_cache(client: httpx.Client) -> str:
+    """Resets a paused server's prefix cache; returns an error message, or an empty string.
+
+    Requests in flight lose their keys and values too, and compute them anew when they go on.
+    """
+    deadline = time.monotonic() + RESET_SECONDS
+    every = {"reset_running_requests": "true"}
+    while not client.post("/reset_prefix_cache", params=every).raise_for_status().json()["success"]:
+        if time.monotonic() > deadline:
+            return f"it did not reset its prefix cache within {RESET_SECONDS:g} s"
+        time.sleep(0.05)
+    return ""
+
+
+def check_server(client: httpx.Client, backend: str) -> str:
+    """Returns the dtype of a server's weights.
+
+    Raises:
+        EngineError: The server cannot check its weights, or was started with another backend: the
+            trainer would wait for it.
+    """
+    info = client.get("/server_info", params={"config_format": "json"}).raise_for_status().json()
+    config = info["vllm_config"]
+    extension = config["parallel_config"]["worker_extension_cls"]
+    if extension != EXTENSION:
+        raise EngineError(
+            f"its worker extension is {extension!r}; expected {EXTENSION!r}, which checks the "
+            f"weights: install gspo-env there and start it with --worker-extension-cls {EXTENSION}"
+        )
+    started_with = (config["weight_transfer_config"] or {}).get("backend")
+    if backend not in ("folder", started_with):
+        raise EngineError(
+            f"its weight transfer backend is {started_with!r}; expected {backend!r}: start it with "
+            f"""--weight-transfer-config '{{"backend": "{backend}"}}' or choose --transfer folder"""
+        )
+    return str(config["model_config"]["dtype"]).removeprefix("torch.")
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Returns the sampling parameters of vLLM, for an engine in this process and for a server."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "stop_token_ids": list(sampling.stop_ids),
+        "ignore_eos": True,  # only the stop ids end an action
+        "seed": sampling.seed % 2**63,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def read_completion(server: Server, response: httpx.Response) -> Completion | str:
+    """Reads an answer; returns why the server cannot be used any more if it gave no completion.
+
+    Raises:
+        EngineError: The server refused the request, or the answer cannot be read.
+    """
+    if response.status_code != 200:
+        raise EngineError(
+            f"vLLM server {server.name} refused a request with {response.status_code}: "
+            f"{response.text[:300]}"
+        )
+    try:
+        choice = response.json()["choices"][0]
+        if choice["finish_reason"] == "abort":  # as a server does when it is stopped
+            return "aborted a request"
+        ids = tuple(choice["token_ids"])
+        spans = [(span["version"], span["start"]) for span in choice["weight_versions"]]
+        if others := [version for version, _ in spans if not version.isdecimal()]:
+            return f"has the weights {others[0]!r}, which this run did not send"
+        lowest, runs = version_runs([(int(version), n) for version, n in spans], len(ids))
+        return Completion(
+            token_ids=ids,
+            logprobs=tuple(place["logprob"] for place in choice["logprobs"]["content"]),
+            finish_reason=choice["finish_reason"],
+            weights_version=lowest,
+            weights_versions=runs,
+        )
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"vLLM server {server.name} gave an answer that cannot be read "
+            f"({type(error).__name__}: {error}): {response.text[:300]}"
+        ) from error

@@ -24,8 +24,13 @@ import httpx2 as httpx
 import torch
 
 from gspo_env.engines.base import NamedTensors, drained
-from gspo_env.engines.vllm.calls import (
+from gspo_env.engines.vllm.local import check_loaded, engine_arguments
+from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
+from gspo_env.engines.vllm.requests import (
     RESET_SECONDS,
+    ServerAddress,
+    ServerList,
+    ServerRequests,
     call,
     check_server,
     pause,
@@ -33,9 +38,6 @@ from gspo_env.engines.vllm.calls import (
     resume,
     set_version,
 )
-from gspo_env.engines.vllm.local import check_loaded, engine_arguments, tolerance
-from gspo_env.engines.vllm.process import Server, State, make_server, stop, wait
-from gspo_env.engines.vllm.requests import ServerAddress, ServerList, ServerRequests
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.model.export import Exporter, named_weights
@@ -61,13 +63,15 @@ class VLLMServerEngine(ServerRequests):
         EngineError: A server does not become healthy or does not take the weights.
     """
 
+    updates_in_flight = True
+
     def __init__(
         self, model: Any, config: VLLMServer, *, max_slots: int = 256, max_context: int = 4096
     ) -> None:
         timeout = config.request_timeout
         super().__init__(max_slots=max_slots, max_context=max_context, request_timeout=timeout)
         self.servers_lost = self.server_restarts = 0
-        self.tolerance = tolerance(config)
+        self.tolerance = config.tolerance
         self._config = config
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
         self._private = PrivateFolder("gspo-env-fleet-")
@@ -115,12 +119,12 @@ class VLLMServerEngine(ServerRequests):
         return [s.pid for s in self._servers if s.state is State.SERVING and s.pid]
 
     @property
-    def copies(self) -> int:
+    def copies(self) -> int:  # type: ignore[override]
         """Servers that serve."""
         return sum(server.state is State.SERVING for server in self._servers)
 
     @property
-    def dtype(self) -> str:
+    def dtype(self) -> str:  # type: ignore[override]
         """Dtype of the servers' weights; a half-precision one if they differ."""
         found = (s.dtype for s in self._servers if s.state is State.SERVING)
         return next((dtype for dtype in found if dtype != "float32"), "float32")
@@ -153,15 +157,12 @@ class VLLMServerEngine(ServerRequests):
                 self._lose(server, reason)
 
     def metrics(self) -> dict[str, float]:
-        """See `CountsFaults.metrics`."""
+        """See `Engine.metrics`."""
         return {
             "rollout/servers": float(self.copies),
             "rollout/servers_lost": float(self.servers_lost),
             "rollout/server_restarts": float(self.server_restarts),
         }
-
-    async def sleep(self) -> None:
-        """Does nothing: servers have their own memory."""
 
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Waits for requests in flight, sends the weights to every server, resets its prefix cache.
@@ -175,7 +176,7 @@ class VLLMServerEngine(ServerRequests):
         await self.update_in_flight(named_tensors, version)
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
-        """Pauses each server while it takes the weights; see `UpdatesInFlight.update_in_flight`.
+        """Pauses each server while it takes the weights; see `Engine.update_in_flight`.
 
         A server that fails to take them is no longer used: its requests go to another one.
 
@@ -347,7 +348,7 @@ class VLLMServerEngine(ServerRequests):
                 if not problem:
                     resume(client)
                 return problem
-        except Exception as error:  # NCCL, Gloo and HTTP have no common base class
+        except Exception as error:  # NCCL and HTTP have no common base class
             return f"it did not take the weights: {type(error).__name__}: {error}"
 
     def _open_channel(self, server: Server, client: httpx.Client) -> None:

