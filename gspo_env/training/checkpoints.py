@@ -1,4 +1,4 @@
-"""Checkpoints: all that a run needs to go on bit for bit, in folders that are whole or absent.
+"""Checkpoints: all that a run needs to resume bit for bit, in folders that are whole or absent.
 
     RUN/checkpoints/start/        the model before training, unless a name finds it again
     RUN/checkpoints/step-000045/  manifest.json, state.json, state-00001.safetensors, ...
@@ -7,6 +7,7 @@
     RUN/failure.txt               the error that ended the run, if one did
 
 A folder is written beside its place, synced and renamed; its manifest has a checksum of each file.
+A run resumes from the newest folder whose files are those of its manifest.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from gspo_env.config import CheckpointConfig, read_toml
-from gspo_env.errors import ConfigError, OutputError
+from gspo_env.config import CheckpointConfig
+from gspo_env.errors import OutputError
 from gspo_env.redaction import write_text
+from gspo_env.training.interrupt import Interrupt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +41,14 @@ logger = logging.getLogger(__name__)
 START = "start"
 """The folder of the model before training."""
 FAILURE = "failure.txt"
-"""The file in the run's folder that says which error ended the run; gone when the run goes on."""
-_FORMAT = 1
+"""The file in the run's folder with the error that ended the run; a resumed run deletes it."""
+_FORMAT = 2
+"""Number of the contents that a checkpoint has; another one is of another version."""
 _SHARE = 0.02
 """Largest share of the time that checkpoints take, if `save_every` is 0."""
+
+LearnerState = Callable[[], tuple[Mapping[str, Any], Iterable[tuple[str, "Tensor"]]]]
+"""Returns the numbers and the tensors of a learner; see `gspo_env.learner.Trainer.state`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +58,6 @@ class Checkpoint:
     folder: Path
     numbers: Mapping[str, Any]
     """What `state.json` holds."""
-
-    @property
-    def run(self) -> Path:
-        """The folder of the run."""
-        return self.folder.parent.parent
 
     @property
     def step(self) -> int:
@@ -119,25 +120,15 @@ class Checkpoints:
         self._lock.close()
 
     @property
-    def how_to_resume(self) -> str:
-        """The command that goes on with the run; empty if nothing is saved."""
+    def resume_command(self) -> str:
+        """The command that resumes the run; empty if nothing is saved."""
         if self.last is None:
             return ""
-        return f"Go on with: gspo-env train --resume {shlex.quote(str(self.run))}"
+        return f"gspo-env train --resume {shlex.quote(str(self.run))}"
 
     @contextmanager
-    def said_if_stopped(self) -> Iterator[None]:
-        """Returns a context that logs how to begin again if it is stopped before a checkpoint."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self.last is None:
-                logger.warning("stopped: %s", nothing_saved(self.run))
-            raise
-
-    @contextmanager
-    def named_on_failure(self) -> Iterator[None]:
-        """Returns a context that logs where the last checkpoint is if it is left by an error.
+    def report_failure(self) -> Iterator[None]:
+        """Returns a context that, where an error leaves it, logs how to resume or begin again.
 
         The error is also written to `failure.txt`, so that `gspo-env diagnose` finds it.
         """
@@ -147,12 +138,16 @@ class Checkpoints:
             yield
         except BaseException as error:
             if isinstance(error, Exception):
-                said = f"{type(error).__name__}: {error}\n"
-                text = said.encode(errors="backslashreplace").decode()  # lone surrogates
+                text = f"{type(error).__name__}: {error}\n"
+                text = text.encode(errors="backslashreplace").decode()  # lone surrogates
                 self.attempt(FAILURE, partial(write_text, note, text))
             if self.last is not None:
                 place = self.folder / f"step-{self.last:06d}"
-                logger.error("the last checkpoint is %s. %s", place, self.how_to_resume)
+                logger.error(
+                    "the last checkpoint is %s. Resume with: %s", place, self.resume_command
+                )
+            elif isinstance(error, KeyboardInterrupt):
+                logger.warning("stopped: %s", without_checkpoint(self.run))
             raise
 
     def attempt(self, what: str, write: Callable[[], object]) -> bool:
@@ -205,7 +200,7 @@ class Checkpoints:
                 write_model(part / "model")
 
         name = f"step-{step:06d}"
-        saved = self.attempt(f"the checkpoint {name}", lambda: self.write(name, fill))
+        saved = self.attempt(f"the checkpoint {name}", lambda: self._write(name, fill))
         if saved:
             self.last = step
             best = numbers.get("best") or {}
@@ -214,16 +209,42 @@ class Checkpoints:
         self._seconds = self._saved_at - begun
         return saved
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> None:
+    def save_start(self, fill: Callable[[Path], None]) -> None:
+        """Writes the model of the start, if anything is kept."""
+        if self.settings.keep:
+            self.attempt("the model of the start", lambda: self._write(START, fill))
+
+    def newest(self) -> Checkpoint:
+        """Returns the newest checkpoint whose files are undamaged; logs what others have.
+
+        Raises:
+            OutputError: There is none.
+        """
+        problems = []
+        for folder in reversed(step_folders(self.folder)):
+            if not (problem := damage(folder)):
+                numbers = json.loads((folder / "state.json").read_text())
+                self.last = int(numbers["step"])
+                return Checkpoint(folder=folder, numbers=numbers)
+            problems.append(f"{folder.name}: {problem}")
+            logger.warning("a checkpoint cannot be used, the one before it is: %s", problems[-1])
+        if problems:
+            raise OutputError(
+                f"expected a checkpoint in {str(self.folder)!r}, found only damaged ones "
+                f"({'; '.join(problems)}); start a new run"
+            )
+        raise OutputError(without_checkpoint(self.run))
+
+    def _write(self, name: str, fill: Callable[[Path], None]) -> None:
         """Writes a folder of `checkpoints`, all or nothing."""
         part = self.folder / f".part-{name}"
         shutil.rmtree(part, ignore_errors=True)
         try:
             part.mkdir()
             fill(part)
-            files = {str(f.relative_to(part)): _sum(f) for f in _files(part)}
+            files = {str(f.relative_to(part)): _checksum(f) for f in part.rglob("*") if f.is_file()}
             manifest = {"format": _FORMAT, "files": files}
-            (part / "manifest.json").write_text(json.dumps(manifest, indent=1))
+            (part / "manifest.json").write_text(json.dumps(manifest, indent=1, sort_keys=True))
             for path in (*part.rglob("*"), part):
                 _sync(path)
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -232,78 +253,67 @@ class Checkpoints:
         finally:
             shutil.rmtree(part, ignore_errors=True)
 
-    def save_start(self, fill: Callable[[Path], None]) -> None:
-        """Writes the model of the start, if anything is kept."""
-        if self.settings.keep:
-            self.attempt("the model of the start", lambda: self.write(START, fill))
-
-    def newest(self) -> Checkpoint:
-        """Returns the newest checkpoint that is undamaged; names and sets aside damaged ones.
-
-        Raises:
-            OutputError: There is none.
-        """
-        seen = []
-        for folder in reversed(step_folders(self.folder)):
-            if not (problem := damage(folder)):
-                numbers = json.loads((folder / "state.json").read_text())
-                self.last = int(numbers["step"])
-                if best := numbers["best"]:
-                    self.attempt("the link to the best", lambda: self._link(best["step"]))
-                return Checkpoint(folder=folder, numbers=numbers)
-            seen.append(f"{folder.name}: {problem}")
-            logger.warning("a checkpoint is damaged, the one before it is used: %s", seen[-1])
-            aside = self.folder / f"damaged-{folder.name}"
-            shutil.rmtree(aside, ignore_errors=True)
-            self.attempt("the name of a damaged checkpoint", partial(folder.rename, aside))
-        found = f"only damaged ones ({'; '.join(seen)})" if seen else "none"
-        raise OutputError(
-            f"expected a checkpoint in {str(self.folder)!r}, found {found}; start a new run"
-        )
-
     def _tidy(self, best: int | None) -> None:
         """Deletes what is neither among the newest nor the best, and links the best."""
-        steps = step_folders(self.folder)
-        for folder in steps[: -self.settings.keep]:
-            if best is None or folder.name != f"step-{best:06d}":
+        name = f"step-{best:06d}" if best is not None else ""
+        for folder in step_folders(self.folder)[: -self.settings.keep]:
+            if folder.name != name:
                 shutil.rmtree(folder)
-        if best is not None:
-            self._link(best)
-
-    def _link(self, best: int) -> None:
-        link, target = self.folder / "best", f"step-{best:06d}"
-        if link.is_dir() and not link.is_symlink():  # the run was copied without its links
-            aside = self.folder / "copied-best"
-            shutil.rmtree(aside, ignore_errors=True)
-            link.rename(aside)
-            logger.info("%s is no link to a checkpoint, as after a copy; it is now %s", link, aside)
-        if not (self.folder / target).is_dir():
-            link.unlink(missing_ok=True)
-        elif not link.is_symlink() or os.readlink(link) != target:
-            new = self.folder / ".part-best"
+        if name:
+            link, new = self.folder / "best", self.folder / ".part-best"
+            if link.is_dir() and not link.is_symlink():  # the run was copied without its links
+                shutil.rmtree(link)
             new.unlink(missing_ok=True)
-            new.symlink_to(target)
+            new.symlink_to(name)
             new.replace(link)
 
 
-def nothing_saved(run: Path) -> str:
-    """Says that a run has no checkpoint, and which command begins it again."""
-    again = f"gspo-env train --config {shlex.quote(str(run / 'config.toml'))}"
-    with contextlib.suppress(ConfigError):
-        if read_toml(run / "config.toml").get("output"):
-            again += f" --output {shlex.quote(f'{run}-again')}"
-    return f"{str(run)!r} has no checkpoint to go on with; begin again with: {again}"
+@dataclass(slots=True)
+class CheckpointWriter:
+    """Writes the state of a training loop, with the facts of its run, into checkpoints."""
+
+    checkpoints: Checkpoints
+    interrupt: Interrupt
+    """Says when the loop should stop."""
+    facts: Mapping[str, Any]
+    """See `gspo_env.training.resume.run_facts`."""
+    tracker_ids: Callable[[], Mapping[str, str]]
+    """Returns the id of the run in each tracker, as far as it is known."""
+    write_model: Callable[[Path], None]
+    """Writes the trained model into a folder."""
+
+    def save(self, numbers: Mapping[str, Any], learner: LearnerState, best: bool) -> bool:
+        """Writes a checkpoint, from any thread; returns whether it could.
+
+        Args:
+            numbers: The state of the loop, which nothing changes any more.
+            learner: Returns the state of the learner, which rests meanwhile.
+            best: Whether the model is written as well, since this is the best checkpoint.
+        """
+        more = {"tracker": self.tracker_ids(), "failed": self.checkpoints.failed}
+        learner_numbers, tensors = learner()
+        state = {**self.facts, **more, **numbers, "learner": learner_numbers}
+        return self.checkpoints.save(state, tensors, self.write_model if best else None)
+
+
+def without_checkpoint(run: Path) -> str:
+    """Returns the sentence that a run has no checkpoint, with the command that begins it again."""
+    config, output = shlex.quote(str(run / "config.toml")), shlex.quote(f"{run}-again")
+    return (
+        f"{str(run)!r} has no checkpoint to resume from; begin again with: gspo-env train --config "
+        f"{config} --output {output}"
+    )
 
 
 def damage(folder: Path) -> str:
     """Returns which file of a folder differs from its manifest and how; empty if none does."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text())
-        found, files = manifest["format"], dict(manifest["files"])
-        if found != _FORMAT:
-            return f"manifest.json has format {found}; expected {_FORMAT}"
+        number, files = manifest["format"], dict(manifest["files"])
+        if number != _FORMAT:
+            return f"another version of gspo-env wrote it (format {number}, not {_FORMAT})"
         for name, (size, digest) in files.items():
-            actual = _sum(folder / name)
+            actual = _checksum(folder / name)
             if actual[0] != size:
                 return f"{name} has {actual[0]} bytes; expected {size}"
             if actual[1] != digest:
@@ -323,11 +333,7 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _sum(path: Path) -> list[Any]:
+def _checksum(path: Path) -> list[Any]:
     with path.open("rb") as file:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 

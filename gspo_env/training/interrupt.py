@@ -13,10 +13,10 @@ _NOTE = b"\ngspo-env: stops after this step and saves it; a second Ctrl-C stops 
 
 
 @dataclass(slots=True)
-class Stop:
+class Interrupt:
     """Whether a run was asked to stop."""
 
-    wanted: bool = False
+    requested: bool = False
     graceful: bool = False
     """Whether there are steps that could be finished; otherwise the first signal stops at once."""
 
@@ -26,20 +26,20 @@ class Stop:
         Raises:
             KeyboardInterrupt: It is the second one, or there is no step to finish.
         """
-        if self.wanted or not self.graceful:
+        if self.requested or not self.graceful:
             raise KeyboardInterrupt
-        self.wanted = True
+        self.requested = True
         os.write(2, _NOTE)  # a handler may not enter `print` again
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Stop]:
+def stop_on_signals() -> Iterator[Interrupt]:
     """Handles SIGINT and SIGTERM inside the context.
 
     A signal that is ignored or that has another handler than Python's own stays as it is, and so do
     all signals outside of the main thread, where Python allows no handler.
     """
-    stop = Stop()
+    interrupt = Interrupt()
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     before = {
         number: handler
@@ -48,9 +48,9 @@ def stop_on_signals() -> Iterator[Stop]:
         and signal.getsignal(number) is handler
     }
     for number in before:
-        signal.signal(number, stop)
+        signal.signal(number, interrupt)
     try:
-        yield stop
+        yield interrupt
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

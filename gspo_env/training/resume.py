@@ -1,0 +1,218 @@
+"""Resumes a run from its newest checkpoint, and says what may differ when it does."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_env.config import Config, from_dict, read_toml, to_toml
+from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.rollout.mix import moved_only
+from gspo_env.tracking.base import MODEL, flatten
+from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage
+from gspo_env.trust import SavedSettings, parse
+
+_CHANGEABLE = (
+    "steps",
+    "checkpoints.",
+    "episodes.",
+    "engine.addresses",
+    "rollout.workers",
+    "rollout.ray_address",
+    "rollout.max_worker_restarts",
+)
+"""Beginnings of the settings that a resumed run may change: how long, what is kept, and where it is
+played."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """A run that is resumed, and locked for it."""
+
+    checkpoints: Checkpoints
+    checkpoint: Checkpoint
+    config: Config
+    model: Any
+    """The model before training, or the name that finds it."""
+    tokenizer: Any
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done and the model is written."""
+        done = self.checkpoint.step >= self.config.steps
+        return done and (self.checkpoints.run / MODEL).is_dir()
+
+    def tracker_ids(self, trackers: Iterable[str]) -> dict[str, str]:
+        """Returns the id of the run in each tracker, empty where a tracker had not given one."""
+        return {name: self.checkpoint.numbers["tracker"].get(name, "") for name in trackers}
+
+    def check(self, model: Any) -> None:
+        """Checks that the model before training is the one that the run began with.
+
+        Raises:
+            ModelError: It is another one.
+        """
+        if fingerprint(model) != self.checkpoint.numbers["fingerprint"]:
+            source = self.checkpoint.numbers["model"] or "in checkpoints/start"
+            raise ModelError(
+                f"the model {source!r} has other weights than when the run "
+                f"{str(self.checkpoints.run)!r} began; expected the same"
+            )
+
+
+def open_run(run: Path, config: Config | None) -> Resumed:
+    """Locks a run and reads its newest undamaged checkpoint and the model that it began with.
+
+    Args:
+        run: Folder of the run.
+        config: The config to resume with; None takes the saved one.
+
+    Raises:
+        ConfigError: The config changes a setting that may not change.
+        OutputError: There is no such checkpoint, another version wrote it, or another process
+            trains the run.
+    """
+    if not (run / "checkpoints").is_dir():
+        raise OutputError(f"{str(run)!r} has no checkpoints; expected the folder of a run")
+    checkpoints = Checkpoints(run, (config or Config()).checkpoints)
+    checkpoint = checkpoints.newest()
+    numbers = checkpoint.numbers
+    config = changed_config(run, checkpoint, config)
+    checkpoints.settings, checkpoints.failed = config.checkpoints, int(numbers["failed"])
+    model, tokenizer = numbers["model"], None
+    if not model:
+        model, tokenizer = _load_start(checkpoints.folder / START, numbers["dtype"])
+    return Resumed(
+        checkpoints=checkpoints,
+        checkpoint=checkpoint,
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+    )
+
+
+def saved_settings(run: str | Path) -> SavedSettings:
+    """Returns the settings of a run as data; `open_run` compares them with its checkpoint.
+
+    Raises:
+        ConfigError: There are none, or they are not valid.
+    """
+    path = Path(run, "config.toml")
+    if not path.is_file():
+        raise OutputError(
+            f"{str(run)!r} has no config.toml; expected the folder of a run, such as "
+            "runs/Lookup-v0-seed0-1"
+        )
+    read_toml(path)  # for its errors
+    return parse(path, path.read_text())
+
+
+def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> Config:
+    """Returns a config, or else that of a checkpoint, if the two differ only where they may.
+
+    Raises:
+        ConfigError: Another setting differs, the run has done more steps already, or the
+            checkpoint names something that the user has to give; see `gspo_env.trust`.
+    """
+    text = checkpoint.numbers["config"]
+    saved = parse(run / "config.toml", text)
+    given = {} if config is None else flatten(tomllib.loads(to_toml(config)))
+    same = {name: value for name, value in saved.untrusted.items() if given.get(name) == value}
+    moved = config is not None and moved_only(saved.env, config.env)
+    saved.settings(same, env=config.env if config is not None and moved else "")
+    before = from_dict(tomllib.loads(text))
+    if config is None:
+        return before
+    # `auto` is what the run has decided, which its config.toml has
+    if config.credit.score in ("auto", checkpoint.numbers["score"]["score"]):
+        config = replace(config, credit=replace(config.credit, score=before.credit.score))
+    old, new = flatten(before), flatten(config)
+    for name in sorted({*old, *new}):
+        allowed = name.startswith(_CHANGEABLE) or (name == "env" and moved)
+        if old.get(name) != new.get(name) and not allowed:
+            raise ConfigError(
+                f"{name} is {new.get(name)!r}, and {old.get(name)!r} in the run that is resumed; "
+                "only steps, what is kept, addresses and workers may change: start a new run for "
+                "another value"
+            )
+    if config.steps < checkpoint.step:
+        raise ConfigError(
+            f"steps is {config.steps}; expected at least {checkpoint.step}, which are done"
+        )
+    return config
+
+
+def run_facts(config: Config, model: Any, source: str, left_out: int) -> dict[str, Any]:
+    """Returns what does not change in a run, and what a process that resumes it needs.
+
+    Args:
+        config: The settings.
+        model: The model before training, without the adapter that training adds.
+        source: The folder or the hub id of the model; empty if it was given or made.
+        left_out: Demonstrations that the warm-up left out.
+    """
+    return {
+        "config": to_toml(config),
+        "model": source,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "fingerprint": fingerprint(model),
+        "left_out": left_out,
+    }
+
+
+def fingerprint(model: Any) -> str:
+    """Returns a checksum of the names, dtypes and values of a model's weights."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        values = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        digest.update(values.numpy().data)
+    return digest.hexdigest()
+
+
+def _load_start(folder: Path, dtype: str) -> tuple[Any, Any]:
+    from gspo_env.model.load import load_model
+
+    if problem := damage(folder):
+        raise OutputError(f"{str(folder)!r} is damaged: {problem}; start a new run")
+    model, tokenizer = load_model(str(folder), dtype)
+    for weight in model.parameters():
+        # memory of a mapped file is aligned in another way, and kernels may round in another order
+        weight.data = weight.data.clone()
+    return model, tokenizer
+
+
+def generator_states() -> dict[str, Any]:
+    """Returns the states of the global generators, which environments may use, as JSON."""
+    import torch
+
+    kind, keys, *rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state().tolist(),
+        "cuda": [state.tolist() for state in cuda],
+    }
+
+
+def set_generator_states(states: Mapping[str, Any]) -> None:
+    """Sets the global generators to the result of `generator_states`."""
+    import torch
+
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+    for device, state in enumerate(states["cuda"]):
+        torch.cuda.set_rng_state(torch.tensor(state, dtype=torch.uint8), device)
