@@ -53,6 +53,8 @@ _RENAMED = {
 REMOVED = {
     "profile": "run with `torch.profiler`: `with torch.profiler.profile() as trace: agent.train()`,"
     " then `trace.export_chrome_trace('trace.json')`",
+    "view.live": "run `gspo-env view` again, which writes the page anew",
+    "view.port": "`gspo-env view` writes a file and opens it",
     "supply.straggler_quantile": "bound an episode with --episode-timeout, or let the rollout go on"
     " during updates with --max-staleness",
     "cache": "every run warms up its model anew, which takes seconds",

@@ -47,11 +47,11 @@ from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, parts, start
-from gspo_env.training.checkpoints import Checkpoints
+from gspo_env.training.checkpoints import Checkpoints, CheckpointWriter
 from gspo_env.training.interrupt import stop_on_signals
 from gspo_env.training.loop import History, Loop, evaluate
+from gspo_env.training.resume import Resumed, open_run, run_facts
 from gspo_env.training.split import Split
-from gspo_env.training.state import CheckpointWriter, Resumed, open_run, run_facts
 from gspo_env.trust import needs_flags, read_saved, record
 from gspo_env.types import Episode, Group, Prompt, Role, Task
 
@@ -162,9 +162,9 @@ class GSPOAgent:
         info = run_info(config, self.env_id, way, self.folder, ids)
         with (
             checkpoints,
-            stop_on_signals() as stop,
+            stop_on_signals() as interrupt,
             Progress() as progress,
-            checkpoints.said_if_stopped(),
+            checkpoints.report_failure(),
             start(config.tracker, info) as tracker,
         ):
             report = Reporter(config, progress, tracker, checkpoints, self.tokenizer)
@@ -173,14 +173,16 @@ class GSPOAgent:
             if resumed is None and not self._source:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
             facts = run_facts(config, self.model, self._source, self._left_out)
-            keeper = CheckpointWriter(checkpoints, stop, facts, lambda: tracker.ids, self._write)
-            history = self._learn(keeper, report, resumed, tracker)
+            writer = CheckpointWriter(
+                checkpoints, interrupt, facts, lambda: tracker.ids, self._write
+            )
+            history = self._learn(writer, report, resumed, tracker)
             report.end(history, self.split(), self._left_out)
         return history
 
     def _learn(
         self,
-        keeper: CheckpointWriter,
+        writer: CheckpointWriter,
         report: Reporter,
         resumed: Resumed | None,
         tracker: MultiTracker,
@@ -201,14 +203,14 @@ class GSPOAgent:
                 declared=self.environments.scores,
                 collector=collector,
                 learner=learner,
-                report=report,
+                reporter=report,
                 split=self.split(),
-                keeper=keeper,
+                writer=writer,
             )
             if resumed is not None:
-                loop.restore(resumed.saved)
+                loop.restore(resumed.checkpoint)
                 report.go_on(loop.history, loop.score.only)
-            keeper.stop.graceful = True
+            writer.interrupt.graceful = True
             history = self._calls.run(loop.train())
             self.config = report.config
             if loop.step == config.steps:  # before the environments close, which may raise
@@ -237,7 +239,7 @@ class GSPOAgent:
         resumed = open_run(Path(path), config)
         agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer, ranks=ranks)
         resumed.check(agent.model)
-        agent._resumed, agent._left_out = resumed, resumed.saved.numbers["left_out"]
+        agent._resumed, agent._left_out = resumed, resumed.checkpoint.numbers["left_out"]
         return agent
 
     @property

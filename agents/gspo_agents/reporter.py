@@ -185,7 +185,10 @@ class Reporter:
         """
         step, steps = history[-1][0], self.config.steps
         if step < steps:
-            lines = [f"Stopped after step {step} of {steps}. {self._checkpoints.how_to_resume}"]
+            lines = [
+                f"Stopped after step {step} of {steps}. Resume with: "
+                f"{self._checkpoints.resume_command}"
+            ]
         else:
             lines = _results(history, split, left_out)
             folder = self._checkpoints.run
@@ -198,15 +201,12 @@ class Reporter:
 
     @contextmanager
     def watch(self, collector: Collector) -> Iterator[None]:
-        """Reads the machine and keeps the first failure of an environment.
-
-        On an error, it names the last checkpoint.
-        """
+        """Reads the machine and keeps the first failure of an environment."""
         for member in self.config.environments:
             sample = collector.pool.of(member.env_id).sample
             if sample is not None:
                 self._num_tasks[member.env_id] = attribute(sample, "num_tasks", None)
-        with self._checkpoints.named_on_failure(), self._system:
+        with self._system:
             try:
                 yield
             finally:

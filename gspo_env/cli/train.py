@@ -40,9 +40,9 @@ class Train(Run):
         cls, folder: str, given: Mapping[str, Any], env: str | tuple[str, ...]
     ) -> dict[str, Any]:
         """Returns the settings of a run to go on with."""
-        from gspo_env.training.state import newest_settings
+        from gspo_env.training.resume import saved_settings
 
-        return newest_settings(folder).settings(given, env=env)
+        return saved_settings(folder).settings(given, env=env)
 
     def run(self) -> None:
         """Trains, in this process or as one of several.

@@ -10,13 +10,13 @@ base64, so no text of a policy or an environment is part of the HTML:
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import logging
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -28,11 +28,12 @@ from gspo_env.episodes.schema import (
     EpisodeFile,
     _starts,
     episode_files,
-    read_file,
+    read_table,
     read_tokens,
 )
 from gspo_env.episodes.writer import surplus
 from gspo_env.errors import OutputError
+from gspo_env.files import read_file, write_file
 from gspo_env.redaction import redact_text
 from gspo_env.tracking.jsonl import METRICS
 
@@ -43,6 +44,12 @@ logger = logging.getLogger(__name__)
 
 PAGE = "view.html"
 """Name of the page in the folder of a run."""
+MAX_METRICS = 1 << 28
+"""Bytes of a file of metrics that is read."""
+_MAX_TEXT = 1 << 20
+"""Bytes of a text that the page shows."""
+_DAMAGED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What a line raises that is no record of metrics."""
 _BLOCK = 32
 """Episodes of a block."""
 _COLUMNS = (
@@ -53,6 +60,7 @@ _TEXTS = ("phase", "env", "options", "task_key", "stop_reason")
 """The columns that the index has as numbers of distinct texts."""
 _NAME = re.compile(r"\w+-\d+-(?P<group>\d{1,15})-(?P<member>\d{1,15})")
 """The id of an episode; see `gspo_env.episodes.writer.to_table`."""
+_ADDED = ("group", "member", "tokens", "block")
 _OF_BLOCK = ("episode", "error", "final_observation")
 _OF_TURN = (
     *("turn", "parent", "fork", "sequence", "role", "observation", "action", "tool_calls"),
@@ -83,7 +91,7 @@ class Part:
 
 def read_part(file: EpisodeFile) -> Part | None:
     """Reads a file; None if it is damaged, or its episodes have other ids than a run gives."""
-    table = read_file(file.path)
+    table = read_table(file.path)
     if table is None:
         return None
     starts = _starts(table)
@@ -143,104 +151,60 @@ def _tokens(column: Any) -> dict[str, Any]:
     return {"counts": lengths.to_pylist(), "values": shown}
 
 
-class Source:
-    """The data of a run's page; what a file gave is kept until the file changes.
+def read_parts(run: Path, max_bytes: int) -> list[Part]:
+    """Reads the episodes of a run.
 
     Args:
         run: Folder of the run.
-        most: Bytes that the episodes may take in the page. If they take more, steps in between are
+        max_bytes: What the episodes may take in the page. If they take more, steps in between are
             left out, those of training first.
-
-    Raises:
-        OutputError: This is not the folder of a run.
     """
-
-    def __init__(self, run: str | Path, most: int) -> None:
-        self.run, self._most = Path(run), most
-        if not self.exists:
-            raise OutputError(f"{str(run)!r} has no {METRICS}; expected the folder of a run")
-        self._parts: dict[str, tuple[tuple[int, int], Part | None]] = {}
-
-    @property
-    def exists(self) -> bool:
-        """Whether the folder is still there."""
-        return (self.run / METRICS).is_file()
-
-    @property
-    def state(self) -> str:
-        """Changes whenever the data do."""
-        paths = [self.run / METRICS, *(file.path for file in episode_files(self.run))]
-        return str(zlib.crc32(repr([(path.name, _stamp(path)) for path in paths]).encode()))
-
-    def parts(self) -> list[Part]:
-        """Returns the episodes of each file."""
-        found, known = [], episode_files(self.run)
-        names = {file.path.name for file in known}
-        self._parts = {name: value for name, value in self._parts.items() if name in names}
-        for file in known:
-            stamp = _stamp(file.path)
-            old = self._parts.get(file.path.name)
-            if old is None or old[0] != stamp:
-                self._parts[file.path.name] = old = (stamp, read_part(file))
-            if old[1] is not None:
-                found.append((file, old[1]))
-        sizes = [
-            EpisodeFile(path=f.path, step=f.step, phase=f.phase, size=p.size) for f, p in found
-        ]
-        gone = {file.path for file in surplus(sizes, self._most)}
-        return [part for file, part in found if file.path not in gone]
-
-    def index(self, parts: Sequence[Part]) -> bytes:
-        """Returns what the page reads first, as JSON."""
-        texts: dict[str, dict[Any, int]] = {name: {} for name in _TEXTS}
-        columns: dict[str, list[Any]] = {name: [] for name in (*_COLUMNS, *_INDEX)}
-        for part in parts:
-            count = len(part.columns["step"])
-            for name, values in part.columns.items():
-                if (known := texts.get(name)) is not None:
-                    values = [known.setdefault(value, len(known)) for value in values]
-                columns[name] += values
-            for n in range(len(part.blocks)):
-                columns["block"] += [f"{part.name}.{n}"] * min(_BLOCK, count - n * _BLOCK)
-        numbers: dict[str, int] = {}
-        columns["block"] = [numbers.setdefault(n, len(numbers)) for n in columns["block"]]
-        tree = {
-            "run": self._facts(),
-            "points": read_points(self.run),
-            "texts": {name: list(known) for name, known in texts.items()},
-            "blocks": list(numbers),
-            "episodes": columns,
-            "tokens": read_tokens(self.run),
-            "left_out": len(episode_files(self.run)) - len(parts),
-        }
-        return json.dumps(tree, separators=(",", ":")).encode()
-
-    def _facts(self) -> dict[str, str]:
-        def text(name: str) -> str:
-            try:
-                found = (self.run / name).read_bytes()[:_MOST_TEXT]
-            except OSError:
-                return ""
-            return redact_text(found.decode(errors="replace"))
-
-        return {
-            "name": self.run.resolve().name,
-            "config": text("config.toml"),
-            "warnings": text("warnings.txt"),
-            "failure": text("first-environment-error.txt"),
-        }
+    parts = {file: part for file in episode_files(run) if (part := read_part(file)) is not None}
+    by_size = {dataclasses.replace(file, size=part.size): part for file, part in parts.items()}
+    removed = surplus(list(by_size), max_bytes)
+    return [part for file, part in by_size.items() if file not in removed]
 
 
-_INDEX = ("group", "member", "tokens", "block")
-_MOST_TEXT = 1 << 18
+def make_index(run: Path, parts: Sequence[Part]) -> bytes:
+    """Returns what the page reads first, as JSON."""
+    texts: dict[str, dict[Any, int]] = {name: {} for name in _TEXTS}
+    columns: dict[str, list[Any]] = {name: [] for name in (*_COLUMNS, *_ADDED)}
+    blocks: list[str] = []
+    for part in parts:
+        count = len(part.columns["step"])
+        for name, values in part.columns.items():
+            if (numbers := texts.get(name)) is not None:
+                values = [numbers.setdefault(value, len(numbers)) for value in values]
+            columns[name] += values
+        for n in range(len(part.blocks)):
+            columns["block"] += [len(blocks)] * min(_BLOCK, count - n * _BLOCK)
+            blocks.append(f"{part.name}.{n}")
+    tree = {
+        "run": _facts(run),
+        "points": read_points(run),
+        "texts": {name: list(numbers) for name, numbers in texts.items()},
+        "blocks": blocks,
+        "episodes": columns,
+        "tokens": read_tokens(run),
+        "left_out": len(episode_files(run)) - len(parts),
+    }
+    return json.dumps(tree, separators=(",", ":")).encode()
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return stat.st_mtime_ns, stat.st_size
+def _facts(run: Path) -> dict[str, str]:
+    def text(name: str) -> str:
+        try:
+            content = read_file(run, name, _MAX_TEXT)
+        except OSError:
+            return ""
+        return redact_text(content.decode(errors="replace"))
+
+    return {
+        "name": run.resolve().name,
+        "config": text("config.toml"),
+        "warnings": text("warnings.txt"),
+        "failure": text("first-environment-error.txt"),
+    }
 
 
 def read_points(run: Path) -> dict[str, list[list[float]]]:
@@ -248,37 +212,22 @@ def read_points(run: Path) -> dict[str, list[list[float]]]:
 
     The last line is left out if it has not been written to its end.
     """
-    found: dict[str, dict[int, float]] = {}
-    lines = (run / METRICS).read_bytes().split(b"\n")[:-1]
-    for line in lines:
+    metrics: dict[str, dict[int, float]] = {}
+    for line in read_file(run, METRICS, MAX_METRICS).split(b"\n")[:-1]:
         try:
             record = json.loads(line)
             step = int(record["step"])
-            metrics = {str(name): float(value) for name, value in record["metrics"].items()}
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            values = {str(name): float(value) for name, value in record["metrics"].items()}
+        except _DAMAGED as error:
             logger.warning("a line of %s is damaged and left out: %s", METRICS, error)
             continue
-        except RecursionError:
-            logger.warning("a line of %s is nested too deeply and left out", METRICS)
-            continue
-        for name, value in metrics.items():
-            found.setdefault(name, {})[step] = value
+        for name, value in values.items():
+            metrics.setdefault(name, {})[step] = value
     return {
         name: [list(steps), list(steps.values())]
-        for name, points in found.items()
+        for name, points in metrics.items()
         for steps in [dict(sorted(points.items()))]
     }
-
-
-@cache
-def _template() -> str:
-    return (files("gspo_env.episodes") / "page.html").read_text(encoding="utf-8")
-
-
-def render(data: str, connect: str) -> str:
-    """Returns the page with elements of data; `connect` is where the page may read more."""
-    before, _, after = _template().partition("<!--DATA-->")
-    return before.replace("CONNECT", connect, 1) + data + after
 
 
 def write_page(run: str | Path, out: str | Path, *, most_mb: int = 64) -> Path:
@@ -292,14 +241,17 @@ def write_page(run: str | Path, out: str | Path, *, most_mb: int = 64) -> Path:
     Raises:
         OutputError: This is not the folder of a run.
     """
-    source = Source(run, most_mb * 10**6)
-    parts = source.parts()
-    data = {"index": zlib.compress(source.index(parts), 6)}
-    for part in parts:
-        data |= {f"{part.name}.{n}": block for n, block in enumerate(part.blocks)}
+    run, out = Path(run), Path(out)
+    if not (run / METRICS).is_file():
+        raise OutputError(f"{str(run)!r} has no {METRICS}; expected the folder of a run")
+    parts = read_parts(run, most_mb * 10**6)
+    data = {"index": zlib.compress(make_index(run, parts), 6)}
+    data |= {f"{part.name}.{n}": block for part in parts for n, block in enumerate(part.blocks)}
     elements = [
         f'<script type="text/plain" id="{name}">{base64.b64encode(block).decode()}</script>'
         for name, block in data.items()
     ]
-    Path(out).write_text(render("\n".join(elements), "'none'"), encoding="utf-8")
-    return Path(out)
+    template = (files("gspo_env.episodes") / "page.html").read_text(encoding="utf-8")
+    page = template.replace("<!--DATA-->", "\n".join(elements), 1)
+    write_file(out.parent, out.name, lambda path: path.write_text(page, encoding="utf-8"))
+    return out

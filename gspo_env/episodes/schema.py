@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gspo_env.errors import OutputError
+from gspo_env.files import read_file, regular_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -187,16 +188,20 @@ class EpisodeFile:
 
 def episode_files(run: str | Path) -> list[EpisodeFile]:
     """Lists the files of a run by step; a step's training comes before its evaluation."""
-    found = []
+    listed = []
     for path in Path(run, FOLDER).glob("*-*.parquet"):
         step, _, phase = path.stem.partition("-")
         if step.isdigit() and phase in PHASES:
             try:
+                path = regular_file(Path(run), f"{FOLDER}/{path.name}", _MAX_UNPACKED)
                 size = path.stat().st_size
-            except FileNotFoundError:  # a run that goes on has thinned its files out
+            except FileNotFoundError:  # a resumed run has thinned its files out
                 continue
-            found.append(EpisodeFile(path=path, step=int(step), phase=phase, size=size))
-    return sorted(found, key=lambda file: (file.step, PHASES.index(file.phase)))
+            except OSError as error:
+                logger.warning("%s is left out: it %s", path, error.strerror)
+                continue
+            listed.append(EpisodeFile(path=path, step=int(step), phase=phase, size=size))
+    return sorted(listed, key=lambda file: (file.step, PHASES.index(file.phase)))
 
 
 class Episodes(Sequence[EpisodeRecord]):
@@ -236,6 +241,12 @@ class Episodes(Sequence[EpisodeRecord]):
 
 
 _AT_ONCE = 256
+_MAX_UNPACKED = 1 << 29
+"""Bytes of a file of episodes, packed and unpacked."""
+_MAX_VALUES = 1 << 28
+"""Values of a file of episodes: those of each row and column, and of each token."""
+_MAX_TOKENS = 1 << 26
+"""Bytes of the file with the texts of tokens."""
 
 
 def _starts(table: pa.Table) -> list[int]:
@@ -285,18 +296,17 @@ def read_episodes(
             f"{str(run)!r} has kept no episodes; expected the folder of a run that trained "
             "without `--keep-episodes none`"
         )
-    chosen = [f for f in files if f.phase in phases and (steps is None or f.step in steps)]
-    tables = [table for file in chosen if (table := read_file(file.path)) is not None]
+    files = [f for f in files if f.phase in phases and (steps is None or f.step in steps)]
+    tables = [table for file in files if (table := read_table(file.path)) is not None]
     return Episodes(pa.concat_tables([schema().empty_table(), *tables]), read_tokens(run))
 
 
-def read_file(path: Path) -> pa.Table | None:
+def read_table(path: Path) -> pa.Table | None:
     """Reads one file; None and a warning if it is damaged, None if it has just been deleted."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path, partitioning=None)
+        table = _read_bounded(path)
         for column in schema():
             if column.nullable and column.name not in table.column_names:  # of an older version
                 table = table.append_column(column, pa.nulls(table.num_rows, column.type))
@@ -308,13 +318,42 @@ def read_file(path: Path) -> pa.Table | None:
         return None
 
 
+def _read_bounded(path: Path) -> pa.Table:
+    """Reads a Parquet file that may be a stranger's, without unpacking more than the bounds.
+
+    Raises:
+        ValueError: It would unpack to more. Its own metadata may lie, so what is unpacked counts,
+            in batches of which one cannot be large.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        groups = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
+        chunks = [group.column(n) for group in groups for n in range(group.num_columns)]
+        values = sum(chunk.num_values for chunk in chunks)
+        largest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+        if values > _MAX_VALUES or largest > _MAX_UNPACKED:
+            raise ValueError(f"it has {values:,} values, of up to {largest:,} bytes together")
+        # a dictionary may hold one long text that every row repeats
+        rows = max(1, min(1 << 16, _MAX_UNPACKED // max(1, largest)))
+        batches, size = [], 0
+        for batch in file.iter_batches(batch_size=rows):
+            size += batch.nbytes
+            if size > _MAX_UNPACKED:
+                raise ValueError(f"it unpacks to more than {_MAX_UNPACKED:,} bytes")
+            batches.append(batch)
+        return pa.Table.from_batches(batches, file.schema_arrow)
+
+
 def read_tokens(run: str | Path) -> dict[int, str]:
     """Reads the text of each token id in the episodes of a run; empty if it is not known."""
-    path = Path(run, FOLDER, TOKENS)
+    name = f"{FOLDER}/{TOKENS}"
     try:
-        return {int(number): str(text) for number, text in json.loads(path.read_text()).items()}
+        texts = json.loads(read_file(Path(run), name, _MAX_TOKENS)).items()
+        return {int(number): str(text) for number, text in texts}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError) as error:
-        logger.warning("%s is damaged and left out: %s", path, error)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        logger.warning("%s of %s is damaged and left out: %s", name, run, error)
         return {}

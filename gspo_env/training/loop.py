@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
@@ -23,11 +23,11 @@ from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.seeding import derive_seed
 from gspo_env.tracking.console import part
-from gspo_env.training.checkpoints import Checkpoint
+from gspo_env.training.checkpoints import Checkpoint, CheckpointWriter
 from gspo_env.training.curriculum import StepResult, next_options
+from gspo_env.training.resume import generator_states, set_generator_states
 from gspo_env.training.rollout_buffer import Batch, RolloutBuffer
 from gspo_env.training.split import Split, draw_tasks
-from gspo_env.training.state import CheckpointWriter, State, generators, set_generators
 from gspo_env.training.weight_check import check_sync
 from gspo_env.types import FloatArray, Group, Score, Task
 
@@ -82,11 +82,11 @@ class Loop:
     """The weight of each environment, by the `env_id` of its tasks."""
     collector: Collector
     learner: Trainer
-    report: Reporter
+    reporter: Reporter
     split: Split
-    keeper: CheckpointWriter | None = None
+    writer: CheckpointWriter | None = None
     """Saves the run; None saves nothing."""
-    supply: RolloutBuffer = field(init=False)
+    buffer: RolloutBuffer = field(init=False)
     """Gives the groups of each step."""
     history: History = field(default_factory=list)
     declared: Mapping[str, Score | None] = field(default_factory=dict)
@@ -101,17 +101,17 @@ class Loop:
     """What the curriculum sees: the results of every step."""
     best: dict[str, float] = field(default_factory=dict)
     """The step of the best saved evaluation after training began, and its success."""
-    watch: StartupChecks = field(init=False)
+    startup_checks: StartupChecks = field(init=False)
     """Notices that the first steps learn nothing."""
     _warned: bool = False
 
     def __post_init__(self) -> None:
         """Takes the score of the config, if it has one."""
-        self.watch = StartupChecks(self.config, self.report.warned)
-        given = self.config.credit.score
-        known = self.declared if given == "auto" else dict.fromkeys(self.weights, given)
-        self.score = Scores({name: ScoreChoice(name, known.get(name)) for name in self.weights})
-        self.supply = RolloutBuffer(
+        self.startup_checks = StartupChecks(self.config, self.reporter.warned)
+        setting = self.config.credit.score
+        scores = self.declared if setting == "auto" else dict.fromkeys(self.weights, setting)
+        self.score = Scores({name: ScoreChoice(name, scores.get(name)) for name in self.weights})
+        self.buffer = RolloutBuffer(
             self.config,
             self.collector,
             self._tasks,
@@ -120,7 +120,7 @@ class Loop:
         )
 
     async def train(self) -> History:
-        """Runs the steps that are left, until the keeper stops it; returns the metrics of each.
+        """Runs the steps that are left, until it is interrupted; returns the metrics of each.
 
         Raises:
             TrainingError: Nothing can be learned; see `gspo_env.health.startup.StartupChecks`.
@@ -130,15 +130,17 @@ class Loop:
             before: Sequence[Group] = ()
             if self.step == 0:
                 # before the evaluation, whose episodes the first step needs
-                await self._keep(must=True)
+                await self._save(must=True)
                 before = await self._evaluate()
-            while self.step < self.config.steps and not (self.keeper and self.keeper.stop.wanted):
+            while self.step < self.config.steps and not (
+                self.writer and self.writer.interrupt.requested
+            ):
                 await self._train_step(before)
                 before = ()
         finally:
-            await self.supply.close()
-        if self.keeper and self.keeper.checkpoints.last != self.step:
-            await self._keep(must=True)
+            await self.buffer.close()
+        if self.writer and self.writer.checkpoints.last != self.step:
+            await self._save(must=True)
         return self.history
 
     async def _train_step(self, before: Sequence[Group]) -> None:
@@ -149,14 +151,14 @@ class Loop:
         """
         config, step = self.config, self.step + 1
         with part("rollout"):
-            batch = await self.supply.take()
+            batch = await self.buffer.take()
         groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds, batch.left)
         metrics = stats.metrics() | batch.metrics | self._results(batch)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
-        kept = self.report.kept(len(groups))
+        kept = self.reporter.kept(len(groups))
         numbers = {n: place for n, place in enumerate(places) if place[0] in kept}
-        if not self.supply.ahead:
+        if not self.buffer.ahead:
             await self.collector.engine.sleep()
         tokens: dict[Place, TokenValues] = {}
         if samples:
@@ -164,22 +166,22 @@ class Loop:
                 self.learner.update, samples, derive_seed("batch", config.seed, step), numbers
             )
             with part("update"):
-                metrics |= await self.supply.run(update)
+                metrics |= await self.buffer.run(update)
             tokens = {(*numbers[n], turn): v for (n, turn), v in self.learner.tokens.items()}
         metrics |= credit.metrics() | await self._sync(step)
-        self.supply.advance(step)
-        if self.keeper:
-            metrics["train/failed_saves"] = float(self.keeper.checkpoints.failed)
+        self.buffer.advance(step)
+        if self.writer:
+            metrics["train/failed_saves"] = float(self.writer.checkpoints.failed)
         self.step = step
         self.history.append((step, metrics))
-        self.report.trained(step, stats, metrics)
-        self.report.played(step, {p: groups[p] for p in sorted(kept)}, tokens)
-        self.watch.see(step, groups, samples, metrics)
+        self.reporter.trained(step, stats, metrics)
+        self.reporter.played(step, {p: groups[p] for p in sorted(kept)}, tokens)
+        self.startup_checks.see(step, groups, samples, metrics)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()
             await self._forget_evaluation()
         with part("saving"):
-            await self._keep()
+            await self._save()
 
     def _results(self, batch: Batch) -> dict[str, float]:
         """Notes what the curriculum sees of a batch; returns the metrics.
@@ -205,60 +207,57 @@ class Loop:
     async def _forget_evaluation(self) -> None:
         """Empties the cache of an engine on the learner's weights.
 
-        So the next step samples the same bits as in a run that goes on from here.
+        So the next step samples the same bits as in a run that is resumed from here.
         """
         engine = self.collector.engine
         if not engine.copies:
             await engine.update_weights(named_weights(self.learner.policy), self.step)
 
-    async def _keep(self, must: bool = False) -> None:
+    async def _save(self, must: bool = False) -> None:
         """Saves the run if it must be saved, if that is due, or if it is the best so far.
 
         The state is that of the call, also if episodes go on while it is written.
         """
-        if self.keeper is None:
+        if self.writer is None:
             return
         step, metrics = self.history[-1] if self.history else (0, {})
-        success, known = metrics.get("eval/success"), self.best
-        best = self.step > 0 and success is not None and success > known.get("success", -1.0)
-        if not (must or best or self.keeper.checkpoints.due(self.step)):
+        success, former = metrics.get("eval/success"), self.best
+        best = self.step > 0 and success is not None and success > former.get("success", -1.0)
+        if not (must or best or self.writer.checkpoints.due(self.step)):
             return
         if best:
             self.best = {"step": step, "success": float(success or 0.0)}
-        if not await self.supply.run(self.keeper.keep(self._state(), best=best)):
-            self.best = known
+        save = partial(self.writer.save, self._state(), self.learner.state, best)
+        if not await self.buffer.run(save):
+            self.best = former
 
-    def _state(self) -> State:
-        random_numbers, random_tensors = generators()
-        numbers = {
+    def _state(self) -> dict[str, Any]:
+        """Returns the state of the run at this moment, but for the learner's, as JSON."""
+        return {
             "step": self.step,
             "played": self.played,
             "best": self.best,
             "history": list(self.history),
             "results": [asdict(result) for result in self.results],
-            "warned": self._warned,
             "score": self.score.state(),
             "gives_outcome": self._gives_outcome(),
-            "said": self.collector._said,
-            "supply": self.supply.state(),
-            "generators": random_numbers,
+            "buffer": self.buffer.state(),
+            "generators": generator_states(),
         }
-        return State(numbers=numbers, tensors=random_tensors, learner=self.learner.state)
 
-    def restore(self, saved: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Takes over the state of a checkpoint of the same run."""
-        numbers = saved.numbers
-        self.step, self.played = int(numbers["step"]), int(numbers["played"])
-        self.best, self._warned = dict(numbers["best"]), bool(numbers["warned"])
-        self.history = [(int(step), dict(metrics)) for step, metrics in numbers["history"]]
-        self.results = [StepResult(**result) for result in numbers["results"]]
-        self.supply.restore(numbers["supply"], self.step)
-        self.score.restore(numbers["score"])
-        for env_id, known in numbers["gives_outcome"].items():
-            self.collector.pool.of(env_id).gives_outcome = known
-        self.collector._said = bool(numbers["said"])
-        self.learner.restore(saved.tensors(), numbers["learner"])
-        set_generators(numbers["generators"], saved.tensors())
+        state = checkpoint.numbers
+        self.step, self.played = int(state["step"]), int(state["played"])
+        self.best = dict(state["best"])
+        self.history = [(int(step), dict(metrics)) for step, metrics in state["history"]]
+        self.results = [StepResult(**result) for result in state["results"]]
+        self.buffer.restore(state["buffer"], self.step)
+        self.score.restore(state["score"])
+        for env_id, gives_outcome in state["gives_outcome"].items():
+            self.collector.pool.of(env_id).gives_outcome = gives_outcome
+        self.learner.restore(checkpoint.tensors(), state["learner"])
+        set_generator_states(state["generators"])
 
     def _credit(self, groups: Sequence[Group], seen: Sequence[Group]) -> Credit:
         """Computes the advantages with the score that all episodes before the first update decide.
@@ -270,7 +269,7 @@ class Loop:
         settings, scores = self.config.credit, {}
         if getattr(self.config.advantage, "uses_score", True):
             if reason := self.score.see(seen, self._gives_outcome()):
-                self.report.scored(self.score.only, reason)
+                self.reporter.scored(self.score.only, reason)
             scores = self.score.by_environment
         credit = estimate(groups, self.config.advantage, settings, scores)
         if credit.blind(groups) and not self._warned:
@@ -292,12 +291,12 @@ class Loop:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""
         started, named = time.perf_counter(), named_weights(self.learner.policy)
         with part("sync"):
-            if self.supply.ahead:
+            if self.buffer.ahead:
                 await self.collector.update_in_flight(named, version)
             else:
                 await self.collector.engine.update_weights(named, version)
         seconds = time.perf_counter() - started
-        probed = await check_sync(self.collector, self.learner, self.supply.run)
+        probed = await check_sync(self.collector, self.learner, self.buffer.run)
         metrics = {"time/sync": seconds, **probed}
         metrics |= self.collector.metrics()
         return metrics | self.collector.engine.metrics()
@@ -344,7 +343,7 @@ class Loop:
             evaluation = await evaluate(self.collector, self.split.tasks)
         metrics = evaluation.metrics() | {"eval/episodes_before": float(self.played)}
         self.history.append((self.step, metrics))
-        self.report.evaluated(self.step, evaluation)
+        self.reporter.evaluated(self.step, evaluation)
         return evaluation.groups
 
 

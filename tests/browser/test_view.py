@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gspo_env.episodes import read_episodes
-from gspo_env.episodes.episodes_live import LiveServer
 from gspo_env.episodes.page import write_page
 from gspo_env.episodes.writer import to_table
 from gspo_env.types import Episode, Group, Message, Prompt, StepInfo, StopReason, Task, Turn
@@ -220,25 +218,6 @@ def test_shared_and_forked_sequences_are_shown_as_such(page: Any, tmp_path: Path
     ]
     (shared,) = page.locator(".shared summary").all_inner_texts()
     assert shared.startswith("4 tokens of turn 1 are shared")
-
-
-def test_a_live_run_is_followed_without_losing_what_is_open(page: Any, tmp_path: Path) -> None:
-    keep(tmp_path, 1, episode(turn(text="first")))
-    with LiveServer(tmp_path) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        try:
-            start(page, f"{server.url}#conversation=train-1-0-0")
-            page.wait_for_selector("article:has-text('first')")
-            assert count(page) == "1 of 1 episodes"
-            keep(tmp_path, 2, episode(turn(text="second")), episode(turn(text="third")))
-            page.wait_for_selector("output:has-text('3 of 3 episodes')")
-            assert page.locator("article:has-text('first')").count() == 1
-            page.keyboard.press("k")
-            page.wait_for_selector("article:has-text('third'), article:has-text('second')")
-        finally:
-            server.shutdown()
-            thread.join(10)
 
 
 def test_ten_thousand_episodes_are_listed_filtered_and_opened(page: Any, tmp_path: Path) -> None:

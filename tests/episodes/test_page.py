@@ -1,17 +1,12 @@
-"""The page of a run: what it holds, what it never holds, and who may read it."""
+"""The page of a run: what it holds, and what it never holds."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import http.client
 import json
 import re
-import socket
-import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.cli.main import main
-from gspo_env.episodes.episodes_live import LiveServer
-from gspo_env.episodes.page import read_points, write_page
+from gspo_env.episodes.page import make_index, read_parts, read_points, write_page
 from gspo_env.episodes.writer import to_table
 from gspo_env.redaction import _LOOKS, MARK, redact_text
 from gspo_env.types import Episode, Group, StopReason, Task, Turn
@@ -94,7 +88,7 @@ def test_the_page_runs_only_its_own_script_and_loads_nothing(tmp_path: Path) -> 
         digest = base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
         assert f"{kind} 'sha256-{digest}'" in policy
     assert "default-src 'none'" in policy
-    assert "connect-src 'none'" in policy
+    assert "connect-src" not in policy
     outside = set(re.findall(r"https?://[\w./-]+", page))
     assert all("w3.org" in address or "github.com" in address for address in outside), outside
 
@@ -114,15 +108,9 @@ def test_the_index_has_a_value_of_each_column_for_each_episode(tmp_path: Path) -
 
 def test_a_page_that_would_be_too_large_leaves_out_steps_in_between(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=9, text="x")
-    one = len(write_page(run, tmp_path / "whole.html").read_text())
-    import gspo_env.episodes.page as module
-
-    source = module.Source(run, 1)
-    parts = source.parts()
-    index = json.loads(source.index(parts))
+    index = json.loads(make_index(run, read_parts(run, 1)))
     assert sorted({*index["episodes"]["step"]}) == [0, 8]
     assert index["left_out"] == 7
-    assert one > 0
 
 
 def test_a_metric_of_a_step_that_was_run_twice_has_its_last_value(
@@ -139,47 +127,6 @@ def test_a_metric_of_a_step_that_was_run_twice_has_its_last_value(
     assert "a line of metrics.jsonl is damaged" in caplog.text
 
 
-@contextmanager
-def live(run: Path) -> Iterator[LiveServer]:
-    with LiveServer(run) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join(10)
-
-
-def ask(server: LiveServer, path: str, host: str = "") -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)  # type: ignore[arg-type]
-    try:
-        connection.request("GET", path, headers={"Host": host or server.host})
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-    finally:
-        connection.close()
-
-
-def test_a_live_page_outlasts_the_folder_and_a_browser_that_hangs_up(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    run = write_run(tmp_path / "run", steps=1, text="long " * 10**5)
-    with live(run) as server:
-        at = f"/{server.key}/"
-        known = json.loads(ask(server, f"{at}index?known=")[1])
-        with socket.create_connection(server.server_address[:2]) as browser:  # type: ignore[arg-type]
-            asked = f"GET {at}{known['blocks'][0]} HTTP/1.0\r\nHost: {server.host}\r\n\r\n"
-            browser.sendall(asked.encode())
-            browser.recv(1)
-        run.rename(tmp_path / "moved")
-        assert ask(server, f"{at}index?known=")[0] == 503
-        (tmp_path / "moved").rename(run)
-        assert ask(server, f"{at}index?known=")[0] == 200
-    assert capsys.readouterr().err == ""
-    assert caplog.text == ""
-
-
 def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,7 +141,7 @@ def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(
     page = write_page(run, tmp_path / "view.html")
     assert "train" in page.read_text()
     assert "'\\x1b[31mstrange' is no id of an episode" in caplog.text
-    assert "nested too deeply" in caplog.text
+    assert "a line of metrics.jsonl is damaged" in caplog.text
 
 
 def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_place(
@@ -209,35 +156,6 @@ def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_p
         assert "written, named with --out" in capsys.readouterr().err
     main(["view", str(run), "--no-browser", "--out", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").is_file()
-
-
-def test_a_live_page_follows_the_run(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=1)
-    with live(run) as server:
-        assert server.server_address[0] == "127.0.0.1"
-        at = f"/{server.key}/"
-        status, page = ask(server, at)
-        assert status == 200
-        assert b"connect-src 'self'" in page
-        first = json.loads(ask(server, f"{at}index?known=")[1])
-        assert ask(server, f"{at}index?known={first['state']}") == (204, b"")
-        write_step(run, 1, "news")
-        second = json.loads(ask(server, f"{at}index?known={first['state']}")[1])
-        assert len(second["episodes"]["step"]) == 8
-        block = json.loads(ask(server, at + second["blocks"][1])[1])
-        assert block["action"][0] == "news"
-
-
-def test_a_live_page_answers_nobody_who_does_not_know_its_address(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=1)
-    with live(run) as server, live(run) as other:
-        assert server.key != other.key
-        for path in ("/", "/index", f"/{other.key}/", f"/{server.key[:-1]}/index", "/%C3%A9"):
-            assert ask(server, path)[0] == 404
-        # a site whose name a stranger points at 127.0.0.1
-        assert ask(server, f"/{server.key}/index", host="evil.example")[0] == 404
-        for name in ("..%2f..%2fetc/passwd", "../config.toml", "000009-train.0"):
-            assert ask(server, f"/{server.key}/{name}")[0] == 404
 
 
 @given(

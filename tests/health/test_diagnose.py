@@ -450,7 +450,7 @@ def test_the_error_that_ended_a_run_is_kept_until_it_goes_on(tmp_path: Path) -> 
     with (
         Checkpoints(folder, Config().checkpoints) as checkpoints,
         pytest.raises(ValueError, match="key"),
-        checkpoints.named_on_failure(),
+        checkpoints.report_failure(),
     ):
         raise ValueError("the key sk-" + "a" * 40 + " is \ud800 wrong")
     assert "sk-aaaa" not in (folder / "failure.txt").read_text()
@@ -462,7 +462,7 @@ def test_the_error_that_ended_a_run_is_kept_until_it_goes_on(tmp_path: Path) -> 
     with (
         Checkpoints(folder, Config().checkpoints) as checkpoints,
         pytest.raises(KeyboardInterrupt),
-        checkpoints.named_on_failure(),
+        checkpoints.report_failure(),
     ):
         raise KeyboardInterrupt
     assert found(folder) == []

@@ -107,8 +107,8 @@ def tasks_of(run):
     """The groups that were lost at each checkpoint, and those that come next."""
     states = {}
     for folder in sorted(Path(run, "checkpoints").glob("step-*")):
-        supply = json.loads((folder / "state.json").read_text())["supply"]
-        states[int(folder.name[-6:])] = supply["next"], [number for number, *_ in supply["open"]]
+        buffer = json.loads((folder / "state.json").read_text())["buffer"]
+        states[int(folder.name[-6:])] = buffer["next"], [number for number, *_ in buffer["open"]]
     return states
 
 
@@ -161,7 +161,7 @@ def test_episodes_go_on_while_a_checkpoint_is_written_and_the_weights_are_probed
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(loop, "generators", "read")
+    note(loop, "generator_states", "read")
     note(Checkpoints, "save", "written")
     note(Learner, "logprobs", "scored")
     note(probe, "difference", "probed")

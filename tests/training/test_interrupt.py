@@ -171,7 +171,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(nu
     assert process.returncode == 0, errors
     done = steps()[-1]
     assert 2 <= done < 500
-    assert f"Stopped after step {done} of 500. Go on with: gspo-env train --resume run" in output
+    assert f"Stopped after step {done} of 500. Resume with: gspo-env train --resume run" in output
     assert "stops after this step" in errors
     assert Path("status").read_text() == "KILLED"
     assert not Path("run/model").exists()
@@ -191,11 +191,11 @@ def test_a_signal_ends_a_run_that_plays_ahead_and_it_goes_on_without_gaps():
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     done = steps()[-1]
-    assert f"Stopped after step {done} of 500. Go on with" in output
+    assert f"Stopped after step {done} of 500. Resume with" in output
     assert "Traceback" not in errors
     assert "was never" not in errors
-    supply = json.loads(Path(f"run/checkpoints/step-{done:06d}/state.json").read_text())["supply"]
-    assert [number for number, *_ in supply["open"]] == list(range(supply["next"]))[-6:]
+    buffer = json.loads(Path(f"run/checkpoints/step-{done:06d}/state.json").read_text())["buffer"]
+    assert [number for number, *_ in buffer["open"]] == list(range(buffer["next"]))[-6:]
     history = go_on(2)
     assert [s for s, m in history if "rollout/return" in m] == list(range(1, done + 3))
 
@@ -242,7 +242,7 @@ def test_a_second_ctrl_c_stops_at_once():
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)  # the step would wait for a minute
     assert process.returncode == 130
-    assert "Go on with: gspo-env train --resume run" in errors
+    assert "Resume with: gspo-env train --resume run" in errors
     assert Path("status").read_text() == "KILLED"
 
 
@@ -265,7 +265,7 @@ def test_ctrl_c_stops_a_run_in_a_notebook_after_its_step_and_the_second_one_at_o
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert f"Stopped after step {steps()[-1]} of 500. Go on with" in output
+    assert f"Stopped after step {steps()[-1]} of 500. Resume with" in output
     shutil.rmtree("run")
     process = start_python("-c", CELL)
     until("run/checkpoints/step-000002", process)
@@ -276,7 +276,7 @@ def test_ctrl_c_stops_a_run_in_a_notebook_after_its_step_and_the_second_one_at_o
         time.sleep(0.5)
     output, errors = process.communicate(timeout=30)  # the step would wait for a minute
     assert "KeyboardInterrupt" in errors
-    assert "Go on with: gspo-env train --resume run" in errors
+    assert "Resume with: gspo-env train --resume run" in errors
     assert Path("status").read_text() == "KILLED"
 
 

@@ -125,7 +125,7 @@ def test_a_mixed_run_goes_on_bit_for_bit(folder):
     whole = GSPOAgent(config=mixed(output="out", eval_every=0, checkpoints=saves)).train()
     shutil.rmtree("out/checkpoints/step-000003")
     agent = GSPOAgent.resume("out")
-    assert agent._resumed.saved.step == 2
+    assert agent._resumed.checkpoint.step == 2
     assert timeless(agent.train()) == timeless(whole)
 
 

@@ -1,4 +1,4 @@
-// Reads the data of the page, from its own elements or, of a live run, from the server.
+// Reads the data of the page from its own elements.
 
 export interface Call {
   name?: string;
@@ -57,7 +57,6 @@ export interface Episode {
 type Column = "phase" | "step" | "env" | "seed" | "options" | "task_key" | "num_turns" | "num_sequences" | "total_reward" | "outcome" | "success" | "stop_reason" | "trained" | "redacted" | "group" | "member" | "tokens" | "block";
 
 export interface Index {
-  state?: string;
   run: { name: string; config: string; warnings: string; failure: string };
   points: Record<string, [number[], number[]]>;
   texts: Record<"phase" | "env" | "options" | "task_key" | "stop_reason", (string | null)[]>;
@@ -66,8 +65,6 @@ export interface Index {
   tokens: Record<string, string>;
   left_out: number;
 }
-
-export const live = document.getElementById("live") !== null;
 
 async function inflate(id: string): Promise<any> {
   const element = document.getElementById(id);
@@ -78,24 +75,17 @@ async function inflate(id: string): Promise<any> {
   return new Response(stream).json();
 }
 
-export async function readIndex(known = ""): Promise<Index | null> {
-  if (!live) return inflate("index");
-  const answer = await fetch(`index?known=${known}`);
-  if (answer.status === 204) return null;
-  if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-  return answer.json();
-}
+export const readIndex = (): Promise<Index> => inflate("index");
 
 const blocks = new Map<string, Promise<any>>();
 
 export async function readEpisode(index: Index, row: number): Promise<Episode> {
   const name = index.blocks[index.episodes.block[row]];
-  const key = `${name} ${live ? index.state : ""}`;
-  if (!blocks.has(key)) {
+  if (!blocks.has(name)) {
     if (blocks.size > 64) blocks.clear();
-    blocks.set(key, live ? fetch(name).then((answer) => answer.json()) : inflate(name));
+    blocks.set(name, inflate(name));
   }
-  const block = await blocks.get(key)!;
+  const block = await blocks.get(name)!;
   return unpack(block, row, block.episode.indexOf(idOf(index, row)));
 }
 

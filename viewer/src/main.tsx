@@ -2,7 +2,7 @@ import { Component, render, type ComponentChildren } from "preact";
 import { useCallback, useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Attempts } from "./attempts";
 import { Conversation } from "./conversation";
-import { everything, idOf, live, readEpisode, readIndex, select, signed, taskOf, type Episode, type Filter, type Index } from "./data";
+import { everything, idOf, readEpisode, readIndex, select, signed, taskOf, type Episode, type Filter, type Index } from "./data";
 import { Filters, List, Mark } from "./list";
 import { Summary } from "./summary";
 import { Tokens } from "./tokens";
@@ -27,12 +27,10 @@ function startTheme(): string {
   return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
 
-function App({ first }: { first: Index }) {
-  const [index, setIndex] = useState(first);
+function App({ index }: { index: Index }) {
   const [[tab, id], setPlace] = useState(place());
   const [filter, setFilter] = useState<Filter>(everything);
   const [theme, setTheme] = useState(startTheme());
-  const [lost, setLost] = useState("");
   const [help, setHelp] = useState(false);
   const began = useRef(0);
 
@@ -55,26 +53,6 @@ function App({ first }: { first: Index }) {
       // see above
     }
   }, [theme]);
-  useEffect(() => {
-    if (!live) return;
-    let state = index.state ?? "";
-    let timer = 0;
-    const poll = async () => {
-      try {
-        const next = await readIndex(state);
-        if (next) {
-          state = next.state ?? "";
-          setIndex(next);
-        }
-        setLost("");
-      } catch {
-        setLost("The server does not answer. The page shows what it had read.");
-      }
-      timer = window.setTimeout(poll, 2000);
-    };
-    timer = window.setTimeout(poll, 2000);
-    return () => clearTimeout(timer);
-  }, []);
   useEffect(() => {
     if (began.current) document.documentElement.dataset.filterMs = (performance.now() - began.current).toFixed(1);
     began.current = 0;
@@ -131,7 +109,6 @@ function App({ first }: { first: Index }) {
     <>
       <header>
         <h1>{index.run.name}</h1>
-        {live && <span class={lost ? "live lost" : "live"} role="status">{lost || "live"}</span>}
         <nav aria-label="Views">
           <a href="#summary" aria-current={!listed ? "page" : undefined}>Summary</a>
           <a href="#episodes" aria-current={listed ? "page" : undefined}>Episodes</a>
@@ -243,8 +220,8 @@ document.documentElement.dataset.theme = startTheme();
 readIndex().then(
   (index) => {
     root.textContent = "";
-    document.title = `${index!.run.name} · gspo_env`;
-    render(<Guard><App first={index!} /></Guard>, root);
+    document.title = `${index.run.name} · gspo_env`;
+    render(<Guard><App index={index} /></Guard>, root);
     document.documentElement.dataset.ready = performance.now().toFixed(0);
   },
   (error) => {
