@@ -6,7 +6,7 @@ A failing run is right if its cause is named first, a good one if nothing is nam
 `--long`, the good runs are small ones of some seconds; with it, they are the default run and two
 others of its length, which take some minutes each. Exit code 1 if a run is not right.
 
-Three of the causes are waiting. A machine that is busy with other work makes updates slow and so
+Two of the runs wait. A machine that is busy with other work makes updates slow and so
 hides them: the pauses of these environments are multiples of what a step takes here and now, which
 a short run before them measures.
 """
@@ -88,7 +88,7 @@ FAILING = (
     ),
     Case(
         name="malformed calls are paid",
-        expected="malformed",
+        expected="tool_calls",
         env="Malformed",
         changes={
             "recipe": {"demonstrations": 400, "imitation_steps": 150, "hidden_size": 64},
@@ -101,21 +101,14 @@ FAILING = (
         env="Long",
         changes={"rollout": {"max_turn_tokens": 16}, "steps": 16},
     ),
-    Case(
-        name="no credit carried back",
-        expected="few_turns",
-        env="Late",
-        changes={"advantage": {"gamma": 0.0}},
-    ),
     Case(name="another engine", expected="engine", changes={"engine": f"{ENVS}:Apart"}),
     Case(
         name="a small reward that is easy",
-        expected="entropy",
+        expected="no_variance",
         env="Trap",
         changes={"steps": 24, "learner": {"learning_rate": 1e-2}},
     ),
-    Case(name="impossible tasks", expected="too_hard", env="Hidden"),
-    Case(name="everything succeeds", expected="too_easy", env="Easy"),
+    Case(name="impossible tasks", expected="no_variance", env="Hidden"),
     Case(
         name="learning rate too high",
         expected="collapse",
@@ -123,17 +116,17 @@ FAILING = (
     ),
     Case(
         name="no room for an answer",
-        expected="cut_actions",
+        expected="truncated",
         env="Wordy",
         changes={"rollout": {"max_turn_tokens": 4}},
     ),
     Case(
         name="no room for a conversation",
-        expected="context",
+        expected="truncated",
         env="Chatty",
         changes={"rollout": {"max_context": 80}},
     ),
-    Case(name="too few turns", expected="turn_limit", changes={"rollout": {"max_turns": 2}}),
+    Case(name="too few turns", expected="truncated", changes={"rollout": {"max_turns": 2}}),
     Case(
         name="environment raises",
         expected="environment",
@@ -142,7 +135,7 @@ FAILING = (
     ),
     Case(
         name="a few slow episodes",
-        expected="stragglers",
+        expected="slow",
         varies=True,
         env="Tail",
         pause=8.0,
@@ -150,7 +143,7 @@ FAILING = (
     ),
     Case(
         name="slow environment, played ahead",
-        expected="starved",
+        expected="slow",
         varies=True,
         env="Slow",
         pause=1 / 3,
@@ -158,20 +151,6 @@ FAILING = (
             **{"steps": 8, "eval_every": 8, "eval_tasks": 8},
             **{"supply": {"max_staleness": 1}, "rollout": {"concurrency": 4}},
         },
-    ),
-    Case(
-        name="the slowest are left out",
-        expected="left_out",
-        varies=True,
-        env="Uneven",
-        pause=6.0,
-        changes={"supply": {"straggler_quantile": 0.5}, "steps": 8, "eval_every": 8},
-    ),
-    Case(
-        name="an engine behind its updates",
-        expected="dropped",
-        varies=True,
-        changes={"supply": {"max_staleness": 2}, "engine": f"{ENVS}:Behind"},
     ),
     Case(
         name="much played ahead, fast learner",
@@ -190,12 +169,7 @@ FAILING = (
         stops=True,
         changes={"loss": f"{ENVS}:Infinite"},
     ),
-    Case(name="loss without gradient", expected="no_gradient", changes={"loss": f"{ENVS}:Frozen"}),
-    Case(
-        name="learning rate too low",
-        expected="hardly_moves",
-        changes={"learner": {"learning_rate": 1e-8}},
-    ),
+    Case(name="loss without gradient", expected="gradient", changes={"loss": f"{ENVS}:Frozen"}),
     Case(
         name="wrong words are paid",
         expected="hacking",
@@ -251,7 +225,7 @@ def pace(folder: Path) -> float:
     return min(max(seconds, _FASTEST), _SLOWEST)
 
 
-def chosen(
+def cases(
     only: str, folder: Path, *, long: bool
 ) -> Iterator[tuple[str, str, dict[str, Any], bool]]:
     """Yields name, cause, settings and whether an error ends it of the runs to play."""
@@ -282,21 +256,21 @@ def main() -> None:
     arguments = parser.parse_args()
     place = Path(arguments.keep or tempfile.mkdtemp(prefix="gspo-diagnose-"))
     wrong, rows = 0, []
-    for name, expected, tree, stops in chosen(arguments.only, place, long=arguments.long):
+    for name, expected, tree, stops in cases(arguments.only, place, long=arguments.long):
         tree["seed"] = tree.get("seed", 0) + arguments.seed
         started = time.monotonic()
         run = play(name, tree, place, stops=stops)
-        found = diagnose(read_run(run))
-        names = [finding.name for finding in found.findings]
+        diagnosis = diagnose(read_run(run))
+        names = [finding.name for finding in diagnosis.findings]
         right = names[:1] == ([expected] if expected else [])
         wrong += not right
         rows.append(
             (name, expected or "-", ", ".join(names) or "-", right, time.monotonic() - started)
         )
-        print("\n".join(lines(found)), end="\n\n", flush=True)
-    print(f"{'run':28} {'cause':14} {'found':32} right  seconds")
-    for name, expected, found_, right, seconds in rows:
-        print(f"{name:28} {expected:14} {found_:32} {'yes' if right else 'NO':5} {seconds:8.1f}")
+        print("\n".join(lines(diagnosis)), end="\n\n", flush=True)
+    print(f"{'run':32} {'cause':14} {'findings':32} right  seconds")
+    for name, expected, findings, right, seconds in rows:
+        print(f"{name:32} {expected:14} {findings:32} {'yes' if right else 'NO':5} {seconds:8.1f}")
     for kind, rows_ in (
         ("failing", [r for r in rows if r[1] != "-"]),
         ("good", [r for r in rows if r[1] == "-"]),

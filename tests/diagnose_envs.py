@@ -8,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, replace
-from functools import partial
 
 from gspo_env import TextEnv, ToolEnv, tool
-from gspo_env.engines.embedded.copy import OwnWeights
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.learner import GSPO, LossInput, ObjectiveOutput
 
@@ -147,16 +145,6 @@ class Hidden(Pick):
         return "next"
 
 
-class Easy(Pick):
-    """Everything is right."""
-
-    def is_right(self, action):
-        return True
-
-    def reward(self, action):
-        return 0.1 * (action.strip() == "ant")
-
-
 class Wordy(Pick):
     """The right answer has eight words."""
 
@@ -204,19 +192,6 @@ class Slow(Pick):
         return super().step(action)
 
 
-class Uneven(Tail):
-    """Half of the episodes take up to `pause` seconds longer."""
-
-    def __init__(self, pause=2.0):
-        super().__init__(pause)
-        self.longest = pause
-
-    def reset(self, *, seed=None, options=None):
-        result = super().reset(seed=seed, options=options)
-        self.slow, self.pause = random.random() < 1 / 2, random.uniform(0, self.longest)
-        return result
-
-
 class Broken(Pick):
     """Raises in one of six steps."""
 
@@ -238,23 +213,6 @@ class ApartEngine(TransformersEngine):
     async def generate(self, prompt_ids, sampling, session=None):
         done = await super().generate(prompt_ids, sampling, session)
         return replace(done, logprobs=tuple(0.8 * value - 0.02 for value in done.logprobs))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Behind:
-    """An engine of which one action in a hundred has weights that are four updates old."""
-
-    def start(self, model, *, max_slots, max_context):
-        start = partial(TransformersEngine, max_slots=max_slots, max_context=max_context)
-        return BehindEngine(model, start)
-
-
-class BehindEngine(OwnWeights):
-    async def generate(self, prompt_ids, sampling, session=None):
-        done = await super().generate(prompt_ids, sampling, session)
-        if random.random() > 0.01:
-            return done
-        return replace(done, weights_version=max(0, done.weights_version - 4), weights_versions=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,8 @@ from gspo_env.distributed.launch import leave_run
 from gspo_env.distributed.ranks import Ranks
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.errors import ConfigError
-from gspo_env.health.startup import Problem, at_start, of_changed_files
+from gspo_env.health.findings import Finding
+from gspo_env.health.startup import check_changed_files, check_start
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.redaction import write_text
@@ -140,13 +141,13 @@ class GSPOAgent:
         """
         config, resumed = self.config, self._resumed
         check_learning(self.model, config)
-        problems: list[Problem] = []
+        findings: list[Finding] = []
         if self._imitates:  # the run begins with the model that has imitated
             talks, self._source = read_talks(config, self.chat, self.env_id), ""
             self._made = Start(model=self.model, tokenizer=self.tokenizer, episodes=talks)
         if resumed is None:
-            begin = partial(at_start, untrained=self._untrained)
-            problems = self.environments.guard(begin, config, self.environments.envs, self.chat)
+            begin = partial(check_start, undemonstrated=self._untrained)
+            findings = self.environments.guard(begin, config, self.environments.envs, self.chat)
         way = check_way(self.model, config)
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
@@ -156,7 +157,7 @@ class GSPOAgent:
         self.folder = checkpoints.run
         leave_run(self.folder)
         if resumed is not None:
-            problems += of_changed_files(self.folder, needs_flags(config))
+            findings += check_changed_files(self.folder, needs_flags(config))
         record(self.folder, config)
         self._trained, self._resumed = True, None
         info = run_info(config, self.env_id, way, self.folder, ids)
@@ -168,7 +169,7 @@ class GSPOAgent:
             start(config.tracker, info) as tracker,
         ):
             report = Reporter(config, progress, tracker, checkpoints, self.tokenizer)
-            report.begin(self.model, self.env_id, problems)
+            report.begin(self.model, self.env_id, findings)
             self.warm_up(progress)
             if resumed is None and not self._source:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))

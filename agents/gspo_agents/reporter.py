@@ -15,8 +15,9 @@ from gspo_env.episodes.page import PAGE, write_page
 from gspo_env.episodes.schema import Phase
 from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
-from gspo_env.health.collapse import CollapseWatch, EvalSnapshot
-from gspo_env.health.startup import Problem, of_success
+from gspo_env.health.collapse import EvalSnapshot, find_collapse
+from gspo_env.health.findings import Finding
+from gspo_env.health.startup import check_success
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
 from gspo_env.redaction import write_text
@@ -60,8 +61,7 @@ class Reporter:
         self.episodes = EpisodeLog(checkpoints.run, config.episodes, tokenizer, attempt)
         known = checkpoints.run / "warnings.txt"  # of a run that goes on
         self._warnings = known.read_text().splitlines() if known.is_file() else []
-        said = any(line.startswith("collapse:") for line in self._warnings)
-        self._collapse = CollapseWatch(self.warned, said)
+        self._evaluations: list[EvalSnapshot] = []
         self._best: tuple[float, int] | None = None
         """The best success of an evaluation, and its step."""
         self._system = SystemMetrics()
@@ -69,19 +69,19 @@ class Reporter:
         """The number of tasks that each environment declares."""
         self.take_score(None)
 
-    def begin(self, model: Any, env_id: str, problems: Sequence[Problem]) -> None:
+    def begin(self, model: Any, env_id: str, findings: Sequence[Finding]) -> None:
         """Says what is trained, where, and what is wrong with the settings."""
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
         self._progress.line(opening(self.config, env_id, model, folder, look))
         self._progress.begin("start", 0, self.config.steps)
-        for problem in problems:
-            self.warned(problem)
+        for finding in findings:
+            self.warned(finding)
 
-    def warned(self, problem: Problem) -> None:
+    def warned(self, finding: Finding) -> None:
         """Says why the run learns nothing, or less than its settings say; writes it to a file."""
-        self._progress.line(f"WARNING {problem.text}")
-        self._warnings.append(f"{problem.name}: {problem.text}")
+        self._progress.line(f"WARNING {finding}")
+        self._warnings.append(f"{finding.name}: {finding}")
         text = "\n".join(self._warnings) + "\n"
         self.write("warnings.txt", text)
         self._tracker.text("warnings.txt", text)
@@ -104,11 +104,14 @@ class Reporter:
         if step == 0:
             for source in inputs(self.config, evaluation.groups, self._num_tasks):
                 self._tracker.input(source)
-            if problem := of_success(evaluation.groups):
-                self.warned(problem)
+            if finding := check_success(evaluation.groups):
+                self.warned(finding)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost or None)
         self._progress.begin("train", step, self.config.steps)
-        self._collapse.see(EvalSnapshot.of(step, evaluation))
+        self._evaluations.append(EvalSnapshot.of(step, evaluation))
+        warned = any(line.startswith("collapse:") for line in self._warnings)
+        if not warned and (finding := find_collapse(self._evaluations)):
+            self.warned(finding)
         self.episodes.evaluated(step, evaluation)
         if self.config.episodes.keep_episodes != "none":
             self._trace(step, "eval", dict(enumerate(evaluation.groups)))
@@ -138,7 +141,8 @@ class Reporter:
         scores = [(m["eval/success"], step) for step, m in evaluations]
         self._best = max(scores, key=lambda pair: pair[0], default=None)
         for step, metrics in evaluations:
-            self._collapse.see(EvalSnapshot.recorded(step, metrics, self.config.eval_tasks))
+            snapshot = EvalSnapshot.from_metrics(step, metrics, self.config.eval_tasks)
+            self._evaluations.append(snapshot)
         self.take_score(score)
         self.episodes.go_on(history[-1][0] if history else 0)
 

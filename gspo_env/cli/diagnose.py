@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import tyro
 
@@ -13,7 +13,7 @@ from gspo_env.redaction import visible
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnose:
-    """Say why a run does not learn, and which settings to try."""
+    """Explain why a run does not learn, and which settings to try."""
 
     folder: tyro.conf.Positional[str] = ""
     """Folder of the run, such as runs/Lookup-v0-seed0-1."""
@@ -27,16 +27,18 @@ class Diagnose:
         from gspo_env.health.diagnose import diagnose, lines
         from gspo_env.report.run_record import read_run
 
-        found = diagnose(read_run(self.folder))
+        diagnosis = diagnose(read_run(self.folder))
         if self.json:
             tree = {
-                "run": str(found.run.folder),
-                "state": found.run.state,
-                "findings": [asdict(finding) for finding in found.findings],
-                "consequences": list(found.explained),
-                "notes": list(found.notes),
-                "not_judged": list(found.not_judged),
+                "run": str(diagnosis.run.folder),
+                "state": diagnosis.run.state,
+                "findings": [
+                    {"name": f.name, "text": f.text, "advice": f.advice} for f in diagnosis.findings
+                ],
+                "consequences": list(diagnosis.consequences),
+                "notes": list(diagnosis.notes),
+                "not_judged": list(diagnosis.not_judged),
             }
             print(json.dumps(tree, indent=1))
         else:
-            print(visible("\n".join(lines(found))))
+            print(visible("\n".join(lines(diagnosis))))

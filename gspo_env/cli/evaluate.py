@@ -57,7 +57,7 @@ class Evaluate:
             )
         model = self.model or self.folder
         from gspo_env.cli.options import one_or_several
-        from gspo_env.health.startup import of_success
+        from gspo_env.health.startup import check_success
 
         if model == "scripted":
             if len(self.env) > 1:
@@ -75,8 +75,8 @@ class Evaluate:
             print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
             groups = agent.evaluate(self.tasks, self.samples, self.seed)
             print_scores(groups, agent.split(len(groups)))
-            if problem := of_success(groups, "in this evaluation"):
-                print(f"note     {problem.text}")
+            if finding := check_success(groups, "in this evaluation"):
+                print(f"note     {finding}")
 
 
 def print_scores(groups: Sequence[Group], split: Split) -> None:

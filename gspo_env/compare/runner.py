@@ -22,7 +22,7 @@ from gspo_env.compare.record import Recorder
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
-from gspo_env.health.startup import refuse_hopeless
+from gspo_env.health.startup import check_comparison
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.tracking.base import TrackerChoice
@@ -110,7 +110,7 @@ def compare(
             resolve_env(member.spec)
     check_metric(comparison.metric)
     for name in comparison.problems:
-        refuse_hopeless([comparison.config(name, arm, 0) for arm in comparison.arms])
+        check_comparison([comparison.config(name, arm, 0) for arm in comparison.arms])
     check_trackers(tracker)
     strategy = strategy or all_seeds
     _claim(comparison, output)

@@ -46,7 +46,7 @@ class Credit:
     advantages: list[list[FloatArray]]
     """For each group and each episode: (K_i,), or (N_i,) from an estimator of single tokens."""
     zero_variance_groups: float
-    """Share of the groups in which every advantage is zero."""
+    """Share of the groups in which every advantage is zero, those of the environment included."""
     baseline_fallbacks: int
     """Turns without a baseline of their own, because too few episodes reach them."""
     rms: float
@@ -55,9 +55,8 @@ class Credit:
     def blind(self, groups: Sequence[Group]) -> bool:
         """Returns whether all advantages are zero although outcomes of a group differ."""
         used = [[group.episodes[i] for i in usable(group)] for group in groups]
-        by_token = any(t.info.token_advantages for row in used for e in row for t in e.turns)
         differ = any(len({episode.outcome for episode in row}) > 1 for row in used)
-        return self.zero_variance_groups == 1.0 and differ and not by_token
+        return self.zero_variance_groups == 1.0 and differ
 
     def metrics(self) -> dict[str, float]:
         """Returns the statistics by metric name."""
@@ -99,7 +98,7 @@ def estimate(
     rms = float(np.sqrt(np.mean(_trained(groups, rows) ** 2)))
     if config.rms and rms >= MIN_SCALE:
         rows, rms = _times(rows, config.rms / rms), config.rms
-    flat = [all(np.abs(values).max(initial=0) < MIN_SCALE for values in row) for row in rows]
+    flat = [_is_flat(group, row) for group, row in zip(groups, rows, strict=True)]
     counts = getattr(estimator, "compares_turns", False)
     return Credit(
         advantages=rows,
@@ -107,6 +106,14 @@ def estimate(
         baseline_fallbacks=sum(map(fallbacks, groups)) if counts else 0,
         rms=rms,
     )
+
+
+def _is_flat(group: Group, row: Sequence[FloatArray]) -> bool:
+    """Returns whether nothing is learned from a group: no advantage, nor one of the environment."""
+    turns = [turn for episode in group.episodes for turn in episode.turns]
+    if any(turn.info.token_advantages for turn in turns):
+        return False
+    return all(np.abs(values).max(initial=0) < MIN_SCALE for values in row)
 
 
 def _score_of(groups: Sequence[Group]) -> Score:

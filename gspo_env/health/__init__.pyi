@@ -1,5 +1,5 @@
 from .diagnose import Diagnosis as Diagnosis
-from .diagnose import Finding as Finding
 from .diagnose import diagnose as diagnose
-from .startup import Problem as Problem
-from .startup import StartupChecks as StartupChecks
+from .findings import Finding as Finding
+from .record import RunRecord as RunRecord
+from .rules import RULES as RULES

@@ -1,300 +1,531 @@
-"""The rules of `gspo-env diagnose`: each looks at a run and says one thing that may be wrong.
+"""The rules of `gspo-env diagnose`; some of them also judge the first steps of a run in progress.
 
-A rule is a function of the evidence and of its threshold. It returns what it found with figures,
-and the settings to try; None if it found nothing. `gspo_env.health.diagnose_table.RULES` has the
-thresholds with their reasons.
+A rule looks at the record of a run and finds one thing that may be wrong with it. It judges the
+last quarter of the steps, so a run that wobbled and recovered is not blamed.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-import numpy as np
-
-from gspo_env.episodes.schema import EpisodeRecord
+from gspo_env.config import Config, to_dict
 from gspo_env.health.collapse import (
     EvalSnapshot,
-    fallen,
+    describe_fall,
     return_fall,
     stays_lower,
     success_fall,
 )
-from gspo_env.report.run_record import RunRecord, trained_dtype
+from gspo_env.health.findings import Finding
+from gspo_env.health.record import SIGNIFICANT, RunRecord
+from gspo_env.tracking.base import flatten
 
-Said = tuple[str, str]
+Explanation = tuple[str, str]
 """What is wrong, and what to try."""
+Check = Callable[[RunRecord, float], Explanation | None]
 
-SOLVED = 0.9
-"""Success from which a run counts as solved: equal episodes and low entropy are its end then."""
-_CHANCE = 2.0
-"""Standard errors of a rise that is taken for learning; lenient, so that slow runs pass."""
 _LONGEST = 160
 """Characters of a quoted text."""
+_ROUNDING = {"float32": 1e-3}
+"""Mean difference of log-probabilities (nats) that rounding explains, by dtype."""
+_HALF_ROUNDING = 0.3
+"""The same in half precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evidence:
-    """What the rules look at."""
+class Rule:
+    """One thing that may be wrong with a run."""
 
-    run: RunRecord
-    episodes: Sequence[EpisodeRecord]
-    """Kept training episodes of the last steps; empty if none are kept."""
-    first_episodes: Sequence[EpisodeRecord] = ()
-    """Kept training episodes of the first steps."""
-
-    @property
-    def when(self) -> str:
-        """The steps that `RunRecord.late` covers."""
-        count, window = len(self.run.steps), self.run.window
-        if window == 1:
-            return "in the only step" if count == 1 else f"in the last of {count} steps"
-        return f"in the last {window} of {count} steps"
+    check: Check
+    limit: float
+    """The threshold that `check` gets."""
+    needs: tuple[str, ...]
+    """Metrics without which the rule cannot judge."""
+    explains: tuple[str, ...]
+    """Rules whose findings are consequences of this one."""
+    at_start: float | None
+    """The threshold for the first steps of a run in progress; None: not used there."""
 
     @property
-    def levels(self) -> Sequence[EvalSnapshot]:
-        """The evaluations, or the beginning and the end of training without two of them."""
-        if len(self.run.evaluations) > 1:
-            return self.run.evaluations
-        pair = [self.run.training(late=late) for late in (False, True)]
-        return [level for level in pair if level is not None]
+    def name(self) -> str:
+        """The name of the rule."""
+        return self.check.__name__
 
-    @property
-    def solved(self) -> bool:
-        """Whether the policy succeeds nearly always at the end."""
-        evaluations = self.run.evaluations[-1:]
-        return any(level.success >= SOLVED for level in evaluations) or (
-            (self.run.late("rollout/success") or 0.0) >= SOLVED
-        )
+    def judges(self, run: RunRecord) -> bool:
+        """Returns whether the run has the metrics that the rule needs."""
+        return all(name in run.series for name in self.needs)
 
-    @property
-    def pairs(self) -> list[tuple[EvalSnapshot, EvalSnapshot]]:
-        """The first and the last evaluation, and the beginning and the end of training."""
-        levels = self.run.evaluations
-        found = [(levels[0], levels[-1])] if len(levels) > 1 else []
-        first, last = (self.run.training(late=late) for late in (False, True))
-        return [*found, (first, last)] if first is not None and last is not None else found
-
-    @property
-    def improved(self) -> bool:
-        """Whether success or return rose by more than chance, in evaluations or in training."""
-        return any(
-            max(success_fall(last, first), return_fall(last, first)) >= _CHANCE
-            for first, last in self.pairs
-        )
-
-    @property
-    def tokens_per_turn(self) -> tuple[float, float] | None:
-        """Sampled tokens of a turn in the first step and in the last steps."""
-        run, values = self.run, []
-        if not len(run.steps):
+    def find(self, run: RunRecord, limit: float) -> Finding | None:
+        """Returns what is wrong; None if nothing is, or the rule cannot judge."""
+        explanation = self.check(run, limit) if self.judges(run) else None
+        if explanation is None:
             return None
-        for steps in (run.steps[:1], run.steps[-run.window :]):
-            tokens, turns = (run.mean(f"rollout/{name}", steps) for name in ("tokens", "turns"))
-            if not tokens or not turns:
-                return None
-            values.append(tokens / (turns * run.episodes_per_step))
-        return values[0], values[1]
+        return Finding(name=self.name, text=explanation[0], advice=explanation[1])
 
 
-def failed(found: Evidence, limit: float) -> Said | None:
+def find_in_first_steps(
+    config: Config, history: Sequence[tuple[int, Mapping[str, float]]]
+) -> Finding | None:
+    """Applies the rules for the first steps to the metrics of a run in progress."""
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for step, metrics in history:
+        for name, value in metrics.items():
+            steps, values = points.setdefault(name, ([], []))
+            steps.append(step)
+            values.append(value)
+    run = RunRecord.of(flatten(to_dict(config)), points)
+    run = replace(run, window=len(run.steps))
+    for each in RULES:
+        if each.at_start is not None and (finding := each.find(run, each.at_start)):
+            return replace(finding, hopeless=run.late("rollout/turns") == 0.0)
+    return None
+
+
+RULES: list[Rule] = []
+"""In the order of causes: what a finding explains is only named."""
+
+
+def rule(
+    *,
+    limit: float = 0.0,
+    needs: tuple[str, ...] = (),
+    explains: tuple[str, ...] = (),
+    at_start: float | None = None,
+) -> Callable[[Check], Check]:
+    """Adds a function to the rules; see `Rule`."""
+
+    def add(check: Check) -> Check:
+        made = Rule(check=check, limit=limit, needs=needs, explains=explains, at_start=at_start)
+        RULES.append(made)
+        return check
+
+    return add
+
+
+@rule()
+def failed(run: RunRecord, limit: float) -> Explanation | None:
     """An error ended the run."""
-    if not found.run.failure:
+    if not run.failure:
         return None
     return (
-        f"An error ended the run after step {max(found.run.steps, default=0)}: "
-        f"{quote(found.run.failure, 400)}.",
-        "Do what the message says, then go on with `gspo-env train --resume RUN`.",
+        f"An error ended the run after step {max(run.steps, default=0)}: "
+        f"{quote(run.failure, 400)}.",
+        "Do what the message says, then resume with `gspo-env train --resume RUN`.",
     )
 
 
-def environment(found: Evidence, limit: float) -> Said | None:
-    """Episodes are lost because their environment fails."""
-    run = found.run
-    lost = max(run.late("rollout/lost_episodes") or 0.0, 0.0) / run.episodes_per_step
-    errors = run.late("rollout/env_errors") or 0.0
-    timeouts = run.late("rollout/env_timeouts") or 0.0
+@rule(limit=0.05, needs=("rollout/lost_episodes",), explains=("no_progress", "slow"))
+def environment(run: RunRecord, limit: float) -> Explanation | None:
+    """Episodes are lost because their environment fails; of groups of 8, every third loses one."""
+    lost = (run.late("rollout/lost_episodes") or 0.0) / run.episodes_per_step
     if lost < limit:
         return None
     first = run.environment_error.partition("\n")[0]
     cause = f" The first failure: {quote(first)}." if first else ""
     return (
-        f"The environment fails: {share(lost)} of the episodes are lost {found.when} "
-        f"({errors:.3g} errors and {timeouts:.3g} timeouts a step).{cause}",
-        "Mend the environment (`gspo-env envs --check ID` finds faults); `--max-retries` plays "
+        f"The environment fails: {share(lost)} of the episodes are lost {when(run)}.{cause}",
+        "Fix the environment (`gspo-env envs --check ID` finds faults); `--max-retries` plays "
         "failed episodes again, `--isolation process` survives crashes.",
     )
 
 
-def no_turns(found: Evidence, limit: float) -> Said | None:
-    """Episodes have no turn."""
-    turns = found.run.late("rollout/turns")
-    if turns is None or turns > limit:
+@rule(limit=0.1, explains=("slow",))
+def workers(run: RunRecord, limit: float) -> Explanation | None:
+    """Workers or servers die: more than one restart in ten steps, or one that is lost for good."""
+    deaths = []
+    for kind in ("worker", "server"):
+        restarts = run.highest(f"rollout/{kind}_restarts")
+        lost = max(0.0, run.highest(f"rollout/{kind}s_lost") - restarts)
+        if lost or restarts > limit * len(run.steps):
+            deaths.append(f"{restarts:.0f} {kind}s were restarted and {lost:.0f} lost for good")
+    if not deaths:
         return None
     return (
-        f"Episodes have no turn {found.when} ({turns:.2g} on average): nothing is sampled. "
-        f"{_stops(found.run)}",
-        "Raise --max-context, or lower --max-turn-tokens, so that an action fits behind the "
-        "first prompt.",
+        f"Processes of the rollout die: {' and '.join(deaths)} in {len(run.steps)} steps.",
+        "Read in the log why they ended (often out of memory): use fewer --workers, a lower "
+        f"--concurrency ({setting(run, 'rollout.concurrency')}) or --isolation process.",
     )
 
 
-def non_finite(found: Evidence, limit: float) -> Said | None:
-    """Optimiser steps are skipped because a number is not finite."""
-    run = found.run
-    late_only = "train/loss_scale" in run.series  # float16 finds its scale in the first steps
-    skipped = run.late("train/skipped_steps") or 0.0
-    if not late_only:
-        skipped = run.total("train/skipped_steps") / max(1, len(run.steps))
-    rate = skipped / max(1.0, run.number("learner.minibatches") or 1.0)
-    if rate < limit:
-        return None
-    return (
-        f"{share(rate)} of the optimiser steps were skipped because the loss or its gradient was "
-        f"not finite ({run.total('train/skipped_steps'):.0f} in all).",
-        f"Lower the learning rate ({now(run, 'learner.learning_rate')}), train in float32 "
-        "(--model-dtype float32), or correct a loss or rewards of your own that become infinite.",
-    )
+@rule(
+    limit=1.0,
+    needs=("train/logprob_diff_mean",),
+    explains=("stale", "clipped", "collapse", "no_variance", "no_progress"),
+)
+def engine(run: RunRecord, limit: float) -> Explanation | None:
+    """Engine and trainer disagree about the log-probabilities of the same tokens.
 
-
-def engine(found: Evidence, limit: float) -> Said | None:
-    """Engine and trainer give other log-probabilities of the same tokens."""
-    from gspo_env.training.weight_check import HALF_TOLERANCE, TOLERANCE
-
-    run = found.run
-    # of tokens that older weights sampled, the difference says nothing of the engine
+    The bound is that of the check after each update. Tokens that older weights sampled differ for
+    another reason; of runs that play ahead, only that check counts.
+    """
     ahead = (run.number("supply.max_staleness") or 0.0) > 0
     difference = run.late("train/sync_logprob_diff" if ahead else "train/logprob_diff_mean")
-    dtypes = {trained_dtype(run), run.text("engine.dtype") or trained_dtype(run)}
-    bound = max(TOLERANCE.get(dtype, HALF_TOLERANCE) for dtype in dtypes) * limit
+    dtypes = {run.dtype, run.text("engine.dtype") or run.dtype}
+    bound = max(_ROUNDING.get(dtype, _HALF_ROUNDING) for dtype in dtypes) * limit
     if difference is None or difference <= bound:
         return None
-    outside = run.late("train/ratio_outside_clip")
-    more = f", which alone takes {share(outside)} of the ratios outside the clip" if outside else ""
     return (
-        "Engine and trainer are apart: their log-probabilities of the sampled tokens differ by "
-        f"{difference:.2g} nats on average {found.when}{more}; up to {bound:g} is rounding.",
-        "Use --engine transformers to see whether the engine is the cause; give both the same "
-        "dtype; until it is mended, --loss.correction truncated weighs the difference out.",
+        "Engine and trainer disagree: their log-probabilities of the sampled tokens differ by "
+        f"{difference:.2g} nats on average {when(run)}; up to {bound:g} is rounding.",
+        "Try --engine transformers to see whether the engine is the cause, and the same dtype for "
+        "both; until it is fixed, --loss.correction truncated reweights the difference.",
     )
 
 
-def collapse(found: Evidence, limit: float) -> Said | None:
-    """Success or return is much lower than it was, and the return has not risen."""
-    levels = found.run.evaluations
-    fixed = found.run.text("curriculum.name") in ("", "none")  # else training becomes harder
+@rule(
+    limit=0.5,
+    needs=("rollout/staleness_mean",),
+    explains=("clipped", "collapse", "no_variance", "no_progress"),
+)
+def stale(run: RunRecord, limit: float) -> Explanation | None:
+    """Episodes are so old that their ratios start outside the clip range.
+
+    The default run has none there, a small run that plays one update ahead a third.
+    """
+    age, outside = run.late("rollout/staleness_mean"), run.late("train/ratio_outside_clip")
+    if not age or outside is None or outside < limit or run.solved:
+        return None
+    return (
+        f"Episodes are too old: they are {age:.2g} updates behind on average {when(run)}, and "
+        f"that alone takes {share(outside)} of the ratios outside the clip range.",
+        f"Lower --max-staleness ({setting(run, 'supply.max_staleness')}) or the learning rate "
+        f"({setting(run, 'learner.learning_rate')}), and keep --loss.correction truncated.",
+    )
+
+
+@rule(
+    limit=3.5,
+    needs=("rollout/success",),
+    explains=(
+        "clipped",
+        "tool_calls",
+        "lengths",
+        "truncated",
+        "hacking",
+        "no_variance",
+        "no_progress",
+    ),
+)
+def collapse(run: RunRecord, limit: float) -> Explanation | None:
+    """Success or return is much lower than it was, and the return has not risen.
+
+    A return that has risen by so many standard errors is a matter of the rule `hacking`. Smaller
+    falls count if the last three evaluations, or tenths of the training, all have them.
+    """
     text = ""
-    for known in (levels, _chunks(found, found.run.window) if fixed else ()):
-        if not text and len(known) > 1 and return_fall(known[-1], known[0]) < limit:
-            text = fallen(known)
-    if fixed:
-        text = text or stays_lower(levels) or stays_lower(_chunks(found, _tenth(found)))
+    evaluations = run.evaluations
+    if len(evaluations) > 1 and return_fall(evaluations[-1], evaluations[0]) < limit:
+        text = describe_fall(evaluations)
+    if not text and _fixed_tasks(run):
+        text = stays_lower(evaluations) or stays_lower(_tenths(run))
     if not text:
         return None
-    run = found.run
     return (
         f"The policy has collapsed: {text}.",
-        f"Lower the learning rate ({now(run, 'learner.learning_rate')}), use fewer minibatches "
-        f"({now(run, 'learner.minibatches')}) or add --loss.kl-coef 0.01; the best checkpoint is "
-        "in checkpoints/best.",
+        f"Lower the learning rate ({setting(run, 'learner.learning_rate')}), use fewer minibatches "
+        f"({setting(run, 'learner.minibatches')}) or add --loss.kl-coef 0.01; the best checkpoint "
+        "is in checkpoints/best.",
     )
 
 
-def _tenth(found: Evidence) -> int:
-    return max(3, math.ceil(len(found.run.steps) / 10))
+def _fixed_tasks(run: RunRecord) -> bool:
+    """Returns whether training tasks stay equally hard, as without a curriculum."""
+    return run.text("curriculum.name") in ("", "none")
 
 
-def _chunks(found: Evidence, size: int) -> tuple[EvalSnapshot, ...]:
-    """Returns how good the policy was in each part of the training, of so many steps."""
-    run, levels = found.run, []
-    steps = run.steps
-    names = ("rollout/success", "rollout/return", "rollout/return_std", "rollout/turns")
-    for start in range(0, len(steps) - size + 1, size):
-        stop = start + size if start + 2 * size <= len(steps) else len(steps)
-        means = [run.mean(name, steps[start:stop]) for name in names]
-        if means[0] is not None:
-            level = EvalSnapshot(
-                step=int(steps[stop - 1]),
-                episodes=round((stop - start) * run.episodes_per_step),
-                success=means[0],
-                mean_return=means[1] or 0.0,
-                spread=math.inf if means[2] is None else means[2],
-                turns=means[3],
-            )
-            levels.append(level)
-    return tuple(levels)
+def _tenths(run: RunRecord) -> Sequence[EvalSnapshot]:
+    """Returns how good the policy was in each tenth of the training."""
+    size = max(3, math.ceil(len(run.steps) / 10))
+    starts = range(0, len(run.steps) - size + 1, size)
+    ends = [*starts[1:], len(run.steps)]
+    parts = [run.training(run.steps[start:end]) for start, end in zip(starts, ends, strict=False)]
+    return [part for part in parts if part is not None]
 
 
-def malformed(found: Evidence, limit: float) -> Said | None:
-    """Tool calls cannot be read."""
-    run = found.run
-    values = []
-    for mean in (run.early, run.late):
-        calls, turns = mean("rollout/malformed_calls"), mean("rollout/turns")
-        if calls is None or not turns:
+@rule(
+    limit=2.0,
+    needs=("rollout/tokens", "rollout/turns"),
+    explains=("truncated", "hacking", "no_variance", "no_progress"),
+)
+def lengths(run: RunRecord, limit: float) -> Explanation | None:
+    """Turns have so many times the tokens of the first step, and success has not risen.
+
+    They must also come near rollout.max_turn_tokens; in the default run, lengths stay within a
+    tenth.
+    """
+    tokens_per_turn = []
+    for steps in (run.steps[:1], run.steps[-run.window :]):
+        tokens, turns = run.mean("rollout/tokens", steps), run.mean("rollout/turns", steps)
+        if not tokens or not turns:
             return None
-        values.append(calls / turns)
-    before, after = values
-    if after < limit:
-        return None
-    rising = f"from {before:.3g} to {after:.3g}" if after > 1.5 * before else f"{after:.3g}"
-    example = next((text for e in found.episodes for text in _call_errors(e)), "")
-    cause = f" One of them: {quote(example)}." if example else ""
-    return (
-        f"Malformed tool calls {'rise ' if after > 1.5 * before else 'stay high: '}{rising} a turn "
-        f"{found.when}.{cause}",
-        "Give malformed calls a negative reward (`error_reward` of a ToolEnv), imitate "
-        "well-formed calls first, and check that no reward is paid for them; "
-        f"{now(run, 'rollout.max_turn_tokens')} may also cut calls.",
-    )
-
-
-def _call_errors(episode: EpisodeRecord) -> Iterator[str]:
-    for turn in episode.turns:
-        try:
-            calls = json.loads(turn.tool_calls or "[]")
-            yield from (str(call["error"]) for call in calls if "error" in call)
-        except (ValueError, TypeError):
-            continue
-
-
-def lengths(found: Evidence, limit: float) -> Said | None:
-    """Actions become longer without more success."""
-    run, pair, levels = found.run, found.tokens_per_turn, found.levels
-    if pair is None or len(run.steps) < 2:
-        return None
-    before, after = pair
-    most = run.number("rollout.max_turn_tokens")
-    cut = run.late("rollout/stop/max_turn_tokens") or 0.0
-    near = cut >= 0.05 or (most is not None and after >= most / 2)
-    better = len(levels) > 1 and success_fall(levels[-1], levels[0]) >= _CHANCE
+        tokens_per_turn.append(tokens / turns / run.episodes_per_step)
+    before, after = tokens_per_turn
+    room = run.number("rollout.max_turn_tokens") or math.inf
+    near = after >= room / 2 or (run.late("rollout/stop/max_turn_tokens") or 0.0) >= 0.05
+    pair = next(run.pairs, None)
+    better = pair is not None and success_fall(pair[1], pair[0]) >= SIGNIFICANT
     if after < limit * before or not near or better:
         return None
     return (
-        f"Lengths run away: a turn has {after:.3g} tokens {found.when}, {after / before:.1f} times "
-        f"the {before:.3g} of the first step, and success has not risen ({_change(levels)}); "
-        f"{share(cut)} of the episodes end with an action that was cut.",
-        "Check that the reward does not pay for length; take a small reward off for each token, "
-        "use --loss.aggregation token_sum (no mean over an episode's own length), or "
-        f"lower --max-turn-tokens ({now(run, 'rollout.max_turn_tokens')}).",
+        f"Lengths run away: a turn has {after:.3g} tokens {when(run)}, {after / before:.1f} times "
+        f"the {before:.3g} of the first step, and success has not risen.",
+        "Check that the reward does not pay for length, subtract a small reward for each token, or "
+        "use --loss.aggregation token_sum.",
     )
 
 
-def hacking(found: Evidence, limit: float) -> Said | None:
-    """The return rises while success falls."""
-    for first, last in found.pairs:
-        if success_fall(first, last) < limit or return_fall(last, first) < limit:
-            continue
+_LIMITS = {
+    "max_turn_tokens": (0.25, "end with an action truncated at rollout.max_turn_tokens"),
+    "max_context": (0.1, "end because the next action does not fit into rollout.max_context"),
+    "max_turns": (0.25, "reach rollout.max_turns before they end"),
+    "timeout": (0.05, "reach rollout.episode_timeout while the policy acts"),
+}
+"""Share of the episodes from which a stop reason counts, and what happens to them.
+
+A quarter of truncated actions teaches only to be shorter. Episodes without context count as
+failures whatever the policy did. Timeouts depend on the machine, so few are already a bias.
+"""
+
+
+@rule(
+    limit=1.0,
+    needs=("rollout/turns",),
+    explains=("tool_calls", "hacking", "no_variance", "gradient", "no_progress"),
+    at_start=math.inf,
+)
+def truncated(run: RunRecord, limit: float) -> Explanation | None:
+    """Episodes end at a limit of the rollout, or have no turn at all.
+
+    The limit scales the shares of `_LIMITS`.
+    """
+    reasons = {name: run.late(f"rollout/stop/{name}") or 0.0 for name in _LIMITS}
+    if (run.late("rollout/turns") or 0.0) <= 0.1:
+        most = max(reasons, key=lambda name: reasons[name])
         return (
-            f"The reward pays for something else than success: from step {first.step} to "
-            f"{last.step}, the return rose from {first.mean_return:.3g} to {last.mean_return:.3g} "
-            f"while success fell from {share(first.success)} to {share(last.success)}.",
-            "Read the best episodes (`gspo-env view RUN`, sorted by return), then reward the "
-            "outcome (--advantage outcome, or --score outcome) or lower the rewards of the turns.",
+            f"Episodes have no turn {when(run)}: they end by {most} before anything is sampled.",
+            f"Raise {_flag(run, most)}, or lower --max-turn-tokens, so that an action fits.",
         )
+    if run.solved or math.isinf(limit):  # tasks may last exactly that long
+        del reasons["max_turns"]
+    over = {name: value / _LIMITS[name][0] for name, value in reasons.items()}
+    reason = max(over, key=lambda name: over[name])
+    if over[reason] < limit and reasons[reason] < 1.0:
+        return None
+    return (
+        f"{share(reasons[reason])} of the episodes {_LIMITS[reason][1]} {when(run)}.",
+        f"Raise {_flag(run, reason)}, or shorten what fills it: observations, turns, or actions "
+        "of a model that does not end its turns.",
+    )
+
+
+def _flag(run: RunRecord, reason: str) -> str:
+    """Names the flag of a limit, with its value."""
+    name = {"timeout": "episode_timeout"}.get(reason, reason)
+    return setting(run, f"rollout.{name}")
+
+
+@rule(
+    limit=0.1,
+    needs=("rollout/malformed_calls", "rollout/turns"),
+    explains=("hacking", "no_variance", "no_progress"),
+)
+def tool_calls(run: RunRecord, limit: float) -> Explanation | None:
+    """Tool calls cannot be parsed: a tenth of the turns does nothing."""
+    turns = run.late("rollout/turns")
+    rate = (run.late("rollout/malformed_calls") or 0.0) / turns if turns else 0.0
+    if rate < limit:
+        return None
+    return (
+        f"Tool calls are malformed: {rate:.3g} a turn {when(run)}.",
+        "Give malformed calls a negative reward (`error_reward` of a ToolEnv), imitate well-formed "
+        f"calls first, and check that {setting(run, 'rollout.max_turn_tokens')}, does not truncate "
+        "calls.",
+    )
+
+
+@rule(limit=3.5, needs=("rollout/success",), explains=("no_variance", "no_progress"))
+def hacking(run: RunRecord, limit: float) -> Explanation | None:
+    """The return rises while success falls, both by so many standard errors."""
+    for first, last in run.pairs:
+        if success_fall(first, last) >= limit and return_fall(last, first) >= limit:
+            return (
+                "The reward pays for something else than success: from step "
+                f"{first.step} to {last.step}, the return rose from {first.mean_return:.3g} to "
+                f"{last.mean_return:.3g} while success fell from {share(first.success)} to "
+                f"{share(last.success)}.",
+                "Read the best episodes (`gspo-env view RUN`, sorted by return), then reward the "
+                "outcome (--advantage outcome, or --score outcome) or lower the rewards of turns.",
+            )
     return None
+
+
+@rule(
+    limit=0.5,
+    needs=("train/clipped_fraction",),
+    explains=("no_variance", "no_progress"),
+)
+def clipped(run: RunRecord, limit: float) -> Explanation | None:
+    """Most tokens have no policy gradient because their ratio is clipped.
+
+    Of the tokens after the first minibatch of a step, whose ratios are 1. Runs that learn clip a
+    tenth to a fifth (the GSPO paper: 15 %).
+    """
+    whole = float(run.series["train/clipped_fraction"].values.mean())
+    late = run.late("train/clipped_fraction") or 0.0
+    minibatches = run.number("learner.minibatches") or 1.0
+    unclipped = 1 / minibatches if minibatches > 1 else 0.0
+    if max(whole, late) < limit * (1 - unclipped):
+        return None
+    names = ("learner.learning_rate", "learner.minibatches", "loss.clip_low", "loss.clip_high")
+    rate, parts, low, high = (setting(run, name) for name in names)
+    return (
+        f"Most tokens are clipped: {share(late)} {when(run)} ({share(whole)} over the run) have no "
+        "policy gradient.",
+        f"Move less in a step: a lower learning rate ({rate}) or fewer minibatches ({parts}); or "
+        f"widen the clip range ({low}; {high}).",
+    )
+
+
+@rule(
+    limit=0.9,
+    needs=("rollout/zero_variance_groups",),
+    explains=("no_progress",),
+    at_start=1.0,
+)
+def no_variance(run: RunRecord, limit: float) -> Explanation | None:
+    """The episodes of most groups have equal rewards, so nothing is learned from them."""
+    flat = run.late("rollout/zero_variance_groups") or 0.0
+    if flat < limit or (run.solved and run.improved):
+        return None
+    success = run.late("rollout/success") or 0.0
+    size, heat = setting(run, "rollout.group_size"), setting(run, "rollout.temperature")
+    text = (
+        f"In {share(flat)} of the groups, all episodes have equal rewards {when(run)}, so nothing "
+        f"is learned from them (success {share(success)})."
+    )
+    if run.number("rollout.group_size") == 1:
+        return text, "Compare several episodes of a task: --group-size 8, now 1."
+    before, after = run.early("train/entropy"), run.late("train/entropy")
+    if before is not None and after is not None and after <= min(0.2 * before, 0.1):
+        return (
+            f"{text} The entropy is gone: {after:.2g} nats a token, {before:.2g} at first.",
+            f"Lower the learning rate ({setting(run, 'learner.learning_rate')}), add "
+            f"--loss.kl-coef 0.01, widen the upper clip ({setting(run, 'loss.clip_high')}) or "
+            f"sample hotter ({heat}).",
+        )
+    return text, (
+        "Normal on hard tasks. Use tasks that the policy solves sometimes (arguments of the "
+        f"environment, --curriculum ladder), a stronger model, larger groups ({size}), or rewards "
+        "for parts of the way."
+    )
+
+
+@rule(
+    limit=0.01,
+    needs=("train/advantage_rms",),
+    explains=("no_progress",),
+    at_start=1.0,
+)
+def gradient(run: RunRecord, limit: float) -> Explanation | None:
+    """Updates are skipped because a number is not finite, or their gradient is 0.
+
+    float16 skips some steps while it finds its loss scale, so there only the last steps count.
+    """
+    steps = max(1, len(run.steps))
+    skipped = run.total("train/skipped_steps") / steps
+    if "train/loss_scale" in run.series:
+        skipped = run.late("train/skipped_steps") or 0.0
+    rate = skipped / max(1.0, run.number("learner.minibatches") or 1.0)
+    if rate >= limit:
+        return (
+            f"{share(rate)} of the optimiser steps were skipped because the loss or its gradient "
+            "was not finite.",
+            f"Lower the learning rate ({setting(run, 'learner.learning_rate')}), train in float32 "
+            "(--model-dtype float32), or correct a custom loss or reward that becomes infinite.",
+        )
+    if not run.late("train/advantage_rms"):
+        return None
+    norm = run.late("train/grad_norm")
+    if norm is None:
+        return (
+            f"No sampled token was trained on {when(run)}.",
+            "Check that `token_mask` is not false everywhere.",
+        )
+    if norm > 0 or (run.late("train/clipped_fraction") or 0.0) >= 0.9:
+        return None
+    return (
+        f"The gradient is 0 {when(run)} although advantages are not: no weight changes.",
+        "Check that the model is not frozen and that a custom loss depends on `logprobs_N`.",
+    )
+
+
+@rule(limit=0.3, needs=("eval/success", "rollout/success"))
+def overfit(run: RunRecord, limit: float) -> Explanation | None:
+    """Success on held-out tasks is far below that in training."""
+    trained = run.late("rollout/success_played") or run.late("rollout/success") or 0.0
+    held_out = run.evaluations[-1].success
+    if trained - held_out < limit or not _fixed_tasks(run):
+        return None
+    return (
+        f"The training tasks are memorised: success is {share(trained)} in training {when(run)} "
+        f"and {share(held_out)} on held-out tasks.",
+        "Train on more tasks (a larger data set, other arguments of the environment), or stop "
+        "earlier: checkpoints/best is the model of the best evaluation.",
+    )
+
+
+@rule(limit=10, needs=("rollout/success",))
+def no_progress(run: RunRecord, limit: float) -> Explanation | None:
+    """Neither success nor return has risen in so many steps."""
+    pair = next(run.pairs, None)
+    if len(run.steps) < limit or run.improved or run.solved or pair is None:
+        return None
+    first, last = pair
+    tasks = setting(run, "tasks_per_step")
+    return (
+        f"No progress in {len(run.steps)} steps: success was {share(first.success)} and is "
+        f"{share(last.success)}, the return was {first.mean_return:.3g} and is "
+        f"{last.mean_return:.3g}.",
+        "Start with easier tasks (--curriculum ladder), a stronger model or more imitation."
+        if last.success <= 0.01
+        else f"Train longer, raise the learning rate ({setting(run, 'learner.learning_rate')}), or "
+        f"take more episodes a step ({tasks}; {setting(run, 'rollout.group_size')}); read episodes "
+        "with `gspo-env view RUN`.",
+    )
+
+
+@rule(limit=0.6, needs=("time/learner_idle", "time/rollout_idle"))
+def slow(run: RunRecord, limit: float) -> Explanation | None:
+    """The learner waits most of the time.
+
+    For a few slow episodes, if as many of the slots for episodes are empty meanwhile; or for all of
+    them, although the rollout plays ahead.
+    """
+    waiting, empty = run.late("time/learner_idle") or 0.0, run.late("time/rollout_idle") or 0.0
+    ahead = bool(run.number("supply.max_staleness"))
+    if not ahead and waiting:  # then nothing is played while the learner works
+        empty = max(0.0, 1 - (1 - empty) / waiting)
+    if waiting < limit or (empty < limit and not ahead):
+        return None
+    names = ("supply.max_staleness", "rollout.episode_timeout", "rollout.concurrency")
+    staleness, timeout, concurrency = (setting(run, name) for name in names)
+    return (
+        f"The learner waits {share(waiting)} of the time for episodes, while {share(empty)} of the "
+        f"slots for episodes are empty ({when(run)}).",
+        f"If slots are empty, a few slow episodes hold up each step: play ahead ({staleness}) or "
+        f"bound an episode ({timeout}). Otherwise play more at once ({concurrency}), add --workers "
+        "or --replicas, or use --isolation process.",
+    )
+
+
+def when(run: RunRecord) -> str:
+    """Names the steps that `RunRecord.late` covers."""
+    count = len(run.steps)
+    if run.window >= count:
+        return f"in the first {count} steps" if count > 1 else "in the first step"
+    return f"in the last {run.window} of {count} steps"
 
 
 def quote(text: str, longest: int = _LONGEST) -> str:
@@ -308,30 +539,7 @@ def share(value: float) -> str:
     return f"{value:.1%}" if 0 < value < 0.1 or 0.9 < value < 1 else f"{value:.0%}"
 
 
-def now(run: RunRecord, name: str) -> str:
-    """Names a setting with its value."""
+def setting(run: RunRecord, name: str) -> str:
+    """Names the flag of a setting, with its value."""
     value = run.number(name)
     return f"--{name.replace('_', '-')}" + ("" if value is None else f", now {value:g}")
-
-
-def _change(levels: Sequence[EvalSnapshot]) -> str:
-    if len(levels) < 2:
-        return "not known"
-    return f"{share(levels[0].success)}, now {share(levels[-1].success)}"
-
-
-def _stops(run: RunRecord) -> str:
-    """Names the end reasons of the last steps."""
-    shares = {
-        name.removeprefix("rollout/stop/"): run.late(name) or 0.0
-        for name in run.series
-        if name.startswith("rollout/stop/")
-    }
-    found = [f"{reason} {share(value)}" for reason, value in shares.items() if value > 0]
-    return f"They end by {', '.join(found)}." if found else ""
-
-
-def values_by_turn(episode: EpisodeRecord) -> list[float]:
-    """Returns the mean advantage of each turn of an episode that was trained on."""
-    rows = [[v for v in turn.advantages or () if v is not None] for turn in episode.turns]
-    return [float(np.mean(row)) if row else 0.0 for row in rows]

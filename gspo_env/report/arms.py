@@ -14,8 +14,8 @@ import numpy as np
 from gspo_env.compare import stats
 from gspo_env.config import from_dict, to_toml
 from gspo_env.errors import ConfigError
+from gspo_env.health.record import RunRecord, Series
 from gspo_env.registry import BUILTIN
-from gspo_env.report.run_record import RunRecord, Series
 from gspo_env.tracking.base import flatten
 from gspo_env.types import FloatArray, IntArray
 

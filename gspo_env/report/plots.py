@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gspo_env.episodes.schema import EpisodeRecord
-from gspo_env.health.rules import values_by_turn
 from gspo_env.report.arms import RunArm, band
 from gspo_env.report.curves import INK, frame, plain
 from gspo_env.types import StopReason
@@ -150,7 +149,11 @@ def credit_figure(arms: Sequence[RunArm], episodes: Sequence[Sequence[EpisodeRec
 
 def _by_index(episodes: Sequence[EpisodeRecord]) -> list[np.ndarray]:
     """Returns the advantages of each turn index, up to where too few episodes have that turn."""
-    found = [values_by_turn(e) for e in episodes if e.trained]
+    found = [
+        [float(np.mean([v for v in t.advantages or () if v is not None] or [0.0])) for t in e.turns]
+        for e in episodes
+        if e.trained
+    ]
     longest = max((len(row) for row in found), default=0)
     rows = [np.array([row[k] for row in found if len(row) > k]) for k in range(longest)]
     return [row for row in rows if len(row) >= _FEWEST]

@@ -79,7 +79,7 @@ def closing(
 def _better(history: History, folder: Path, tasks: int) -> list[str]:
     """Names the best checkpoint, if it is better than the last by more than chance."""
     levels = [
-        EvalSnapshot.recorded(step, metrics, tasks)
+        EvalSnapshot.from_metrics(step, metrics, tasks)
         for step, metrics in history
         if step > 0 and "eval/success" in metrics
     ]

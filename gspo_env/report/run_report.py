@@ -17,6 +17,7 @@ from gspo_env.episodes.schema import EpisodeRecord, episode_files, read_episodes
 from gspo_env.episodes.text import render_record
 from gspo_env.errors import OutputError
 from gspo_env.health.diagnose import Diagnosis, diagnose
+from gspo_env.health.record import RunRecord
 from gspo_env.health.rules import share
 from gspo_env.redaction import redact_text, visible, write_text
 from gspo_env.report.arms import RunArm, arms_of, band, command
@@ -26,7 +27,6 @@ from gspo_env.report.plots import (
     learning_figure,
     update_figure,
 )
-from gspo_env.report.run_record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -14,7 +14,8 @@ from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.config import Config
 from gspo_env.credit.estimate import Credit, estimate
 from gspo_env.credit.scores import ScoreChoice, Scores
-from gspo_env.health.startup import Problem, StartupChecks
+from gspo_env.health.findings import Finding
+from gspo_env.health.startup import check_first_steps
 from gspo_env.learner.settings import Trainer
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.export import named_weights
@@ -68,7 +69,7 @@ class Reporter(Protocol):
         """
         ...
 
-    def warned(self, problem: Problem) -> None:
+    def warned(self, finding: Finding) -> None:
         """Reports why the run learns nothing, or less than its settings say."""
         ...
 
@@ -101,13 +102,10 @@ class Loop:
     """What the curriculum sees: the results of every step."""
     best: dict[str, float] = field(default_factory=dict)
     """The step of the best saved evaluation after training began, and its success."""
-    startup_checks: StartupChecks = field(init=False)
-    """Notices that the first steps learn nothing."""
     _warned: bool = False
 
     def __post_init__(self) -> None:
         """Takes the score of the config, if it has one."""
-        self.startup_checks = StartupChecks(self.config, self.reporter.warned)
         setting = self.config.credit.score
         scores = self.declared if setting == "auto" else dict.fromkeys(self.weights, setting)
         self.score = Scores({name: ScoreChoice(name, scores.get(name)) for name in self.weights})
@@ -123,7 +121,7 @@ class Loop:
         """Runs the steps that are left, until it is interrupted; returns the metrics of each.
 
         Raises:
-            TrainingError: Nothing can be learned; see `gspo_env.health.startup.StartupChecks`.
+            TrainingError: Nothing can be learned; see `gspo_env.health.startup`.
         """
         try:
             await self._sync(self.step)
@@ -176,7 +174,7 @@ class Loop:
         self.history.append((step, metrics))
         self.reporter.trained(step, stats, metrics)
         self.reporter.played(step, {p: groups[p] for p in sorted(kept)}, tokens)
-        self.startup_checks.see(step, groups, samples, metrics)
+        check_first_steps(config, self.history, self.reporter.warned)
         if step == config.steps or (config.eval_every and step % config.eval_every == 0):
             await self._evaluate()
             await self._forget_evaluation()

@@ -286,7 +286,7 @@ def test_restarts_are_bounded_and_the_error_names_the_last_task(chat, server):
 
 
 @pytest.mark.parametrize(
-    ("restarts", "said"), [(8, "2 workers were started again and 0 lost"), (1, "1 lost for good")]
+    ("restarts", "said"), [(8, "2 workers were restarted and 0 lost"), (1, "1 lost for good")]
 )
 def test_diagnose_names_workers_that_die(chat, server, tmp_path, restarts, said):
     config = settings("ray:3", max_worker_restarts=restarts)

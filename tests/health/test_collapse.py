@@ -1,4 +1,4 @@
-"""A collapse is said once; runs that are good, noisy or short-spoken get no warning."""
+"""A collapse is found; runs that are good, noisy or short-spoken are not blamed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import Config, override
-from gspo_env.health.collapse import CollapseWatch, EvalSnapshot, may_be_chance, stays_lower
+from gspo_env.health.collapse import EvalSnapshot, find_collapse, may_be_chance, stays_lower
 
-NAN = float("nan")
-STRANGER = [0.97, 1.0, 0.84, 1.0, 1.0, 1.0, 1.0, 0.97, 1.0, 0.0, 0.0, 0.0]
-"""Success of a run with 32 tasks that collapsed at its tenth evaluation."""
+COLLAPSED = [0.97, 1.0, 0.84, 1.0, 1.0, 1.0, 1.0, 0.97, 1.0, 0.0, 0.0, 0.0]
+"""Success of a real run with 32 tasks that collapsed at its tenth evaluation."""
 GOOD = [
     ([0.11, 0.63, 0.68, 0.88, 0.80, 0.93, 0.95, 0.95], 256),
     ([0.10, 0.50, 0.32, 0.68, 0.68, 0.69, 1.00, 1.00], 256),
@@ -22,66 +21,67 @@ GOOD = [
 ]
 
 
-def level(step, success, *, n=256, mean=None, spread=0.5, **more):
+def snapshot(step, success, *, episodes=256, mean=None, return_std=0.5, **more):
     value = success if mean is None else mean
     return EvalSnapshot(
-        step=step, episodes=n, success=success, mean_return=value, spread=spread, **more
+        step=step,
+        episodes=episodes,
+        success=success,
+        mean_return=value,
+        return_std=return_std,
+        **more,
     )
 
 
-def said(levels):
-    """The texts, and the step at which the first came."""
-    found, at = [], None
-    watch = CollapseWatch(lambda problem: found.append(problem.text))
-    for each in levels:
-        watch.see(each)
-        at = each.step if found and at is None else at
-    return found, at
+def first_collapse(evaluations):
+    """Returns the first finding while evaluations arrive, and its step."""
+    for count in range(1, len(evaluations) + 1):
+        if finding := find_collapse(evaluations[:count]):
+            return finding.text, evaluations[count - 1].step
+    return "", None
 
 
-def test_a_run_of_a_stranger_that_collapsed_is_said_at_its_first_bad_evaluation_and_once():
-    texts, at = said(level(10 * k, p, n=32) for k, p in enumerate(STRANGER))
-    assert at == 90
-    assert len(texts) == 1
-    assert "success fell to 0.0% after step 90, from 100.0% after step 10" in texts[0]
+def test_a_run_that_collapsed_is_found_at_its_first_bad_evaluation():
+    text, step = first_collapse([snapshot(10 * k, p, episodes=32) for k, p in enumerate(COLLAPSED)])
+    assert step == 90
+    assert "success fell to 0.0% after step 90, from 100.0% after step 10" in text
 
 
-@pytest.mark.parametrize(("success", "n"), GOOD)
-def test_runs_that_go_up_and_down_are_no_collapse(success, n):
-    assert said(level(k, p, n=n, spread=1.0) for k, p in enumerate(success)) == ([], None)
+@pytest.mark.parametrize(("success", "episodes"), GOOD)
+def test_runs_that_oscillate_are_no_collapse(success, episodes):
+    runs = [snapshot(k, p, episodes=episodes, return_std=1.0) for k, p in enumerate(success)]
+    assert first_collapse(runs) == ("", None)
+    assert not stays_lower(runs)
 
 
-def test_a_third_that_is_lost_and_does_not_come_back_is_found_at_the_end():
-    fell = [level(10 * k, p) for k, p in enumerate([0.15, 0.68, 0.82, 0.93, 0.60, 0.61, 0.63])]
+def test_a_third_that_is_lost_for_good_is_found_at_the_end():
+    fell = [snapshot(10 * k, p) for k, p in enumerate([0.15, 0.68, 0.82, 0.93, 0.60, 0.61, 0.63])]
     assert stays_lower(fell) == "success fell to 63.0% after step 60, from 93.0% after step 30"
     assert not stays_lower(fell[:-1])
-    assert not stays_lower([*fell, level(70, 0.92)])
-    # what the reward asks for rises: that is no loss of what was learned
-    assert not stays_lower([level(10 * k, f.success, mean=k) for k, f in enumerate(fell)])
-    for success, n in GOOD:
-        assert not stays_lower([level(k, p, n=n) for k, p in enumerate(success)])
+    assert not stays_lower([*fell, snapshot(70, 0.92)])
+    # the return rises: nothing that was learned is lost
+    assert not stays_lower([snapshot(10 * k, e.success, mean=k) for k, e in enumerate(fell)])
 
 
-@pytest.mark.parametrize("n", [4, 8, 32, 256])
-def test_chance_alone_is_no_collapse_in_a_thousand_runs_of_twenty_evaluations(n):
-    rng = np.random.default_rng(n)
-    alarms = 0
+@pytest.mark.parametrize("episodes", [4, 8, 32, 256])
+def test_chance_alone_is_no_collapse_in_a_thousand_runs_of_twenty_evaluations(episodes):
+    rng = np.random.default_rng(episodes)
     for _ in range(1000):
         p = rng.uniform()
-        runs = []
+        run = []
         for k in range(20):
-            wins = rng.random(n) < p
+            wins = rng.random(episodes) < p
             short = float(rng.choice([1.0, 40.0]))  # a policy whose length means nothing
+            lengths = {"tokens": 40.0, "turns": short / 40, "truncated": 0.0}
             mean, spread = float(wins.mean()), float(wins.std())
-            runs.append(level(k, mean, n=n, spread=spread, tokens=40.0, turns=short / 40, cut=0.0))
-    alarms += bool(said(runs)[0])
-    assert alarms == 0
+            run.append(snapshot(k, mean, episodes=episodes, return_std=spread, **lengths))
+        assert first_collapse(run) == ("", None)
 
 
 def test_a_policy_that_needs_fewer_tokens_and_wins_more_has_not_collapsed():
     tokens = [400.0, 200.0, 60.0, 20.0, 8.0]
-    levels = [level(k, 0.2 * k, tokens=t, turns=t / 10) for k, t in enumerate(tokens)]
-    assert said(levels) == ([], None)
+    run = [snapshot(k, 0.2 * k, tokens=t, turns=t / 10) for k, t in enumerate(tokens)]
+    assert first_collapse(run) == ("", None)
 
 
 @pytest.mark.parametrize(
@@ -90,30 +90,30 @@ def test_a_policy_that_needs_fewer_tokens_and_wins_more_has_not_collapsed():
         ({"mean": -2.0}, "return fell to -2 after step 2, from 0.8 after step 1"),
         ({"success": 0.5, "tokens": 3.0}, "tokens of an episode fell to 3.0"),
         ({"success": 0.5, "turns": 1.0}, "turns of an episode fell to 1.0"),
-        ({"success": 0.5, "cut": 0.6}, "cut at rollout.max_turn_tokens rose to 60%"),
+        ({"success": 0.5, "truncated": 0.6}, "truncated at rollout.max_turn_tokens rose to 60%"),
     ],
 )
 def test_what_fell_is_named(now, words):
-    usual = {"tokens": 40.0, "turns": 5.0, "cut": 0.1}
-    start, best = level(0, 0.1, **usual), level(1, 0.8, **usual)
-    texts, at = said([start, best, level(2, **{"success": 0.8, **usual, **now})])
-    assert at == 2
-    assert words in texts[0]
+    usual = {"tokens": 40.0, "turns": 5.0, "truncated": 0.1}
+    start, best = snapshot(0, 0.1, **usual), snapshot(1, 0.8, **usual)
+    text, step = first_collapse([start, best, snapshot(2, **{"success": 0.8, **usual, **now})])
+    assert step == 2
+    assert words in text
 
 
 def test_a_best_of_many_evaluations_has_to_be_better_than_of_two():
-    best, last = level(1, 0.60), level(2, 0.51)
+    best, last = snapshot(1, 0.60), snapshot(2, 0.51)
     assert not may_be_chance(best, last, 2)
     assert may_be_chance(best, last, 20)
 
 
-COLLAPSES = '''
+PAYS_UNTIL_A_FILE_APPEARS = '''
 from pathlib import Path
 from gspo_env import TextEnv
 
 
 class Turns(TextEnv):
-    """Pays for any action until a file appears, then for none: what a policy does is the same."""
+    """Pays for any action until a file appears, then for none."""
 
     blocking = False
 
@@ -131,18 +131,11 @@ class Turns(TextEnv):
 
 
 @pytest.mark.slow
-def test_a_run_says_a_collapse_in_the_terminal_and_the_folder_and_names_its_best_model(
+def test_a_run_warns_of_a_collapse_in_the_terminal_and_the_folder_and_names_its_best_model(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    Path("turns.py").write_text(COLLAPSES)
-    small = {
-        "hidden_size": 32,
-        "heads": 2,
-        "layers": 1,
-        "demonstrations": 16,
-        "imitation_steps": 300,
-    }
+    Path("turns.py").write_text(PAYS_UNTIL_A_FILE_APPEARS)
     config = Config.from_recipe(
         env="turns.py:Turns",
         output="run",
@@ -152,9 +145,15 @@ def test_a_run_says_a_collapse_in_the_terminal_and_the_folder_and_names_its_best
         eval_tasks=16,
         rollout={"group_size": 2, "max_turn_tokens": 8},
         tracker={"name": "none"},
-        recipe=small,
+        recipe={
+            "hidden_size": 32,
+            "heads": 2,
+            "layers": 1,
+            "demonstrations": 16,
+            "imitation_steps": 300,
+        },
+        credit={"score": "turns"},
     )
-    config = override(config, {"credit": {"score": "turns"}})
     GSPOAgent(config=config).train()
     Path("over").touch()
     GSPOAgent.resume("run", override(config, {"steps": 3})).train()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from gspo_env.batch.sample import to_samples
 from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.env import TextEnv
 from gspo_env.errors import TrainingError
-from gspo_env.health.startup import Problem, StartupChecks, of_success
+from gspo_env.health.findings import Finding
+from gspo_env.health.startup import check_first_steps, check_success
 from gspo_env.rollout.play import play_now
-from gspo_env.types import Episode, Group, StopReason, Task, bare_episode
+from gspo_env.types import Group, Task
 
 ENVS = '''
 from gspo_env import TextEnv
@@ -91,8 +92,8 @@ def stopped(capsys: Any, name: str, *arguments: str) -> str:
     ("name", "arguments", "words"),
     [
         ("Plain", ("--group-size", "1"), "rollout.group_size is 1, and the estimator"),
-        ("Wordy", (), "no episode can have a turn: the first prompts have 8"),
-        ("Plain", ("--max-context", "33"), "no episode can have a turn: the first prompts"),
+        ("Wordy", (), "No episode can have a turn: the first prompts have 8"),
+        ("Plain", ("--max-context", "33"), "No episode can have a turn: the first prompts"),
         ("Long", (), "reset() observation is 200000 characters long; expected at most 16384"),
         ("Yes", (), "info['success'] is 'yes' of type str, expected a bool"),
         ("Mute", ("--strict",), "has no expert_action, so the tiny model starts with random"),
@@ -108,7 +109,7 @@ def test_a_run_that_cannot_learn_stops_before_it_trains(capsys, name, arguments,
 def test_a_dataset_without_rewards_is_refused(capsys):
     Path("rows.jsonl").write_text('{"prompt": "one", "completion": "two"}\n' * 20)
     said = stopped(capsys, "gspo/Dataset-v0", "--env-kwargs", "data=rows.jsonl")
-    assert "gspo/Dataset-v0 never gives a reward: name reward functions" in said
+    assert "gspo/Dataset-v0 never gives a reward. Name reward functions" in said
 
 
 def test_a_comparison_with_groups_of_one_is_refused_before_its_first_run(capsys):
@@ -125,7 +126,8 @@ def test_a_limit_of_time_that_no_turn_can_keep_stops_the_run_at_its_first_step(c
         main([*TINY, "--env", "envs.py:Plain", "--episode-timeout", "1e-6"])
     assert exit_.value.code == 2
     said = capsys.readouterr()
-    assert "no episode had a turn: all 4 ended by timeout (rollout.episode_timeout is" in said.err
+    assert "Episodes have no turn in the first step: they end by timeout" in said.err
+    assert "Raise --rollout.episode-timeout, now 1e-06" in said.err
 
 
 def test_groups_of_one_are_no_problem_where_the_environment_gives_the_advantages(capsys):
@@ -139,7 +141,7 @@ def test_what_may_change_is_said_once_in_the_terminal_the_folder_and_the_tracker
     arguments = ["--env", "envs.py:Same", "--steps", "5", "--minibatches", "7", "--tracker", own]
     main([*TINY, *arguments])
     said = capsys.readouterr().out
-    flat = "in the first 3 steps, the episodes of each group had equal rewards (mean return "
+    flat = "all episodes have equal rewards in the first 3 steps, so nothing is learned from them"
     assert said.count(flat) == 1
     assert said.count("learner.minibatches is 7, and a step has 4 episodes") == 1
     written = Path("out/warnings.txt").read_text()
@@ -154,82 +156,64 @@ def test_a_strict_run_stops_after_three_steps_without_variance(capsys):
         main([*TINY, "--env", "envs.py:Same", "--steps", "9", "--strict"])
     assert exit_.value.code == 2
     said = capsys.readouterr()
-    assert "in the first 3 steps, the episodes of each group had equal rewards" in said.err
+    assert "all episodes have equal rewards in the first 3 steps" in said.err
     assert "train 3/9" in said.out
     assert "train 4/9" not in said.out
 
 
-TASK = Task(env_id="test", seed=0)
+SOUND = {
+    **{"rollout/turns": 1.0, "rollout/success": 0.5, "rollout/return": 0.5},
+    **{"rollout/zero_variance_groups": 0.2, "train/advantage_rms": 0.5, "train/grad_norm": 0.1},
+}
+"""The metrics of a step that learns."""
 
 
-def step(
-    watch: StartupChecks, number: int, episodes: list[Episode], size: float, **metrics: float
-) -> None:
-    """Shows the watch a step in which every token has the same advantage."""
-    rows = [np.full(len(e.turns), size) for e in episodes]
-    samples = to_samples(episodes, rows) if episodes[0].turns else []
-    group = Group(task=TASK, episodes=tuple(episodes))
-    watch.see(number, [group], samples, {f"train/{k}": v for k, v in metrics.items()})
+def first_steps(changes: Sequence[dict[str, float]], **settings: Any) -> list[Finding]:
+    """Returns the warnings of the first steps; a metric that is changed to NaN is not logged."""
+    findings: list[Finding] = []
+    history: list[tuple[int, dict[str, float]]] = []
+    for step, change in enumerate(changes, start=1):
+        metrics = {name: v for name, v in (SOUND | change).items() if not math.isnan(v)}
+        history.append((step, metrics))
+        check_first_steps(Config(**{"steps": 9, **settings}), history, findings.append)
+    return findings
 
 
-def episode(reward: float = 0.0, stop: StopReason = StopReason.TERMINATED) -> Episode:
-    from dataclasses import replace
-
-    return replace(bare_episode(TASK, [2], [reward]), stop_reason=stop)
-
-
-def watched(steps: int = 9, strict: bool = False) -> tuple[StartupChecks, list[Problem]]:
-    said: list[Problem] = []
-    return StartupChecks(Config(steps=steps, strict=strict), said.append), said
+FLAT = {"rollout/zero_variance_groups": 1.0, "train/advantage_rms": 0.0, "train/grad_norm": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("episodes", "size", "grad_norm", "name"),
+    ("change", "name"),
     [
-        ([episode(1.0), episode(1.0)], 0.0, 0.0, "no_variance"),
-        ([episode(stop=StopReason.MAX_TURN_TOKENS)] * 2, 0.0, 0.0, "all_cut"),
-        ([episode(1.0), episode(0.0)], 0.5, 0.0, "no_gradient"),
+        (FLAT, "no_variance"),
+        ({**FLAT, "train/grad_norm": 0.3}, "no_variance"),  # a penalty teaches nothing
+        ({**FLAT, "rollout/stop/max_turn_tokens": 1.0}, "truncated"),
+        ({"train/grad_norm": 0.0}, "gradient"),
+        ({"train/grad_norm": math.nan}, "gradient"),  # nothing was trained on
+        ({"rollout/stop/max_turns": 1.0}, ""),  # tasks may last exactly that long
+        ({}, ""),
     ],
 )
-def test_three_steps_in_a_row_name_their_first_common_cause(episodes, size, grad_norm, name):
-    watch, said = watched()
-    for number in range(1, 6):
-        step(watch, number, episodes, size, grad_norm=grad_norm)
-        assert len(said) == (number >= 3)
-    assert said[0].name == name
-    assert not said[0].hopeless
+def test_the_first_three_steps_name_what_they_have_in_common(change, name):
+    assert first_steps([change] * 2) == []
+    findings = first_steps([change] * 5)
+    assert [finding.name for finding in findings] == ([name] if name else [])
+    assert not any(finding.hopeless for finding in findings)
 
 
 def test_one_good_step_among_the_first_three_is_enough():
-    watch, said = watched()
-    step(watch, 1, [episode(), episode()], 0.0, grad_norm=0.0)
-    step(watch, 2, [episode(1.0), episode()], 0.5, grad_norm=0.1)
-    step(watch, 3, [episode(), episode()], 0.0, grad_norm=0.0)
-    assert said == []
+    assert first_steps([FLAT, {}, FLAT]) == []
 
 
-def test_a_run_of_one_step_is_judged_by_it_and_a_resumed_run_not_at_all():
-    watch, said = watched(steps=1)
-    step(watch, 1, [episode(), episode()], 0.0, grad_norm=0.0)
-    assert [p.name for p in said] == ["no_variance"]
-    watch, said = watched(strict=True)
-    step(watch, 40, [episode(), episode()], 0.0, grad_norm=0.0)
-    assert said == []
+def test_a_run_of_one_step_is_judged_by_it_and_a_strict_run_stops():
+    assert [finding.name for finding in first_steps([FLAT], steps=1)] == ["no_variance"]
+    with pytest.raises(TrainingError, match="only a warning without --strict"):
+        first_steps([FLAT], steps=1, strict=True)
 
 
 def test_a_first_step_without_a_turn_ends_the_run_at_once():
-    watch, said = watched()
-    empty = bare_episode(TASK, [], [])
-    with pytest.raises(TrainingError, match="no episode had a turn"):
-        step(watch, 1, [empty, empty], 0.0)
-    assert said[0].hopeless
-
-
-def test_a_gradient_from_a_penalty_does_not_hide_that_rewards_teach_nothing():
-    watch, said = watched()
-    for number in (1, 2, 3):
-        step(watch, number, [episode(), episode()], 0.0, grad_norm=0.3)
-    assert [p.name for p in said] == ["no_variance"]
+    with pytest.raises(TrainingError, match="Episodes have no turn in the first step"):
+        first_steps([{"rollout/turns": 0.0, "rollout/stop/max_context": 1.0}])
 
 
 class Tips(TextEnv):
@@ -245,8 +229,8 @@ class Tips(TextEnv):
         return "", 0.1 + float(len(action) % 2), True, False, {}
 
 
-class Says(Tips):
-    """Says which episodes succeed."""
+class SetsSuccess(Tips):
+    """Sets `success`."""
 
     def step(self, action):
         return "", float(len(action) % 2), True, False, {"success": True}
@@ -258,10 +242,10 @@ def test_a_success_that_any_reward_makes_is_said_before_training():
     words = iter(["a", "bb"] * 4)
     played = [play_now(env, task, lambda now: next(words)) for task in tasks]
     groups = [Group(task=task, episodes=(e,)) for task, e in zip(tasks, played, strict=True)]
-    problem = of_success(groups)
-    assert problem is not None
-    assert "100% of the episodes count as a success before training" in problem.text
-    assert "outcomes go from 0.1 to 1.1: return info['success']" in problem.text
-    assert of_success(groups[::2]) is None  # all outcomes are equal
-    said = [play_now(Says(), task, lambda now: "a") for task in tasks]
-    assert of_success([Group(task=tasks[0], episodes=tuple(said))]) is None
+    finding = check_success(groups)
+    assert finding is not None
+    assert "100% of the episodes count as a success before training" in finding.text
+    assert "outcomes go from 0.1 to 1.1. Return info['success']" in str(finding)
+    assert check_success(groups[::2]) is None  # all outcomes are equal
+    said = [play_now(SetsSuccess(), task, lambda now: "a") for task in tasks]
+    assert check_success([Group(task=tasks[0], episodes=tuple(said))]) is None

@@ -1,0 +1,211 @@
+"""What a run has recorded: its settings, its metrics and how it ended, as the rules read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from gspo_env.config import Config
+from gspo_env.health.collapse import EvalSnapshot, return_fall, success_fall
+from gspo_env.types import FloatArray, IntArray
+
+_SOLVED = 0.9
+"""Success from which a run counts as solved: groups without variance are its end then."""
+SIGNIFICANT = 2.0
+"""Standard errors of a rise that counts as learning; lenient, so that slow runs pass."""
+_LATE = 0.25
+"""Share of the steps that the beginning and the end of a run have."""
+_FEWEST = 3
+"""Steps that both have at least, so that one step of chance does not decide."""
+_MAX_STEP = 1 << 53
+"""Every step below is exact as a float; only a damaged file has a higher one."""
+
+Points = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""Steps and values of each metric."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """The finite values of a metric."""
+
+    steps: IntArray
+    """(N,) in ascending order."""
+    values: FloatArray
+    """(N,)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What a run has recorded; of a run in progress, what it has recorded so far."""
+
+    settings: Mapping[str, Any]
+    """By dotted name; empty if unknown. Those that are missing count as the defaults."""
+    series: Mapping[str, Series]
+    """By name of the metric."""
+    steps: IntArray
+    """The training steps that were logged."""
+    evaluations: tuple[EvalSnapshot, ...]
+    """The evaluations in order."""
+    window: int
+    """Number of steps that count as the beginning, and as the end."""
+    folder: Path = Path()
+    name: str = ""
+    config: str = ""
+    """The text of `config.toml`."""
+    dtype: str = ""
+    """The dtype of the trained weights; empty if unknown."""
+    warnings: tuple[str, ...] = ()
+    """What the run warned of, as `name: sentence`."""
+    failure: str = ""
+    """The error that ended the run; empty if none did."""
+    environment_error: str = ""
+    """The first failure of an environment; empty if none failed."""
+    finished: bool = False
+    """Whether the folder has a trained model, as after the last step."""
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], points: Points, **fields: Any) -> Self:
+        """Makes a record of metrics; values that are not finite are left out."""
+        series = {name: s for name, pair in points.items() if len((s := _series(*pair)).steps)}
+        trained = [each.steps for name, each in series.items() if name.startswith("rollout/")]
+        steps = np.unique(np.concatenate(trained)) if trained else np.zeros(0, np.int64)
+        count = len(steps)
+        window = max(1, min(count // 2, max(_FEWEST, math.ceil(_LATE * count))))
+        return cls(
+            settings=settings,
+            series=series,
+            steps=steps,
+            evaluations=tuple(_evaluations(series, settings.get("eval_tasks"))),
+            window=window,
+            **fields,
+        )
+
+    def number(self, name: str) -> float | None:
+        """Returns a setting that is a finite number, else None."""
+        value = self.settings.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return float(value) if math.isfinite(value) else None
+
+    def text(self, name: str) -> str:
+        """Returns a setting as text, empty if unknown."""
+        return str(self.settings.get(name, ""))
+
+    def early(self, name: str) -> float | None:
+        """Returns the mean of a metric over the first steps; None if it was not logged there."""
+        return self.mean(name, self.steps[: self.window])
+
+    def late(self, name: str) -> float | None:
+        """Returns the mean of a metric over the last steps; None if it was not logged there."""
+        return self.mean(name, self.steps[-self.window :])
+
+    def total(self, name: str) -> float:
+        """Returns the sum of a metric over all steps."""
+        return float(self.series[name].values.sum()) if name in self.series else 0.0
+
+    def highest(self, name: str) -> float:
+        """Returns the highest value of a metric, 0 if it was not logged."""
+        return float(self.series[name].values.max()) if name in self.series else 0.0
+
+    def mean(self, name: str, steps: IntArray) -> float | None:
+        """Returns the mean of a metric over some steps; None if it was not logged there."""
+        if name not in self.series:
+            return None
+        series = self.series[name]
+        values = series.values[np.isin(series.steps, steps)]
+        return float(values.mean()) if len(values) else None
+
+    @property
+    def episodes_per_step(self) -> float:
+        """Mean number of training episodes of a step."""
+        before = self.series.get("rollout/episodes_before")
+        if before is not None and len(before.steps) > 1 and np.ptp(before.values):
+            return float(np.ptp(before.values) / np.ptp(before.steps))
+        default = Config()
+        tasks = self.number("tasks_per_step") or default.tasks_per_step
+        return max(1.0, tasks * (self.number("rollout.group_size") or default.rollout.group_size))
+
+    def training(self, steps: IntArray) -> EvalSnapshot | None:
+        """Returns how good the policy was in some training steps; None if that was not logged."""
+        names = ("success", "return", "return_std", "turns")
+        means = {name: self.mean(f"rollout/{name}", steps) for name in names}
+        if means["success"] is None:
+            return None
+        return EvalSnapshot.from_metrics(
+            int(steps[-1]),
+            {f"rollout/{name}": mean for name, mean in means.items() if mean is not None},
+            round(len(steps) * self.episodes_per_step),
+            prefix="rollout",
+        )
+
+    @property
+    def pairs(self) -> Iterator[tuple[EvalSnapshot, EvalSnapshot]]:
+        """The first and the last evaluation, then the beginning and the end of training."""
+        if len(self.evaluations) > 1:
+            yield self.evaluations[0], self.evaluations[-1]
+        first, last = (
+            self.training(self.steps[: self.window]),
+            self.training(self.steps[-self.window :]),
+        )
+        if first is not None and last is not None:
+            yield first, last
+
+    @property
+    def improved(self) -> bool:
+        """Whether success or return rose by more than chance, in evaluations or in training."""
+        return any(
+            max(success_fall(last, first), return_fall(last, first)) >= SIGNIFICANT
+            for first, last in self.pairs
+        )
+
+    @property
+    def solved(self) -> bool:
+        """Whether the policy succeeds nearly always at the end."""
+        success = [e.success for e in self.evaluations[-1:]]
+        return max([*success, self.late("rollout/success") or 0.0]) >= _SOLVED
+
+    @property
+    def progress(self) -> str:
+        """The steps that were logged, of those that the settings ask for."""
+        done, planned = int(max(self.steps, default=0)), self.number("steps")
+        return f"{done} steps" if planned is None else f"{done} of {planned:.0f} steps"
+
+    @property
+    def state(self) -> str:
+        """Says in a few words how far the run came."""
+        if self.failure:
+            return f"{self.progress}, ended by an error"
+        if max(self.steps, default=0) < (self.number("steps") or 0):
+            return f"{self.progress}, stopped early or still running"
+        return (
+            self.progress if self.finished else f"{self.progress}, no trained model in the folder"
+        )
+
+
+def _series(steps: Sequence[float], values: Sequence[float]) -> Series:
+    rows = [
+        (step, value)
+        for step, value in zip(steps, values, strict=True)
+        if math.isfinite(value) and step < _MAX_STEP
+    ]
+    return Series(
+        steps=np.asarray([step for step, _ in rows], np.int64),
+        values=np.asarray([value for _, value in rows], np.float64),
+    )
+
+
+def _evaluations(series: Mapping[str, Series], tasks: object) -> Iterator[EvalSnapshot]:
+    count = tasks if isinstance(tasks, int) and tasks > 0 else Config().eval_tasks
+    rows: dict[int, dict[str, float]] = {}
+    for name, each in series.items():
+        if name.startswith("eval/"):
+            for step, value in zip(each.steps.tolist(), each.values.tolist(), strict=True):
+                rows.setdefault(step, {})[name] = value
+    for step, metrics in sorted(rows.items()):
+        if "eval/success" in metrics:
+            yield EvalSnapshot.from_metrics(step, metrics, count)
