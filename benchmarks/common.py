@@ -19,9 +19,8 @@ from gspo_env.env.registration import make_env
 from gspo_env.recipes.build import build, imitation_samples, warm_up
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.collector import Collector, RolloutConfig
-from gspo_env.rollout.garbage import few_collections
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.runtime.loops import run_alone
+from gspo_env.runtime.loops import rare_garbage_collection, run_alone
 from gspo_env.types import Group, Task
 
 ENV = "gspo/Lookup-v0"
@@ -69,7 +68,7 @@ def collect(collector: Collector, tasks: int = 32, seed: int = 0) -> list[Group]
     """Collects one rollout batch with an empty cache."""
     batch = [Task(env_id=ENV, seed=n) for n in range(tasks)]
     asyncio.run(collector.engine.update_weights([], seed))
-    with few_collections():  # as a run does
+    with rare_garbage_collection():  # as a run does
         return run_alone(collector.collect(batch, seed=seed))
 
 

@@ -49,7 +49,7 @@ def main() -> None:
     TIMES["imports"] = time.process_time()
     timed(RolloutBuffer, "take", "rollouts")
     timed(RolloutBuffer, "run", "updates")
-    timed(Collector, "collect_both", "evaluations")
+    timed(Collector, "collect_evaluation", "evaluations")
     timed(loop.Loop, "_sync", "weights and probe")
     with tempfile.TemporaryDirectory() as folder:
         config = Config.from_recipe(steps=chosen.steps, output=f"{folder}/run")

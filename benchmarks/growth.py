@@ -29,8 +29,7 @@ from gspo_env.batch.sample import to_samples
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.engines import Completion, Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine
-from gspo_env.env.base import TextEnv
-from gspo_env.env.spaces import UnicodeText
+from gspo_env.env.base import TextEnv, UnicodeText
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.recipes.build import build_tokenizer
 from gspo_env.rollout.collector import Collector

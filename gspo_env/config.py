@@ -21,13 +21,13 @@ from pydantic_core import to_jsonable_python
 from gspo_env.credit.estimate import CreditConfig
 from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
+from gspo_env.env.registration import Member, env_setting, read_members
 from gspo_env.errors import ConfigError
 from gspo_env.learner.losses import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
 from gspo_env.registry import BUILTIN, check_values, find, name_of
-from gspo_env.rollout.mix import Member, read_members, specify
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.seeding import SEEDS
 from gspo_env.tracking.base import flatten
@@ -149,7 +149,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        object.__setattr__(self, "env", specify(self.env))
+        object.__setattr__(self, "env", env_setting(self.env))
         check_values(self)
         if self.seed >= SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected a number below 2**63")

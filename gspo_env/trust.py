@@ -26,11 +26,10 @@ from types import MappingProxyType
 from typing import Any
 
 from gspo_env.config import Config, from_dict, to_toml
-from gspo_env.env.registration import find_builtin
+from gspo_env.env.registration import add_kwargs, find_builtin, read_members
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact, visible
 from gspo_env.registry import BUILTIN, load_function, name_of
-from gspo_env.rollout.mix import add_kwargs, read_members
 from gspo_env.tracking.base import flatten
 
 logger = logging.getLogger(__name__)

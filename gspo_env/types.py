@@ -345,8 +345,8 @@ class Group:
     """The rewards to learn from, for `gspo_env.credit.turn_rewards`; `estimate` sets it."""
     redrawn: int | None = None
     """Tasks drawn before this one that are held out; None if no tasks are held out by key."""
-    left_out: int = 0
-    """Slowest episodes that the group went on without."""
+    seconds: float = 0.0
+    """Seconds that its episodes were in flight, added up."""
 
 
 def bare_episode(

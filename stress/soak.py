@@ -36,8 +36,8 @@ from gspo_agents.workers import make_member
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
+from gspo_env.env.registration import Member
 from gspo_env.rollout.failures import FaultLog
-from gspo_env.rollout.mix import Member
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Episode, Fault, StopReason, Task
 

@@ -14,7 +14,7 @@ from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Task
 
 HERE = Path(__file__).parent
-TASKS = [Task(env_id="test/Turns", seed=n) for n in range(6)]
+TASKS = [Task(env_id="custom/Turns-v0", seed=n) for n in range(6)]
 
 
 class Engine(ServerClient):

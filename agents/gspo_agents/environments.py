@@ -10,10 +10,9 @@ from typing import Any
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score, try_out
-from gspo_env.env.registration import resolve_env
+from gspo_env.env.registration import Member, label, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, close_quietly
-from gspo_env.rollout.mix import Member, label
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.runtime.threads import in_thread
 from gspo_env.training.split import Split, hold_out, join, read_resets, share_out
@@ -41,19 +40,8 @@ class Place:
 
     @property
     def score(self) -> Score | None:
-        """The score that the environment declares.
-
-        Raises:
-            ConfigError: The config has the score `sum`, and it declares that it has no outcome.
-        """
-        config, declared = self.config, declared_score(self.env_id, self.env)
-        score = config.credit.score if config.credit.score != "auto" else declared
-        uses = getattr(config.advantage, "uses_score", True)
-        if uses and score == "sum" and attribute(self.env, "gives_outcome", None) is False:
-            raise ConfigError(
-                f"credit.score is 'sum', but {self.env_id} gives no outcome; expected 'turns'"
-            )
-        return declared
+        """The score that the environment declares."""
+        return declared_score(self.env_id, self.env)
 
 
 class Environments:
@@ -113,11 +101,11 @@ class Environments:
             self.guard(close_quietly, place.env)
 
     @contextmanager
-    def pool(self) -> Iterator[EnvPool | EnvPools]:
+    def pool(self) -> Iterator[EnvPools]:
         """Yields a pool of them, and closes it afterwards."""
         faults = FaultLog()
-        made = {n: EnvPool(p.make, p.env, faults=faults) for n, p in self.places.items()}
-        pool = EnvPools(made, faults) if len(made) > 1 else next(iter(made.values()))
+        pools = {n: EnvPool(p.make, p.env, faults=faults) for n, p in self.places.items()}
+        pool = EnvPools(pools, faults)
         try:
             yield pool
         finally:

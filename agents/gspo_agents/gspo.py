@@ -36,6 +36,7 @@ from gspo_env.config import Config, check_score, from_dict, override, to_toml, w
 from gspo_env.distributed.launch import leave_run
 from gspo_env.distributed.ranks import Ranks
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
+from gspo_env.env.registration import env_setting
 from gspo_env.errors import ConfigError
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_changed_files, check_start
@@ -43,8 +44,7 @@ from gspo_env.model.load import load_model, make_output, save_adapter, save_mode
 from gspo_env.model.threads import use_threads
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.mix import specify
-from gspo_env.rollout.pool import EnvPool, EnvPools
+from gspo_env.rollout.pool import EnvPools
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, parts, start
@@ -85,7 +85,7 @@ class GSPOAgent:
         name = model if isinstance(model, str) else model.config.name_or_path or "given"
         self.config = config or (Config(model=name) if name else Config.from_recipe())
         if env:
-            self.config = replace(self.config, env=specify(env))
+            self.config = replace(self.config, env=env_setting(env))
         check_score(self.config)
         check_ranks(self.config, ranks)
         getattr(self.config.engine, "require", lambda: None)()
@@ -402,5 +402,5 @@ class GSPOAgent:
                 if not keep_engine:
                     self.close()
 
-    def _pool(self) -> AbstractContextManager[EnvPool | EnvPools]:
+    def _pool(self) -> AbstractContextManager[EnvPools]:
         return self.environments.pool()

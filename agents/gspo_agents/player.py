@@ -19,9 +19,8 @@ from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_c
 from gspo_env.errors import ConfigError, EngineError
 from gspo_env.model.load import load_model
 from gspo_env.model.threads import use_threads
-from gspo_env.rollout.garbage import few_collections
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.runtime.loops import run, run_alone
+from gspo_env.runtime.loops import rare_garbage_collection, run, run_alone
 from gspo_env.trust import read_saved
 from gspo_env.types import Prompt, Role
 
@@ -51,7 +50,7 @@ class EngineLoop:
         async def main() -> T:
             self._loop = asyncio.get_running_loop()
             try:
-                with few_collections():
+                with rare_garbage_collection():
                     return await coroutine
             finally:
                 self._loop = None

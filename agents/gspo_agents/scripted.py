@@ -9,7 +9,7 @@ from gspo_env.env.registration import make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, refuse_failures
 from gspo_env.rollout.play import Policy, demonstrator, look
-from gspo_env.rollout.retry import play_alone
+from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.threads import in_thread
 from gspo_env.training.split import Split, hold_out, reset_of

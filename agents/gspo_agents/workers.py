@@ -6,7 +6,7 @@ A worker imports this module too, so that it imports no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,11 @@ from gspo_env.config import Config
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.env.base import TextEnvironment
 from gspo_env.env.isolated import IsolatedEnv
-from gspo_env.env.registration import make_env
+from gspo_env.env.registration import Member, make_env
 from gspo_env.errors import ConfigError
-from gspo_env.registry import name_of
+from gspo_env.registry import load_function, name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.failures import FaultLog
-from gspo_env.rollout.mix import Member
 from gspo_env.rollout.pool import EnvPool, EnvPools
 
 
@@ -45,9 +44,7 @@ def check_workers(config: Config) -> None:
             "--addresses of servers that all machines reach: those that a run starts listen on "
             "this machine only"
         )
-    from gspo_env.distributed.ray import require_ray
-
-    require_ray()
+    load_function("gspo_env.distributed.ray:require_ray", "workers")()
 
 
 @contextmanager
@@ -55,7 +52,7 @@ def open_collector(
     config: Config,
     start_engine: Callable[[], Any],
     chat: ChatTokenizer,
-    pool: EnvPool | EnvPools,
+    pool: EnvPools,
     vocab_size: int,
 ) -> Iterator[Collector]:
     """Yields what collects the episodes of a config; ends its workers afterwards.
@@ -68,39 +65,25 @@ def open_collector(
         vocab_size: Number of ids of the model.
     """
     limits = config.rollout
-    count = limits.ray_workers
-    if not count:
+    if not limits.ray_workers:
         yield Collector(start_engine(), chat, pool, limits, vocab_size)
         return
-    from gspo_env.distributed.pool import WorkerCollector, WorkerPool
-    from gspo_env.distributed.ray import RayCluster
-    from gspo_env.distributed.worker import WorkerSetup
-
-    with closing(RayCluster(count, limits.ray_address)) as cluster:
-        engine = start_engine()  # while the cluster starts
-        setup = WorkerSetup(
-            make_pool=partial(make_pool, config),
-            tokenizer=chat.tokenizer,
-            history=chat.history,
-            config=limits,
-            vocab_size=vocab_size,
-            fleet=engine.fleet,
-        )
-        cluster.connect(setup)
-        with closing(WorkerPool(cluster.start, engine, limits)) as crew:
-            yield WorkerCollector(engine, chat, pool, limits, vocab_size, crew=crew)
+    open_workers = load_function("gspo_env.distributed.ray:open_workers", "workers")
+    make = partial(make_pool, config)
+    with open_workers(start_engine, chat, pool, limits, vocab_size, make) as collector:
+        yield collector
 
 
-def make_pool(config: Config, faults: FaultLog) -> EnvPool | EnvPools:
+def make_pool(config: Config, faults: FaultLog) -> EnvPools:
     """Makes the environments of a worker."""
     isolated = config.rollout.isolation == "process"
-    made = {
+    pools = {
         member.env_id: EnvPool(
             partial(make_member, member, config), isolated=isolated, faults=faults
         )
         for member in config.environments
     }
-    return EnvPools(made, faults) if len(made) > 1 else next(iter(made.values()))
+    return EnvPools(pools, faults)
 
 
 def make_member(member: Member, config: Config) -> TextEnvironment:

@@ -163,7 +163,7 @@ class _Check:
         """Returns what training would make of the episodes."""
         declared = declared_score(self.name, self.env)
         choice = ScoreChoice(self.name, declared, "the environment declares it" if declared else "")
-        choice.see(self.played, attribute(self.env, "gives_outcome", None))
+        choice.see(self.played)
         ended = [e.turns[-1].info for e in self.played if e.turns and e.stop_reason in ENDED]
         said = all(info.success is not None for info in ended)
         return Checked(

@@ -17,9 +17,9 @@ from typing import Annotated, Any, NoReturn
 import tyro
 
 from gspo_env.config import Config, from_dict, override, read_toml, resolve
+from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
-from gspo_env.rollout.mix import add_kwargs, written
 from gspo_env.tracking.base import flatten
 from gspo_env.trust import read_saved
 
@@ -288,7 +288,7 @@ def _with_score_of_file(config: Config, start: _Start) -> Config:
     if start.config and start.env:
         logger.warning(
             "credit.score is %r, as in %s; --score auto takes that of %s",
-            *(score, start.config, written(start.env)),
+            *(score, start.config, format_env(start.env)),
         )
     return config
 

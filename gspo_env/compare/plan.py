@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gspo_env.config import Config, check_score, override, resolve, to_dict
+from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError
-from gspo_env.rollout.mix import label
 
 _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
 """Fields that no arm may change: they decide the tasks, or the comparison sets them."""

@@ -79,24 +79,24 @@ class ScoreChoice:
         """Notes whether the episodes have to decide."""
         self._given = self.score is not None
 
-    def see(self, episodes: Sequence[Episode], gives_outcome: bool | None = None) -> bool:
+    def see(self, episodes: Sequence[Episode]) -> bool:
         """Takes further episodes into account.
 
         Args:
             episodes: Every episode of a step, of all groups.
-            gives_outcome: Whether finished episodes of the environment have an outcome, if known.
 
         Returns:
             Whether these episodes decided the score.
 
         Raises:
-            ConfigError: The score is `sum`, and no episode has an outcome of its own.
+            ConfigError: The score is `sum`, and no terminated episode has an outcome of its own.
         """
         turns, outcomes = contents(episodes)
         news = turns and not self._turns, outcomes and not self._outcomes
         self._turns |= turns
-        self._outcomes |= outcomes or gives_outcome is True
-        if self.score == "sum" and not self._outcomes:
+        self._outcomes |= outcomes
+        terminated = any(episode.terminated for episode in episodes)
+        if self.score == "sum" and terminated and not self._outcomes:
             raise ConfigError(
                 f"the score is 'sum', but the episodes of {self.env_id} have no outcome of their "
                 "own; expected 'turns', or an environment that sets info['episodic_reward'] on the "
@@ -163,12 +163,11 @@ class Scores:
         """The score of each environment, `turns` before it is decided."""
         return {env_id: choice.score or "turns" for env_id, choice in self.choices.items()}
 
-    def see(self, groups: Sequence[Group], gives_outcome: Mapping[str, bool | None]) -> str:
+    def see(self, groups: Sequence[Group]) -> str:
         """Takes further episodes into account; see `ScoreChoice.see`.
 
         Args:
             groups: The groups of a step.
-            gives_outcome: Whether finished episodes have an outcome, by environment.
 
         Returns:
             The reasons of scores that these episodes decided; empty if none.
@@ -179,7 +178,7 @@ class Scores:
         reasons = []
         for env_id, choice in self.choices.items():
             own = [e for g in groups if g.task.env_id == env_id for e in g.episodes]
-            if own and choice.see(own, gives_outcome.get(env_id)):
+            if own and choice.see(own):
                 several = f"{env_id} has the score {choice.score!r}: "
                 reasons.append((several if len(self.choices) > 1 else "") + choice.reason)
         return "; ".join(reasons)

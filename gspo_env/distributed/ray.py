@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,16 @@ from gspo_env.errors import MissingExtraError, RolloutError
 from gspo_env.runtime.processes import Guard, PrivateFolder, spawn
 
 if TYPE_CHECKING:
-    from gspo_env.distributed.worker import GroupRequest, Lines, WorkerSetup, WorkerStatus
+    from gspo_env.chat.transcript import ChatTokenizer
+    from gspo_env.distributed.worker import Lines, WorkerSetup, WorkerStatus
     from gspo_env.engines.vllm.requests import ServerList
+    from gspo_env.rollout.collector import Collector, RolloutRequest
+    from gspo_env.rollout.failures import FaultLog
+    from gspo_env.rollout.pool import EnvPools
+    from gspo_env.rollout.settings import RolloutConfig
 
 _TOKEN = secrets.token_hex(32)
-"""Only who knows it can use a cluster that this process starts. Ray keeps the first one it reads.
-"""
+"""The key of the clusters that this process starts. Ray keeps the first one that it reads."""
 _MEMORY = 128 * 2**20
 """Bytes of shared memory for the messages of a local cluster; more go to its private folder."""
 _START = 120.0
@@ -52,6 +56,44 @@ def require_ray() -> None:
         raise MissingExtraError(
             "the workers need Ray, which is not installed: pip install 'gspo-env[ray]'"
         )
+
+
+@contextlib.contextmanager
+def open_workers(
+    start_engine: Callable[[], Any],
+    chat: ChatTokenizer,
+    pool: EnvPools,
+    limits: RolloutConfig,
+    vocab_size: int,
+    make_pool: Callable[[FaultLog], EnvPools],
+) -> Iterator[Collector]:
+    """Yields a collector whose episodes are played by Ray actors, which it ends afterwards.
+
+    Args:
+        start_engine: Returns the engine.
+        chat: Renders the conversations.
+        pool: The environments of this process.
+        limits: The settings.
+        vocab_size: Number of ids of the model.
+        make_pool: See `WorkerSetup.make_pool`.
+    """
+    from gspo_env.distributed.pool import WorkerCollector, WorkerPool
+    from gspo_env.distributed.worker import WorkerSetup
+
+    cluster = RayCluster(limits.ray_workers, limits.ray_address)
+    with contextlib.closing(cluster):
+        engine = start_engine()  # while the cluster starts
+        setup = WorkerSetup(
+            make_pool=make_pool,
+            tokenizer=chat.tokenizer,
+            history=chat.history,
+            config=limits,
+            vocab_size=vocab_size,
+            servers=engine.fleet,
+        )
+        cluster.connect(setup)
+        with contextlib.closing(WorkerPool(cluster.start, engine, limits)) as workers:
+            yield WorkerCollector(engine, chat, pool, limits, vocab_size, workers=workers)
 
 
 class RayCluster:
@@ -82,24 +124,25 @@ class RayCluster:
     def _spawn(self, place: Path, count: int) -> Guard:
         (place / "token").write_text(_TOKEN)
         self._set(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(place / "token"))
-        own = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+        variables = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+        variables.pop("RAY_ADDRESS", None)
         command = [sys.executable, "-m", __name__, str(place), str(count)]
         with (place / "head.log").open("wb") as log:
-            return spawn(command, log=log, env={**own, "RAY_USAGE_STATS_ENABLED": "0"}, grace=1.0)
+            return spawn(command, log=log, env=variables, grace=1.0)
 
     def _set(self, **variables: str) -> None:
-        """Sets variables of the process environment until the end of the connection."""
+        """Sets environment variables of this process until the connection ends."""
         self._variables = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
 
     def connect(self, setup: WorkerSetup) -> None:
-        """Waits for the cluster, connects to it, and gives it what its workers are made from.
+        """Waits for the cluster, connects to it, and stores what its workers are made from.
 
         Raises:
             RolloutError: It has not started in time, or Ray cannot connect.
         """
         address = self._address or self._wait()
-        with _own_signals():
+        with _keep_signals():
             import ray
 
             try:
@@ -113,9 +156,9 @@ class RayCluster:
         """Returns the address of the local cluster."""
         assert self._folder is not None
         assert self._guard is not None
-        found = self._folder.path / _HEAD
+        address = self._folder.path / _HEAD
         deadline = time.monotonic() + _START
-        while not found.exists():
+        while not address.exists():
             if self._guard.process.poll() is not None or time.monotonic() > deadline:
                 log = (self._folder.path / "head.log").read_text(errors="replace").splitlines()
                 raise RolloutError(
@@ -123,14 +166,14 @@ class RayCluster:
                     f"{log[-1] if log else 'none'}"
                 )
             time.sleep(0.05)
-        return found.read_text()
+        return address.read_text()
 
     def start(self, number: int) -> RayHandle:
         """Starts a worker; returns at once."""
         as_actor = self._ray.remote(
             num_cpus=1,
             max_concurrency=_CALLS,
-            concurrency_groups={"beats": 4},
+            concurrency_groups={"status": 4},
             max_restarts=0,
             max_task_retries=0,
             scheduling_strategy="SPREAD",
@@ -158,11 +201,11 @@ class RayHandle:
     def __init__(self, ray: Any, actor: Any, *, local: bool) -> None:
         self._ray, self._actor, self._local = ray, actor, local
 
-    async def play(self, order: GroupRequest) -> bytes:
+    async def play(self, request: RolloutRequest, servers: ServerList) -> bytes:
         """Plays a group."""
         from gspo_env.distributed.pool import WorkerDied
 
-        reference = self._actor.play.remote(order)
+        reference = self._actor.play.remote(request, servers)
         try:
             data: bytes = await reference
         except asyncio.CancelledError:
@@ -174,13 +217,13 @@ class RayHandle:
             raise WorkerDied(_reason(error)) from error
         return data
 
-    def beat(self, fleet: ServerList) -> Future[WorkerStatus]:
-        """Asks for a pulse, on another event loop than that of the episodes."""
-        call = self._actor.beat.options(concurrency_group="beats")
-        pulse: Future[WorkerStatus] = call.remote(fleet).future()
-        return pulse
+    def status(self, servers: ServerList) -> Future[WorkerStatus]:
+        """Requests the status, on another event loop than that of the episodes."""
+        call = self._actor.status.options(concurrency_group="status")
+        status: Future[WorkerStatus] = call.remote(servers).future()
+        return status
 
-    def why(self, error: BaseException) -> str:
+    def reason(self, error: BaseException) -> str:
         """Returns why a call failed."""
         return _reason(error)
 
@@ -190,7 +233,7 @@ class RayHandle:
         return lines
 
     def kill(self, pid: int = 0) -> None:
-        """Ends the process; with its id also one that is stopped and does not hear Ray."""
+        """Ends the process; with its id also one that is stopped and does not react to Ray."""
         with contextlib.suppress(Exception):  # it has ended
             self._ray.kill(self._actor)
         if self._local and pid:
@@ -206,27 +249,27 @@ class _Actor:
 
         self._worker = Worker(setup)
 
-    async def play(self, order: GroupRequest) -> bytes:
-        return await self._worker.play(order)
+    async def play(self, request: RolloutRequest, servers: ServerList) -> bytes:
+        return await self._worker.play(request, servers)
 
-    async def beat(self, fleet: ServerList) -> WorkerStatus:
-        return self._worker.beat(fleet)
+    async def status(self, servers: ServerList) -> WorkerStatus:
+        return self._worker.status(servers)
 
     async def close(self) -> Lines:
         return self._worker.close()
 
 
 def _reason(error: BaseException) -> str:
-    """Returns what Ray says of a death, in one sentence; it says much more."""
+    """Returns the cause of a death in one sentence, out of Ray's long message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if getattr(error, "actor_init_failed", False):
         return lines[-1]  # of the traceback
-    found = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", " ".join(lines))
-    return found[1] if found else " ".join(lines)[:300]
+    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", " ".join(lines))
+    return detail[1] if detail else " ".join(lines)[:300]
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
+def _keep_signals() -> Iterator[None]:
     """Keeps the handler of SIGTERM, which Ray replaces."""
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
@@ -251,9 +294,9 @@ def main() -> None:
         configure_logging=False,
         _temp_dir=place,
     )
-    made = Path(place, f"{_HEAD}.new")
-    made.write_text(context.address_info["gcs_address"])
-    made.rename(Path(place, _HEAD))
+    address = Path(place, f"{_HEAD}.new")
+    address.write_text(context.address_info["gcs_address"])
+    address.rename(Path(place, _HEAD))
     threading.Event().wait()
 
 

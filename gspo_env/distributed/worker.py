@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,9 +25,7 @@ from gspo_env.env.tools import Tool
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.failures import FaultLog
-from gspo_env.rollout.gate import Gate
-from gspo_env.rollout.pool import EnvPool, EnvPools
-from gspo_env.rollout.progress import Heartbeat
+from gspo_env.rollout.pool import EnvPools
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Episode, Fault, Group, Task
 
@@ -35,62 +34,38 @@ logger = logging.getLogger(__name__)
 Lines = tuple[tuple[int, str], ...]
 """Lines of a log, each with its level."""
 
-_MOST_LINES = 100
-"""Most lines of the log that a worker keeps until the trainer takes them."""
+_MAX_LINES = 100
+"""Lines of the log that a worker keeps until the trainer takes them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSetup:
     """What a worker is made from."""
 
-    make_pool: Callable[[FaultLog], EnvPool | EnvPools]
+    make_pool: Callable[[FaultLog], EnvPools]
     """Makes the pool of environments with a log of failures; it can be pickled."""
     tokenizer: Any
     history: History
     """See `ChatTokenizer`."""
     config: RolloutConfig
     vocab_size: int | None
-    fleet: ServerList
+    servers: ServerList
     """The servers at the start."""
     folder: str = field(default_factory=os.getcwd)
-    """Working folder of the trainer, which a worker on the same machine takes over."""
+    """Working folder of the trainer, which a worker on the same machine also uses."""
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
     """Where the trainer imports from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupRequest:
-    """A group for a worker to play."""
-
-    job: RolloutRequest
-    fleet: ServerList
-    gives_outcome: bool | None
-    """What the trainer knows; see `EnvPool.gives_outcome`."""
-    counts: bool = True
-    """Whether the time of its episodes is given back; see `Played.seconds`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Played:
-    """What a worker gives back for an order."""
-
-    group: Group
-    unfit: tuple[int, ...] = ()
-    """Tokens of each first prompt that did not fit."""
-    seconds: float = 0.0
-    """Time of the episodes in flight that count, since the last such group was given back, added
-    up."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerStatus:
-    """What a worker says of itself."""
+    """The state of a worker."""
 
     pid: int
     idle: float
-    """Seconds since one of its episodes came further."""
+    """Seconds since one of its episodes last made progress."""
     stalled: float
-    """Seconds since its event loop turned."""
+    """Seconds since its event loop last ran."""
     waits: str
     """What its episodes wait for."""
     failed: Mapping[ServerAddress, str] = field(default_factory=dict)
@@ -107,49 +82,40 @@ class Worker:
         sys.path += [place for place in setup.path if place not in sys.path]
         with contextlib.suppress(OSError):  # another machine may not have the folder
             os.chdir(setup.folder)
-        self._lines = _Lines()
+        self._lines = _LogLines()
         logging.getLogger("gspo_env").addHandler(self._lines)
-        most = setup.config.worker_episodes
-        self._engine = ServerClient(setup.fleet, most)
-        chat = ChatTokenizer(setup.tokenizer, history=setup.history)
-        self._pool = setup.make_pool(_Unlogged())
-        self._collector = Collector(self._engine, chat, self._pool, setup.config, setup.vocab_size)
-        self._gate = Gate(most)
-        self._counted = self._gate.part()
-        # the trainer's log says who is waited for
-        self._collector._heartbeat = Heartbeat(lambda: 0.0, str)
-        self._playing = 0
-        self._turned = time.monotonic()
-        self._turning: asyncio.Task[None] | None = None
+        slots = setup.config.worker_episodes
+        self._engine = ServerClient(setup.servers, slots)
+        self._pool = setup.make_pool(_SilentFaultLog())
+        self.collector = Collector(
+            self._engine,
+            ChatTokenizer(setup.tokenizer, history=setup.history),
+            self._pool,
+            setup.config,
+            setup.vocab_size,
+            stall_seconds=threading.TIMEOUT_MAX,  # the trainer's log says what is waited for
+        )
+        self._gate = asyncio.Semaphore(slots)
+        self._loop_ran = time.monotonic()
+        self._ticking: asyncio.Task[None] | None = None
 
-    async def play(self, order: GroupRequest) -> bytes:
-        """Plays a group; returns a pickled `Played`."""
-        self._engine.see(order.fleet)
-        if order.gives_outcome is not None:
-            self._pool.of(order.job.task.env_id).gives_outcome = order.gives_outcome
-        self._turning = self._turning or asyncio.create_task(self._turn())
-        self._playing += 1
+    async def play(self, request: RolloutRequest, servers: ServerList) -> bytes:
+        """Plays a group on the servers of the moment; returns it as `to_bytes` does."""
+        self._engine.see(servers)
+        self._ticking = self._ticking or asyncio.create_task(self._tick())
         try:
-            gate = self._counted if order.counts else self._gate
-            group = await self._collector.play(order.job, gate)
+            return to_bytes(await self.collector.play(request, self._gate))
         except Exception as error:
             raise _sendable(error) from None
-        finally:
-            self._playing -= 1
-        unfit = tuple(self._collector._unfit)
-        self._collector._unfit.clear()
-        seconds = self._counted.episode_seconds() if order.counts else 0.0
-        return to_bytes(Played(group=group, unfit=unfit, seconds=seconds))
 
-    def beat(self, fleet: ServerList) -> WorkerStatus:
-        """Takes over which servers serve, and says what the episodes wait for; from any thread."""
-        self._engine.see(fleet)
-        waits = self._collector._waits
+    def status(self, servers: ServerList) -> WorkerStatus:
+        """Takes over which servers serve, and returns the state; from any thread."""
+        self._engine.see(servers)
         return WorkerStatus(
             pid=os.getpid(),
-            idle=waits.idle(),
-            stalled=time.monotonic() - self._turned if self._turning else 0.0,
-            waits=waits.describe(),
+            idle=self.collector.idle(),
+            stalled=time.monotonic() - self._loop_ran if self._ticking else 0.0,
+            waits=self.collector.describe(),
             failed=self._engine.take_failed(),
             lines=self._lines.take(),
         )
@@ -160,9 +126,9 @@ class Worker:
         logging.getLogger("gspo_env").removeHandler(self._lines)
         return self._lines.take()
 
-    async def _turn(self) -> None:
+    async def _tick(self) -> None:
         while True:
-            self._turned = time.monotonic()
+            self._loop_ran = time.monotonic()
             await asyncio.sleep(1.0)
 
 
@@ -176,23 +142,16 @@ def _sendable(error: Exception) -> Exception:
     return error
 
 
-def to_bytes(played: Played) -> bytes:
-    """Pickles a group.
+def to_bytes(group: Group) -> bytes:
+    """Pickles a group for `pickle.loads`.
 
     Tools arrive as their descriptions. Keys of `info` that cannot be pickled arrive as their
-    `repr`, as they do from an environment in a process of its own.
+    `repr`, as they do from an environment in its own process.
     """
     try:
-        return _pickled(played)
+        return _pickled(group)
     except Exception:  # what an object raises when it is pickled is its own affair
-        episodes = tuple(map(_plain, played.group.episodes))
-        return _pickled(replace(played, group=replace(played.group, episodes=episodes)))
-
-
-def from_bytes(data: bytes) -> Played:
-    """Inverse of `to_bytes`."""
-    played: Played = pickle.loads(data)
-    return played
+        return _pickled(replace(group, episodes=tuple(map(_plain, group.episodes))))
 
 
 class _Pickler(pickle.Pickler):
@@ -229,26 +188,26 @@ def _shown(extra: Mapping[str, Any]) -> dict[str, Any]:
     return shown
 
 
-class _Unlogged(FaultLog):
-    """Says nothing: the trainer logs and counts the failures, which come with the episodes."""
+class _SilentFaultLog(FaultLog):
+    """Logs nothing: the trainer logs and counts the failures, which come with the episodes."""
 
     def note(self, task: Task, fault: Fault) -> None:
         """Does nothing."""
 
 
-class _Lines(logging.Handler):
+class _LogLines(logging.Handler):
     """Keeps warnings and errors for the trainer's log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kept: list[tuple[int, str]] = []
+        self._lines: list[tuple[int, str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps a line; drops it if nobody has taken the others for long."""
-        if len(self._kept) < _MOST_LINES:
-            self._kept.append((record.levelno, record.getMessage()))
+        if len(self._lines) < _MAX_LINES:
+            self._lines.append((record.levelno, record.getMessage()))
 
     def take(self) -> Lines:
         """Returns the lines since the last call."""
-        kept, self._kept = self._kept, []
-        return tuple(kept)
+        lines, self._lines = self._lines, []
+        return tuple(lines)

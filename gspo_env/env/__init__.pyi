@@ -1,6 +1,7 @@
 from .base import Action as Action
 from .base import TextEnv as TextEnv
 from .base import TextEnvironment as TextEnvironment
+from .base import UnicodeText as UnicodeText
 from .base import clean as clean
 from .base import extract_tag as extract_tag
 from .info import parse_reset as parse_reset
@@ -10,7 +11,6 @@ from .isolated import IsolatedEnv as IsolatedEnv
 from .registration import describe_envs as describe_envs
 from .registration import make_env as make_env
 from .registration import resolve_env as resolve_env
-from .spaces import UnicodeText as UnicodeText
 from .tool_env import ToolEnv as ToolEnv
 from .tools import Tool as Tool
 from .tools import ToolCall as ToolCall

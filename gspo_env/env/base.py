@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import gymnasium
+import numpy as np
+from gymnasium.spaces import Text
+from numpy.typing import NDArray
 
-from gspo_env.env.spaces import UnicodeText
 from gspo_env.errors import ConfigError, EnvironmentContractError
 from gspo_env.runtime.loops import make_synchronous
 from gspo_env.types import Message
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 MAX_TEXT_LENGTH = 16384
 MAX_OBSERVATION = 1_000_000
 """Maximum characters of any text of an environment; a longer one is a failure of its episode."""
+
+_SAMPLE_CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " "
+_SAMPLE_LENGTH = 32
 
 METHODS = (
     *("reset", "step", "close", "render", "expert_action"),
@@ -65,6 +71,56 @@ class Action(str):
         return action
 
 
+class UnicodeText(Text):
+    """Any Unicode text from `min_length` to `max_length` characters.
+
+    `gymnasium.spaces.Text` holds only text over a listed character set. Here `characters` is the
+    printable ASCII that `sample` draws from; `contains` checks only the length.
+
+    Args:
+        max_length: Maximum length in characters, inclusive.
+        min_length: Minimum length in characters, inclusive.
+        seed: Seed of `sample`.
+    """
+
+    def __init__(
+        self, max_length: int, min_length: int = 0, *, seed: int | np.random.Generator | None = None
+    ) -> None:
+        """Sets the bounds."""
+        super().__init__(max_length, min_length=min_length, charset=_SAMPLE_CHARACTERS, seed=seed)
+
+    def sample(
+        self,
+        mask: tuple[int | None, NDArray[np.int8] | None] | None = None,
+        probability: tuple[int | None, NDArray[np.float64] | None] | None = None,
+    ) -> str:
+        """Draws a short printable text; `mask` and `probability` work as in `Text.sample`."""
+        if mask is None and probability is None:
+            longest = max(self.min_length, min(self.max_length, _SAMPLE_LENGTH))
+            mask = (int(self.np_random.integers(self.min_length, longest + 1)), None)
+        return super().sample(mask, probability)
+
+    def contains(self, x: Any) -> bool:
+        """Returns whether `x` is text of an allowed length."""
+        return isinstance(x, str) and self.min_length <= len(x) <= self.max_length
+
+    def __eq__(self, other: object, /) -> bool:
+        """Returns whether `other` contains the same texts."""
+        return (
+            isinstance(other, UnicodeText)
+            and self.min_length == other.min_length
+            and self.max_length == other.max_length
+        )
+
+    def __hash__(self) -> int:
+        """Hashes the bounds, which `__eq__` compares."""
+        return hash((UnicodeText, self.min_length, self.max_length))
+
+    def __repr__(self) -> str:
+        """Shows the bounds."""
+        return f"UnicodeText({self.max_length}, min_length={self.min_length})"
+
+
 class TextEnv(gymnasium.Env[str, str]):
     """A Gymnasium environment whose observations and actions are text.
 
@@ -85,13 +141,14 @@ class TextEnv(gymnasium.Env[str, str]):
     blocking: bool | None = None
     """False if `reset` and `step` never block. All other environments run in threads, where the
     order of episodes, and so the rounding of a batch, is not reproducible."""
-    gives_outcome: bool | None = None
-    """Whether finished episodes have an `episodic_reward`; None infers it from the first ones."""
+    gives_outcome: bool = False
+    """Whether finished episodes have an `episodic_reward`. Then an episode that the rollout cut has
+    `outcome_if_cut`, else the sum of its rewards."""
     gives_reward: bool | None = None
     """False if no step ever has a reward and no episode an outcome: nothing can be learned."""
     outcome_if_cut: float = 0.0
-    """Outcome of an episode that the rollout cut, if finished ones have an `episodic_reward`. It
-    must not exceed the worst outcome of a finished episode, or the policy learns to be cut."""
+    """Outcome of an episode that the rollout cut, with `gives_outcome`. It must not exceed the
+    worst outcome of a finished episode, or the policy learns to be cut."""
     credit_score: Literal["turns", "outcome", "sum"] | None = None
     """Rewards that estimators of returns learn from: those of the turns, the outcome at the last
     turn, or the sum of both; None infers it from the first episodes of a run."""

@@ -116,20 +116,12 @@ def check_length(env: TextEnvironment, env_id: str, method: str, observation: st
 def declared_score(env_id: str, env: TextEnvironment) -> Score | None:
     """Returns the score that an environment declares, looked up through its wrappers.
 
-    An environment that declares that it gives no outcome has only the rewards of its turns.
-
     Raises:
-        EnvironmentContractError: `credit_score` is not a score, or is `sum` without outcomes.
+        EnvironmentContractError: `credit_score` is not a score.
     """
     score: Score | None = attribute(env, "credit_score", None)
-    without = attribute(env, "gives_outcome", None) is False
-    if score is None:
-        return "turns" if without else None
-    if score not in get_args(Score):
-        expected = f"one of {get_args(Score)}"
-        raise _fault(env_id, "credit_score", score, expected)
-    if score == "sum" and without:
-        raise _fault(env_id, "credit_score", score, "'turns', because gives_outcome is False")
+    if score is not None and score not in get_args(Score):
+        raise _fault(env_id, "credit_score", score, f"one of {get_args(Score)}")
     return score
 
 

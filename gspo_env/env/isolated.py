@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from gspo_env import errors
-from gspo_env.env.base import Action, Options, ResetResult, StepResult, TextEnv
+from gspo_env.env.base import Action, Options, ResetResult, StepResult, TextEnv, UnicodeText
 from gspo_env.env.pipe import receive, send
-from gspo_env.env.spaces import UnicodeText
 from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentCrashError, EnvironmentHangError, ForeignError
 

@@ -6,12 +6,13 @@ import difflib
 import importlib
 import inspect
 import logging
+import math
 import os
 import re
 import reprlib
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -19,8 +20,7 @@ import gymnasium
 from gymnasium.envs.registration import load_env_creator, registry
 from gymnasium.spaces import Text
 
-from gspo_env.env.base import MAX_OBSERVATION, METHODS
-from gspo_env.env.spaces import UnicodeText
+from gspo_env.env.base import MAX_OBSERVATION, METHODS, UnicodeText
 from gspo_env.errors import (
     ConfigError,
     EnvironmentContractError,
@@ -66,6 +66,13 @@ _AGENTS = {
     "gspo": "gspo_agents.gspo:GSPOAgent",
     "scripted": "gspo_agents.scripted:ScriptedAgent",
 }
+_ENTRY = re.compile(
+    r"(?:(?P<name>[\w.-]+)=)?(?P<spec>.+?)(?::(?P<weight>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?))?",
+    re.DOTALL,
+)
+_NAME = re.compile(r"[\w.-]+")
+_RESERVED = ("forks", "option", "reward", "stop")
+"""Names of metrics of ours that follow `rollout/` or `eval/`."""
 _OURS: dict[str, None] = {}
 
 
@@ -317,3 +324,155 @@ def _near(spec: str) -> str:
     if spec.startswith("gspo/") or not spec:
         return known
     return f"{known} MODULE:{spec} imports a module that registers it."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One of the environments that a run trains on."""
+
+    spec: str
+    """See `resolve_env`."""
+    name: str = ""
+    """Its name in tasks, metrics and arguments; empty if it is the only one."""
+    weight: float = 1.0
+    """Its share of the training tasks, relative to the weights of the others."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Its arguments."""
+
+    @property
+    def env_id(self) -> str:
+        """The `env_id` of its tasks: the registered id of an only environment, else the name.
+
+        Raises:
+            UnknownEnvironmentError: Nothing has the name of the specification.
+        """
+        registered = resolve_env(self.spec)
+        return self.name or registered
+
+
+def env_setting(env: Any) -> str | tuple[str, ...]:
+    """Returns the setting `env` for specifications or classes, which get ids; see `resolve_env`.
+
+    Raises:
+        ConfigError: One of them is neither text nor the class of an environment.
+    """
+    if isinstance(env, (list, tuple)):
+        return tuple(one if isinstance(one, str) else resolve_env(one) for one in env)
+    return env if isinstance(env, str) else resolve_env(env)
+
+
+def read_members(
+    env: str | Sequence[str], kwargs: Mapping[str, Any] | None = None
+) -> tuple[Member, ...]:
+    """Returns the environments that the settings `env` and `env_kwargs` of a run name.
+
+    Args:
+        env: A specification, or several entries `[NAME=]SPEC[:WEIGHT]`. The name of an entry
+            without one is the last part of its specification; its weight is 1.
+        kwargs: The arguments; those of each environment by its name if there are several.
+
+    Raises:
+        ConfigError: A weight is not above 0, a name is not unique, or arguments have another name.
+
+    Example:
+        >>> [(m.name, m.weight) for m in read_members(["gspo/Lookup-v0:0.7", "w=words.py:Words"])]
+        [('Lookup-v0', 0.7), ('w', 1.0)]
+    """
+    kwargs = kwargs or {}
+    entries = [env] if isinstance(env, str) else list(env)
+    members = [_read_entry(entry) for entry in entries]
+    if len(members) == 1:
+        return (Member(spec=members[0].spec, kwargs=kwargs),)
+    if not members:
+        raise ConfigError("env is empty; expected at least one environment")
+    names = [member.name for member in members]
+    _check_names(names, entries)
+    for name, arguments in kwargs.items():
+        if name not in names or not isinstance(arguments, Mapping):
+            raise ConfigError(
+                f"env_kwargs has {name!r}; expected a table for one of {', '.join(names)}, as in "
+                f"--env-kwargs {names[0]}.KEY=VALUE"
+            )
+    return tuple(
+        Member(spec=m.spec, name=m.name, weight=m.weight, kwargs=kwargs.get(m.name, {}))
+        for m in members
+    )
+
+
+def _check_names(names: Sequence[str], entries: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"env has two environments {name!r}; expected different names, such as "
+                f"a={entries[0]} b={entries[1]}"
+            )
+        if not _NAME.fullmatch(name) or name in _RESERVED:
+            raise ConfigError(
+                f"env has the name {name!r}; expected letters, digits and '_.-', and none of "
+                f"{', '.join(_RESERVED)}: write NAME={name or 'SPEC'}"
+            )
+
+
+def format_env(env: str | Sequence[str]) -> str:
+    """Returns the environments of a run in the form of the flag `--env`."""
+    return env if isinstance(env, str) else " ".join(env)
+
+
+def label(env: str | Sequence[str]) -> str:
+    """Returns a short name of the environments of a run, such as `Lookup-v0+Wordle-v0`."""
+    names = [last_part(m.spec) if not m.name else m.name for m in read_members(env)]
+    return "+".join(names) if len(names) <= 3 else f"{names[0]}+{len(names) - 1}"
+
+
+def add_kwargs(
+    old: Mapping[str, Any], new: Mapping[str, Any], env: str | Sequence[str]
+) -> dict[str, Any]:
+    """Returns arguments with others added, which replace those of the same name.
+
+    Args:
+        old: The arguments.
+        new: The others; with several environments, `NAME.KEY` is the argument of one of them.
+        env: The environments.
+    """
+    if len(read_members(env)) == 1:
+        return {**old, **new}
+    merged = dict(old)
+    for key, value in new.items():
+        name, dot, argument = key.rpartition(".")  # the name of an argument has no dot
+        name, value = (name, {argument: value}) if dot else (key, value)
+        previous = merged.get(name, {})
+        both_are_tables = isinstance(previous, Mapping) and isinstance(value, Mapping)
+        merged[name] = {**previous, **value} if both_are_tables else value
+    return merged
+
+
+def moved_only(old: str | Sequence[str], new: str | Sequence[str]) -> bool:
+    """Returns whether environments differ at most in where their classes are defined."""
+
+    def parts(env: str | Sequence[str]) -> Iterator[tuple[str, float, str]]:
+        for member in read_members(env):
+            file, _, name = member.spec.rpartition(":")
+            name = name if file.endswith(".py") else class_of(member.spec)
+            yield member.name, member.weight, f"class {name}" if name else member.spec
+
+    return list(parts(old)) == list(parts(new))
+
+
+def last_part(spec: str) -> str:
+    """Returns the last part of a specification.
+
+    Example:
+        >>> last_part("gspo/Lookup-v0"), last_part("folder/shop.py:Shop")
+        ('Lookup-v0', 'Shop')
+    """
+    return spec.rpartition(":")[2].rpartition("/")[2]
+
+
+def _read_entry(entry: str) -> Member:
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
+        raise ConfigError(f"env is {entry!r}; expected an id, 'module:id' or 'file.py:Class'")
+    weight = float(match["weight"] or 1.0)
+    if not 0 < weight < math.inf:
+        raise ConfigError(f"env is {entry!r}; expected a weight above 0")
+    return Member(spec=match["spec"], name=match["name"] or last_part(match["spec"]), weight=weight)

@@ -35,7 +35,7 @@ from gspo_env.recipes.imitate import Imitate
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.failures import FaultLog, refuse_failures
 from gspo_env.rollout.play import Policy, PolicyOutput, demonstrator, look
-from gspo_env.rollout.retry import play_alone
+from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, StopReason, Task, Turn

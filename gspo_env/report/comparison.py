@@ -17,10 +17,10 @@ from gspo_env.compare.areas import areas as areas_of
 from gspo_env.compare.areas import by_arm, curves
 from gspo_env.compare.sequential import Difference
 from gspo_env.config import to_toml
+from gspo_env.env.registration import format_env
 from gspo_env.episodes import page_html
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.report.comparison_figure import curves_figure
-from gspo_env.rollout.mix import written
 from gspo_env.types import BoolArray, FloatArray
 
 _TAIL = 0.1
@@ -217,13 +217,14 @@ def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
     texts = {
         arm: f"{_many(e, 'episode')} and {_many(u, 'update')}" for arm, (e, u) in budgets.items()
     }
-    text = f"`{written(comparison.problems[name].env)}`, {texts[rows[0].arm.name]} a run"
+    text = f"`{format_env(comparison.problems[name].env)}`, {texts[rows[0].arm.name]} a run"
     if len(set(texts.values())) > 1:
         listed = "; ".join(f"{arm}: {length}" for arm, length in texts.items())
         first, last = rows[0].episodes[0], rows[0].episodes[-1]
         text = (
-            f"`{written(comparison.problems[name].env)}`. Runs have different lengths ({listed}), "
-            f"so everything is compared from episode {first:,.0f} to {last:,.0f}, which all have. "
+            f"`{format_env(comparison.problems[name].env)}`. Runs have different lengths "
+            f"({listed}), so everything is compared from episode {first:,.0f} to {last:,.0f}, "
+            "which all have. "
             "Between its evaluations, a run is read off a straight line"
         )
     other = [row.arm.name for row in rows if not comparison.same_start(name, row.arm)]

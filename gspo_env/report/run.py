@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.config import Config
+from gspo_env.env.registration import format_env
 from gspo_env.health.collapse import EvalSnapshot, may_be_chance
 from gspo_env.redaction import redact
 from gspo_env.registry import name_of
-from gspo_env.rollout.mix import written
 from gspo_env.tracking.multi import parts
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -37,7 +37,7 @@ def opening(config: Config, env_id: str, model: Any, folder: Path, how_to_look: 
     size, tasks = config.rollout.group_size, config.tasks_per_step
     tracker = ", ".join(parts(config.tracker))
     rows = {
-        "environment": (env_id if isinstance(config.env, str) else written(config.env))
+        "environment": (env_id if isinstance(config.env, str) else format_env(config.env))
         + _arguments(config.env_kwargs),
         "model": f"{config.model or name_of('recipe', config.recipe)}, {_describe(model)}",
         "device": f"{_device(model)}, engine {name_of('engine', config.engine)}",

@@ -1,6 +1,5 @@
 from .collector import Collector as Collector
 from .collector import RolloutRequest as RolloutRequest
-from .gate import Gate as Gate
 from .metrics import EpisodeStats as EpisodeStats
 from .metrics import Evaluation as Evaluation
 from .metrics import RolloutStats as RolloutStats

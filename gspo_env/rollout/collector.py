@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.engines.base import (
-    Engine,
-    NamedTensors,
-)
-from gspo_env.rollout.draw import TaskRedraw
+from gspo_env.engines.base import Engine, NamedTensors
+from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.rollout.failures import refuse_failures
-from gspo_env.rollout.play import ENDED, conclude
 from gspo_env.rollout.policy import EnginePolicy
-from gspo_env.rollout.pool import EnvPool, EnvPools
-from gspo_env.rollout.progress import Heartbeat, Waits
-from gspo_env.rollout.retry import play_again, play_pooled
+from gspo_env.rollout.pool import EnvPool, EnvPools, play_again, play_pooled
+from gspo_env.rollout.progress import STALL_SECONDS, Heartbeat, Progress
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.rollout.stragglers import EpisodeDurations
-from gspo_env.seeding import derive_seed
-from gspo_env.types import Episode, Group, Task
+from gspo_env.seeding import HELD_OUT, derive_seed
+from gspo_env.types import Episode, Group, ResetInfo, StopReason, Task
 
 logger = logging.getLogger(__name__)
+
+_MAX_REDRAWS = 100
+"""Maximum tasks that are drawn for one group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +38,32 @@ class RolloutRequest:
     temperature: float
     held_out: Mapping[str, Collection[str]] = field(default_factory=dict)
     """See `Collector.collect`."""
-    straggler_quantile: float = 1.0
-    """See `gspo_env.rollout.SupplyConfig.straggler_quantile`."""
+
+
+class TaskRedraw:
+    """The task of a group, drawn again while its key is held out.
+
+    The next seed follows from the last one, so all episodes of a group find the same task in any
+    order. Only the first episode that meets a held-out task draws; the others follow.
+    """
+
+    def __init__(self, task: Task, held_out: Collection[str]) -> None:
+        self.task, self.count, self._held_out = task, 0, held_out
+
+    def __call__(self, task: Task, reset: ResetInfo) -> Task | None:
+        """See `gspo_env.rollout.play.Redraw`."""
+        if reset.task_key not in self._held_out:
+            return None
+        if task == self.task:
+            self.count += 1
+            if self.count >= _MAX_REDRAWS:
+                options = f" with options {dict(task.options)}" if task.options else ""
+                raise RolloutError(
+                    f"{task.env_id}: the last {_MAX_REDRAWS} tasks drawn{options} are held out for "
+                    "evaluation; expected a task to train on, so lower eval_tasks or add tasks"
+                )
+            self.task = replace(task, seed=derive_seed("redraw", task.seed) % HELD_OUT)
+        return self.task
 
 
 @dataclass(slots=True)
@@ -56,37 +76,38 @@ class Collector:
     config: RolloutConfig
     vocab_size: int | None = None
     """Number of ids of the model, which bounds what an engine may return; None if unknown."""
-    _unfit: list[int] = field(default_factory=list)
-    """Tokens of each first prompt that does not fit, since the last batch."""
-    _said: bool = False
-    _inferred: set[str] = field(default_factory=set)
-    """Environments of which episodes have shown that they give outcomes."""
-    _paces: dict[str, EpisodeDurations] = field(
-        default_factory=lambda: defaultdict(EpisodeDurations)
-    )
-    """How long the last episodes of each environment took."""
-    _weights_stay: asyncio.Event = field(default_factory=lambda: _set())
+    stall_seconds: float = STALL_SECONDS
+    """Seconds without progress after which the log says what the episodes wait for."""
+    progress: Progress = field(default_factory=Progress)
+    """What the episodes in flight wait for."""
+    weights_ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Unset while the engine takes new weights: episodes wait with their next action."""
-    _waits: Waits = field(default_factory=Waits)
     _heartbeat: Heartbeat = field(init=False)
+    _warned: bool = False
+    """Whether the log has said that first prompts do not fit."""
 
     def __post_init__(self) -> None:
-        """Lets the log say who is waited for."""
-        self._heartbeat = Heartbeat(self._waits.idle, self._waits.describe)
+        """Lets episodes sample, and stalls be logged."""
+        self.weights_ready.set()
+        self._heartbeat = Heartbeat(self.idle, self.describe, self.stall_seconds)
 
     def idle(self) -> float:
-        """Returns the seconds since an episode came further, as far as it is known."""
-        return self._waits.idle()
+        """Returns the seconds since an episode last made progress, as far as it is known."""
+        return self.progress.idle()
+
+    def describe(self) -> str:
+        """Returns what the episodes in flight wait for."""
+        return self.progress.describe()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of those who play, since their start."""
+        """Returns the metrics of the workers, if any, since their start."""
         return {}
 
     async def update_in_flight(self, named_tensors: NamedTensors, version: int) -> None:
-        """Gives the engine the learner's weights while episodes go on.
+        """Gives the engine the learner's weights while episodes are in flight.
 
-        An engine that can changes them between two tokens. Otherwise the actions that are being
-        sampled end with the old weights, and the next ones wait for the new.
+        An engine that can changes them between two tokens. Otherwise actions that are being sampled
+        finish with the old weights, and the next ones wait for the new.
 
         Args:
             named_tensors: See `Engine.update_weights`.
@@ -98,11 +119,11 @@ class Collector:
         if self.engine.updates_in_flight:
             await self.engine.update_in_flight(named_tensors, version)
             return
-        self._weights_stay.clear()
+        self.weights_ready.clear()
         try:
             await self.engine.update_weights(named_tensors, version)
         finally:
-            self._weights_stay.set()
+            self.weights_ready.set()
 
     async def collect(
         self,
@@ -128,14 +149,23 @@ class Collector:
                 many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of one task have different keys.
         """
-        heat = self.config.temperature if temperature is None else temperature
-        groups = await self._play(self._jobs(tasks, seed, group_size, heat, held_out))
-        return self.accept(groups)
+        requests = [
+            RolloutRequest(
+                task=task,
+                seed=seed,
+                place=place,
+                group_size=group_size or self.config.group_size,
+                temperature=self.config.temperature if temperature is None else temperature,
+                held_out=held_out,
+            )
+            for place, task in enumerate(tasks)
+        ]
+        return await self._play_all(requests)
 
-    async def collect_both(
+    async def collect_evaluation(
         self, tasks: Sequence[Task], *, seed: int
     ) -> tuple[list[Group], list[Group]]:
-        """Plays each task once sampled and once greedily, at the same time.
+        """Plays each task once sampled and once greedily, all at the same time.
 
         Args:
             tasks: The tasks.
@@ -145,84 +175,85 @@ class Collector:
             RolloutError: See `collect`.
             EnvironmentContractError: See `collect`.
         """
-        sampled = self._jobs(tasks, seed, 1, self.config.temperature)
-        greedy = self._jobs(tasks, seed, 1, 0.0)
         # the two episodes of a task are neighbours, because they have the same prompt
-        pairs = [job for pair in zip(sampled, greedy, strict=True) for job in pair]
-        groups = self.accept(await self._play(pairs))
+        requests = [
+            RolloutRequest(task=task, seed=seed, place=place, group_size=1, temperature=temperature)
+            for place, task in enumerate(tasks)
+            for temperature in (self.config.temperature, 0.0)
+        ]
+        groups = await self._play_all(requests)
         return groups[::2], groups[1::2]
 
-    def _jobs(
-        self,
-        tasks: Sequence[Task],
-        seed: int,
-        group_size: int | None,
-        temperature: float,
-        held_out: Mapping[str, Collection[str]] = MappingProxyType({}),
-    ) -> list[RolloutRequest]:
-        return [
-            RolloutRequest(
-                task=task,
-                seed=seed,
-                place=p,
-                group_size=group_size or self.config.group_size,
-                temperature=temperature,
-                held_out=held_out,
-            )
-            for p, task in enumerate(tasks)
-        ]
-
-    async def _play(self, jobs: Sequence[RolloutRequest]) -> list[Group]:
+    async def _play_all(self, requests: Sequence[RolloutRequest]) -> list[Group]:
         gate = asyncio.Semaphore(self.config.concurrency)
-        async with _one_error(), asyncio.TaskGroup() as running:
-            played = [running.create_task(self.play(job, gate)) for job in jobs]
-        return [group.result() for group in played]
+        async with _first_error(), asyncio.TaskGroup() as running:
+            playing = [running.create_task(self.play(request, gate)) for request in requests]
+        groups = [task.result() for task in playing]
+        self.check(groups)
+        return groups
 
-    async def play(self, job: RolloutRequest, gate: asyncio.Semaphore) -> Group:
-        """Plays the episodes of one group; `accept` then checks the groups of a batch.
+    async def play(self, request: RolloutRequest, gate: asyncio.Semaphore) -> Group:
+        """Plays the episodes of one group; `check` then judges the groups of a batch.
 
         Args:
-            job: The group.
+            request: The group.
             gate: Limits the episodes in flight.
 
         Raises:
             RolloutError: Too many environments hang, or no task without a held-out key was found.
             EnvironmentContractError: Episodes of the task have different keys.
         """
-        draw = TaskRedraw(job.task, job.held_out.get(job.task.env_id, ()))
-        clock, started = asyncio.get_running_loop().time, dict[int, float]()
-        pace = self._paces[job.task.env_id]
+        held_out = request.held_out.get(request.task.env_id, ())
+        redraw, seconds = TaskRedraw(request.task, held_out), 0.0
+        clock = asyncio.get_running_loop().time
 
-        async def one(member: int) -> Episode:
+        async def play_one(index: int) -> Episode:
+            nonlocal seconds
             async with gate:
-                started[member] = clock()
-                seed = derive_seed(job.seed, job.place, member)
-                try:
-                    return await self._episode(draw, seed, job.temperature)
-                finally:  # of one that is left out as well, or the limit would shrink
-                    pace.seconds.append(clock() - started[member])
+                started = clock()
+                seed = derive_seed(request.seed, request.place, index)
+                episode = await self._episode(redraw, seed, request.temperature)
+                seconds += clock() - started
+                return episode
 
         with self._heartbeat.watching():
-            async with _one_error(), asyncio.TaskGroup() as running:
-                played = [running.create_task(one(g)) for g in range(job.group_size)]
-                if job.straggler_quantile < 1:
-                    await pace.leave_slowest(played, started, job.straggler_quantile)
-        ended = [episode.result() for episode in played if not episode.cancelled()]
-        return draw.group(ended, job.group_size)
+            async with _first_error(), asyncio.TaskGroup() as running:
+                playing = [running.create_task(play_one(g)) for g in range(request.group_size)]
+        episodes = tuple(task.result() for task in playing)
+        for episode in episodes:
+            if episode.turns and episode.task != redraw.task:
+                raise EnvironmentContractError(
+                    f"{redraw.task.env_id}: two resets with seed {episode.task.seed} had different "
+                    "task keys; expected one task_key for each seed and options."
+                )
+        return Group(
+            task=redraw.task,
+            episodes=episodes,
+            redrawn=redraw.count if held_out else None,
+            seconds=seconds,
+        )
 
-    def accept(self, groups: list[Group]) -> list[Group]:
-        """Returns the groups of a batch with their outcomes settled.
+    def check(self, groups: Sequence[Group]) -> None:
+        """Checks the groups of a batch.
 
         Raises:
             RolloutError: More episodes than `max_env_error_rate` failed in their environment.
         """
-        everything = [e for group in groups for e in group.episodes]
-        refuse_failures(everything, self.config.max_env_error_rate)
-        self._check_room(len(everything))
-        self._unfit.clear()
-        return self._settle(groups)
+        episodes = [episode for group in groups for episode in group.episodes]
+        limits = self.config
+        refuse_failures(episodes, limits.max_env_error_rate)
+        unfit = sum(not e.turns and e.stop_reason is StopReason.MAX_CONTEXT for e in episodes)
+        if unfit and not self._warned:
+            self._warned = True
+            logger.warning(
+                "%d of %d episodes ended before their first turn, because their prompts have more "
+                "than the %d tokens that rollout.max_context %d less rollout.max_turn_tokens %d "
+                "leaves: raise max_context or lower max_turn_tokens",
+                *(unfit, len(episodes), limits.max_context - limits.max_turn_tokens),
+                *(limits.max_context, limits.max_turn_tokens),
+            )
 
-    async def _episode(self, draw: TaskRedraw, seed: int, temperature: float) -> Episode:
+    async def _episode(self, redraw: TaskRedraw, seed: int, temperature: float) -> Episode:
         """Plays an episode; if its environment fails, again in another one.
 
         Only the last retry has other random numbers, in case the failure follows from the actions.
@@ -232,88 +263,28 @@ class Collector:
         retries = self.config.max_retries
 
         async def attempt(number: int) -> Episode:
-            last = 0 < number == retries
-            own = derive_seed(seed, "retry", number) if last else seed
-            return await self._attempt(draw, own, temperature)
+            is_last = 0 < number == retries
+            attempt_seed = derive_seed(seed, "retry", number) if is_last else seed
+            waiting = self.progress.begin(redraw.task)
+            policy = EnginePolicy(self, waiting, attempt_seed, temperature)
+            try:
+                return await play_pooled(
+                    self.pool,
+                    redraw.task,
+                    policy,
+                    max_turns=self.config.max_turns,
+                    timeout=self.config.episode_timeout,
+                    redraw=redraw,
+                )
+            finally:
+                policy.release()
+                self.progress.end(waiting)
 
         return await play_again(attempt, retries, self.pool.faults)
 
-    async def _attempt(self, draw: TaskRedraw, seed: int, temperature: float) -> Episode:
-        wait = self._waits.begin(draw.task)
-        policy = EnginePolicy(self, wait, seed, temperature)
-        try:
-            episode = await play_pooled(
-                self.pool,
-                draw.task,
-                policy,
-                max_turns=self.config.max_turns,
-                timeout=self.config.episode_timeout,
-                redraw=draw,
-            )
-        finally:
-            policy.release()
-            self._waits.end(wait)
-        if policy.unfit is not None:
-            self._unfit.append(policy.unfit)
-        return episode
-
-    def _check_room(self, episodes: int) -> None:
-        """Says once how many first prompts leave no room for an action."""
-        if not self._unfit or self._said:
-            return
-        self._said = True
-        limits = self.config
-        room = limits.max_context - limits.max_turn_tokens
-        least, most = min(self._unfit), max(self._unfit)
-        lengths = f"{least} tokens" if least == most else f"{least} to {most} tokens"
-        logger.warning(
-            f"{len(self._unfit)} of {episodes} episodes ended before their first turn, because "
-            f"their prompts have {lengths} and rollout.max_context {limits.max_context} less "
-            f"rollout.max_turn_tokens {limits.max_turn_tokens} leaves {room}: raise max_context or "
-            "lower max_turn_tokens"
-        )
-
-    def _settle(self, groups: list[Group]) -> list[Group]:
-        """Infers whether the environment gives outcomes, if it does not declare this.
-
-        Only episodes that the environment itself finished count, not those that were cut. Groups
-        that are played ahead may have begun before it was known, so later ones are settled as well.
-        """
-        for env_id in {group.task.env_id for group in groups}:
-            pool = self.pool.of(env_id)
-            own = [group for group in groups if group.task.env_id == env_id]
-            if pool.gives_outcome is None and _gives_outcome(pool, own):
-                self._inferred.add(env_id)
-            if env_id in self._inferred:
-                groups = [_settled(g, pool) if g.task.env_id == env_id else g for g in groups]
-        return groups
-
-
-def _gives_outcome(pool: EnvPool, groups: Sequence[Group]) -> bool:
-    """Returns whether an episode has an outcome of its own; notes what the episodes show."""
-    ended = [e for g in groups for e in g.episodes if e.stop_reason in ENDED]
-    given = any(e.turns and e.turns[-1].info.episodic_reward is not None for e in ended)
-    if given or any(e.terminated for e in ended):
-        pool.gives_outcome = given
-    return given
-
-
-def _settled(group: Group, pool: EnvPool) -> Group:
-    episodes = []
-    for e in group.episodes:
-        outcome, success = conclude(e.turns, e.stop_reason, True, pool.outcome_if_cut)
-        episodes.append(replace(e, outcome=outcome, success=success))
-    return replace(group, episodes=tuple(episodes))
-
-
-def _set() -> asyncio.Event:
-    event = asyncio.Event()
-    event.set()
-    return event
-
 
 @asynccontextmanager
-async def _one_error() -> AsyncIterator[None]:
+async def _first_error() -> AsyncIterator[None]:
     """Raises the first of a group of errors."""
     try:
         yield

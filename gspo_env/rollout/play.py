@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_env.env.base import Action, Finish, TextEnvironment, attribute
 from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
 from gspo_env.errors import EnvironmentContractError, RolloutError
-from gspo_env.rollout.clock import Clock
 from gspo_env.rollout.failures import EnvironmentFailed, describe, hang
+from gspo_env.runtime.loops import ActiveTimeout
 from gspo_env.runtime.threads import attempt
 from gspo_env.types import (
     FAILURES,
@@ -104,7 +104,6 @@ async def play(
     max_turns: int | None = None,
     timeout: float | None = None,
     call: Call | None = None,
-    gives_outcome: bool | None = None,
     redraw: Redraw | None = None,
 ) -> Episode:
     """Plays one episode.
@@ -121,42 +120,46 @@ async def play(
         timeout: Seconds after which the episode is cut; needs a running event loop. Of the time in
             which the process is suspended, at most an eighth of the limit counts.
         call: Calls the environment's methods; directly by default.
-        gives_outcome: See `conclude`; by default what the environment declares.
         redraw: Replaces tasks that are not to be played; by default all are.
     """
-    if gives_outcome is None:
-        gives_outcome = bool(attribute(env, "gives_outcome", False))
-    game = EpisodeRun(env, task, call, redraw)
-    clock, fault = Clock(timeout), None
+    run, limit, fault = EpisodeRun(env, task, call, redraw), ActiveTimeout(timeout), None
     try:
-        async with clock:
-            stop = await game.run(policy, max_turns)
+        async with limit:
+            stop = await run.play(policy, max_turns)
     except TimeoutError:
-        if not clock.expired():
+        if not limit.expired():
             raise
         stop = StopReason.TIMEOUT
-        if game.calling:
-            fault = hang(str(game.calling), timeout)
+        if run.calling:
+            fault = hang(str(run.calling), timeout)
     except EnvironmentFailed as failure:
         fault = failure.fault
-    return game.episode(fault.reason if fault else stop, fault, gives_outcome)
+    return run.episode(fault.reason if fault else stop, fault)
 
 
 def play_now(
     env: TextEnvironment, task: Task, policy: Policy, *, max_turns: int | None = None
 ) -> Episode:
     """Plays one episode with a policy that never waits, without an event loop; see `play`."""
-    running = play(env, task, policy, max_turns=max_turns)
+    return run_now(play(env, task, policy, max_turns=max_turns))
+
+
+def run_now(playing: Coroutine[Any, Any, Episode]) -> Episode:
+    """Runs a coroutine that never waits, without an event loop.
+
+    Raises:
+        RolloutError: It waits.
+    """
     try:
-        running.send(None)
+        playing.send(None)
     except StopIteration as done:
         episode: Episode = done.value
         return episode
-    running.close()
+    playing.close()
     raise RolloutError("this policy waits, so it needs an event loop: use `play`")
 
 
-def look(now: PolicyInput) -> PolicyOutput:
+def look(inputs: PolicyInput) -> PolicyOutput:
     """A policy that ends the episode before its first turn, to see what `reset` gives."""
     return PolicyOutput(stop=StopReason.MAX_TURNS)
 
@@ -168,11 +171,11 @@ def demonstrator(noise: float = 0.0) -> Policy:
     failure of the environment.
     """
 
-    def act(now: PolicyInput) -> str:
-        if not now.env.has_wrapper_attr("expert_action"):
-            raise NotImplementedError(f"{now.env} has no expert_action")
+    def act(inputs: PolicyInput) -> str:
+        if not inputs.env.has_wrapper_attr("expert_action"):
+            raise NotImplementedError(f"{inputs.env} has no expert_action")
         try:
-            return str(attempt(now.env.get_wrapper_attr("expert_action"), noise))
+            return str(attempt(inputs.env.get_wrapper_attr("expert_action"), noise))
         except NotImplementedError:
             raise
         except Exception as error:
@@ -228,13 +231,14 @@ class EpisodeRun:
         self.turns: list[Turn] = []
         self.prompt, self.reset, self.observation = Prompt(), ResetInfo(), ""
         self.request: ResetInfo | StepInfo = self.reset
+        self.gives_outcome = bool(attribute(env, "gives_outcome", False))
         self.takes_cuts = bool(attribute(env, "takes_cut_actions", False))
         self.refused = 0
         """Prompts in a row that did not fit."""
         self.calling: str | _StepName = ""
         """The call that the environment has not returned from."""
 
-    async def run(self, policy: Policy, max_turns: int | None) -> StopReason:
+    async def play(self, policy: Policy, max_turns: int | None) -> StopReason:
         """Plays turns until the episode ends and returns the reason."""
         await self._begin()
         self.request = self.reset
@@ -349,8 +353,8 @@ class EpisodeRun:
             raise EnvironmentFailed(describe("reading its step", error)) from error
         if stop is not None and self.turns:
             last = self.turns[-1]
-            told = replace(last.info, episodic_reward=info.episodic_reward, success=info.success)
-            self.turns[-1] = replace(last, info=told)
+            ending = replace(last.info, episodic_reward=info.episodic_reward, success=info.success)
+            self.turns[-1] = replace(last, info=ending)
         return stop
 
     async def _call(
@@ -367,10 +371,10 @@ class EpisodeRun:
         self.calling = ""
         return result
 
-    def episode(self, stop: StopReason, fault: Fault | None, gives_outcome: bool) -> Episode:
+    def episode(self, stop: StopReason, fault: Fault | None) -> Episode:
         """Returns the record of the turns so far."""
         if_cut = 0.0 if fault else float(attribute(self.env, "outcome_if_cut", 0.0))
-        outcome, success = conclude(self.turns, stop, gives_outcome, if_cut)
+        outcome, success = conclude(self.turns, stop, self.gives_outcome, if_cut)
         return Episode(
             task=self.task,
             prompt=self.prompt,

@@ -11,7 +11,7 @@ from gspo_env.engines.base import Sampling, check_completion
 from gspo_env.errors import ChatTemplateError, EnvironmentContractError
 from gspo_env.rollout.failures import EnvironmentFailed, describe
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
-from gspo_env.rollout.progress import Wait
+from gspo_env.rollout.progress import EpisodeProgress
 from gspo_env.seeding import derive_seed
 from gspo_env.types import StopReason
 
@@ -24,63 +24,63 @@ class EnginePolicy:
 
     Args:
         collector: Plays the episode.
-        wait: Notes what the episode waits for.
+        progress: Records what the episode waits for.
         seed: Seed of the episode's draws.
         temperature: Sampling temperature.
     """
 
-    def __init__(self, collector: Collector, wait: Wait, seed: int, temperature: float) -> None:
-        """Names the session of the episode."""
+    def __init__(
+        self, collector: Collector, progress: EpisodeProgress, seed: int, temperature: float
+    ) -> None:
         self.engine, self.chat, self.limits = collector.engine, collector.chat, collector.config
-        self.wait, task = wait, wait.task
+        self.vocab_size, self.weights_ready = collector.vocab_size, collector.weights_ready
+        self.progress, task = progress, progress.task
+        self.seed, self.temperature = seed, temperature
         self.session = f"{task.env_id}:{task.seed}:{seed}:{temperature}"
         self.sessions: dict[int, str] = {}
-        self.used: tuple[int, ...] = ()
-        self.seed, self.temperature = seed, temperature
-        self.vocab_size, self.weights_stay = collector.vocab_size, collector._weights_stay
+        """The engine's name of each sequence that it may have cached."""
         self.transcript: Transcript | None = None
-        self.unfit: int | None = None
 
-    async def __call__(self, now: PolicyInput) -> PolicyOutput:
+    async def __call__(self, inputs: PolicyInput) -> PolicyOutput:
         """See `gspo_env.rollout.play.Policy`."""
         if self.transcript is None:
-            self.transcript = Transcript(self.chat, now.prompt)
-        opening = self._read(self.transcript, now)
-        asked = now.request.max_tokens
-        limit = self.limits.max_turn_tokens if asked is None else asked
-        limit = min(limit, self.limits.max_turn_tokens)
-        if len(opening.ids) + limit > self.limits.max_context:
-            self.unfit = None if now.turn else len(opening.ids)
-            return PolicyOutput(stop=StopReason.MAX_CONTEXT, prompt_tokens=len(opening.ids))
+            self.transcript = Transcript(self.chat, inputs.prompt)
+        prompt, limits, request = self._read(self.transcript, inputs), self.limits, inputs.request
+        max_tokens = limits.max_turn_tokens
+        if request.max_tokens is not None:
+            max_tokens = min(max_tokens, request.max_tokens)
+        if len(prompt.ids) + max_tokens > limits.max_context:
+            return PolicyOutput(stop=StopReason.MAX_CONTEXT, prompt_tokens=len(prompt.ids))
         sampling = Sampling(
-            max_tokens=limit,
+            max_tokens=max_tokens,
             temperature=self.temperature,
             stop_ids=self.chat.stop_ids,
-            ends=self.chat.ends(now.request.stop),
-            seed=derive_seed(self.seed, now.turn),
+            ends=self.chat.ends(request.stop),
+            seed=derive_seed(self.seed, inputs.turn),
         )
-        if not self.weights_stay.is_set():
-            await self.weights_stay.wait()
+        if not self.weights_ready.is_set():
+            await self.weights_ready.wait()
         started = time.perf_counter()
-        session = self._session(self.transcript, opening.session)
-        self.wait.on("the engine", now.turn)
-        done = await self.engine.generate(opening.ids, sampling, session)
-        self.wait.on("their environments", now.turn)
-        check_completion(done, sampling, self.vocab_size)
-        saying = self.transcript.write(done.token_ids)
+        session = self._session(self.transcript, prompt.session)
+        self.progress.wait_for("the engine", inputs.turn)
+        completion = await self.engine.generate(prompt.ids, sampling, session)
+        self.progress.wait_for("their environments", inputs.turn)
+        check_completion(completion, sampling, self.vocab_size)
+        parsed = self.transcript.write(completion.token_ids)
+        is_cut = completion.finish_reason == "length"
         return PolicyOutput(
-            text=_until(self.chat.decode(done.token_ids), now.request.stop),
-            message=saying.message,
-            parent=opening.parent,
-            fork=opening.fork,
-            prompt_ids=opening.prompt_ids,
-            prompt_tokens=len(opening.ids),
-            action_ids=done.token_ids,
-            logprobs=done.logprobs,
-            weights_version=done.weights_version,
-            weights_versions=done.weights_versions,
+            text=_until(self.chat.decode(completion.token_ids), request.stop),
+            message=parsed.message,
+            parent=prompt.parent,
+            fork=prompt.fork,
+            prompt_ids=prompt.prompt_ids,
+            prompt_tokens=len(prompt.ids),
+            action_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            weights_version=completion.weights_version,
+            weights_versions=completion.weights_versions,
             seconds=time.perf_counter() - started,
-            stop=StopReason.MAX_TURN_TOKENS if done.finish_reason == "length" else None,
+            stop=StopReason.MAX_TURN_TOKENS if is_cut else None,
         )
 
     def release(self) -> None:
@@ -88,34 +88,32 @@ class EnginePolicy:
         for session in self.sessions.values():
             self.engine.release(session)
 
-    def _read(self, transcript: Transcript, now: PolicyInput) -> PromptIds:
+    def _read(self, transcript: Transcript, inputs: PolicyInput) -> PromptIds:
         """Returns the prompt.
 
         Raises:
-            EnvironmentFailed: The template refuses the conversation that the environment gave.
+            EnvironmentFailed: The template rejects the conversation that the environment returned.
         """
         try:
-            return transcript.read(now.observation, now.role, now.request)
+            return transcript.read(inputs.observation, inputs.role, inputs.request)
         except ChatTemplateError as error:
-            if not now.request.messages:
+            if not inputs.request.messages:
                 raise
-            told = EnvironmentContractError(f"{now.env}: the conversation of info: {error}")
-            raise EnvironmentFailed(describe("reading its conversation", told)) from error
+            text = f"{inputs.env}: the conversation of info: {error}"
+            fault = describe("reading its conversation", EnvironmentContractError(text))
+            raise EnvironmentFailed(fault) from error
 
     def _session(self, transcript: Transcript, number: int) -> str:
-        """Names the cache of a sequence; releases the caches that are not used any more."""
+        """Names the cache of a sequence; releases the caches that are no longer used."""
         used = transcript.session_ids()
-        if used != self.used:
+        if used != tuple(self.sessions):
             for unused in self.sessions.keys() - set(used):
                 self.engine.release(self.sessions[unused])
             self.sessions = {n: f"{self.session}/{n}" if n else self.session for n in used}
-            self.used = used
         return self.sessions[number]
 
 
 def _until(text: str, stop: Sequence[str]) -> str:
     """Returns a text up to the first of the stop texts."""
-    if not stop:
-        return text
     places = [place for place in map(text.find, stop) if place >= 0]
     return text[: min(places)] if places else text

@@ -1,4 +1,4 @@
-"""Pools of reused environments, which run their calls on the event loop or in threads."""
+"""Pools of reused environments, and episodes that are played in them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,30 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gspo_env.env.base import TextEnv, TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import EnvironmentHangError, RolloutError
-from gspo_env.rollout.clock import Clock
-from gspo_env.rollout.failures import EnvironmentFailed, FaultLog, close_quietly, describe
-from gspo_env.runtime.loops import has_async
-from gspo_env.runtime.threads import EnvThread, attempt
+from gspo_env.rollout.failures import (
+    EnvironmentFailed,
+    FaultLog,
+    close_quietly,
+    describe,
+    failed_episode,
+)
+from gspo_env.rollout.play import ENDED, Policy, play, run_now
+from gspo_env.runtime.loops import ActiveTimeout, has_async
+from gspo_env.runtime.threads import EnvThread, attempt, log_once
+from gspo_env.types import Episode, Fault, StopReason, Task
 
 logger = logging.getLogger(__name__)
+
+RETRIES = 2
+"""Default of the number of times that an episode is played again."""
 
 
 @dataclass(slots=True)
@@ -28,20 +38,19 @@ class _Seat:
 
     env: TextEnvironment
     thread: EnvThread | None = None
-    lives: bool = False
+    threaded: bool = False
     """Whether all calls run in the thread, and not only the steps for which `blocks` is true."""
-    asks: bool = False
-    """Whether the environment has a `blocks` of its own."""
+    overrides_blocks: bool = False
+    """Whether the environment defines `blocks`."""
 
 
 @dataclass(slots=True)
 class EnvPool:
-    """Environments that are made once and reset for every episode.
+    """Environments of one kind, which are made once and reset for every episode.
 
     Environments that declare `blocking = False` run on the event loop, without overhead, unless
-    they have `async def` methods or tools. Each other one is made, used and closed in a thread of
-    its own. A thread that never returns is left behind;
-    it ends with the process.
+    they have `async def` methods or tools. Every other one is made, used and closed in its own
+    thread. A thread that never returns is abandoned and ends with the process.
     """
 
     make: Callable[[], TextEnvironment]
@@ -49,23 +58,21 @@ class EnvPool:
     """An environment of the same kind, whose declarations are read; by default the first one."""
     blocking: bool | None = None
     """The environments' own `blocking`."""
-    gives_outcome: bool | None = None
-    """Whether finished episodes have an `episodic_reward`; None until it is known."""
-    outcome_if_cut: float = 0.0
     isolated: bool = False
-    """Whether each environment is in a child process, whose start has a limit of its own."""
+    """Whether each environment runs in a child process, whose start has its own time limit."""
     max_stuck: int = 64
     """Threads that may hang at the same time."""
     close_timeout: float = 10.0
     """Seconds that `close` waits for the environments."""
     faults: FaultLog = field(default_factory=FaultLog)
-    _known: bool = False
+    _declared: bool = False
+    """Whether `blocking` is known."""
     _first: asyncio.Event | None = None
     """Set when the first environment is made, whose declarations the others wait for."""
     _idle: list[TextEnvironment] = field(default_factory=list)
     _seats: dict[int, _Seat] = field(default_factory=dict)
-    _leaving: list[Future[Any]] = field(default_factory=list)
-    """The calls of `close` of environments that left the pool."""
+    _closing: list[Future[Any]] = field(default_factory=list)
+    """The running calls of `close`."""
     _stuck: list[tuple[EnvThread, float]] = field(default_factory=list)
     """Threads that have not returned, each with the time from which it counts as one that hangs
     (monotonic clock)."""
@@ -92,38 +99,38 @@ class EnvPool:
         """
         while self._first is not None:
             await self._first.wait()
-        if self._known:
+        if self._declared:
             return self._idle.pop() if self._idle else await self._new(timeout)
         self._first = asyncio.Event()
         try:
             return await self._new(timeout)
         finally:
-            self._first.set()  # all who wait go on at the same time
+            self._first.set()
             self._first = None
 
     async def _new(self, timeout: float | None) -> TextEnvironment:
         thread = None if self.blocking is False else EnvThread()
         timeout = None if self.isolated else timeout
         try:
-            env = attempt(self.make) if thread is None else await self._made_in(thread, timeout)
-            if not self._known:
+            env = attempt(self.make) if thread is None else await self._make_in(thread, timeout)
+            if not self._declared:
                 self._read(env)
             if thread is not None and self.blocking is False:  # it has to live on the event loop
                 await thread.call(close_quietly, env)
                 thread.stop()
                 thread, env = None, attempt(self.make)
-            asks = thread is None and _has_own_blocks(env)
+            overrides_blocks = thread is None and _overrides_blocks(env)
         except Exception as error:
             if thread is not None:
                 thread.stop()
             raise EnvironmentFailed(describe("making the environment", error)) from error
-        self._seats[id(env)] = _Seat(env, thread, lives=thread is not None, asks=asks)
+        self._seats[id(env)] = _Seat(env, thread, thread is not None, overrides_blocks)
         return env
 
-    async def _made_in(self, thread: EnvThread, timeout: float | None) -> TextEnvironment:
+    async def _make_in(self, thread: EnvThread, timeout: float | None) -> TextEnvironment:
         making = thread.submit(self.make)
         try:
-            async with Clock(timeout):
+            async with ActiveTimeout(timeout):
                 env: TextEnvironment = await asyncio.wrap_future(making)
         except (asyncio.CancelledError, TimeoutError) as error:
             if making.done() and not making.cancelled():
@@ -157,7 +164,7 @@ class EnvPool:
             env.kill()  # its thread returns at once
             stuck = False
         if (seat := self._seats.pop(id(env), None)) is not None:
-            self._leave(seat, stuck, patience)
+            self._close(seat, stuck, patience)
         self._stuck = [(thread, since) for thread, since in self._stuck if thread.alive]
         now = time.monotonic()
         hanging = sum(since <= now for _, since in self._stuck)
@@ -175,7 +182,9 @@ class EnvPool:
         """
         env = getattr(function, "__self__", args[0] if args else None)
         seat = self._seats.get(id(env))
-        if seat is None or not (seat.lives or (seat.asks and _blocks(function, args))):
+        if seat is None or not (
+            seat.threaded or (seat.overrides_blocks and _blocks(function, args))
+        ):
             return attempt(function, *args, **kwargs)
         seat.thread = seat.thread or EnvThread()
         return await seat.thread.call(function, *args, **kwargs)
@@ -184,36 +193,33 @@ class EnvPool:
         """Closes every environment; waits at most `close_timeout` seconds for them."""
         self._idle.clear()
         while self._seats:
-            self._leave(self._seats.popitem()[1])
+            self._close(self._seats.popitem()[1])
         deadline = time.monotonic() + self.close_timeout
-        for future in self._leaving:
+        for future in self._closing:
             with contextlib.suppress(TimeoutError):
                 future.exception(max(0.0, deadline - time.monotonic()))
-        late = sum(not future.done() for future in self._leaving)
+        late = sum(not future.done() for future in self._closing)
         if late:
             logger.warning(
                 "%d environments have not closed within %g s and are left", late, self.close_timeout
             )
-        self._leaving.clear()
+        self._closing.clear()
         self.faults.summarise()
 
     def _read(self, env: TextEnvironment) -> None:
-        self._known = True
+        self._declared = True
         if self.blocking is None and not has_async(
             type(env.unwrapped), attribute(env, "tools", ())
         ):
             self.blocking = attribute(env, "blocking", None)
-        if self.gives_outcome is None:
-            self.gives_outcome = attribute(env, "gives_outcome", None)
-        self.outcome_if_cut = attribute(env, "outcome_if_cut", 0.0)
 
-    def _leave(self, seat: _Seat, stuck: bool = False, patience: float = 0.0) -> None:
+    def _close(self, seat: _Seat, stuck: bool = False, patience: float = 0.0) -> None:
         """Closes an environment where it lives."""
-        if seat.thread is None or not (seat.lives or stuck):
+        if seat.thread is None or not (seat.threaded or stuck):
             close_quietly(seat.env)
         else:
-            self._leaving = [future for future in self._leaving if not future.done()]
-            self._leaving.append(seat.thread.submit(close_quietly, seat.env))
+            self._closing = [future for future in self._closing if not future.done()]
+            self._closing.append(seat.thread.submit(close_quietly, seat.env))
         if seat.thread is not None:
             seat.thread.stop()
             if stuck:
@@ -245,10 +251,9 @@ class EnvPools:
         """Closes every environment; a pool waits at most its `close_timeout`."""
         for pool in self.pools.values():
             pool.close()
-        self.faults.summarise()
 
 
-def _has_own_blocks(env: TextEnvironment) -> bool:
+def _overrides_blocks(env: TextEnvironment) -> bool:
     blocks = attribute(env, "blocks", None)
     return blocks is not None and getattr(blocks, "__func__", None) is not TextEnv.blocks
 
@@ -259,3 +264,95 @@ def _blocks(function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     if env is None or not args or function.__name__ != "step":
         return False
     return bool(env.get_wrapper_attr("blocks")(*args))
+
+
+async def play_again(
+    attempt: Callable[[int], Awaitable[Episode]], retries: int, log: FaultLog
+) -> Episode:
+    """Plays an episode until its environment does not fail, or `retries` times more.
+
+    Args:
+        attempt: Plays the episode; its argument is the number of previous attempts.
+        retries: Attempts after the first one.
+        log: Counts the failures.
+    """
+    faults: tuple[Fault, ...] = ()
+    for number in range(retries + 1):
+        episode = await attempt(number)
+        if not episode.failed:
+            break
+        faults += episode.faults
+        log.note(episode.task, episode.faults[0])
+    return replace(episode, faults=faults) if faults else episode
+
+
+async def play_pooled(
+    pools: EnvPool | EnvPools, task: Task, policy: Policy, *, timeout: float, **limits: Any
+) -> Episode:
+    """Plays one episode in an environment of a pool.
+
+    An environment that fails leaves the pool, and so does that of an episode that is cancelled.
+
+    Args:
+        pools: The pool, or one for each environment.
+        task: See `play`; its `env_id` names the environment.
+        policy: See `play`.
+        timeout: Seconds after which the episode is cut, and seconds that a new environment may
+            take.
+        limits: Further arguments of `play`.
+    """
+    pool = pools.of(task.env_id)
+    try:
+        env = await pool.acquire(timeout)
+    except EnvironmentFailed as failure:
+        return failed_episode(task, failure.fault)
+    try:
+        episode = await play(env, task, policy, timeout=timeout, call=pool.call, **limits)
+    except asyncio.CancelledError:
+        with contextlib.suppress(RolloutError):  # the next failure reports that too many hang
+            pool.discard(env, stuck=True, patience=timeout)
+        raise
+    if episode.failed:
+        pool.discard(env, stuck=episode.stop_reason is StopReason.ENV_TIMEOUT)
+        return episode
+    if episode.stop_reason not in ENDED:
+        await pool.call(_abandon, env)
+    pool.give_back(env)
+    return episode
+
+
+def _abandon(env: TextEnvironment) -> None:
+    """Tells an environment that its episode was cut; an exception is logged."""
+    try:
+        attempt(attribute(env, "abandon", lambda: None))
+    except Exception as error:
+        log_once("abandon()", error)
+
+
+def play_alone(
+    env: TextEnvironment,
+    task: Task,
+    policy: Policy,
+    log: FaultLog,
+    *,
+    max_turns: int | None = None,
+    retries: int = RETRIES,
+) -> Episode:
+    """Plays one episode without an event loop; an environment that fails is closed and reset.
+
+    Args:
+        env: The environment.
+        task: See `play`.
+        policy: See `play_now`.
+        log: Counts the failures.
+        max_turns: See `play`.
+        retries: Attempts after the first one.
+    """
+
+    async def attempt_once(number: int) -> Episode:
+        episode = await play(env, task, policy, max_turns=max_turns)
+        if episode.failed:
+            close_quietly(env)
+        return episode
+
+    return run_now(play_again(attempt_once, retries, log))

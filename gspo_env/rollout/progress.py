@@ -1,4 +1,4 @@
-"""Says in the log who is waited for when nothing has come for some time."""
+"""What the episodes in flight wait for, and a log line when none has made progress for long."""
 
 from __future__ import annotations
 
@@ -16,82 +16,86 @@ logger = logging.getLogger(__name__)
 
 Cause = Literal["the engine", "their environments"]
 
-SILENCE = 60.0
-"""Default of the seconds without progress after which the log says who is waited for."""
+STALL_SECONDS = 60.0
+"""Default of the seconds without progress after which the log says what is waited for."""
 
 
 @dataclass(slots=True)
-class Wait:
+class EpisodeProgress:
     """What one episode waits for."""
 
-    waits: Waits
+    progress: Progress
     task: Task
     cause: Cause = "their environments"
     turn: int = 0
     since: float = field(default_factory=time.monotonic)
 
-    def on(self, cause: Cause, turn: int) -> None:
-        """Notes that the episode has come further, and waits for something else."""
+    def wait_for(self, cause: Cause, turn: int) -> None:
+        """Notes that the episode made progress and now waits for something else."""
         self.cause, self.turn = cause, turn
-        self.since = self.waits.moved = time.monotonic()
+        self.since = self.progress.last = time.monotonic()
 
 
 @dataclass(slots=True)
-class Waits:
+class Progress:
     """What the episodes in flight wait for."""
 
-    moved: float = field(default_factory=time.monotonic)
-    """When an episode last came further (monotonic clock)."""
-    _all: dict[int, Wait] = field(default_factory=dict)
+    last: float = field(default_factory=time.monotonic)
+    """When an episode last made progress (monotonic clock)."""
+    _episodes: dict[int, EpisodeProgress] = field(default_factory=dict)
 
-    def begin(self, task: Task) -> Wait:
-        """Notes that an episode has begun."""
-        wait = Wait(self, task)
-        self._all[id(wait)] = wait
-        self.moved = wait.since
-        return wait
+    def __len__(self) -> int:
+        """Returns the number of episodes in flight."""
+        return len(self._episodes)
 
-    def end(self, wait: Wait) -> None:
-        """Notes that an episode is over."""
-        del self._all[id(wait)]
-        self.moved = time.monotonic()
+    def begin(self, task: Task) -> EpisodeProgress:
+        """Adds an episode."""
+        episode = EpisodeProgress(self, task)
+        self._episodes[id(episode)] = episode
+        self.last = episode.since
+        return episode
+
+    def end(self, episode: EpisodeProgress) -> None:
+        """Removes an episode, which is over."""
+        del self._episodes[id(episode)]
+        self.last = time.monotonic()
 
     def idle(self) -> float:
-        """Returns the seconds since an episode last came further."""
-        return time.monotonic() - self.moved
+        """Returns the seconds since an episode last made progress."""
+        return time.monotonic() - self.last
 
     def describe(self) -> str:
-        """Returns what the episodes wait for, with the one that has waited longest for each."""
-        causes: dict[Cause, list[Wait]] = {}
-        for wait in list(self._all.values()):
-            causes.setdefault(wait.cause, []).append(wait)
+        """Returns what the episodes wait for, with the longest wait for each cause."""
+        causes: dict[Cause, list[EpisodeProgress]] = {}
+        for episode in list(self._episodes.values()):
+            causes.setdefault(episode.cause, []).append(episode)
         if not causes:
             return "no episode is in flight"
         return ", ".join(_line(cause, causes[cause]) for cause in sorted(causes))
 
 
-def _line(cause: Cause, waits: list[Wait]) -> str:
-    first = min(waits, key=lambda wait: wait.since)
-    task, seconds = first.task, time.monotonic() - first.since
+def _line(cause: Cause, episodes: list[EpisodeProgress]) -> str:
+    oldest = min(episodes, key=lambda episode: episode.since)
+    task, seconds = oldest.task, time.monotonic() - oldest.since
     return (
-        f"{len(waits)} episodes wait for {cause} (longest: {seconds:.0f} s, {task.env_id} with "
-        f"seed {task.seed}, turn {first.turn})"
+        f"{len(episodes)} episodes wait for {cause} (longest: {seconds:.0f} s, {task.env_id} with "
+        f"seed {task.seed}, turn {oldest.turn})"
     )
 
 
 class Heartbeat:
-    """A thread that logs who is waited for, as often as nothing has come for some time.
+    """A thread that logs what is waited for, each time that nothing has come for some time.
 
-    It is a thread so that it also speaks while an environment holds up the event loop.
+    It is a thread so that it also speaks while an environment blocks the event loop.
 
     Args:
         idle: Returns the seconds since something came.
-        describe: Returns who is waited for.
+        describe: Returns what is waited for.
         seconds: Time without progress until a line, and between two lines.
     """
 
     def __init__(
-        self, idle: Callable[[], float], describe: Callable[[], str], seconds: float = SILENCE
+        self, idle: Callable[[], float], describe: Callable[[], str], seconds: float
     ) -> None:
         self._idle, self._describe, self._seconds = idle, describe, seconds
         self._watched = 0
@@ -99,13 +103,12 @@ class Heartbeat:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watches what is played inside; several may be inside at the same time."""
+        """Watches what runs inside; several callers may be inside at the same time."""
         self._watched += 1
         if self._over is None:
             self._over = threading.Event()
-            begun = time.monotonic()
             threading.Thread(
-                target=self._run, args=(self._over, begun), name="heartbeat", daemon=True
+                target=self._run, args=(self._over,), name="heartbeat", daemon=True
             ).start()
         try:
             yield
@@ -115,7 +118,8 @@ class Heartbeat:
                 self._over.set()
                 self._over = None
 
-    def _run(self, over: threading.Event, last: float) -> None:
+    def _run(self, over: threading.Event) -> None:
+        last = time.monotonic()
         while True:
             now = time.monotonic()
             quiet = min(self._idle(), now - last)

@@ -49,8 +49,8 @@ class RolloutConfig:
     @property
     def ray_workers(self) -> int:
         """Number of Ray actors; 0 plays in this process."""
-        found = re.fullmatch(r"ray:([1-9]\d{0,3})", self.workers)
-        return int(found[1]) if found else 0
+        match = re.fullmatch(r"ray:([1-9]\d{0,3})", self.workers)
+        return int(match[1]) if match else 0
 
     @property
     def worker_episodes(self) -> int:

@@ -1,9 +1,9 @@
-"""Event loops for synchronous code that calls asynchronous code.
+"""Event loops for synchronous code that calls asynchronous code, and time limits on them.
 
 The `async def` methods and tools of an environment run on a loop of the thread that calls them,
-which is the thread of the environment, so that a handle of one thread serves all of its methods. A
-connection of ours that outlives one call, and is used from several threads, has a loop in a
-background thread.
+which is the environment's thread, so a connection that one method opens serves all of them. Our own
+connections, which outlive a call and are used from several threads, have a loop in a background
+thread.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import functools
+import gc
 import inspect
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from gspo_env.errors import EnvironmentContractError
@@ -27,22 +28,95 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _loops: dict[tuple[int, str], asyncio.AbstractEventLoop] = {}
+"""The background loops, by process id and name: a fork inherits a loop, but not its thread."""
 _lock = threading.Lock()
 _ENVIRONMENTS = "environments"
 """The background loop of environments that are called on an event loop."""
 _MARK = "__gspo_async__"
-_LAST_SECONDS = 10.0
-"""Time in which a coroutine that is interrupted can end."""
+_CANCEL_SECONDS = 10.0
+"""Seconds that an interrupted coroutine has to finish."""
+_TIMEOUT_PARTS = 8
+_NEW_OBJECTS = 50_000
+"""New objects that trigger a garbage collection; Python's default is 700. The episodes of a rollout
+stay alive, so most collections would free nothing."""
 
 
-class _Own(threading.local):
-    """The runner of a thread's loop, and the process that made it."""
+class _ThreadLoop(threading.local):
+    """The runner of a thread's loop, and the process that started it."""
 
     runner: asyncio.Runner | None = None
     process = 0
 
 
-_own = _Own()
+_thread_loop = _ThreadLoop()
+
+
+class ActiveTimeout:
+    """An `asyncio.timeout` that a suspended process does not use up.
+
+    It counts in eight parts, and a part that ends late counts as two at most. So while the event
+    loop stands still, for example because Ctrl-Z stopped the process, at most one more part passes.
+
+    Args:
+        seconds: The limit; None is no limit, and needs no event loop.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._remaining = seconds or 0.0
+        self._part = self._remaining / _TIMEOUT_PARTS
+        self._timeout = None if seconds is None else asyncio.timeout(None)
+
+    async def __aenter__(self) -> ActiveTimeout:
+        """Starts the time limit."""
+        if self._timeout is not None:
+            await self._timeout.__aenter__()
+            self._loop = asyncio.get_running_loop()
+            self._schedule(self._timeout)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Stops the time limit.
+
+        Raises:
+            TimeoutError: The time was over.
+        """
+        if self._timeout is not None:
+            self._timer.cancel()
+            await self._timeout.__aexit__(*error)
+
+    def expired(self) -> bool:
+        """Returns whether the time was over."""
+        return self._timeout is not None and self._timeout.expired()
+
+    def _schedule(self, timeout: asyncio.Timeout) -> None:
+        part = min(self._part, self._remaining)
+        due = self._loop.time() + part
+        self._timer = self._loop.call_at(due, self._count, part, due, timeout)
+
+    def _count(self, part: float, due: float, timeout: asyncio.Timeout) -> None:
+        now = self._loop.time()
+        self._remaining -= part + min(now - due, self._part)
+        if self._remaining > 0:
+            self._schedule(timeout)
+        else:
+            timeout.reschedule(now)
+
+
+@contextmanager
+def rare_garbage_collection() -> Iterator[None]:
+    """Lets Python's garbage collector run rarely, and only on objects that are created inside.
+
+    By default it walks over the objects of all libraries again and again, which takes a tenth of
+    the time of a rollout.
+    """
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(max(_NEW_OBJECTS, thresholds[0]) if thresholds[0] else 0, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = None) -> T:
@@ -56,7 +130,7 @@ def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = No
     Raises:
         TimeoutError: It took longer.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, _loop(loop))
+    future = asyncio.run_coroutine_threadsafe(coroutine, _background_loop(loop))
     try:
         return future.result(timeout)
     except BaseException:
@@ -65,47 +139,47 @@ def run(coroutine: Coroutine[Any, Any, T], loop: str, timeout: float | None = No
 
 
 def run_alone(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine on a loop of its own and waits for its result, as `asyncio.run` does.
+    """Runs a coroutine on a new loop and waits for its result, as `asyncio.run` does.
 
-    If the caller is on an event loop, as in a notebook, the loop runs in a thread of its own.
+    If the caller is on an event loop already, as in a notebook, the new loop runs in a thread.
     """
-    if _running() is None:
-        given: list[T] = []
-        asyncio.run(_give(coroutine, given))
-        return given[0]
+    results: list[T] = []
+    if _running_loop() is None:
+        asyncio.run(_append(coroutine, results))
+        return results[0]
     loop = asyncio.new_event_loop()
-    task = loop.create_task(coroutine)
+    task = loop.create_task(_append(coroutine, results))
+    future: Future[None] = Future()
 
-    future: Future[T] = Future()
-
-    async def result() -> T:
-        return await task
+    async def wait() -> None:
+        await task
 
     def work() -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: loop) as runner:
-                done = runner.run(result())
+                runner.run(wait())
         except BaseException as error:  # the caller's to handle
             future.set_exception(error)
         else:
-            future.set_result(done)
+            future.set_result(None)
 
     thread = threading.Thread(target=work, name="loop", daemon=True)
     thread.start()
     try:
-        return future.result()
+        future.result()
     except BaseException:  # also Ctrl-C, which does not reach the thread
-        with suppress(RuntimeError):  # the loop is closed, because the coroutine is over
+        with suppress(RuntimeError):  # the coroutine is over and its loop closed
             loop.call_soon_threadsafe(task.cancel)
-        thread.join(_LAST_SECONDS)
+        thread.join(_CANCEL_SECONDS)
         raise
+    return results[0]
 
 
 def make_synchronous(cls: type, names: Iterable[str]) -> None:
     """Replaces the `async def` methods of a class by synchronous ones; see `finish`.
 
-    Wrappers of Gymnasium unpack what `step` returns, so it cannot be a coroutine. Where the method
-    is called by one that runs, such as by `await super().step(action)`, it stays a coroutine.
+    Gymnasium's wrappers unpack what `step` returns, so it cannot be a coroutine. A method that is
+    called by another one on the same loop, as in `await super().step(action)`, stays a coroutine.
     """
     for name in names:
         function = getattr(cls, name, None)
@@ -121,61 +195,62 @@ def has_async(cls: type, tools: Iterable[Any] = ()) -> bool:
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine of an environment on the loop of the caller's thread.
+    """Runs an environment's coroutine on the loop of the caller's thread.
 
     If the caller is on an event loop, which cannot wait for itself, it runs on the background loop
     of environments.
     """
-    if _running() is not None:
+    if _running_loop() is not None:
         return run(coroutine, _ENVIRONMENTS)
-    if _own.runner is None or _own.process != os.getpid():
+    if _thread_loop.runner is None or _thread_loop.process != os.getpid():
         # with a factory it does not become the current loop of the caller's own code
-        _own.runner, _own.process = asyncio.Runner(loop_factory=asyncio.new_event_loop), os.getpid()
-    given: list[T] = []
-    _own.runner.run(_give(coroutine, given))
-    return given[0]
+        _thread_loop.runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        _thread_loop.process = os.getpid()
+    results: list[T] = []
+    _thread_loop.runner.run(_append(coroutine, results))
+    return results[0]
 
 
-async def _give(coroutine: Coroutine[Any, Any, T], given: list[T]) -> None:
-    """Adds what a coroutine returns to a list.
+async def _append(coroutine: Coroutine[Any, Any, T], results: list[T]) -> None:
+    """Appends a coroutine's result to a list.
 
-    In Python 3.11 and 3.12, a runner writes out what its task returned, such as all episodes, as a
+    In Python 3.11 and 3.12, a runner formats what its task returned, such as all episodes, as a
     text that nobody reads.
     """
-    given.append(await coroutine)
+    results.append(await coroutine)
 
 
-def own_loop() -> asyncio.AbstractEventLoop | None:
+def thread_loop() -> asyncio.AbstractEventLoop | None:
     """Returns the loop of the caller's thread, or None if `finish` has not used one there."""
-    ours = _own.runner is not None and _own.process == os.getpid()
-    return _own.runner.get_loop() if _own.runner is not None and ours else None
+    runner = _thread_loop.runner if _thread_loop.process == os.getpid() else None
+    return None if runner is None else runner.get_loop()
 
 
 def idle(wait: Callable[[], Coroutine[Any, Any, Any]]) -> None:
     """Runs the loop of the caller's thread, with the tasks that environments started there.
 
     Args:
-        wait: Ends when there is something else to do.
+        wait: Returns once there is something else to do.
     """
     try:
-        if own_loop() is not None:
+        if thread_loop() is not None:
             finish(wait())
     except BaseException as error:  # of a task, which has ended by it; the next call goes on
         logger.warning("a task of an environment raised %s: %s", type(error).__name__, error)
 
 
-def close_own_loop() -> None:
+def close_thread_loop() -> None:
     """Cancels the tasks on the loop of the caller's thread and closes it."""
-    runner, _own.runner = _own.runner, None
-    if runner is not None and _own.process == os.getpid():
+    runner, _thread_loop.runner = _thread_loop.runner, None
+    if runner is not None and _thread_loop.process == os.getpid():
         runner.close()
 
 
-atexit.register(close_own_loop)
+atexit.register(close_thread_loop)
 
 
-def settle(result: Any, what: str) -> Any:
-    """Returns a result, or what an awaitable gives once it has run; see `finish`.
+def settle(result: Any, name: str) -> Any:
+    """Returns a result, or what an awaitable returns once it has run; see `finish`.
 
     Raises:
         EnvironmentContractError: It is called on a loop of environments, which cannot wait for
@@ -184,11 +259,11 @@ def settle(result: Any, what: str) -> Any:
     # the test of an abstract class takes longer than most tools
     if type(result) is str or not inspect.isawaitable(result):
         return result
-    if _on_loop():
+    if _on_environment_loop():
         if inspect.iscoroutine(result):
             result.close()
         raise EnvironmentContractError(
-            f"{what} is asynchronous and was called by an asynchronous step; expected one of the "
+            f"{name} is asynchronous and was called by an asynchronous step; expected one of the "
             "two as a plain `def`."
         )
 
@@ -202,27 +277,27 @@ def _synchronous(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         coroutine = function(*args, **kwargs)
-        return coroutine if _on_loop() else finish(coroutine)
+        return coroutine if _on_environment_loop() else finish(coroutine)
 
     return call
 
 
-def _running() -> asyncio.AbstractEventLoop | None:
+def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
 
 
-def _on_loop() -> bool:
-    """Returns whether the caller runs on a loop of environments."""
-    loop = _running()
-    return loop is not None and loop in (own_loop(), _loops.get((os.getpid(), _ENVIRONMENTS)))
+def _on_environment_loop() -> bool:
+    loop = _running_loop()
+    return loop is not None and loop in (thread_loop(), _loops.get((os.getpid(), _ENVIRONMENTS)))
 
 
 def post(coroutine: Coroutine[Any, Any, Any], loop: str) -> None:
     """Runs a coroutine on a background loop without waiting; a failure is logged."""
-    asyncio.run_coroutine_threadsafe(coroutine, _loop(loop)).add_done_callback(_log_failure)
+    future = asyncio.run_coroutine_threadsafe(coroutine, _background_loop(loop))
+    future.add_done_callback(_log_failure)
 
 
 def _log_failure(future: Future[Any]) -> None:
@@ -230,8 +305,8 @@ def _log_failure(future: Future[Any]) -> None:
         logger.warning("in the background: %s: %s", type(error).__name__, error)
 
 
-def _loop(name: str) -> asyncio.AbstractEventLoop:
-    key = os.getpid(), name  # a fork has the loop but not its thread
+def _background_loop(name: str) -> asyncio.AbstractEventLoop:
+    key = os.getpid(), name
     with _lock:
         if key not in _loops:
             _loops[key] = asyncio.new_event_loop()

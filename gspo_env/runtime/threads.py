@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gspo_env.errors import EnvironmentHangError, ForeignError
-from gspo_env.runtime import loops as background
+from gspo_env.runtime import loops
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _MOST_TEXT = 2000
 _MOST_TRACE = 20_000
 """Maximum characters of a traceback that are kept, from its end."""
 _MOST_CAUSES = 1000
-_LOOK = 0.2
+_LOOK_SECONDS = 0.2
 """Seconds between two looks at a call that has not returned."""
 _LONG = 10.0
 """Seconds after which a call that has not returned is mentioned once."""
@@ -52,7 +52,7 @@ _LIBRARIES = tuple(
 
 _calls: dict[int, _Call] = {}
 """The innermost call of environment code in each thread, by its ident."""
-_left: set[int] = set()
+_abandoned: set[int] = set()
 """The threads that nothing waits for any more."""
 _causes: set[tuple[str, str, str]] = set()
 """What raised, with the exception and the line; see `log_once`."""
@@ -68,37 +68,37 @@ class _Call:
     since: float
 
     def __str__(self) -> str:
-        given = [reprlib.repr(value) for value in self.args]
-        given += [f"{name}={reprlib.repr(value)}" for name, value in self.kwargs.items()]
+        arguments = [reprlib.repr(value) for value in self.args]
+        arguments += [f"{name}={reprlib.repr(value)}" for name, value in self.kwargs.items()]
         name = getattr(self.function, "__name__", self.function)
-        return f"{name if isinstance(name, str) else 'a call'}({', '.join(given)})"
+        return f"{name if isinstance(name, str) else 'a call'}({', '.join(arguments)})"
 
 
-class _Left(BaseException):
-    """Ends code whose caller has gone on without it."""
+class _Abandoned(BaseException):
+    """Ends code that nothing waits for any more."""
 
 
 def _enter(call: _Call | None) -> _Call | None:
-    """Notes the call that the thread is in, or that it is in none; returns the one before."""
-    own = threading.get_ident()
-    before = _calls.get(own)
+    """Sets the call that the thread is in, or that it is in none; returns the previous one."""
+    thread = threading.get_ident()
+    previous = _calls.get(thread)
     if call is None:
-        del _calls[own]
-    elif own in _left and before is None:
-        raise _Left
+        del _calls[thread]
+    elif thread in _abandoned and previous is None:
+        raise _Abandoned
     else:
-        _calls[own] = call
-    return before
+        _calls[thread] = call
+    return previous
 
 
 @contextlib.contextmanager
 def constructing() -> Iterator[None]:
-    """Notes that the thread is in the constructor of an environment."""
-    before = _enter(_Call("__init__", (), {}, time.monotonic()))
+    """Marks that the thread is in the constructor of an environment."""
+    previous = _enter(_Call("__init__", (), {}, time.monotonic()))
     try:
         yield
     finally:
-        _enter(before)
+        _enter(previous)
 
 
 def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         Exception: What it raised. An exception that would end the caller, such as `SystemExit`, is
             a `ForeignError`, but for the person's own `KeyboardInterrupt`.
     """
-    before = _enter(_Call(function, args, kwargs, time.monotonic()))
+    previous = _enter(_Call(function, args, kwargs, time.monotonic()))
     try:
         return function(*args, **kwargs)
     except StopIteration as error:  # a future does not accept it
@@ -116,15 +116,15 @@ def attempt(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except Exception:
         raise
     except BaseException as error:
-        if isinstance(error, _Left) or (isinstance(error, KeyboardInterrupt) and _is_main()):
+        if isinstance(error, _Abandoned) or (isinstance(error, KeyboardInterrupt) and _is_main()):
             raise
         raise foreign(error) from error
     finally:
-        _enter(before)
+        _enter(previous)
 
 
 def foreign(error: BaseException) -> ForeignError:
-    """Returns an exception as text, with the line of the environment's own code that raised."""
+    """Returns an exception as text, with the line of the environment's code that raised it."""
     if isinstance(error, ForeignError):
         return error
     try:
@@ -136,34 +136,35 @@ def foreign(error: BaseException) -> ForeignError:
 
 
 def log_once(what: str, error: BaseException, then: str = "", *, trace: bool = False) -> None:
-    """Logs an exception of an environment with its line, unless it was raised there before.
+    """Logs an exception of an environment with its line, but only the first of each line.
 
     Args:
         what: What raised it.
         error: The exception.
-        then: What follows from it, in front of "further ones are not shown".
-        trace: Whether the traceback is shown too.
+        then: The consequence, in front of "further ones are not shown".
+        trace: Whether to log the traceback too.
     """
-    told = foreign(error)
-    cause = what, told.name, told.where
+    raised = foreign(error)
+    cause = what, raised.name, raised.where
     if cause in _causes or len(_causes) >= _MOST_CAUSES:
         return
     _causes.add(cause)
-    text = "%s raised %s: %s (%s); %sfurther ones are not shown"
     logger.warning(
-        text, what, told.name, told.text, told.where, then, exc_info=error if trace else None
+        "%s raised %s: %s (%s); %sfurther ones are not shown",
+        *(what, raised.name, raised.text, raised.where, then),
+        exc_info=error if trace else None,
     )
 
 
 def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    return (_own_line(frames) or _line(frames[-1])) if frames else "unknown place"
+    return (_environment_line(frames) or _line(frames[-1])) if frames else "unknown place"
 
 
-def _own_line(frames: traceback.StackSummary) -> str:
+def _environment_line(frames: traceback.StackSummary) -> str:
     """Returns the innermost line that is not of a library, or nothing."""
-    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    return _line(own[-1]) if own else ""
+    lines = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return _line(lines[-1]) if lines else ""
 
 
 def _line(frame: traceback.FrameSummary) -> str:
@@ -182,7 +183,7 @@ class _Watch:
 
     def __init__(self, name: str, thread: int, seconds: float | None = None) -> None:
         self._name, self._thread, self._seconds = name, thread, seconds
-        self._told = False
+        self._logged = False
 
     def look(self) -> None:
         """Looks once.
@@ -198,13 +199,14 @@ class _Watch:
                 f"{self._name}: {call} has not returned within {self._seconds:g} s{self._where()}; "
                 "with rollout.isolation = 'process', a hang costs only its episode"
             )
-        if lasted > _LONG and not self._told:
-            self._told = True
-            text = "%s: %s has not returned for %.0f s%s"
-            logger.warning(text, self._name, call, lasted, self._where())
+        if lasted > _LONG and not self._logged:
+            self._logged = True
+            logger.warning(
+                "%s: %s has not returned for %.0f s%s", self._name, call, lasted, self._where()
+            )
 
     def _where(self) -> str:
-        """Returns the environment's own line that runs in the thread, in brackets."""
+        """Returns the line of the environment that runs in the thread, in brackets."""
         frame = sys._current_frames().get(self._thread)
         stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         inside = traceback.StackSummary()
@@ -212,7 +214,7 @@ class _Watch:
             inside.append(entry)
             if entry.filename == __file__:
                 inside.clear()  # what calls environments is no code of theirs
-        line = _own_line(inside)
+        line = _environment_line(inside)
         return f" ({line})" if line else ""
 
 
@@ -226,7 +228,7 @@ def watched(name: str) -> Iterator[None]:
     done, watch = threading.Event(), _Watch(name, threading.get_ident())
 
     def work() -> None:
-        while not done.wait(_LOOK):
+        while not done.wait(_LOOK_SECONDS):
             watch.look()
 
     threading.Thread(target=work, name="watch", daemon=True).start()
@@ -290,10 +292,10 @@ class EnvThread:
         self._put((future, lambda: function(*args, **kwargs)))
         watch = _Watch(name, self._thread.ident or 0, seconds)
         try:
-            while not wait([future], timeout=_LOOK).done:
+            while not wait([future], timeout=_LOOK_SECONDS).done:
                 watch.look()
         except BaseException:
-            _left.add(self._thread.ident or 0)
+            _abandoned.add(self._thread.ident or 0)
             raise
         return future.result()
 
@@ -327,13 +329,13 @@ class EnvThread:
                     del result
                 del job, future, call  # an idle thread keeps no result
         finally:
-            background.close_own_loop()
-            _left.discard(threading.get_ident())
+            loops.close_thread_loop()
+            _abandoned.discard(threading.get_ident())
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
-        self._loop = background.own_loop()
+        self._loop = loops.thread_loop()
         while self._loop is not None and self._jobs.empty():
-            background.idle(self._arrival)
+            loops.idle(self._arrival)
         return self._jobs.get()
 
     async def _arrival(self) -> None:

@@ -238,7 +238,6 @@ class Loop:
             "history": list(self.history),
             "results": [asdict(result) for result in self.results],
             "score": self.score.state(),
-            "gives_outcome": self._gives_outcome(),
             "buffer": self.buffer.state(),
             "generators": generator_states(),
         }
@@ -252,8 +251,6 @@ class Loop:
         self.results = [StepResult(**result) for result in state["results"]]
         self.buffer.restore(state["buffer"], self.step)
         self.score.restore(state["score"])
-        for env_id, gives_outcome in state["gives_outcome"].items():
-            self.collector.pool.of(env_id).gives_outcome = gives_outcome
         self.learner.restore(checkpoint.tensors(), state["learner"])
         set_generator_states(state["generators"])
 
@@ -266,7 +263,7 @@ class Loop:
         """
         settings, scores = self.config.credit, {}
         if getattr(self.config.advantage, "uses_score", True):
-            if reason := self.score.see(seen, self._gives_outcome()):
+            if reason := self.score.see(seen):
                 self.reporter.scored(self.score.only, reason)
             scores = self.score.by_environment
         credit = estimate(groups, self.config.advantage, settings, scores)
@@ -279,11 +276,6 @@ class Loop:
                 " and ".join(sorted({repr(score) for score in scores.values()}) or ["its own"]),
             )
         return credit
-
-    def _gives_outcome(self) -> dict[str, bool | None]:
-        """Returns whether finished episodes of each environment have an outcome, if known."""
-        pool = self.collector.pool
-        return {env_id: pool.of(env_id).gives_outcome for env_id in self.weights}
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Sends the learner's weights to the engine and compares the two; returns the metrics."""
@@ -348,5 +340,5 @@ class Loop:
 async def evaluate(collector: Collector, tasks: Sequence[Task]) -> Evaluation:
     """Plays the tasks once sampled at the training temperature and once greedily."""
     started = time.perf_counter()
-    sampled, greedy = await collector.collect_both(tasks, seed=0)
+    sampled, greedy = await collector.collect_evaluation(tasks, seed=0)
     return Evaluation.of(sampled, greedy, time.perf_counter() - started)

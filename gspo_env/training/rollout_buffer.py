@@ -15,7 +15,6 @@ import numpy as np
 from gspo_env.config import Config
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import RolloutRequest
-from gspo_env.rollout.gate import Gate
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.types import Episode, Group, Task
 
@@ -36,16 +35,16 @@ _MOST_DROPS = 3
 class Player(Protocol):
     """Plays groups; see `gspo_env.rollout.Collector`."""
 
-    async def play(self, job: RolloutRequest, gate: asyncio.Semaphore) -> Group:
+    async def play(self, request: RolloutRequest, gate: asyncio.Semaphore) -> Group:
         """Plays the episodes of one group."""
         ...
 
-    def accept(self, groups: list[Group]) -> list[Group]:
-        """Returns the groups of a batch with their outcomes settled."""
+    def check(self, groups: Sequence[Group]) -> None:
+        """Checks the groups of a batch."""
         ...
 
     def idle(self) -> float:
-        """Returns the seconds since an episode came further."""
+        """Returns the seconds since an episode last made progress."""
         ...
 
 
@@ -193,7 +192,7 @@ class RolloutBuffer:
     ) -> None:
         self._config, self._settings, self._player = config, config.supply, player
         self._draw, self._flat, self._held_out = draw, flat, held_out or {}
-        self._gate = Gate(config.rollout.concurrency)
+        self._gate = asyncio.Semaphore(config.rollout.concurrency)
         self.admission = StalenessGate(config.tasks_per_step, config.supply.max_staleness)
         self._tickets: dict[int, TaskAttempt] = {}
         self._again: list[TaskAttempt] = []
@@ -224,13 +223,11 @@ class RolloutBuffer:
 
         Raises:
             RolloutError: No episode has ended for longer than any may take, a group is too old
-                again and again, or see `Collector.play` and `Collector.accept`.
+                again and again, or see `Collector.play` and `Collector.check`.
         """
         clock = asyncio.get_running_loop().time
         asked = self._moved = clock()
         since = asked if self._given is None else self._given
-        if self._given is None:
-            self._gate.episode_seconds()
         self._admit()
         while (chosen := self._choose()) is None:
             await self._wait(asked)
@@ -239,13 +236,13 @@ class RolloutBuffer:
         groups = [ticket.group for ticket in tickets if ticket.group is not None]
         now = self._given = clock()
         metrics = self._metrics(groups, asked, since, now)
-        settled = self._player.accept([*groups, *self._discarded, *self._dropped])
-        ends = len(groups), len(groups) + len(self._discarded)
-        self._discarded, self._dropped = [], []
+        discarded, self._discarded = self._discarded, []
+        dropped, self._dropped = self._dropped, []
+        self._player.check([*groups, *discarded, *dropped])
         return Batch(
-            groups=settled[: ends[0]],
-            discarded=settled[ends[0] : ends[1]],
-            dropped=settled[ends[1] :],
+            groups=groups,
+            discarded=discarded,
+            dropped=dropped,
             seconds=max(now - (since if self.ahead else asked), 1e-9),
             metrics=metrics,
         )
@@ -349,7 +346,7 @@ class RolloutBuffer:
             return False
         wins = _wins(group.episodes)
         if not wins:
-            return False  # `Collector.accept` counts what failed
+            return False  # `Collector.check` counts what failed
         low, high = self._settings.min_success, self._settings.max_success
         return not low <= float(np.mean(wins)) <= high or self._flat(group)
 
@@ -412,8 +409,7 @@ class RolloutBuffer:
                 self._moved = clock()
             limits = self._config.rollout
             most = 2 * (limits.max_retries + 1) * limits.episode_timeout + _MARGIN
-            quiet = clock() - max(self._moved, self._gate.changed or 0.0)
-            if min(quiet, self._player.idle()) > most:
+            if min(clock() - self._moved, self._player.idle()) > most:
                 raise RolloutError(
                     f"no episode came further for {most:g} s, although rollout.episode_timeout "
                     f"is {limits.episode_timeout:g}: {self.waits_for()}"
@@ -436,7 +432,7 @@ class RolloutBuffer:
         limits, size = self._config.rollout, self._config.tasks_per_step
         in_flight = size * (self._settings.max_staleness + 1) * limits.group_size
         places = min(limits.concurrency, in_flight) * (now - since)
-        busy = self._gate.episode_seconds()
+        busy = sum(group.seconds for group in [*groups, *self._discarded, *self._dropped])
         metrics = {
             "rollout/staleness_mean": float(np.mean(ages)) if ages else 0.0,
             "rollout/staleness_max": float(max(ages, default=0)),

@@ -14,8 +14,7 @@ from typing import Any
 
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.rollout.play import look
-from gspo_env.rollout.pool import EnvPool, EnvPools
-from gspo_env.rollout.retry import play_again, play_pooled
+from gspo_env.rollout.pool import EnvPool, EnvPools, play_again, play_pooled
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import HELD_OUT, SEEDS, derive_seed
 from gspo_env.types import Episode, ResetInfo, Task

@@ -18,8 +18,8 @@ from gspo_env.engines.base import (
 )
 from gspo_env.errors import EngineError
 from gspo_env.learner.settings import Trainer
-from gspo_env.rollout.clock import Clock
 from gspo_env.rollout.collector import Collector
+from gspo_env.runtime.loops import ActiveTimeout
 from gspo_env.types import FloatArray
 
 TOLERANCE = {"float32": 1e-3}
@@ -129,7 +129,7 @@ async def check_sync(collector: Collector, learner: Trainer, run: Run = _here) -
         row = learner.pack([sample])
         return learner.logprobs(row).double().cpu().numpy()
 
-    clock = Clock(limits.episode_timeout)
+    clock = ActiveTimeout(limits.episode_timeout)
     try:
         async with clock:
             found = await difference(

@@ -68,10 +68,6 @@ class Wrong(Coin):
     \"\"\"Declares what does not exist.\"\"\"
     credit_score = "episode"
 
-class WithoutOutcome(Opposed):
-    \"\"\"Declares a sum that it does not give.\"\"\"
-    gives_outcome = False
-    credit_score = "sum"
 """
 
 
@@ -228,9 +224,9 @@ def test_an_error_enters_no_statistic_and_decides_nothing():
     assert [row.tolist() for row in credit.advantages[0]] == [[1.0], [-1.0], [0.0]]
 
 
-def seen(*episodes, gives_outcome=None, score=None):
+def seen(*episodes, score=None):
     choice = ScoreChoice("a/B-v0", score)
-    choice.see(episodes, gives_outcome)
+    choice.see(episodes)
     return choice
 
 
@@ -251,12 +247,6 @@ def test_the_first_episodes_decide_by_what_they_contain_and_not_by_its_value(
     choice = seen(*episodes)
     assert choice.score == score
     assert re.search(reason, choice.reason)
-
-
-def test_a_declared_outcome_counts_where_no_episode_was_finished():
-    cut = played([0.0], stop=StopReason.MAX_TURNS)
-    assert seen(cut, gives_outcome=True).score == "outcome"
-    assert seen(cut, gives_outcome=None).score is None
 
 
 def test_nothing_is_decided_until_there_is_something_and_then_it_is_kept(caplog):
@@ -292,6 +282,7 @@ def test_a_given_score_is_kept_without_a_word(score, caplog):
 def test_the_sum_is_refused_without_an_outcome_of_its_own():
     with pytest.raises(ConfigError, match="'sum', but the episodes of a/B-v0 have no outcome"):
         seen(played([0.5]), score="sum")
+    assert seen(played([0.5], stop=StopReason.MAX_TURNS), score="sum").score == "sum"
 
 
 def test_all_groups_together_decide_where_nobody_else_has():
@@ -351,21 +342,13 @@ def test_the_score_decides_what_is_learned(tmp_path, monkeypatch):
     assert shares["outcome"] > shares["turns"] + 0.3
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("Wrong", {}, "credit_score is 'episode' of type str, expected one of"),
-        ("WithoutOutcome", {}, "credit_score is 'sum' of type str, expected 'turns'"),
-    ],
-)
-def test_an_impossible_declaration_is_refused_before_anything_is_made(
-    name, changes, message, tmp_path, monkeypatch
-):
+def test_an_impossible_declaration_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    message = "credit_score is 'episode' of type str, expected one of"
     with pytest.raises(EnvironmentContractError, match=message):
-        train(tmp_path, COIN, name, **changes)
+        train(tmp_path, COIN, "Wrong")
     with pytest.raises(EnvironmentCheckError, match=message):
-        check_env(f"{tmp_path}/mine.py:{name}")
+        check_env(f"{tmp_path}/mine.py:Wrong")
 
 
 def test_advantages_that_are_all_zero_although_outcomes_differ_are_warned_of(
@@ -401,7 +384,7 @@ def test_the_command_that_checks_an_environment_says_its_score(capsys):
     assert "Score: turns, because the environment declares it." in said
 
 
-def test_every_environment_of_ours_with_an_outcome_declares_its_score():
+def test_every_environment_of_ours_declares_its_score():
     for env_id in [e for e in gymnasium.registry if e.startswith("gspo/")]:
         creator = gymnasium.envs.registration.load_env_creator(gymnasium.spec(env_id).entry_point)
-        assert creator.credit_score == "turns" or creator.gives_outcome is False
+        assert creator.credit_score == "turns"

@@ -111,7 +111,7 @@ def test_no_episode_is_lost_or_counted_twice_when_an_actor_ends(
     )
     with opened(config, chat, Engine(fleet(server))) as collector:
         if how == "killed":
-            threading.Thread(target=kill_busy, args=(collector.crew,)).start()
+            threading.Thread(target=kill_busy, args=(collector.workers,)).start()
         groups = collect(collector)
         counts = collector.metrics()
         assert essence(groups) == expected
@@ -121,10 +121,10 @@ def test_no_episode_is_lost_or_counted_twice_when_an_actor_ends(
     assert all_gone(mark)
 
 
-def kill_busy(crew):
-    while not any(m.jobs and m.pid for m in crew._members):
+def kill_busy(pool):
+    while not (busy := [w.pid for w in pool._workers if w.requests and w.pid]):
         time.sleep(0.001)
-    os.kill(next(m.pid for m in crew._members if m.jobs and m.pid), signal.SIGKILL)
+    os.kill(busy[0], signal.SIGKILL)
 
 
 def test_an_actor_that_cannot_be_made_is_one_sentence(mark, chat, alone):
@@ -139,7 +139,7 @@ def test_an_actor_that_cannot_be_made_is_one_sentence(mark, chat, alone):
 PROGRAM = """
 import sys
 sys.path[:0] = {path!r}
-from test_ray_workers import *
+from test_ray import *
 from conftest import *
 from gspo_env.engines.vllm.requests import ServerAddress
 chat = ChatTokenizer(build_tokenizer(WORDS, ["<tool_call>"]))

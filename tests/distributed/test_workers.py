@@ -32,16 +32,15 @@ from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
 from gspo_env.health import diagnose
 from gspo_env.report import read_run
-from gspo_env.rollout.collector import Collector, RolloutRequest
+from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.failures import FaultLog
-from gspo_env.rollout.gate import Gate
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.settings import RolloutConfig
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(workers, "_BEAT", 0.02)
+    monkeypatch.setattr(workers, "_STATUS_SECONDS", 0.02)
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +53,26 @@ class Thread:
     """A worker in a thread with an event loop of its own; it can die like a process."""
 
     def __init__(self, setup):
-        self.dead, self.silent, self.orders = threading.Event(), False, []
+        self.dead, self.silent, self.requests = threading.Event(), False, []
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.worker = Worker(setup)
 
-    async def play(self, order):
-        self.orders.append(order.job)
-        playing = asyncio.run_coroutine_threadsafe(self.worker.play(order), self.loop)
+    async def play(self, request, servers):
+        self.requests.append(request)
+        playing = asyncio.run_coroutine_threadsafe(self.worker.play(request, servers), self.loop)
         while not playing.done():
             if self.dead.is_set():
                 raise WorkerDied("its thread is over")
             await asyncio.sleep(0.005)
         return playing.result()
 
-    def beat(self, told):
+    def status(self, servers):
         answer = Future()
         if self.dead.is_set():
             answer.set_exception(WorkerDied("its thread is over"))
         elif not self.silent:
-            answer.set_result(self.worker.beat(told))
+            answer.set_result(self.worker.status(servers))
         return answer
 
     def close(self):
@@ -81,7 +80,7 @@ class Thread:
         answer.set_result(self.worker.close())
         return answer
 
-    def why(self, error):
+    def reason(self, error):
         return str(error)
 
     def kill(self, pid=0):
@@ -97,7 +96,7 @@ def crew_of(config, chat, engine, start=Thread, **timeouts):
         history="template",
         config=config.rollout,
         vocab_size=len(chat.tokenizer),
-        fleet=engine.fleet,
+        servers=engine.fleet,
     )
     handles = []
 
@@ -109,7 +108,7 @@ def crew_of(config, chat, engine, start=Thread, **timeouts):
         closing(make_pool(config, FaultLog())) as pool,
         closing(WorkerPool(begin, engine, config.rollout, **timeouts)) as crew,
     ):
-        yield WorkerCollector(engine, chat, pool, config.rollout, crew=crew), handles
+        yield WorkerCollector(engine, chat, pool, config.rollout, workers=crew), handles
 
 
 def here(config, chat, engine):
@@ -132,7 +131,7 @@ def test_groups_faults_and_metrics_are_those_of_one_process(chat, server, fails,
     with crew_of(config, chat, Engine(fleet(server))) as (collector, handles):
         groups = collect(collector)
         counts = collector.metrics()
-        assert all(handle.orders for handle in handles)
+        assert all(handle.requests for handle in handles)
     assert collector.pool.faults.counts == counted
     assert sum(counted.values()) == (12 if fails else 0)
     assert sum(line.startswith("episode of") for line in caplog.messages) == 2 * bool(fails)
@@ -150,13 +149,13 @@ def test_groups_faults_and_metrics_are_those_of_one_process(chat, server, fails,
 
 def test_the_start_of_a_child_process_has_a_limit_of_its_own_in_a_worker_too():
     with closing(make_pool(settings("ray:1", isolation="process"), FaultLog())) as pool:
-        env = asyncio.run(pool.acquire(timeout=0.01))
+        env = asyncio.run(pool.of("custom/Turns-v0").acquire(timeout=0.01))
         assert isinstance(env, IsolatedEnv)
 
 
 def test_held_out_tasks_are_drawn_again_as_in_one_process(chat, server):
     config, engine = settings("ray:2"), Engine(fleet(server))
-    held_out = {"test/Turns": {"1", "3"}}
+    held_out = {"custom/Turns-v0": {"1", "3"}}
     with closing(make_pool(config, FaultLog())) as pool:
         alone = Collector(engine, chat, pool, config.rollout)
         played = alone.collect(TASKS, seed=1, group_size=2, held_out=held_out)
@@ -173,7 +172,7 @@ def test_the_groups_of_a_worker_that_dies_are_played_again_with_the_same_seeds(c
     with crew_of(config, chat, engine) as (collector, handles):
 
         def end_one():
-            while not handles[0].orders:
+            while not handles[0].requests:
                 time.sleep(0.001)
             handles[0].kill()
 
@@ -192,13 +191,13 @@ def test_a_worker_that_does_not_answer_is_ended_and_replaced(chat, server, caplo
     config, engine = settings("ray:1"), Engine(fleet(server))
 
     class Silent(Thread):
-        async def play(self, order):
+        async def play(self, *arguments):
             if not self.dead.is_set() and len(made) == 1:
                 self.silent = True
                 while not self.dead.is_set():
                     await asyncio.sleep(0.01)
                 raise WorkerDied("killed")
-            return await super().play(order)
+            return await super().play(*arguments)
 
     made = []
 
@@ -209,10 +208,11 @@ def test_a_worker_that_does_not_answer_is_ended_and_replaced(chat, server, caplo
     with crew_of(config, chat, engine, start, answer_timeout=0.3) as (collector, _):
         groups = collect(collector)
     assert essence(groups) == essence(here(config, chat, engine)[0])
-    assert "worker 0 is lost: it has not answered for 0.3 s; it played test/Turns with seed 0" in (
-        caplog.text
+    assert (
+        "worker 0 is lost: it has not answered for 0.3 s; it played custom/Turns-v0 with seed 0"
+        in (caplog.text)
     )
-    assert collector.crew.restarts == 1
+    assert collector.workers.restarts == 1
 
 
 SUSPENDED = """
@@ -221,12 +221,12 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from gspo_env.distributed import pool as workers
 from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.distributed.worker import Pulse
+from gspo_env.distributed.worker import WorkerStatus
 
 class Slow:  # answers in 0.2 s of the time in which this process runs
     asked = killed = 0
 
-    def beat(self, told):
+    def status(self, servers):
         answer = Future()
         threading.Thread(target=self.answer, args=(answer,), daemon=True).start()
         self.asked += 1
@@ -237,14 +237,14 @@ class Slow:  # answers in 0.2 s of the time in which this process runs
     def answer(self, answer):
         for _ in range(40):
             time.sleep(0.005)
-        answer.set_result(Pulse(pid=1, idle=0.0, stalled=0.0, waits=""))
+        answer.set_result(WorkerStatus(pid=1, idle=0.0, stalled=0.0, waits=""))
 
     def kill(self, pid=0):
         self.killed += 1
 
-workers._BEAT = 0.05
+workers._STATUS_SECONDS = 0.05
 handle = Slow()
-crew = workers.Crew(
+crew = workers.WorkerPool(
     lambda number: handle, SimpleNamespace(fleet=None), RolloutConfig(workers="ray:1"),
     start_timeout=1.0, answer_timeout=1.0,
 )
@@ -270,19 +270,20 @@ def test_restarts_are_bounded_and_the_error_names_the_last_task(chat, server):
     config, engine = settings("ray:2", max_worker_restarts=3), Engine(fleet(server))
 
     class Mortal(Thread):
-        async def play(self, order):
+        async def play(self, *arguments):
             self.kill()
             raise WorkerDied("out of memory")
 
     with (
         crew_of(config, chat, engine, Mortal) as (collector, handles),
         pytest.raises(
-            RolloutError, match=r"none of the 2 workers is left; .*out of memory; it played test/T"
+            RolloutError,
+            match=r"none of the 2 workers is left; .*out of memory; it played custom/T",
         ),
     ):
         collect(collector)
     assert len(handles) == 5
-    assert collector.crew.lost == 5
+    assert collector.workers.lost == 5
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,7 @@ def test_diagnose_names_workers_that_die(chat, server, tmp_path, restarts, said)
             while collector.metrics()["rollout/workers"] < 3:  # one that starts is not replaced
                 time.sleep(0.01)
             handles[step - 1].kill()
-            while collector.crew.lost < step:
+            while collector.workers.lost < step:
                 time.sleep(0.01)
             row = {"step": step, "time": 0, "metrics": collector.metrics()}
             with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -310,11 +311,11 @@ def test_a_worker_that_cannot_start_is_not_started_again(chat, server):
     config, engine = settings("ray:2"), Engine(fleet(server))
 
     class Broken(Thread):
-        def beat(self, told):
+        def status(self, servers):
             self.kill()
-            return super().beat(told)
+            return super().status(servers)
 
-        def why(self, error):
+        def reason(self, error):
             return "No module named 'shop'"
 
     with (
@@ -329,7 +330,7 @@ def test_a_worker_that_cannot_be_asked_is_lost_and_nobody_waits_for_it(chat, ser
     config, engine = settings("ray:2"), Engine(fleet(server))
 
     class Gone(Thread):
-        def beat(self, told):
+        def status(self, servers):
             raise ConnectionError("the cluster is gone")
 
     with (
@@ -343,7 +344,7 @@ def test_a_worker_that_cannot_be_started_again_is_lost(chat, server):
     config, engine, made = settings("ray:1"), Engine(fleet(server)), []
 
     class Mortal(Thread):
-        async def play(self, order):
+        async def play(self, *arguments):
             self.kill()
             raise WorkerDied("out of memory")
 
@@ -364,7 +365,7 @@ def test_a_worker_that_does_not_start_in_time_is_an_error(chat, server):
     config, engine = settings("ray:1"), Engine(fleet(server))
 
     class Slow(Thread):
-        def beat(self, told):
+        def status(self, servers):
             return Future()
 
     with (
@@ -396,35 +397,6 @@ def test_a_server_that_fails_a_worker_is_told_and_its_requests_go_elsewhere(chat
     assert essence(groups) == essence(here(config, chat, Engine(fleet(server)))[0])
     assert {address for address, _ in engine.told} == {mortal}
     assert engine.told[0][1].startswith("worker 0: ")
-
-
-def test_the_share_of_idle_places_counts_the_episodes_of_training_and_no_others(chat, tmp_path):
-    """Ahead of the learner, groups of training are in flight while an evaluation plays."""
-    with pretend_server(tmp_path, 0.05) as slow:
-        config, engine = settings("ray:1", concurrency=99), Engine(fleet(slow))
-        with crew_of(config, chat, engine) as (collector, _):
-
-            async def play():
-                gate = Gate(99)
-                gate.episode_seconds()
-                evaluating = asyncio.create_task(
-                    collector.collect(TASKS[1:], seed=1, group_size=4, temperature=0.0)
-                )
-                await asyncio.sleep(0.02)
-                begun = time.perf_counter()
-                jobs = [
-                    RolloutRequest(task=task, seed=0, place=0, group_size=size, temperature=1.0)
-                    for task, size in zip(TASKS, (1, 2), strict=False)
-                ]
-                groups = await asyncio.gather(*(collector.play(job, gate) for job in jobs))
-                wall = time.perf_counter() - begun
-                await evaluating
-                await collector.collect(TASKS[:1], seed=1, group_size=4)
-                return groups, wall, gate.episode_seconds()
-
-            groups, wall, busy = asyncio.run(play())
-    turns = [turn for group in groups for e in group.episodes for turn in e.turns]
-    assert sum(turn.timing.generate + turn.timing.step for turn in turns) <= busy <= 3 * wall
 
 
 def test_a_server_that_fails_while_failures_are_taken_is_not_forgotten(server):
@@ -465,7 +437,7 @@ def test_no_worker_has_more_episodes_than_its_share(chat, tmp_path):
     async def watched(collector, handles):
         playing = asyncio.create_task(collector.collect(TASKS, seed=0, group_size=3))
         while not playing.done():
-            most.extend(len(handle.worker._collector._waits._all) for handle in handles)
+            most.extend(len(handle.worker.collector.progress) for handle in handles)
             await asyncio.sleep(0.002)
         await playing
 
@@ -487,14 +459,14 @@ def test_the_log_says_which_workers_are_waited_for(chat, tmp_path):
             async def look():
                 playing = asyncio.create_task(collector.collect(TASKS, seed=0, group_size=2))
                 while not (told and "wait for the engine" in told[-1]):
-                    told.append(collector.crew.describe())
+                    told.append(collector.workers.describe())
                     await asyncio.sleep(0.02)
                 return await playing
 
             asyncio.run(look())
-    assert "worker 0 starts since 0 s" in told[0]
+    assert "worker 0 has been starting for 0 s" in told[0]
     assert "episodes wait for the engine (longest" in told[-1]
-    assert "test/Turns with seed" in told[-1]
+    assert "custom/Turns-v0 with seed" in told[-1]
 
 
 def test_a_cancelled_collection_leaves_no_job_with_a_worker(chat, tmp_path):
@@ -505,14 +477,14 @@ def test_a_cancelled_collection_leaves_no_job_with_a_worker(chat, tmp_path):
 
             async def stopped():
                 playing = asyncio.create_task(collector.collect(TASKS, seed=0, group_size=2))
-                while not handles[0].orders:
+                while not handles[0].requests:
                     await asyncio.sleep(0.01)
                 playing.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await playing
 
             asyncio.run(stopped())
-            assert collector.crew._members[0].jobs == []
+            assert collector.workers._workers[0].requests == []
 
 
 def test_lines_of_a_workers_log_reach_the_trainers(chat, server, caplog):

@@ -10,7 +10,7 @@ from gymnasium.vector.utils import batch_space, create_empty_array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.env.spaces import UnicodeText
+from gspo_env.env.base import UnicodeText
 
 
 @given(st.text(max_size=50))

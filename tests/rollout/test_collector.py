@@ -16,7 +16,7 @@ from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.collector import Collector, RolloutConfig, RolloutRequest
+from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Message, Prompt, StopReason, Task
@@ -383,13 +383,13 @@ class Long(Echo):
         return observation * (1 if seed % self.every else 200), info
 
 
-def test_prompts_that_do_not_fit_the_context_are_named_once_with_their_lengths(player, caplog):
+def test_prompts_that_do_not_fit_the_context_are_counted_once(player, caplog):
     running = collector(player, Long, max_turns=1)
     for _ in range(2):
         groups = play(running, size=1)
         assert [e.stop_reason for e in episodes(groups)].count(StopReason.MAX_CONTEXT) == 2
     assert caplog.text.count("2 of 4 episodes ended before their first turn") == 1
-    assert "have 1406 tokens and rollout.max_context 512 less" in caplog.text
+    assert "more than the 480 tokens that rollout.max_context 512 less" in caplog.text
     assert not any(e.turns for e in episodes(play(running, tasks=1, size=2)))
 
 
@@ -417,79 +417,6 @@ def test_token_judgements_of_a_wrong_number_are_refused(player):
     running = collector(player, lambda: wrong, max_turns=1)
     with pytest.raises(RolloutError, match=r"token_mask.*one per sampled token"):
         play(running)
-
-
-class Sometimes(Echo):
-    """Gives outcomes of its own to some finished episodes, and never ends others."""
-
-    blocking = False
-
-    def reset(self, *, seed=None, options=None):
-        self.number = seed
-        return super().reset(seed=seed)
-
-    def step(self, action):
-        if self.number % 3 == 0:
-            return "go on", 0.2, False, False, {}
-        info = {"episodic_reward": 0.0} if self.number % 3 == 1 else {}
-        return "end", 0.25, True, False, info
-
-
-def test_the_first_finished_episodes_decide_whether_cut_ones_have_an_outcome(player):
-    running = collector(player, Sometimes, max_turns=2)
-    groups = play(running, tasks=6)
-    assert running.pool.gives_outcome is True
-    for e in episodes(groups):
-        if e.stop_reason is StopReason.TERMINATED:
-            assert e.outcome == (0.0 if e.task.seed % 3 == 1 else 0.25)
-        else:
-            assert (e.outcome, e.success) == (0.0, False)
-    later = episodes(play(running, tasks=1))  # only episodes that are cut
-    assert {e.outcome for e in later} == {0.0}
-    assert any(e.rewards.sum() > 0 for e in later)
-
-
-def test_a_group_that_was_played_before_it_was_known_has_the_outcome_of_a_cut_one(player):
-    running = collector(player, Sometimes, max_turns=2)
-
-    async def ahead():
-        gate = asyncio.Semaphore(8)
-        jobs = [
-            RolloutRequest(
-                task=Task(env_id="test", seed=n), seed=n, place=0, group_size=2, temperature=1.0
-            )
-            for n in (1, 3)
-        ]
-        return [await running.play(job, gate) for job in jobs]
-
-    ended, cut = asyncio.run(ahead())
-    assert [e.outcome for e in cut.episodes] == [e.rewards.sum() for e in cut.episodes] != [0, 0]
-    running.accept([ended])
-    assert running.pool.gives_outcome is True
-    (settled,) = running.accept([cut])
-    assert [e.outcome for e in settled.episodes] == [0.0, 0.0]
-
-
-def test_episodes_that_were_cut_decide_nothing(player):
-    running = collector(player, lambda: TimeLimit(Sometimes(), 2), max_turns=1)
-    cut = episodes(play(running, tasks=1))
-    assert running.pool.gives_outcome is None
-    assert all(e.outcome == e.rewards.sum() for e in cut)
-
-
-def test_an_environment_without_outcomes_keeps_the_sum_when_it_is_cut(player):
-    class Sums(Echo):
-        blocking = False
-
-        def step(self, action):
-            ended = action.startswith("<answer>")
-            return "go on", 0.5, ended, False, {}
-
-    running = collector(player, Sums, max_turns=2)
-    everything = episodes(play(running, tasks=16))
-    assert running.pool.gives_outcome is False
-    assert {StopReason.TERMINATED, StopReason.MAX_TURNS} <= {e.stop_reason for e in everything}
-    assert all(e.outcome == e.rewards.sum() for e in everything)
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TimeLimit(env, 9)])
@@ -581,7 +508,7 @@ def test_sampled_and_greedy_episodes_at_the_same_time_are_those_of_one_after_the
 
     tasks = [Task(env_id="test", seed=n) for n in range(6)]
     both = collector(player, make, Recording, concurrency=5)
-    sampled, greedy = asyncio.run(both.collect_both(tasks, seed=3))
+    sampled, greedy = asyncio.run(both.collect_evaluation(tasks, seed=3))
     apart = collector(player, make, concurrency=5)
     wanted = play(apart, tasks=6, size=1, seed=3), play(apart, 6, 1, seed=3, temperature=0.0)
     for found, expected in zip((sampled, greedy), wanted, strict=True):

@@ -19,8 +19,7 @@ from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.rollout.play import PolicyOutput, play_now
-from gspo_env.rollout.pool import EnvPool
-from gspo_env.rollout.retry import play_pooled
+from gspo_env.rollout.pool import EnvPool, play_pooled
 from gspo_env.types import FAILURES, StopReason, Task, bare_episode
 
 

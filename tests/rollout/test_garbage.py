@@ -4,14 +4,14 @@ import gc
 
 import pytest
 
-from gspo_env.rollout.garbage import few_collections
+from gspo_env.runtime.loops import rare_garbage_collection
 
 
 def fails_after_many_objects():
     found = []
     gc.callbacks.append(lambda phase, info: found.append(phase))
     try:
-        with few_collections():
+        with rare_garbage_collection():
             kept = [[n] for n in range(20_000)]
             raise KeyError(len(found), len(kept))
     finally:
@@ -31,7 +31,7 @@ def test_a_collector_that_the_user_switched_off_by_its_threshold_stays_off():
     before = gc.get_threshold()
     gc.set_threshold(0, *before[1:])
     try:
-        with few_collections():
+        with rare_garbage_collection():
             assert gc.get_threshold()[0] == 0
         assert gc.get_threshold()[0] == 0
     finally:

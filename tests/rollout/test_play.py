@@ -253,12 +253,6 @@ def test_every_end_has_a_finite_outcome_and_a_verdict(rewards, stop, gives, outc
     assert not (verdict and stop in CUTS)
 
 
-def test_every_environment_of_ours_declares_whether_it_gives_outcomes():
-    for env_id in [e for e in gymnasium.registry if e.startswith("gspo/")]:
-        creator = gymnasium.envs.registration.load_env_creator(gymnasium.spec(env_id).entry_point)
-        assert creator.gives_outcome in (True, False)
-
-
 @pytest.mark.parametrize(
     "env_id",
     [

@@ -58,8 +58,7 @@ class Engine:
 def collected(chat, engine, make, seconds, caplog, release=None):
     """Plays two groups; returns the lines of the heartbeat. `release` is set after the first."""
     settings = RolloutConfig(max_turn_tokens=8, max_context=256)
-    running = Collector(engine, chat, EnvPool(make), settings)
-    running._heartbeat = Heartbeat(running._waits.idle, running._waits.describe, seconds)
+    running = Collector(engine, chat, EnvPool(make), settings, stall_seconds=seconds)
     tasks = [Task(env_id="test/Held", seed=n) for n in range(2)]
     caplog.set_level(logging.WARNING)
 
@@ -110,4 +109,3 @@ def test_the_thread_ends_with_what_it_watches():
     assert not thread.is_alive()
     with pytest.raises(ValueError, match="over"), beat.watching():
         raise ValueError("over")
-    assert beat._over is None

@@ -104,7 +104,7 @@ def test_a_reward_for_a_prompt_that_did_not_fit_is_a_fault_of_the_environment():
 def test_the_outcome_of_an_episode_that_ends_with_a_prompt_that_did_not_fit_counts():
     env = Asking([{}, {"episodic_reward": 0.5, "success": True}], cuts=True, steps=2)
     policy = moves(None, StopReason.MAX_CONTEXT)
-    episode = asyncio.run(play(env, TASK, policy, gives_outcome=True))
+    episode = asyncio.run(play(env, TASK, policy))
     assert (episode.outcome, episode.success, len(episode.turns)) == (0.5, True, 1)
 
 

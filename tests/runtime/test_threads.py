@@ -89,7 +89,7 @@ def test_a_hang_in_a_process_names_the_environment_and_no_line_of_ours():
 
 
 def test_a_demonstrator_that_hangs_ends_the_scripted_agent(monkeypatch):
-    monkeypatch.setattr(threads, "_LOOK", 0.01)
+    monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.01)
     agent = ScriptedAgent("hangs.py:Hangs", where="expert_action", after=2)
     agent._guard = in_thread(agent, agent.env_id, 0.2)
     with pytest.raises(EnvironmentHangError, match=r"expert_action\(0\.0\) has not returned"):
@@ -97,7 +97,7 @@ def test_a_demonstrator_that_hangs_ends_the_scripted_agent(monkeypatch):
 
 
 def test_a_call_that_takes_long_is_mentioned_once_and_is_no_failure(caplog, monkeypatch):
-    monkeypatch.setattr(threads, "_LOOK", 0.01)
+    monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(threads, "_LONG", 0.05)
 
     def wait():
@@ -112,7 +112,7 @@ def test_a_call_that_takes_long_is_mentioned_once_and_is_no_failure(caplog, monk
 
 
 def test_a_function_that_was_left_behind_ends_when_its_call_returns(monkeypatch):
-    monkeypatch.setattr(threads, "_LOOK", 0.01)
+    monkeypatch.setattr(threads, "_LOOK_SECONDS", 0.01)
     free, calls = threading.Event(), []
 
     def play():

@@ -43,10 +43,12 @@ class Scripted:
             self.playing -= 1
         self.ended.append(number)
         rewards = [0.0, 0.0 if number in self.flat else 1.0]
-        return Group(task=job.task, episodes=tuple(episode(job.task, version, r) for r in rewards))
+        episodes = tuple(episode(job.task, version, reward) for reward in rewards)
+        seconds = self.seconds[number % len(self.seconds)]
+        return Group(task=job.task, episodes=episodes, seconds=seconds)
 
-    def accept(self, groups):
-        return groups
+    def check(self, groups):
+        pass
 
 
 def episode(task: Task, version: int, reward: float) -> Episode:

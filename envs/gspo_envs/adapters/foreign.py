@@ -75,7 +75,7 @@ class ForeignEnv(TextEnv):
     """
 
     blocking: bool | None = False  # only one thread at a time may install private streams
-    gives_outcome = False
+    credit_score = "turns"
     draws = True
     """Whether the package draws from global generators; if not, several environments may run at
     once."""

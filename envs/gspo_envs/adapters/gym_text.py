@@ -112,7 +112,7 @@ class GymTextEnv(TextEnv):
     """
 
     blocking = False
-    gives_outcome = False
+    credit_score = "turns"
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class DatasetEnv(ToolEnv):
             default true with `reply`, asynchronous functions and reward models.
     """
 
-    gives_outcome = False
+    credit_score = "turns"
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class DensityEnv(OneWordEnv):
         Decision density: arXiv 2606.22164.
     """
 
-    gives_outcome = False
+    credit_score = "turns"
 
     def __init__(
         self,

@@ -16,9 +16,9 @@ from gspo_env.env.base import (
     ResetResult,
     StepResult,
     TextEnv,
+    UnicodeText,
     clean,
 )
-from gspo_env.env.spaces import UnicodeText
 from gspo_env.env.tools import Tool
 from gspo_env.errors import (
     ConfigError,
@@ -95,7 +95,7 @@ class ProgramEnv(TextEnv):
 
     observation_space = UnicodeText(MAX_OBSERVATION)
     blocking = True
-    gives_outcome = False
+    credit_score = "turns"
     takes_cut_actions = True
     """Actions that were cut are answers too, and a prompt that does not fit is refused."""
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from gspo_env.cli.main import parse
 from gspo_env.config import Config, from_dict, to_dict, to_toml
-from gspo_env.env.registration import resolve_env
+from gspo_env.env.registration import add_kwargs, label, moved_only, read_members, resolve_env
 from gspo_env.errors import ConfigError, UnknownEnvironmentError
-from gspo_env.rollout.mix import add_kwargs, label, moved_only, read_members
 
 
 @pytest.mark.parametrize(
