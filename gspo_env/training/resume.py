@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from gspo_env.config import Config, from_dict, read_toml, to_toml
+from gspo_env.env.registration import moved_only
 from gspo_env.errors import ConfigError, ModelError, OutputError
-from gspo_env.rollout.mix import moved_only
 from gspo_env.tracking.base import MODEL, flatten
 from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage
 from gspo_env.trust import SavedSettings, parse
