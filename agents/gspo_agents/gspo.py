@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock, local
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,8 +33,6 @@ from gspo_agents.setup import (
 from gspo_agents.workers import check_workers, make_member, open_collector
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
-from gspo_env.distributed.launch import leave_run
-from gspo_env.distributed.ranks import Ranks
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
 from gspo_env.env.registration import env_setting
 from gspo_env.errors import ConfigError
@@ -43,6 +41,7 @@ from gspo_env.health.startup import check_changed_files, check_start
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.redaction import write_text
+from gspo_env.registry import load_function
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPools
 from gspo_env.tracking.base import MODEL
@@ -55,6 +54,9 @@ from gspo_env.training.resume import Resumed, open_run, run_facts
 from gspo_env.training.split import Split
 from gspo_env.trust import needs_flags, read_saved, record
 from gspo_env.types import Episode, Group, Prompt, Role, Task
+
+if TYPE_CHECKING:
+    from gspo_env.distributed.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +157,8 @@ class GSPOAgent:
             made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, ids = Checkpoints(made, config.checkpoints), {}
         self.folder = checkpoints.run
-        leave_run(self.folder)
+        if self._ranks is not None:  # all ranks resume this run if one of them dies
+            load_function("gspo_env.distributed.launch:leave_run", "launcher")(self.folder)
         if resumed is not None:
             findings += check_changed_files(self.folder, needs_flags(config))
         record(self.folder, config)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.config import Config, to_toml
-from gspo_env.distributed.controller import Controller
-from gspo_env.distributed.launch import plan_of
-from gspo_env.distributed.ranks import Ranks
+from gspo_env.config import Config
 from gspo_env.engines import Engine, Transformers
 from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
+from gspo_env.learner.losses import decide_correction
 from gspo_env.learner.settings import Trainer, make_optimizer
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.load import add_adapter, check_targets
@@ -27,6 +25,9 @@ from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import check_trackers
 from gspo_env.training.split import Split
 from gspo_env.types import Episode
+
+if TYPE_CHECKING:
+    from gspo_env.distributed.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -216,13 +217,15 @@ def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trai
         config: The settings.
         ranks: Those of the run, of which this is the first; None for one process.
     """
-    plan = plan_of(config)
     if ranks is not None:
-        return Controller(ranks, model, plan, to_toml(config))
+        make: Callable[..., Trainer] = load_function(
+            "gspo_env.distributed.launch:make_controller", "learner"
+        )
+        return make(ranks, model, config)
     return Learner(
         model,
-        plan.loss,
-        plan.config,
-        total_steps=plan.total_steps,
-        temperature=plan.temperature,
+        decide_correction(config.loss, config.supply.max_staleness),
+        config.learner,
+        total_steps=config.steps * config.learner.minibatches,
+        temperature=config.rollout.temperature,
     )

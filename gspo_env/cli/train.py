@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from gspo_env.cli.options import Run
 from gspo_env.config import Config, from_dict, to_dict
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact, visible
+from gspo_env.registry import load_module
 from gspo_env.tracking.base import flatten
 from gspo_env.trust import find_saved, read_saved
 
@@ -50,19 +52,21 @@ class Train(Run):
         Raises:
             ConfigError: Several processes are asked for by other means than the command line.
         """
-        from gspo_env.distributed.launch import as_rank, launch, launched
-
-        if launched():
-            as_rank(self._train)
-        elif self.processes == 1 and not self.max_restarts:
+        several = self.processes > 1 or bool(self.max_restarts)
+        if not several and "RANK" not in os.environ:
+            self._train()
+            return
+        distributed = load_module("gspo_env.distributed.launch")
+        if distributed.launched():
+            distributed.as_rank(self._train)
+        elif not several:
             self._train()
         elif sys.argv[1:2] != ["train"]:
             raise ConfigError("processes needs the command line; expected `gspo-env train`")
-        elif code := launch(self.processes, self.max_restarts, sys.argv[1:]):
+        elif code := distributed.launch(self.processes, self.max_restarts, sys.argv[1:]):
             sys.exit(code)
 
     def _train(self, ranks: Any = None) -> None:
-        from gspo_env.distributed.launch import interrupted_run
         from gspo_env.env.registration import load_agent, resolve_env
         from gspo_env.tracking.multi import check_trackers
 
@@ -75,8 +79,10 @@ class Train(Run):
         check_trackers(config.tracker)  # before demonstrations, which may take long
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
-        together = {} if ranks is None else {"ranks": ranks}
-        run = interrupted_run(config) or self.resume
+        together, run = {}, self.resume
+        if ranks is not None:
+            together = {"ranks": ranks}
+            run = load_module("gspo_env.distributed.launch").interrupted_run(config) or run
         if not run:
             kind(config=config, **together).train()
             return

@@ -18,9 +18,9 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gspo_env.config import Config, from_dict
+from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.errors import ConfigError, GspoEnvError
 from gspo_env.learner.losses import decide_correction
 from gspo_env.runtime.processes import die_with_parent
@@ -29,7 +29,7 @@ from gspo_env.training.checkpoints import step_folders
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-    from gspo_env.distributed.controller import Plan
+    from gspo_env.distributed.controller import Controller, Plan
     from gspo_env.distributed.ranks import Ranks
 
 _NOTES = "GSPO_ENV_LAUNCH"
@@ -140,6 +140,13 @@ def as_rank(lead: Callable[[Ranks], None]) -> None:
         _leave(_PID, str(os.getpid()))
         with _not_started_again():
             lead(ranks)
+
+
+def make_controller(ranks: Ranks, model: Any, config: Config) -> Controller:
+    """Makes the learner of rank 0, which leads the others."""
+    from gspo_env.distributed.controller import Controller
+
+    return Controller(ranks, model, plan_of(config), to_toml(config))
 
 
 def plan_of(config: Config) -> Plan:
