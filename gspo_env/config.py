@@ -23,7 +23,7 @@ from gspo_env.credit.estimators import ReturnsToGo
 from gspo_env.engines.base import Transformers
 from gspo_env.env.registration import Member, env_setting, read_members
 from gspo_env.errors import ConfigError
-from gspo_env.learner.losses import GSPO
+from gspo_env.learner.losses import GSPO, decide_correction
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Recipe
 from gspo_env.redaction import redact
@@ -58,6 +58,9 @@ REMOVED = {
     "supply.straggler_quantile": "bound an episode with --episode-timeout, or let the rollout go on"
     " during updates with --max-staleness",
     "cache": "every run warms up its model anew, which takes seconds",
+    "train.processes": "start the processes with `torchrun --standalone --local-addr 127.0.0.1"
+    " --nproc-per-node N -m gspo_env train`",
+    "train.max_restarts": "pass --max-restarts to torchrun, and --output to `gspo-env train`",
 }
 """What serves in place of a setting or a flag that is gone.
 
@@ -192,6 +195,16 @@ def removed(path: str) -> str:
     parts = path.replace("-", "_").split(".")
     ends = (".".join(parts[n:]) for n in range(len(parts)))
     return next((REMOVED[end] for end in ends if end in REMOVED), "")
+
+
+def learner_arguments(config: Config) -> dict[str, Any]:
+    """Returns the arguments of `gspo_env.learner.Learner` for a run, but for its model."""
+    return {
+        "loss": decide_correction(config.loss, config.supply.max_staleness),
+        "config": config.learner,
+        "total_steps": config.steps * config.learner.minibatches,
+        "temperature": config.rollout.temperature,
+    }
 
 
 def with_score(config: Config, score: Score | None) -> Config:

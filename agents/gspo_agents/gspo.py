@@ -41,7 +41,6 @@ from gspo_env.health.startup import check_changed_files, check_start
 from gspo_env.model.load import load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
 from gspo_env.redaction import write_text
-from gspo_env.registry import load_function
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.pool import EnvPools
 from gspo_env.tracking.base import MODEL
@@ -157,8 +156,6 @@ class GSPOAgent:
             made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
             checkpoints, ids = Checkpoints(made, config.checkpoints), {}
         self.folder = checkpoints.run
-        if self._ranks is not None:  # all ranks resume this run if one of them dies
-            load_function("gspo_env.distributed.launch:leave_run", "launcher")(self.folder)
         if resumed is not None:
             findings += check_changed_files(self.folder, needs_flags(config))
         record(self.folder, config)
@@ -233,7 +230,7 @@ class GSPOAgent:
         Args:
             path: Folder of the run.
             config: The run's config with another number of steps, or other settings of checkpoints.
-            ranks: The ranks that train together, of which this process is the first.
+            ranks: See `GSPOAgent`.
 
         Raises:
             ConfigError: The config changes another setting.

@@ -8,19 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.config import Config
+from gspo_env.config import Config, learner_arguments
 from gspo_env.engines import Engine, Transformers
-from gspo_env.engines.vllm.settings import VLLM, VLLMSettings
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
-from gspo_env.learner.losses import decide_correction
 from gspo_env.learner.settings import Trainer, make_optimizer
 from gspo_env.model.check import RunMode, check_model
 from gspo_env.model.load import add_adapter, check_targets
 from gspo_env.recipes import build as embedded
 from gspo_env.recipes.conversations import read_demonstrations
-from gspo_env.registry import load_function, name_of
+from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import check_trackers
 from gspo_env.training.split import Split
@@ -114,11 +112,10 @@ def check_ranks(config: Config, ranks: Ranks | None) -> None:
     Raises:
         ConfigError: It is vLLM in the process of rank 0, which would wait for the other ranks.
     """
-    if ranks is not None and isinstance(config.engine, VLLM):
+    if ranks is not None and name_of("engine", config.engine) == "vllm":
         raise ConfigError(
-            f"the engine is {name_of('engine', config.engine)!r} and several ranks train: vLLM in "
-            "the process of a rank takes the others for its own; expected --engine vllm-server or "
-            "transformers"
+            "the engine is 'vllm' and several ranks train: vLLM in the process of a rank takes the "
+            "others for its own; expected --engine vllm-server or transformers"
         )
 
 
@@ -132,8 +129,8 @@ def check_learning(model: Any, config: Config) -> None:
         ModelError: The model cannot have the adapter.
     """
     check_trackers(config.tracker)
-    ours = isinstance(config.engine, Transformers | VLLMSettings)
-    if config.supply.max_staleness and not ours:  # whether it can is seen when it is started
+    built_in = name_of("engine", config.engine) in BUILTIN["engine"]
+    if config.supply.max_staleness and not built_in:  # whether it can is seen when it is started
         start_engine(model, config, ahead=True).close()
     settings = config.learner
     if settings.lora_rank and not hasattr(model, "disable_adapter"):
@@ -218,14 +215,7 @@ def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trai
         ranks: Those of the run, of which this is the first; None for one process.
     """
     if ranks is not None:
-        make: Callable[..., Trainer] = load_function(
-            "gspo_env.distributed.launch:make_controller", "learner"
-        )
-        return make(ranks, model, config)
-    return Learner(
-        model,
-        decide_correction(config.loss, config.supply.max_staleness),
-        config.learner,
-        total_steps=config.steps * config.learner.minibatches,
-        temperature=config.rollout.temperature,
-    )
+        make_controller = load_function("gspo_env.distributed.launch:make_controller", "learner")
+        controller: Trainer = make_controller(ranks, model, config)
+        return controller
+    return Learner(model, **learner_arguments(config))

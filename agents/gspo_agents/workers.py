@@ -12,7 +12,6 @@ from typing import Any
 
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config
-from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.env.base import TextEnvironment
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import Member, make_env
@@ -33,12 +32,12 @@ def check_workers(config: Config) -> None:
     limits, engine = config.rollout, config.engine
     if not limits.ray_workers:
         return
-    if not isinstance(engine, VLLMServer):
+    if name_of("engine", engine) != "vllm-server":
         raise ConfigError(
             f"workers is {limits.workers!r} and the engine is {name_of('engine', engine)!r}; "
             "expected --engine vllm-server, on whose servers the workers sample"
         )
-    if limits.ray_address and not engine.addresses:
+    if limits.ray_address and not getattr(engine, "addresses", ()):
         raise ConfigError(
             f"ray_address is {limits.ray_address!r} and the engine has no addresses; expected "
             "--addresses of servers that all machines reach: those that a run starts listen on "

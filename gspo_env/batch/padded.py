@@ -133,11 +133,11 @@ def _from_rewards(
         raise BatchError(
             f"rewards has shape {values.shape}; expected ({len(turns)},) or ({len(turns)}, K)"
         )
-    for name, given in (("rewards", values), ("group_ids", groups)):
+    for name, array in (("rewards", values), ("group_ids", groups)):
         for place in rows:
-            if len(np.unique(given[place], axis=0)) > 1:
+            if len(np.unique(array[place], axis=0)) > 1:
                 raise BatchError(
-                    f"{name} of rows {place.tolist()} are {given[place].tolist()}; expected the "
+                    f"{name} of rows {place.tolist()} are {array[place].tolist()}; expected the "
                     "same, because they are one episode"
                 )
     first = np.array([place[0] for place in rows])
@@ -146,16 +146,16 @@ def _from_rewards(
     batch = [
         Group(task=episodes[m[0]].task, episodes=tuple(episodes[e] for e in m)) for m in members
     ]
-    found = estimate(batch, estimator or Outcome()).advantages
+    advantages = estimate(batch, estimator or Outcome()).advantages
     credit = np.zeros(turns.shape)
-    of_episode = [values for row in found for values in row]
+    of_episode = [values for row in advantages for values in row]
     for e, values_K in zip(np.concatenate(members).tolist(), of_episode, strict=True):
-        own = turns[rows[e]]
-        turn_N = own[own >= 0]
+        turns_of_rows = turns[rows[e]]
+        turn_N = turns_of_rows[turns_of_rows >= 0]
         by_turn = len(values_K) == len(episodes[e].turns)
         # values of tokens are in order of time, which the rows of an episode need not be
         index_N = turn_N if by_turn else np.argsort(np.argsort(turn_N, kind="stable"))
-        rows_N, columns_N = np.nonzero(own >= 0)
+        rows_N, columns_N = np.nonzero(turns_of_rows >= 0)
         credit[rows[e][rows_N], columns_N] = values_K[index_N]
     return credit
 

@@ -104,10 +104,12 @@ def _samples(episode: Episode, advantages: FloatArray, number: int) -> list[Samp
     engine_N = episode.engine_logprobs
     samples = []
     for sequence in episode.sequences:
-        own = np.flatnonzero(sequence.turn_ids >= 0)
-        in_order = np.isin(turn_N, sequence.turn_ids[own])  # a sequence has its turns in order too
+        model_places = np.flatnonzero(sequence.turn_ids >= 0)
+        in_order = np.isin(
+            turn_N, sequence.turn_ids[model_places]
+        )  # a sequence has its turns in order too
         keep = keep_N[in_order]
-        sequence.turn_ids[own[~keep]] = -1
+        sequence.turn_ids[model_places[~keep]] = -1
         samples.append(
             Sample(
                 token_ids=sequence.token_ids,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,8 @@ from typing import Any
 from gspo_env import __version__
 from gspo_env.cli.options import Run
 from gspo_env.config import Config, from_dict, to_dict
-from gspo_env.errors import ConfigError
 from gspo_env.redaction import redact, visible
-from gspo_env.registry import load_module
+from gspo_env.registry import load_function
 from gspo_env.tracking.base import flatten
 from gspo_env.trust import find_saved, read_saved
 
@@ -32,10 +30,6 @@ class Train(Run):
     """Folder of a run to go on with, under its own settings; only `--steps`, `--save-every` and
     `--keep` may be given with it, and `--env FILE.py:CLASS` if the file of its environment was
     changed or moved."""
-    processes: int = 1
-    """Processes on this machine that train together, each with a part of the weights."""
-    max_restarts: int = 0
-    """How often all processes go on from the last checkpoint after one of them has died."""
 
     @classmethod
     def saved(
@@ -47,24 +41,11 @@ class Train(Run):
         return saved_settings(folder).settings(given, env=env)
 
     def run(self) -> None:
-        """Trains, in this process or as one of several.
-
-        Raises:
-            ConfigError: Several processes are asked for by other means than the command line.
-        """
-        several = self.processes > 1 or bool(self.max_restarts)
-        if not several and "RANK" not in os.environ:
+        """Trains, in this process or as one of several that torchrun started."""
+        if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            load_function("gspo_env.distributed.launch:run_as_rank", "launch")(self._train)
+        else:
             self._train()
-            return
-        distributed = load_module("gspo_env.distributed.launch")
-        if distributed.launched():
-            distributed.as_rank(self._train)
-        elif not several:
-            self._train()
-        elif sys.argv[1:2] != ["train"]:
-            raise ConfigError("processes needs the command line; expected `gspo-env train`")
-        elif code := distributed.launch(self.processes, self.max_restarts, sys.argv[1:]):
-            sys.exit(code)
 
     def _train(self, ranks: Any = None) -> None:
         from gspo_env.env.registration import load_agent, resolve_env
@@ -81,8 +62,9 @@ class Train(Run):
         kind = load_agent("gspo")
         together, run = {}, self.resume
         if ranks is not None:
-            together = {"ranks": ranks}
-            run = load_module("gspo_env.distributed.launch").interrupted_run(config) or run
+            together["ranks"] = ranks
+            restarted_run = load_function("gspo_env.distributed.launch:restarted_run", "launch")
+            run = restarted_run(config) or run
         if not run:
             kind(config=config, **together).train()
             return

@@ -117,8 +117,10 @@ def _is_flat(group: Group, row: Sequence[FloatArray]) -> bool:
 
 
 def _score_of(groups: Sequence[Group]) -> Score:
-    found = contents([episode for group in groups for episode in group.episodes])
-    return "outcome" if found == (False, True) else "turns"
+    has_rewards, has_outcomes = contents(
+        [episode for group in groups for episode in group.episodes]
+    )
+    return "outcome" if has_outcomes and not has_rewards else "turns"
 
 
 def _trained(groups: Sequence[Group], rows: Sequence[Sequence[FloatArray]]) -> FloatArray:

@@ -34,8 +34,8 @@ def turn_rewards(episode: Episode, score: Score) -> FloatArray:
     """
     rewards_K = np.zeros(len(episode.turns)) if score == "outcome" else episode.rewards
     # the outcome of an episode that was cut is the one that the environment declares for it
-    own = not episode.terminated or _has_outcome(episode)
-    if episode.turns and (score == "outcome" or (score == "sum" and own)):
+    adds = not episode.terminated or _has_outcome(episode)
+    if episode.turns and (score == "outcome" or (score == "sum" and adds)):
         rewards_K[-1] += episode.outcome
     return rewards_K
 
@@ -71,13 +71,13 @@ class ScoreChoice:
     """The score; None until it is decided."""
     reason: str = ""
     """Why it is this one, or why it is not decided."""
-    _given: bool = field(init=False, repr=False)
+    _is_set: bool = field(init=False, repr=False)
     _turns: bool = field(default=False, repr=False)
     _outcomes: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         """Notes whether the episodes have to decide."""
-        self._given = self.score is not None
+        self._is_set = self.score is not None
 
     def see(self, episodes: Sequence[Episode]) -> bool:
         """Takes further episodes into account.
@@ -136,7 +136,7 @@ class ScoreChoice:
 
     def _warn_of(self, turns: bool, outcomes: bool) -> None:
         """Warns if what is not trained on appears after the episodes decided."""
-        if self._given or not (turns if self.score == "outcome" else outcomes):
+        if self._is_set or not (turns if self.score == "outcome" else outcomes):
             return
         what = "rewards of turns" if self.score == "outcome" else "outcomes of its own"
         logger.warning(
@@ -177,8 +177,8 @@ class Scores:
         """
         reasons = []
         for env_id, choice in self.choices.items():
-            own = [e for g in groups if g.task.env_id == env_id for e in g.episodes]
-            if own and choice.see(own):
+            episodes = [e for g in groups if g.task.env_id == env_id for e in g.episodes]
+            if episodes and choice.see(episodes):
                 several = f"{env_id} has the score {choice.score!r}: "
                 reasons.append((several if len(self.choices) > 1 else "") + choice.reason)
         return "; ".join(reasons)

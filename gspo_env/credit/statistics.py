@@ -25,9 +25,9 @@ def std_of(deviations: FloatArray, ddof: int) -> float:
     return float(np.sqrt((deviations**2).sum() / max(len(deviations) - ddof, 1)))
 
 
-def mean_without(everything: FloatArray, own: FloatArray) -> float:
+def mean_without(everything: FloatArray, part: FloatArray) -> float:
     """Computes the mean of everything except one episode's own values."""
-    return float((everything.sum() - own.sum()) / (len(everything) - len(own)))
+    return float((everything.sum() - part.sum()) / (len(everything) - len(part)))
 
 
 def discounted(rewards_K: FloatArray, gamma: float) -> FloatArray:
@@ -56,7 +56,7 @@ def z_score(values: FloatArray, scale: str, ddof: int) -> FloatArray:
     return divided([centred], centred, scale, ddof)[0]
 
 
-def _reaching(rows: Sequence[FloatArray]) -> list[list[int]]:
+def _rows_by_turn(rows: Sequence[FloatArray]) -> list[list[int]]:
     """Returns, for each turn, the indices of the rows that have it."""
     most = max(map(len, rows))
     return [[n for n, row in enumerate(rows) if len(row) > k] for k in range(most)]
@@ -67,14 +67,14 @@ def z_by_turn(rows: Sequence[FloatArray], scale: str, ddof: int) -> list[FloatAr
     everything = np.concatenate(rows)
     deviations = everything - everything.mean()
     result = [np.zeros(len(row)) for row in rows]
-    for k, here in enumerate(_reaching(rows)):
-        at_k = np.array([rows[n][k] for n in here])
-        if len(here) >= MIN_PEERS:
+    for k, reaching in enumerate(_rows_by_turn(rows)):
+        at_k = np.array([rows[n][k] for n in reaching])
+        if len(reaching) >= MIN_PEERS:
             z = z_score(at_k, scale, ddof)
         else:
-            others = np.array([mean_without(everything, rows[n]) for n in here])
+            others = np.array([mean_without(everything, rows[n]) for n in reaching])
             z = divided([at_k - others], deviations, scale, ddof)[0]
-        for n, value in zip(here, z, strict=True):
+        for n, value in zip(reaching, z, strict=True):
             result[n][k] = value
     return result
 
@@ -84,12 +84,12 @@ def turn_baselines(returns: Sequence[FloatArray]) -> tuple[list[FloatArray], lis
     everything = np.concatenate(returns)
     baselines = [np.zeros(len(row)) for row in returns]
     means = [np.full(len(row), everything.mean()) for row in returns]
-    for k, here in enumerate(_reaching(returns)):
-        total = sum(returns[n][k] for n in here)
-        for n in here:
-            if len(here) >= MIN_PEERS:
-                baselines[n][k] = (total - returns[n][k]) / (len(here) - 1)
-                means[n][k] = total / len(here)
+    for k, reaching in enumerate(_rows_by_turn(returns)):
+        total = sum(returns[n][k] for n in reaching)
+        for n in reaching:
+            if len(reaching) >= MIN_PEERS:
+                baselines[n][k] = (total - returns[n][k]) / (len(reaching) - 1)
+                means[n][k] = total / len(reaching)
             else:
                 baselines[n][k] = mean_without(everything, returns[n])
     return baselines, means
@@ -125,4 +125,4 @@ def fallbacks(group: Group) -> int:
     rows = [group.episodes[i].rewards for i in usable(group)]
     if len(rows) < 2:
         return 0
-    return sum(len(here) for here in _reaching(rows) if len(here) < MIN_PEERS)
+    return sum(len(reaching) for reaching in _rows_by_turn(rows) if len(reaching) < MIN_PEERS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ def join() -> Iterator[Ranks]:
     if cuda:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nothing outside can connect
     # the store outlives a restart, with the addresses of the ranks that have died
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     c10d: Any = dist  # it does not declare that it exports these

@@ -22,7 +22,7 @@ from gspo_env.errors import ModelError, TrainingError
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.model.adapters import plain_model
 from gspo_env.model.attention import RAGGED, use_ragged_attention
-from gspo_env.model.check import Difference, ModelCheck, RunMode, check_model, note_check
+from gspo_env.model.check import ModelCheck, RunMode, check_model, note_check
 from gspo_env.model.load import add_adapter
 
 
@@ -49,8 +49,8 @@ class ModelSpec:
         return cls(
             kind=type(base).__name__,
             config=base.config.to_json_string(use_diff=False),
-            weights=[[*_facts(n, p), p.requires_grad] for n, p in whole.named_parameters()],
-            buffers=[_facts(n, b) for n, b in whole.named_buffers()],
+            weights=[[*_description(n, p), p.requires_grad] for n, p in whole.named_parameters()],
+            buffers=[_description(n, b) for n, b in whole.named_buffers()],
             mode=str(check.mode),
             padded=check.padded,
             attention=check.attention,
@@ -75,30 +75,21 @@ class ModelSpec:
                 model = add_adapter(
                     model, learner.lora_rank, alpha=learner.lora_alpha, targets=targets
                 )
-        found = {name: list(p.shape) for name, p in model.named_parameters()}
-        if found != {name: shape for name, _, shape, _ in self.weights}:
+        shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+        if shapes != {name: shape for name, _, shape, _ in self.weights}:
             raise ModelError(
                 f"transformers builds another model than the {self.kind} of rank 0 from its "
                 "config; expected a causal LM without an adapter, or one that train added"
             )
         if self.attention == RAGGED:
             use_ragged_attention(model)
-        same = Difference(nats=0.0)
-        check = ModelCheck(
-            mode=RunMode(self.mode),
-            bound=0.0,
-            packed=same,
-            shared=same,
-            engine=same,
-            padded=self.padded,
-            attention=self.attention,
-        )
-        note_check(model, check)
+        mode = RunMode(self.mode)
+        note_check(model, ModelCheck(mode=mode, padded=self.padded, attention=self.attention))
         return model
 
 
 def shard(
-    ranks: Ranks, blueprint: ModelSpec, learner: LearnerConfig, whole: Any, *, frozen: bool = False
+    ranks: Ranks, spec: ModelSpec, learner: LearnerConfig, whole: Any, *, frozen: bool = False
 ) -> Any:
     """Builds the model of rank 0 in shards; all ranks call this together.
 
@@ -106,7 +97,7 @@ def shard(
 
     Args:
         ranks: The ranks.
-        blueprint: Of the model of rank 0.
+        spec: Of the model of rank 0.
         learner: Settings, for the adapter.
         whole: The model of rank 0; None on the others.
         frozen: Whether no weight trains.
@@ -115,10 +106,10 @@ def shard(
         ModelError: The model cannot be built from its config.
         TrainingError: Some weights are not in shards.
     """
-    model = blueprint.build(learner)
-    source = {} if whole is None else {**dict(whole.named_parameters())}
-    filler = _Filler(ranks, model, blueprint, source, frozen)
+    model = spec.build(learner)
+    weights = {} if whole is None else dict(whole.named_parameters())
     buffers = {} if whole is None else dict(whole.named_buffers())
+    filler = _Filler(ranks, model, spec, weights, frozen)
     filler.fill_buffers(buffers)
     for layer in _layers(model):
         filler.fill(layer)
@@ -155,8 +146,8 @@ def gather_weights(model: Any, whole: Any) -> None:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Returns a tensor whose shards are gathered; all ranks call this together."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full
 
 
 class _Filler:
@@ -166,13 +157,13 @@ class _Filler:
         self,
         ranks: Ranks,
         model: Any,
-        blueprint: ModelSpec,
+        spec: ModelSpec,
         source: dict[str, Tensor],
         frozen: bool,
     ) -> None:
         self.ranks, self.source, self.model = ranks, source, model
-        self.facts = {name: rest for name, *rest in blueprint.weights}
-        self.buffers, self.frozen = blueprint.buffers, frozen
+        self.descriptions = {name: rest for name, *rest in spec.weights}
+        self.buffers, self.frozen = spec.buffers, frozen
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.places: dict[str, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
@@ -190,7 +181,7 @@ class _Filler:
                     f"{name} is a weight of several layers; expected a model whose layers share "
                     "no weight, or one process"
                 )
-            dtype, shape, trains = self.facts[name]
+            dtype, shape, trains = self.descriptions[name]
             values = self._values(self.source.get(name), dtype, shape)
             weight = nn.Parameter(values, requires_grad=trains and not self.frozen)
             for module, key in self.places[name]:
@@ -214,25 +205,18 @@ class _Filler:
 def _layers(model: Any) -> Iterable[nn.Module]:
     """Returns the layers of a model, which `transformers` names; none is inside another."""
     kinds = set(getattr(plain_model(model), "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in kinds]
-    inner = {id(each) for layer in found for each in layer.modules() if each is not layer}
-    return [layer for layer in found if id(layer) not in inner]
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    inner = {id(each) for layer in layers for each in layer.modules() if each is not layer}
+    return [layer for layer in layers if id(layer) not in inner]
 
 
 def _check(model: Any, ranks: Ranks) -> None:
-    """Checks what was really made.
-
-    Raises:
-        TrainingError: A weight is not cut among all ranks.
-    """
+    """Checks that every rank holds a part of every weight."""
     for name, weight in model.named_parameters():
-        cut = isinstance(weight, DTensor) and weight.device_mesh.size() == ranks.size
-        if not cut or not isinstance(weight.placements[0], Shard):
-            raise TrainingError(
-                f"the weight {name} is not in shards on {ranks.size} ranks; this is a fault of "
-                "gspo_env or of this version of torch"
-            )
+        sharded = isinstance(weight, DTensor) and isinstance(weight.placements[0], Shard)
+        if not sharded or weight.device_mesh.size() != ranks.size:
+            raise TrainingError(f"the weight {name} is not in shards on {ranks.size} ranks")
 
 
-def _facts(name: str, tensor: Tensor) -> list[Any]:
+def _description(name: str, tensor: Tensor) -> list[Any]:
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]

@@ -180,10 +180,10 @@ async def sample_parts(
     logprobs: tuple[float, ...] = ()
     starts: list[tuple[int, int]] = []
     while True:
-        left = sampling.max_tokens - len(ids)
+        remaining = sampling.max_tokens - len(ids)
         seed = (sampling.seed + len(ids)) % 2**63
-        asked = replace(sampling, max_tokens=min(left, _PART), ends=None, seed=seed)
-        done = await part([*prompt_ids, *ids], asked)
+        request = replace(sampling, max_tokens=min(remaining, _PART), ends=None, seed=seed)
+        done = await part([*prompt_ids, *ids], request)
         starts += version_starts(done, len(ids))
         start, ids, logprobs = len(ids), ids + done.token_ids, logprobs + done.logprobs
         ends = (n for n in range(start + 1, len(ids) + 1) if sampling.ended(ids[:n]))
@@ -287,8 +287,8 @@ def _fault(done: Completion, sampling: Sampling, end: int) -> tuple[str, Any, st
         return "number of token_ids", count, f"1 to {most}"
     if len(logprobs) != count:
         return "number of logprobs", len(logprobs), f"{count}, as of token_ids"
-    if wrong := [i for i in ids if not 0 <= i < end or index(i) != i]:
-        return "token_ids", wrong[:_SHOWN], f"ids from 0 to below {end}"
+    if wrong_ids := [i for i in ids if not 0 <= i < end or index(i) != i]:
+        return "token_ids", wrong_ids[:_SHOWN], f"ids from 0 to below {end}"
     # no NaN is between two numbers
     if wrong := [p for p in logprobs if not -math.inf < p <= _ROUNDING]:
         return "logprobs", wrong[:_SHOWN], "finite numbers up to 0 (are the weights finite?)"

@@ -73,8 +73,8 @@ class MasterWeights:
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns copies of the gradients that were added so far."""
-        found = {name: master.grad for name, master in self.tensors.items()}
-        return {name: grad.clone() for name, grad in found.items() if grad is not None}
+        gradients = {name: master.grad for name, master in self.tensors.items()}
+        return {name: grad.clone() for name, grad in gradients.items() if grad is not None}
 
     def restore(self, gradients: Mapping[str, Tensor]) -> None:
         """Replaces the gradients, such as those of a pass that failed half-way."""

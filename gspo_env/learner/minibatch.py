@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -129,7 +129,7 @@ def _tokens_of_episodes(
 ) -> LossInput | None:
     """Returns the tokens of another row that belong to episodes of this row."""
     index = {number: n for n, number in enumerate(row.episodes) if number is not None}
-    episode_E = np.array([index.get(number, -1) for number in other.episodes])
+    episode_E = np.array([-1 if k is None else index.get(k, -1) for k in other.episodes])
     # the model tokens of a row are in the order of its sequences
     episode_N = np.repeat(episode_E[list(other.episode_B)], other.counts_B)
     places = np.flatnonzero(episode_N >= 0)
@@ -137,18 +137,18 @@ def _tokens_of_episodes(
         return None
     device = inputs.logprobs_N.device
     places_N = torch.from_numpy(places).to(device)
-    tensors: Mapping[str, Tensor] = {
-        f.name: values[places_N].detach()
-        for f in fields(LossInput)
-        if isinstance(values := getattr(inputs, f.name), Tensor)
-    }
-    neutral = {
-        "advantages_N": torch.zeros_like(tensors["advantages_N"]),
-        "episode_N": torch.from_numpy(episode_N[places]).to(device),
-    }
-    if inputs.reference_logprobs_N is not None:
-        neutral["reference_logprobs_N"] = tensors["logprobs_N"]
-    return replace(inputs, **{**tensors, **neutral})
+    logprobs_N = inputs.logprobs_N[places_N].detach()
+    engine_N, reference_N = inputs.engine_logprobs_N, inputs.reference_logprobs_N
+    return replace(
+        inputs,
+        logprobs_N=logprobs_N,
+        old_logprobs_N=inputs.old_logprobs_N[places_N],
+        advantages_N=torch.zeros_like(inputs.advantages_N[places_N]),
+        episode_N=torch.from_numpy(episode_N[places]).to(device),
+        turn_N=inputs.turn_N[places_N],
+        reference_logprobs_N=None if reference_N is None else logprobs_N,
+        engine_logprobs_N=None if engine_N is None else engine_N[places_N],
+    )
 
 
 def check_output(output: ObjectiveOutput, loss: Loss, tokens: int) -> ObjectiveOutput:

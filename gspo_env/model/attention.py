@@ -132,15 +132,15 @@ class PackedAttention:
         """Returns the positions of each bucket in the row, and of the row in all buckets."""
         sizes = np.asarray(self._lengths, dtype=np.int64)
         starts = np.cumsum(sizes) - sizes
-        restore, found = np.empty(int(sizes.sum()), dtype=np.int64), []
+        restore, indices = np.empty(int(sizes.sum()), dtype=np.int64), []
         offset = 0
         for bucket in buckets(sizes):
             column = np.arange(sizes[bucket].max())
             inside = column < sizes[bucket][:, None]
-            found.append(index := np.where(inside, starts[bucket][:, None] + column, 0))
+            indices.append(index := np.where(inside, starts[bucket][:, None] + column, 0))
             restore[index[inside]] = np.flatnonzero(inside) + offset
             offset += index.size
-        *moved, moved_restore = upload([*found, restore], self._device)
+        *moved, moved_restore = upload([*indices, restore], self._device)
         return moved, moved_restore
 
     @property

@@ -135,5 +135,5 @@ def _as_checkpoint(base: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _exported(base: Any, name: str) -> str:
     """Returns the name of a weight in the checkpoint."""
-    (found,) = _as_checkpoint(base, {name: torch.empty(1)})
-    return found
+    (exported,) = _as_checkpoint(base, {name: torch.empty(1)})
+    return exported

@@ -141,9 +141,9 @@ class _Forks(torch.autograd.Function):
             part, part_norm = _forward(rows, fork.spans, False, scale)
             before = norm.index_select(1, fork.queries)
             total = torch.logaddexp(before, part_norm)
-            own, new = ((n - total).exp().T[..., None] for n in (before, part_norm))
-            both = out.index_select(0, fork.queries) * own + part * new
-            out.index_copy_(0, fork.queries, both)
+            weight, part_weight = ((n - total).exp().T[..., None] for n in (before, part_norm))
+            combined = out.index_select(0, fork.queries) * weight + part * part_weight
+            out.index_copy_(0, fork.queries, combined)
             norm.index_copy_(1, fork.queries, total)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, norm)
@@ -154,15 +154,17 @@ class _Forks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, norm = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        found = _backward((query, key, value), gradient, out, norm, ctx.spans, True, ctx.scale)
-        sums = [d.to(norm.dtype) for d in found]  # float32 at least
+        gradients_QKV = _backward(
+            (query, key, value), gradient, out, norm, ctx.spans, True, ctx.scale
+        )
+        sums = [d.to(norm.dtype) for d in gradients_QKV]  # float32 at least
         for fork in ctx.forks:
             rows = _rows(fork, query, key, value)
             g, o = (t.index_select(0, fork.queries) for t in (gradient, out))
             n = norm.index_select(1, fork.queries)
-            found = _backward(rows, g, o, n, fork.spans, False, ctx.scale)
+            parts = _backward(rows, g, o, n, fork.spans, False, ctx.scale)
             places = fork.queries, fork.keys, fork.keys
-            for total, place, part in zip(sums, places, found, strict=True):
+            for total, place, part in zip(sums, places, parts, strict=True):
                 total.index_add_(0, place, part.to(total.dtype))
         d_query, d_key, d_value = (d.to(query.dtype) for d in sums)
         return d_query, d_key, d_value, None, None, None
@@ -178,8 +180,8 @@ def _rows(fork: Fork, query: Tensor, key: Tensor, value: Tensor) -> _Rows:
 
 def _forward(rows: _Rows, spans: Spans, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """Returns the output (T, H, D) and the log-sum-exp (H, T)."""
-    found = _flash(*rows, *_call(spans, causal), False, scale=scale)
-    return found[0], found[1]
+    out, norm, *_ = _flash(*rows, *_call(spans, causal), False, scale=scale)
+    return out, norm
 
 
 def _backward(

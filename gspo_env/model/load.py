@@ -240,11 +240,11 @@ def add_adapter(
     from peft import LoraConfig, get_peft_model
 
     kind = type(model).__name__
-    chosen, routers = _layers(model, targets)
+    adapted, routers = _layers(model, targets)
     adapter = LoraConfig(
         r=rank,
         lora_alpha=alpha or 2 * rank,  # type: ignore[arg-type]  # PEFT divides it
-        target_modules=chosen,
+        target_modules=adapted,
         exclude_modules=routers or None,
     )
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU, whatever the model's device
@@ -291,10 +291,10 @@ def _layers(model: Any, targets: str) -> tuple[str | list[str], list[str]]:
         for name, module in linear.items()
         if name not in routers and not (tied and module is head)
     }
-    chosen = [name.strip() for name in targets.split(",")]
-    if missing := sorted(set(chosen) - names):
+    adapted = [name.strip() for name in targets.split(",")]
+    if missing := sorted(set(adapted) - names):
         raise ModelError(
             f"lora_targets has {', '.join(missing)}; expected names of layers of {kind} that can "
             f"have an adapter: {', '.join(sorted(names))}"
         )
-    return chosen, routers
+    return adapted, routers

@@ -43,8 +43,8 @@ def keep_memory() -> None:
     The peak of the memory stays the same. Does nothing without glibc, or where a variable of the
     user sets its allocator.
     """
-    chosen = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    if sys.platform != "linux" or any(name in os.environ for name in chosen):
+    variables = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    if sys.platform != "linux" or any(name in os.environ for name in variables):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -106,23 +106,23 @@ class TreeAttention(PackedAttention):
         runs = self._runs
         paths = _paths(runs)
         sizes = np.array([len(path) for path in paths])
-        found, offset = [], 0
+        indices, offset = [], 0
         restore = np.empty(sum(run.length for run in runs), dtype=np.int64)
         for bucket in buckets(sizes):
             widths = np.array([runs[n].length for n in bucket])
             for part in buckets(widths):
-                chosen, width = bucket[part], widths[part].max()
-                index = np.zeros((len(chosen), width), dtype=np.int64)
-                path = np.zeros((len(chosen), sizes[chosen].max()), dtype=np.int64)
-                for row, n in enumerate(chosen):
+                members, width = bucket[part], widths[part].max()
+                index = np.zeros((len(members), width), dtype=np.int64)
+                path = np.zeros((len(members), sizes[members].max()), dtype=np.int64)
+                for row, n in enumerate(members):
                     run = runs[n]
                     path[row, : sizes[n]] = paths[n]
                     index[row, : run.length] = paths[n][run.depth :]
                     restore[run.start : run.stop] = offset + row * width + np.arange(run.length)
-                depth = np.array([[runs[n].depth] for n in chosen]) + np.arange(width)
-                found += [index, path, depth]
+                depth = np.array([[runs[n].depth] for n in members]) + np.arange(width)
+                indices += [index, path, depth]
                 offset += index.size
-        *moved, moved_restore = upload([*found, restore], self._device)
+        *moved, moved_restore = upload([*indices, restore], self._device)
         return list(zip(moved[::3], moved[1::3], moved[2::3], strict=True)), moved_restore
 
 

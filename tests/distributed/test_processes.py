@@ -1,4 +1,4 @@
-"""`gspo-env train --processes 2`: it learns, goes on bit for bit, and ends when it is asked to.
+"""Two processes of torchrun: they learn, resume bit for bit, and end when they are asked to.
 
 Each test starts real processes, whose imports take many seconds: `pytest -m ranks -n 0`.
 """
@@ -82,8 +82,10 @@ def folder(tmp_path, name):
     return made
 
 
-def start(where, *flags, **variables):
-    command = [sys.executable, "-m", "gspo_env", "train", "--processes", "2", *flags]
+def start(where, *flags, restarts=0, **variables):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ranks = ["--local-addr", "127.0.0.1", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    command = [*torchrun, *ranks, "-m", "gspo_env", "train", *flags]
     with (where / "output.txt").open("a") as output:
         given = {**os.environ, **variables}
         return subprocess.Popen(command, cwd=where, stdout=output, stderr=output, env=given)
@@ -149,7 +151,8 @@ def stopped_once(tmp_path_factory):
     wait_for_step(where, 2, process)
     children = ranks_of(process)
     process.send_signal(signal.SIGTERM)
-    assert "stops after this step" in finish(process, where)
+    process.wait(240)  # torchrun has a code of its own for a signal
+    assert "stops after this step" in (where / "output.txt").read_text()
     assert gone(children)
     assert not (where / "run/checkpoints/step-000006").exists()
     (where / "slow").unlink()
@@ -186,7 +189,7 @@ def test_a_run_that_sigterm_stops_goes_on_bit_for_bit(stopped, whole):
 def test_all_ranks_go_on_from_the_checkpoint_after_one_was_killed(tmp_path, whole, rank):
     where = folder(tmp_path, "killed")
     (where / "slow").touch()
-    process = start(where, "--config", "run.toml", "--max-restarts", "1")
+    process = start(where, "--config", "run.toml", restarts=1)
     wait_for_step(where, 2, process)
     children = ranks_of(process)
     children[rank].kill()
@@ -200,8 +203,8 @@ def test_ranks_that_play_ahead_go_on_after_a_kill_and_train_on_each_group_once(t
     where, temporary = folder(tmp_path, "ahead"), tmp_path / "temporary"
     temporary.mkdir()
     (where / "slow").touch()
-    flags = ("--config", "run.toml", "--max-restarts", "1", "--max-staleness", "2")
-    process = start(where, *flags, "--steps", "4", TMPDIR=str(temporary))
+    flags = ("--config", "run.toml", "--max-staleness", "2", "--steps", "4")
+    process = start(where, *flags, restarts=1, TMPDIR=str(temporary))
     wait_for_step(where, 1, process)
     children = ranks_of(process)
     children[0].kill()
@@ -217,19 +220,6 @@ def test_ranks_that_play_ahead_go_on_after_a_kill_and_train_on_each_group_once(t
     assert not list(temporary.iterdir())
 
 
-def test_a_second_signal_ends_all_ranks_at_once(tmp_path):
-    where = folder(tmp_path, "twice")
-    (where / "slow").touch()
-    process = start(where, "--config", "run.toml", "--max-restarts", "3")
-    wait_for_step(where, 1, process)
-    children = ranks_of(process)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    finish(process, where, 130)
-    assert gone(children)
-
-
 def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path):
     where = folder(tmp_path, "orphans")
     (where / "slow").touch()
@@ -239,32 +229,6 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path):
     process.kill()
     process.wait()
     assert gone(children)
-
-
-def test_an_error_of_the_user_is_one_sentence_and_starts_nothing_again(tmp_path):
-    where = folder(tmp_path, "wrong")
-    process = start(where, "--config", "run.toml", "--model", "./missing", "--max-restarts", "3")
-    output = finish(process, where, 2)
-    assert output.count("there is no folder './missing'") == 1
-    assert "Traceback" not in output
-    assert output.count("loading PyTorch") == 1
-
-
-def test_torchrun_starts_the_same_run(tmp_path, whole):
-    where = folder(tmp_path, "torchrun")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", "-m", "gspo_env", "train"]
-    with (where / "output.txt").open("a") as output:
-        subprocess.run(
-            [*command, "--config", "run.toml"],
-            cwd=where,
-            stdout=output,
-            stderr=output,
-            check=True,
-            timeout=240,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
-    same(state(where), state(whole))
 
 
 def test_a_run_of_two_ranks_goes_on_in_one_process(stopped, whole):

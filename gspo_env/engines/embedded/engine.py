@@ -262,9 +262,9 @@ def sample(
     draw_DN[index_B, nth_B] = draws
     scale_D = np.where(temperature_D == 0, 1.0, temperature_D).astype(np.float32)
     arrays = [row_D, scale_D, temperature_D == 0, draw_DN, index_B, nth_B]
-    chosen, scale, greedy, drawn, places, nth = upload(arrays, logits.device)
+    picked_rows, scale, greedy, drawn, places, nth = upload(arrays, logits.device)
     if not np.array_equal(row_D, np.arange(len(logits))):
-        logits = logits.index_select(0, chosen)
+        logits = logits.index_select(0, picked_rows)
     size = max(1, _MOST_LOGITS // logits.shape[-1]) if logits.device.type == "cpu" else len(row_D)
     parts = []
     for part in (slice(n, n + size) for n in range(0, len(row_D), size)):
@@ -301,6 +301,6 @@ def _distributions(
     row_B, temperature_B = np.array(rows), np.array(temperatures)
     first_B = np.ones(len(row_B), dtype=bool)
     first_B[1:] = (row_B[1:] != row_B[:-1]) | (temperature_B[1:] != temperature_B[:-1])
-    found, index_B = np.flatnonzero(first_B), np.cumsum(first_B) - 1
-    nth_B = np.arange(len(row_B)) - found[index_B]
-    return row_B[found], temperature_B[found], index_B, nth_B
+    first_D, index_B = np.flatnonzero(first_B), np.cumsum(first_B) - 1
+    nth_B = np.arange(len(row_B)) - first_D[index_B]
+    return row_B[first_D], temperature_B[first_D], index_B, nth_B

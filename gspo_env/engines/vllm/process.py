@@ -132,8 +132,10 @@ def make_server(
     settings.write_text(json.dumps({k.replace("_", "-"): v for k, v in arguments.items()}))
     path = str(place / f"{number}.sock")
     command = (*_command(folder), "--uds", path, "--enable-scale-out", "--config", str(settings))
-    own = {"VLLM_SERVER_DEV_MODE": "1", "TMPDIR": str(place), DIE_WITH_PARENT: "1"}
-    return Server(socket=path, command=command, environment={**environment, **os.environ, **own})
+    required = {"VLLM_SERVER_DEV_MODE": "1", "TMPDIR": str(place), DIE_WITH_PARENT: "1"}
+    return Server(
+        socket=path, command=command, environment={**environment, **os.environ, **required}
+    )
 
 
 def wait(servers: Sequence[Server], timeout: float, stop: threading.Event | None = None) -> None:
@@ -184,7 +186,7 @@ def _listener(path: str, guard: int) -> int:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.connect(path)
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid = found = int(struct.unpack("3i", credentials)[0])
+    pid = listener = int(struct.unpack("3i", credentials)[0])
     while pid > 1 and pid != guard:
         try:
             stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -192,8 +194,10 @@ def _listener(path: str, guard: int) -> int:
             break
         pid = int(stat.rpartition(b")")[2].split()[1])
     if pid != guard:
-        raise EngineError(f"process {found} listens on {path!r}; expected the server started there")
-    return found
+        raise EngineError(
+            f"process {listener} listens on {path!r}; expected the server started there"
+        )
+    return listener
 
 
 def free_port(host: str) -> int:

@@ -208,7 +208,7 @@ class ServerClient(ServerRequests):
         super().__init__(
             max_slots=max_slots, max_context=fleet.max_context, request_timeout=timeout
         )
-        self._known: dict[ServerAddress, Server] = {}
+        self._servers_by_address: dict[ServerAddress, Server] = {}
         self._failed: dict[ServerAddress, str] = {}
         self._fleet = fleet
         self._lock = threading.Lock()
@@ -226,17 +226,17 @@ class ServerClient(ServerRequests):
 
     def _see(self, fleet: ServerList) -> None:
         for address in fleet.servers:
-            if address not in self._known:
-                self._known[address] = Server(
+            if address not in self._servers_by_address:
+                self._servers_by_address[address] = Server(
                     address=address.address, socket=address.socket, pid=address.pid
                 )
         if fleet.weights_version != self.weights_version:
-            for server in self._known.values():
+            for server in self._servers_by_address.values():
                 server.failures = 0
         self._fleet = fleet
         self.weights_version = fleet.weights_version
         before = self._servers
-        self._servers = [self._known[address] for address in fleet.servers]
+        self._servers = [self._servers_by_address[address] for address in fleet.servers]
         for server in before:
             if server not in self._servers:
                 self._redirect(server)

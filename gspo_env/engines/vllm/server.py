@@ -85,8 +85,8 @@ class VLLMServerEngine(ServerRequests):
         """Version of the weights that were written or sent last."""
         self._changing = threading.Lock()
         """Held while the state of a server changes."""
-        self._told = count(1)
-        """Numbers what other processes are told of the servers."""
+        self._numbers = count(1)
+        """Numbers the server lists for other processes."""
         self._updating = False
         """Whether weights are sent, so that a server that waits for them will serve."""
         self._closed = threading.Event()
@@ -126,13 +126,13 @@ class VLLMServerEngine(ServerRequests):
     @property
     def dtype(self) -> str:  # type: ignore[override]
         """Dtype of the servers' weights; a half-precision one if they differ."""
-        found = (s.dtype for s in self._servers if s.state is State.SERVING)
-        return next((dtype for dtype in found if dtype != "float32"), "float32")
+        dtypes = (s.dtype for s in self._servers if s.state is State.SERVING)
+        return next((dtype for dtype in dtypes if dtype != "float32"), "float32")
 
     @property
     def fleet(self) -> ServerList:
         """The servers, for requests from other processes."""
-        number = next(self._told)  # before their states are read
+        number = next(self._numbers)  # before their states are read
         serving = [s for s in self._servers if s.state is State.SERVING]
         return ServerList(
             number=number,
@@ -152,8 +152,8 @@ class VLLMServerEngine(ServerRequests):
     def failed(self, address: ServerAddress, reason: str) -> None:
         """Stops using a server that failed another process; does nothing if it was restarted."""
         for server in self._servers:
-            own = ServerAddress(address=server.address, socket=server.socket, pid=server.pid)
-            if server.state is State.SERVING and own == address:
+            current = ServerAddress(address=server.address, socket=server.socket, pid=server.pid)
+            if server.state is State.SERVING and current == address:
                 self._lose(server, reason)
 
     def metrics(self) -> dict[str, float]:
