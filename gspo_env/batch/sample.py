@@ -105,9 +105,8 @@ def _samples(episode: Episode, advantages: FloatArray, number: int) -> list[Samp
     samples = []
     for sequence in episode.sequences:
         model_places = np.flatnonzero(sequence.turn_ids >= 0)
-        in_order = np.isin(
-            turn_N, sequence.turn_ids[model_places]
-        )  # a sequence has its turns in order too
+        # a sequence has its turns in order too
+        in_order = np.isin(turn_N, sequence.turn_ids[model_places])
         keep = keep_N[in_order]
         sequence.turn_ids[model_places[~keep]] = -1
         samples.append(
