@@ -150,7 +150,7 @@ class Loop:
         config, step = self.config, self.step + 1
         with part("rollout"):
             batch = await self.buffer.take()
-        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds, batch.left)
+        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds, batch.unused)
         metrics = stats.metrics() | batch.metrics | self._results(batch)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
@@ -187,7 +187,7 @@ class Loop:
         There is one result for each of the options with which its groups were played.
         """
         by_options: dict[str, list[Group]] = {}
-        for group in batch.all:
+        for group in [*batch.groups, *batch.unused]:
             key = json.dumps(group.task.options, sort_keys=True)
             by_options.setdefault(key, []).append(group)
         metrics = {"rollout/episodes_before": float(self.played)}
@@ -199,7 +199,7 @@ class Loop:
                 result = StepResult(options, played.success, played.mean_return)
                 self.results.append(result)
                 metrics |= result.metrics()
-        self.played += sum(len(group.episodes) for group in batch.all)
+        self.played += sum(len(group.episodes) for group in [*batch.groups, *batch.unused])
         return metrics
 
     async def _forget_evaluation(self) -> None:

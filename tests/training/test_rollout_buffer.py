@@ -1,8 +1,9 @@
-"""The supply of groups, in virtual time: who waits for whom, what is counted, how it ends."""
+"""The rollout buffer in virtual time: no group is too old, who waits for whom, how it ends."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import time
 from dataclasses import replace
@@ -15,7 +16,7 @@ from virtual_clock import run
 from gspo_env.config import Config
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
-from gspo_env.training.rollout_buffer import RolloutBuffer
+from gspo_env.training.rollout_buffer import RolloutBuffer, StalenessGate
 from gspo_env.types import Episode, Group, Task, bare_episode
 
 
@@ -57,7 +58,7 @@ def episode(task: Task, version: int, reward: float) -> Episode:
     return replace(bare, turns=turns, success=reward > 0)
 
 
-def supply_of(player, staleness=0, batch=2, steps=4, **settings):
+def buffer_of(player, staleness=0, batch=2, steps=4, **settings):
     concurrency = settings.pop("concurrency", 999)
     config = Config(
         steps=steps,
@@ -75,17 +76,17 @@ def supply_of(player, staleness=0, batch=2, steps=4, **settings):
     return RolloutBuffer(config, player, draw, flat)
 
 
-async def train(supply, player, update=1.0, first=1, steps=4):
+async def train(buffer, player, update=1.0, first=1, steps=4):
     """Takes all batches; an update takes some seconds. Returns the batches."""
     batches = []
     try:
         for step in range(first, steps + 1):
-            batches.append(await supply.take())
+            batches.append(await buffer.take())
             await asyncio.sleep(update)
             player.version = step
-            supply.advance(step)
+            buffer.advance(step)
     finally:
-        await supply.close()
+        await buffer.close()
     return batches
 
 
@@ -99,17 +100,17 @@ def every(steps=4, batch=2):
 
 def test_in_turn_groups_are_played_only_while_the_learner_waits_for_them():
     player = Scripted([3.0, 5.0])
-    supply = supply_of(player)
+    buffer = buffer_of(player)
 
     async def work():
         for step in range(1, 5):
-            batch = await supply.take()
+            batch = await buffer.take()
             assert player.playing == 0
             assert [group.task.seed for group in batch.groups] == [100 * step, 100 * step + 1]
             assert batch.seconds == 5.0
             await asyncio.sleep(2.0)
             assert player.playing == 0
-            supply.advance(step)
+            buffer.advance(step)
             player.version = step
             assert player.playing == 0
             assert batch.metrics["rollout/staleness_max"] == 0.0
@@ -121,17 +122,17 @@ def test_in_turn_groups_are_played_only_while_the_learner_waits_for_them():
 
 def test_ahead_a_slow_group_holds_nobody_up_until_it_would_be_too_old():
     player = Scripted([1.0, 30.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    supply = supply_of(player, staleness=2, steps=4)
+    buffer = buffer_of(player, staleness=2, steps=4)
 
     async def work():
         clock = asyncio.get_running_loop().time
         times = []
         batches = []
         for step in range(1, 5):
-            batches.append(await supply.take())
+            batches.append(await buffer.take())
             times.append(clock())
             player.version = step
-            supply.advance(step)
+            buffer.advance(step)
             await asyncio.sleep(0)
         return times, batches
 
@@ -154,12 +155,12 @@ def test_every_task_is_trained_on_once_and_never_too_old(
     staleness, batch, seconds, update, concurrency, flat
 ):
     player = Scripted(seconds, flat)
-    supply = supply_of(player, staleness, batch, max_resamples=2, concurrency=concurrency)
-    drawn, draw = [], supply._draw
-    supply._draw = lambda step: drawn.append(step) or draw(step)
-    batches = run(train(supply, player, update))
+    buffer = buffer_of(player, staleness, batch, max_resamples=2, concurrency=concurrency)
+    drawn, draw = [], buffer._draw
+    buffer._draw = lambda step: drawn.append(step) or draw(step)
+    batches = run(train(buffer, player, update))
     groups = [group for b in batches for group in b.groups]
-    discarded = [group for b in batches for group in b.discarded]
+    discarded = [group for b in batches for group in b.unused]
     assert len(groups) == 4 * batch
     assert all(len(b.groups) == batch for b in batches)
     assert max(b.metrics["rollout/staleness_max"] for b in batches) <= staleness
@@ -167,8 +168,8 @@ def test_every_task_is_trained_on_once_and_never_too_old(
     first = {job.task.seed for job in player.jobs if job.task.seed < 1000}
     assert first == set(every(batch=batch))
     assert len(player.jobs) == len(groups) + len(discarded)
-    assert supply.admission.dropped == len(discarded)
-    assert supply.admission.admitted - supply.admission.dropped == len(groups)
+    assert buffer.gate.dropped == len(discarded)
+    assert buffer.gate.admitted - buffer.gate.dropped == len(groups)
     resampled = sum(b.metrics["rollout/resampled_groups"] for b in batches)
     assert resampled == len(discarded)
     assert {drawn.count(step) for step in set(drawn)} == {1}
@@ -176,8 +177,8 @@ def test_every_task_is_trained_on_once_and_never_too_old(
 
 def test_a_group_without_variance_gives_its_place_to_another_task_at_most_so_often():
     player = Scripted([1.0], flat=range(3))
-    supply = supply_of(player, batch=1, steps=1, max_resamples=2)
-    (batch,) = run(train(supply, player, steps=1))
+    buffer = buffer_of(player, batch=1, steps=1, max_resamples=2)
+    (batch,) = run(train(buffer, player, steps=1))
     assert len(player.jobs) == 3
     assert len({job.task.seed for job in player.jobs}) == 3
     assert len({job.seed for job in player.jobs}) == 3
@@ -191,37 +192,36 @@ def test_a_group_without_variance_gives_its_place_to_another_task_at_most_so_oft
 
 def test_a_group_outside_of_the_difficulty_band_is_sampled_again():
     player = Scripted([1.0])
-    supply = supply_of(player, batch=1, steps=1, max_resamples=1, min_success=0.6, max_success=0.9)
-    (batch,) = run(train(supply, player, steps=1))  # one of two episodes succeeds
+    buffer = buffer_of(player, batch=1, steps=1, max_resamples=1, min_success=0.6, max_success=0.9)
+    (batch,) = run(train(buffer, player, steps=1))  # one of two episodes succeeds
     assert batch.metrics["rollout/resampled_groups"] == 1.0
 
 
 def test_groups_of_weights_that_are_too_old_are_dropped_and_played_again():
     player = Scripted([1.0], lag=lambda number: 2 if number in (4, 5) else 0)
-    supply = supply_of(player, staleness=1, batch=1, steps=5)
-    batches = run(train(supply, player, steps=5))
+    buffer = buffer_of(player, staleness=1, batch=1, steps=5)
+    batches = run(train(buffer, player, steps=5))
     assert seeds(batches) == every(5, batch=1)
     assert sum(b.metrics["rollout/dropped_groups"] for b in batches) == 2
-    assert supply.admission.dropped == 2
-    assert sum(len(b.dropped) for b in batches) == 2
-    assert all(b.all == [*b.groups, *b.dropped] for b in batches)
+    assert buffer.gate.dropped == 2
+    assert sum(len(b.unused) for b in batches) == 2
     assert max(b.metrics["rollout/staleness_max"] for b in batches) == 1
 
 
 def test_an_engine_that_never_takes_new_weights_ends_the_run_with_a_sentence():
     player = Scripted([1.0], lag=lambda number: 99)
-    supply = supply_of(player, staleness=1, batch=1, steps=9)
+    buffer = buffer_of(player, staleness=1, batch=1, steps=9)
     with pytest.raises(RolloutError, match=r"2 updates old, for the 4th time.* max_staleness 1"):
-        run(train(supply, player, steps=9))
+        run(train(buffer, player, steps=9))
     assert player.playing == 0
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_an_error_of_a_group_ends_the_run_and_leaves_nothing_behind(staleness):
     player = Scripted([1.0, 70.0], raises=0)
-    supply = supply_of(player, staleness)
+    buffer = buffer_of(player, staleness)
     with pytest.raises(RolloutError, match="the environments hang"):
-        run(train(supply, player))
+        run(train(buffer, player))
     assert player.playing == 0
 
 
@@ -229,16 +229,16 @@ def test_a_group_whose_episodes_come_further_elsewhere_may_take_long():
     """A worker says nothing of a group before all of its episodes have ended."""
     player = Scripted([1000.0])
     player.idle = lambda: 1.0
-    assert seeds(run(train(supply_of(player, batch=1, steps=1), player, steps=1))) == [100]
+    assert seeds(run(train(buffer_of(player, batch=1, steps=1), player, steps=1))) == [100]
 
 
 def test_a_rollout_that_stands_still_ends_the_run_and_says_what_is_waited_for(caplog):
     caplog.set_level("INFO")
     player = Scripted([1e9])
-    supply = supply_of(player, staleness=1)
-    sentence = r"no episode came further for 360 s.*: step 1 waits for groups of x seed 100, x"
+    buffer = buffer_of(player, staleness=1)
+    sentence = r"no episode made progress for 360 s.*: step 1 waits for groups of x seed 100, x"
     with pytest.raises(RolloutError, match=sentence):
-        run(train(supply, player))
+        run(train(buffer, player))
     assert "0 groups are ready, 4 are played" in caplog.text
 
 
@@ -247,7 +247,7 @@ def test_a_run_that_was_suspended_goes_on(left):
     player = Scripted([5100.0 + left])
 
     async def suspended():
-        training = asyncio.create_task(train(supply_of(player, batch=1, steps=1), player, steps=1))
+        training = asyncio.create_task(train(buffer_of(player, batch=1, steps=1), player, steps=1))
         await asyncio.sleep(100.0)
         asyncio.get_running_loop().now += 5000.0
         return await training
@@ -265,15 +265,15 @@ def test_a_run_that_goes_on_replays_what_was_in_flight_and_skips_nothing(
     staleness, cut, seconds, flat
 ):
     player = Scripted(seconds, flat)
-    supply = supply_of(player, staleness, max_resamples=2)
-    first = run(train(supply, player, steps=cut))
-    saved = supply.state()
+    buffer = buffer_of(player, staleness, max_resamples=2)
+    first = run(train(buffer, player, steps=cut))
+    saved = buffer.state()
     assert saved["next"] % 2 == 0  # the options of a step are drawn once, for all of its groups
     lost = [task["seed"] for _, _, task in saved["open"]]
     assert len(lost) == (0 if staleness == 0 else min(staleness + 1, 4 - cut) * 2 if cut else 0)
     later = Scripted(seconds)
     later.version = cut
-    again = supply_of(later, staleness, max_resamples=2)
+    again = buffer_of(later, staleness, max_resamples=2)
     again.restore(saved, cut)
     second = run(train(again, later, first=cut + 1))
     assert sorted(lost) == sorted(job.task.seed for job in later.jobs[: len(lost)])
@@ -284,7 +284,7 @@ def test_a_run_that_goes_on_replays_what_was_in_flight_and_skips_nothing(
 
 
 def test_an_update_runs_beside_the_event_loop_and_its_error_reaches_the_caller():
-    supply = supply_of(Scripted([1.0]), staleness=1)
+    buffer = buffer_of(Scripted([1.0]), staleness=1)
 
     async def work():
         ticks = 0
@@ -296,10 +296,102 @@ def test_an_update_runs_beside_the_event_loop_and_its_error_reaches_the_caller()
                 await asyncio.sleep(0)
 
         ticking = asyncio.create_task(tick())
-        assert await supply.run(lambda: time.sleep(0.05) or 7) == 7
+        assert await buffer.run(lambda: time.sleep(0.05) or 7) == 7
         assert ticks > 1
         with pytest.raises(ZeroDivisionError):
-            await supply.run(lambda: 1 / 0)
+            await buffer.run(lambda: 1 / 0)
         ticking.cancel()
 
     asyncio.run(work())
+
+
+SECONDS = st.floats(0.01, 100.0)
+
+
+@given(
+    batch=st.integers(1, 5),
+    staleness=st.integers(0, 4),
+    steps=st.integers(1, 8),
+    update=st.floats(0.0, 10.0),
+    data=st.data(),
+)
+def test_no_group_is_too_old_and_every_one_is_trained_on_once(
+    batch, staleness, steps, update, data
+):
+    """Groups of any times, some of which give their place back, against a simulated clock."""
+    gate = StalenessGate(batch, staleness)
+    times = data.draw(st.lists(SECONDS, min_size=1, max_size=40))
+    again = data.draw(st.sets(st.integers(0, batch * steps * 3), max_size=batch * steps))
+    now, free, played, tries, given_back = 0.0, 0.0, 0, 0, 0
+    running: list[tuple[float, int]] = []  # a heap of end times
+    ready: set[int] = set()
+    waiting = list(range(batch * steps))
+    trained: dict[int, int] = {}
+
+    def admit():
+        nonlocal tries
+        while waiting and gate.capacity > 0:
+            number = waiting.pop(0)
+            gate.admit(number)
+            heapq.heappush(running, (now + times[tries % len(times)], number))
+            tries += 1
+
+    admit()
+    while len(trained) < batch * steps:
+        chosen = gate.choose(ready) if now >= free else None
+        assert gate.admitted - gate.dropped == len(trained) + len(gate.ages)
+        assert len(gate.ages) <= batch * (staleness + 1)
+        if chosen is not None:
+            assert len(chosen) == len(set(chosen)) == batch
+            for number in chosen:
+                assert number not in trained
+                assert gate.version - gate.ages[number] <= staleness
+                trained[number] = gate.version
+                ready.discard(number)
+            free = now + update
+            gate.train(chosen, gate.version + 1)
+            admit()
+            continue
+        # the learner waits for a group or for its own update: one of both has to be under way
+        assert running or free > now
+        if running and (free <= now or running[0][0] <= free):
+            now, number = heapq.heappop(running)
+            played += 1
+            if played in again:
+                gate.drop(number)
+                waiting.insert(0, number)
+                given_back += 1
+                admit()
+            else:
+                ready.add(number)
+        else:
+            now = free
+    assert gate.version == steps
+    assert gate.dropped == given_back
+    assert gate.admitted == batch * steps + given_back == tries
+    assert gate.ages == {}
+
+
+def test_a_learner_that_takes_what_is_ready_first_leaves_no_time_for_the_slow_ones():
+    """Two groups of the first version are slow: the second update waits for one of them."""
+    gate = StalenessGate(1, 2)
+    for number in (0, 1, 2):
+        gate.admit(number)
+    assert gate.capacity == 0
+    assert gate.choose({2}) == [2]
+    gate.train([2], 1)
+    gate.admit(3)
+    # with 3 now, 0 and 1 would both have to be in the update after, which has one group
+    assert gate.choose({3}) is None
+    assert gate.choose({1, 3}) == [1]
+
+
+def test_without_staleness_the_learner_takes_a_whole_batch_of_its_own_version():
+    gate = StalenessGate(3, 0)
+    for number in range(3):
+        gate.admit(number)
+    assert gate.capacity == 0
+    assert gate.choose({0, 2}) is None
+    assert gate.choose({2, 0, 1}) == [0, 1, 2]
+    gate.train([0, 1, 2], 1)
+    assert gate.capacity == 3
