@@ -9,10 +9,11 @@ from typing import Any
 
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
-from gspo_env.env.info import declared_score, try_out
+from gspo_env.env.info import declared_score
 from gspo_env.env.registration import Member, label, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, close_quietly
+from gspo_env.rollout.play import try_out
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.runtime.threads import in_thread
 from gspo_env.training.split import Split, hold_out, join, read_resets, share_out

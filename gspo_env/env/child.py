@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import sys
 from functools import partial
 from typing import Any
 
 from gspo_env.env.base import MAX_TEXT_LENGTH, Action, TextEnvironment, attribute
 from gspo_env.env.info import parse_reset, parse_step, read_message, read_prompt
-from gspo_env.env.pipe import receive, send
+from gspo_env.env.isolated import receive, send
 from gspo_env.env.registration import make_env
-from gspo_env.runtime import loops as background
+from gspo_env.runtime import loops
 from gspo_env.runtime.processes import die_with_parent
 from gspo_env.runtime.threads import attempt, foreign
 
-DECLARATIONS = (
+_DECLARATIONS = (
     *("gives_outcome", "outcome_if_cut", "credit_score", "num_tasks", "takes_cut_actions"),
     *("max_turns", "max_calls_per_turn", "gives_reward"),
 )
 """Attributes of an environment that are sent with each `reset`, besides its prompt."""
 
 
-def serve(requests: int, replies: int, parent: int) -> None:
-    """Answers requests until the pipe closes.
+def serve(descriptor: int, parent: int) -> None:
+    """Answers requests until the connection closes.
 
     Args:
-        requests: Descriptor to read from.
-        replies: Descriptor to write to.
+        descriptor: This process's end of the connection.
         parent: Process id of the parent, with which this process ends.
     """
     die_with_parent(parent)
-    host = _Host()
+    host, channel = _Host(), socket.socket(fileno=descriptor)
     while True:
-        background.idle(partial(_arrival, requests))
+        loops.idle(partial(_arrival, channel))
         try:
-            request = receive(requests)
+            request = receive(channel)
         except EOFError:
             return
         try:
             reply = {"value": attempt(getattr(host, request.pop("call")), **request)}
         except Exception as error:
-            told = foreign(error)
-            reply = {"error": [told.name, told.text, told.where, told.trace]}
-        send(replies, reply)
+            raised = foreign(error)
+            reply = {"error": [raised.name, raised.text, raised.where, raised.trace]}
+        send(channel, reply)
 
 
-async def _arrival(requests: int) -> None:
+async def _arrival(channel: socket.socket) -> None:
     """Waits until there is something to read; tasks of an asynchronous environment go on."""
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(requests, arrived.set)
+    loop.add_reader(channel, arrived.set)
     try:
         await arrived.wait()
     finally:
-        loop.remove_reader(requests)
+        loop.remove_reader(channel)
 
 
 class _Host:
@@ -66,17 +66,17 @@ class _Host:
         sys.path[:] = path
         self.name = spec
         self.env = make_env(spec, **kwargs)
-        return self._told()
+        return self._declarations()
 
     def reset(self, seed: int | None, options: dict[str, Any] | None) -> Any:
         result = self.env.reset(seed=seed, options=options)
         _, info = parse_reset(self.name, result)
         read_prompt(self.env, info)
-        return [_sendable(result), self._told()]
+        return [_sendable(result), self._declarations()]
 
-    def step(self, action: str, message: dict[str, Any] | None, **more: Any) -> Any:
-        said = None if message is None else read_message(message)
-        result = self.env.step(Action(action, message=said, **more))
+    def step(self, action: str, message: dict[str, Any] | None = None, **fields: Any) -> Any:
+        parsed = None if message is None else read_message(message)
+        result = self.env.step(Action(action, message=parsed, **fields))
         parse_step(self.name, result)
         return _sendable(result)
 
@@ -88,17 +88,17 @@ class _Host:
     def close(self) -> None:
         self.env.close()
 
-    def _told(self) -> dict[str, Any]:
-        told = {name: attribute(self.env, name, None) for name in DECLARATIONS}
-        tools = [_tool(tool) for tool in attribute(self.env, "tools", ())]
-        always = {"system_prompt": attribute(self.env, "system_prompt", None), "tools": tools}
-        always["longest"] = getattr(self.env.observation_space, "max_length", MAX_TEXT_LENGTH)
-        return {name: value for name, value in told.items() if value is not None} | always
+    def _declarations(self) -> dict[str, Any]:
+        values = {name: attribute(self.env, name, None) for name in _DECLARATIONS}
+        return {name: value for name, value in values.items() if value is not None} | {
+            "system_prompt": attribute(self.env, "system_prompt", None),
+            "tools": [_description(tool) for tool in attribute(self.env, "tools", ())],
+            "max_length": getattr(self.env.observation_space, "max_length", MAX_TEXT_LENGTH),
+        }
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    names = ("name", "description", "parameters")
-    return {name: getattr(tool, name, None) for name in names}
+def _description(tool: Any) -> dict[str, Any]:
+    return {name: getattr(tool, name, None) for name in ("name", "description", "parameters")}
 
 
 def _sendable(result: Any) -> list[Any]:
@@ -106,9 +106,9 @@ def _sendable(result: Any) -> list[Any]:
     *rest, info = result
     info = {str(key): value for key, value in info.items()}
     if info.get("tools") is not None:
-        info["tools"] = [_tool(tool) for tool in info["tools"]]
+        info["tools"] = [_description(tool) for tool in info["tools"]]
     return [*rest, info]
 
 
 if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:4]))
+    serve(*map(int, sys.argv[1:3]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -11,22 +10,16 @@ from typing import Any, get_args
 
 import numpy as np
 
-from gspo_env.env.base import MAX_OBSERVATION, Action, TextEnvironment, attribute
+from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment, attribute
 from gspo_env.env.tools import Tool
 from gspo_env.errors import (
-    ConfigError,
     EnvironmentContractError,
-    EnvironmentCrashError,
-    EnvironmentHangError,
 )
-from gspo_env.runtime.threads import attempt, foreign
 from gspo_env.types import Message, Prompt, ResetInfo, Score, StepInfo, ToolCall
 
 ParsedStep = tuple[str, float, bool, bool, StepInfo]
 _PLAIN = [str, float, bool, bool, dict]
 """The types of what `step` returns, if nothing has to be converted."""
-PLACEHOLDERS = 3
-"""Ids of an action that nothing has sampled, to see how many values a step returns for them."""
 Reader = tuple[Callable[[Any], Any], str]
 """A function that returns the parsed value or raises, and a description of what it expects."""
 _REFUSED = (TypeError, ValueError, LookupError, OverflowError)
@@ -123,47 +116,6 @@ def declared_score(env_id: str, env: TextEnvironment) -> Score | None:
     if score is not None and score not in get_args(Score):
         raise _fault(env_id, "credit_score", score, f"one of {get_args(Score)}")
     return score
-
-
-def try_out(env_id: str, env: TextEnvironment, retries: int = 0) -> None:
-    """Plays one turn, so that a broken environment fails before training is set up.
-
-    Args:
-        env_id: Names the environment in errors.
-        env: The environment.
-        retries: Times that it may fail before.
-
-    Raises:
-        EnvironmentContractError: `reset` or `step` raised, or broke the contract.
-        EnvironmentHangError: The process of the environment did not answer in time.
-    """
-    for _ in range(retries):
-        with contextlib.suppress(EnvironmentContractError):  # the last attempt says what is wrong
-            return _try_once(env_id, env)
-    _try_once(env_id, env)
-
-
-def _try_once(env_id: str, env: TextEnvironment) -> None:
-    method = "reset(seed=0)"
-    try:
-        check_length(env, env_id, "reset()", parse_reset(env_id, attempt(env.reset, seed=0))[0])
-        method = "step('')"
-        action = Action("", (0,) * PLACEHOLDERS)
-        result = attempt(env.step, action)
-        check_length(env, env_id, "step()", parse_step(env_id, result, PLACEHOLDERS)[0])
-    except EnvironmentContractError:
-        raise
-    except ConfigError as error:  # a whole sentence, of one of our own environments
-        raise EnvironmentContractError(f"{env_id}: {error}") from error
-    except EnvironmentHangError as error:
-        raise EnvironmentHangError(f"{env_id}: {error}") from None
-    except EnvironmentCrashError as error:
-        raise EnvironmentContractError(f"{env_id}: {error}") from None
-    except Exception as error:
-        told = foreign(error)
-        raise EnvironmentContractError(
-            f"{env_id}: {method} raised {told.name}: {told.text} ({told.where})."
-        ) from error
 
 
 def _value(env_id: str, what: str, value: object, reader: Reader) -> Any:

@@ -1,34 +1,44 @@
-"""An environment in a process of its own, which may hang or crash without harm to ours."""
+"""An environment in its own process, which may hang or crash without harm to ours."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from gspo_env import errors
 from gspo_env.env.base import Action, Options, ResetResult, StepResult, TextEnv, UnicodeText
-from gspo_env.env.pipe import receive, send
 from gspo_env.env.tools import Tool
 from gspo_env.errors import EnvironmentCrashError, EnvironmentHangError, ForeignError
 
 ISOLATED = "GSPO_ENV_ISOLATED"
-"""Variable of the process environment that is set in the child."""
-_START = 120.0
+"""The environment variable that is set in the child."""
+_START_SECONDS = 120.0
 """Seconds for the imports of a new process, in addition to the time of its environment."""
-_CLOSE = 5.0
-"""Seconds that `close` of the environment may take before its process is killed, and the end of a
-killed process."""
+_CLOSE_SECONDS = 5.0
+"""Seconds that `close` of the environment may take, and then the end of the killed process."""
+_HEAD = struct.Struct("!Q")
+"""The length of a message, which precedes it."""
+_MAX_BYTES = 64 * 2**20
+"""Maximum size of a message."""
+_LOOK_SECONDS = 0.5
+"""Seconds between two looks at whether the other process still runs."""
 
 
 class IsolatedEnv(TextEnv):
-    """Plays an environment in a child process; what crosses is JSON, never a pickle.
+    """Plays an environment in a child process; messages are JSON, never pickles.
 
     A child that hangs or crashes is killed, and the next `reset` starts a new one. The child ends
     with the thread that started it. Keys of `info` that JSON cannot hold arrive as their `repr`.
@@ -52,132 +62,174 @@ class IsolatedEnv(TextEnv):
         """Starts the process and makes the environment."""
         self._spec, self._kwargs, self._timeout = spec, dict(kwargs or {}), timeout
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipes = (-1, -1)
         self._start()
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Begins an episode, in a new process if the last one ended."""
         if self._process is None:
             self._start()
-        (observation, info), told = self._ask("reset", seed=seed, options=options)
-        self._learn(told)
+        (observation, info), declarations = self._call("reset", seed=seed, options=options)
+        self._declare(declarations)
         return observation, _with_tools(info)
 
     def step(self, action: str) -> StepResult:
         """Takes a turn."""
-        act = action if isinstance(action, Action) else Action(action)
-        observation, reward, terminated, truncated, info = self._ask(
-            "step",
-            action=str(act),
-            token_ids=[int(i) for i in act.token_ids],
-            message=act.message,
-            finish_reason=act.finish_reason,
-            prompt_tokens=act.prompt_tokens,
-        )
+        fields = vars(action) if isinstance(action, Action) else {}
+        *result, info = self._call("step", action=str(action), **fields)
+        observation, reward, terminated, truncated = result
         return observation, reward, terminated, truncated, _with_tools(info)
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Returns the demonstrator's next action."""
-        return str(self._ask("expert_action", noise=noise))
+        return str(self._call("expert_action", noise=noise))
 
     def close(self) -> None:
         """Closes the environment and ends the process."""
         try:
             if self._process is not None:
-                self._ask("close", timeout=_CLOSE)
+                self._call("close", timeout=_CLOSE_SECONDS)
         finally:
             self.kill()
 
     def kill(self) -> None:
         """Ends the process at once; may be called from any thread while another one waits."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        _exit_code(process)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            _exit_code(process)
 
     def _start(self) -> None:
-        ours, theirs = os.pipe(), os.pipe()
-        command = [sys.executable, "-m", "gspo_env.env.child"]
-        self._release()
-        try:
+        self._socket, child_socket = socket.socketpair()
+        with child_socket:
+            descriptor = child_socket.fileno()
             self._process = subprocess.Popen(
-                [*command, str(ours[0]), str(theirs[1]), str(os.getpid())],
-                pass_fds=(ours[0], theirs[1]),
+                [sys.executable, "-m", "gspo_env.env.child", str(descriptor), str(os.getpid())],
+                pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the environment prints does not mix with the program's output
                 env={**os.environ, ISOLATED: "1", "PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,
             )
-        finally:
-            os.close(ours[0])
-            os.close(theirs[1])
-            self._pipes = ours[1], theirs[0]
-        seconds = None if self._timeout is None else self._timeout + _START
-        make = {"spec": self._spec, "kwargs": self._kwargs, "path": sys.path}
-        self._learn(self._ask("make", timeout=seconds, **make))
+        timeout = None if self._timeout is None else self._timeout + _START_SECONDS
+        arguments = {"spec": self._spec, "kwargs": self._kwargs, "path": sys.path}
+        self._declare(self._call("make", timeout=timeout, **arguments))
 
-    def _ask(self, call: str, timeout: float | None = None, **arguments: Any) -> Any:
+    def _call(self, name: str, timeout: float | None = None, **arguments: Any) -> Any:
         process = self._process
         if process is None:
-            raise EnvironmentCrashError(f"{call}: the process of the environment has ended")
+            raise EnvironmentCrashError(f"{name}: the process of the environment has ended")
         seconds = timeout or self._timeout
         try:
-            send(self._pipes[0], {"call": call, **arguments})
-            reply = receive(self._pipes[1], seconds, lambda: process.poll() is None)
+            send(self._socket, {"call": name, **arguments})
+            reply = receive(self._socket, seconds, lambda: process.poll() is None)
         except TimeoutError:
             self.kill()
-            raise EnvironmentHangError(f"{call} did not return within {seconds:g} s") from None
+            raise EnvironmentHangError(f"{name} did not return within {seconds:g} s") from None
         except (OSError, EOFError, ValueError) as error:
             self.kill()
             code = _exit_code(process)
             how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
             what = f", after it sent {error}" if isinstance(error, ValueError) else ""
             raise EnvironmentCrashError(
-                f"{call}: the process of the environment ended with {how}{what}"
+                f"{name}: the process of the environment ended with {how}{what}"
             ) from None
         if "error" in reply:
             raise _error(*reply["error"])
         return reply["value"]
 
-    def _learn(self, told: Mapping[str, Any]) -> None:
-        """Takes what the environment declares."""
-        for name, value in told.items():
+    def _declare(self, declarations: Mapping[str, Any]) -> None:
+        """Takes over what the environment declares."""
+        for name, value in declarations.items():
             setattr(self, name, value)
-        self.tools = tuple(described_tool(**tool) for tool in told["tools"])
-        self.observation_space = UnicodeText(told["longest"])
-
-    def _release(self) -> None:
-        for pipe in self._pipes:
-            if pipe >= 0:
-                os.close(pipe)
-        self._pipes = (-1, -1)
+        self.tools = tuple(described_tool(**tool) for tool in declarations["tools"])
+        self.observation_space = UnicodeText(declarations["max_length"])
 
     def __del__(self) -> None:
         """Ends the process of an environment that nobody closed."""
         self.kill()
-        self._release()
+
+
+def send(channel: socket.socket, message: object) -> None:
+    """Writes a message.
+
+    Raises:
+        OSError: Nobody reads.
+    """
+    data = json.dumps(message, default=_plain).encode()
+    channel.settimeout(None)
+    channel.sendall(_HEAD.pack(len(data)) + data)
+
+
+def receive(
+    channel: socket.socket, timeout: float | None = None, is_alive: Callable[[], bool] | None = None
+) -> Any:
+    """Reads a message.
+
+    Args:
+        channel: Our end of the connection.
+        timeout: Seconds that it may take.
+        is_alive: Whether the writer still runs, since others may hold its end open.
+
+    Raises:
+        EOFError: The writer ended.
+        TimeoutError: It took longer.
+        ValueError: The message is too long or no JSON.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+
+    def read(size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            seconds = _LOOK_SECONDS
+            if deadline is not None:
+                seconds = min(seconds, max(0.0, deadline - time.monotonic()))
+            channel.settimeout(seconds)
+            try:
+                part = channel.recv(min(size - len(data), 1 << 20))
+            except (TimeoutError, BlockingIOError):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError from None
+                if is_alive is not None and not is_alive():
+                    raise EOFError from None
+                continue
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    (size,) = _HEAD.unpack(read(_HEAD.size))
+    if size > _MAX_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    return json.loads(read(size))
+
+
+def _plain(value: Any) -> Any:
+    """Returns what JSON can hold of a value; an object without such a form is its `repr`."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, set | frozenset):
+        return list(value)
+    return repr(value)[:1000]
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
     """Waits for the end of a killed process; None if it lasts, as in a call to a lost disk."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(_CLOSE)
+        return process.wait(_CLOSE_SECONDS)
     return None
 
 
 def _error(name: str, text: str, where: str, trace: str) -> Exception:
     """Returns an error that the child raised; ours and `NotImplementedError` as themselves."""
-    kinds = ("ConfigError", "EnvironmentContractError", "UnknownEnvironmentError")
-    if name in kinds:
+    if name == "NotImplementedError":
+        return NotImplementedError(text)
+    if name in ("ConfigError", "EnvironmentContractError", "UnknownEnvironmentError"):
         error: Exception = getattr(errors, name)(text)
         return error
-    return (
-        NotImplementedError(text)
-        if name == "NotImplementedError"
-        else ForeignError(name, text, where, trace)
-    )
+    return ForeignError(name, text, where, trace)
 
 
 def _with_tools(info: dict[str, Any]) -> dict[str, Any]:
@@ -195,13 +247,13 @@ def described_tool(
         name=name,
         description=description,
         parameters=parameters,
-        function=_elsewhere,
+        function=_call_elsewhere,
         validator=TypeAdapter(dict[str, Any]),
         strict=strict,
     )
 
 
-def _elsewhere(**arguments: Any) -> str:
+def _call_elsewhere(**arguments: Any) -> str:
     raise NotImplementedError(
         "the tools of an environment in another process are called by its step()"
     )

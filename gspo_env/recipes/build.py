@@ -24,7 +24,6 @@ from gspo_env.batch.sample import Sample, to_samples
 from gspo_env.chat.conversation import tokenize
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.base import TextEnvironment
-from gspo_env.env.info import PLACEHOLDERS
 from gspo_env.env.tools import tool_call_frames
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.losses import GSPO
@@ -34,7 +33,7 @@ from gspo_env.recipes.conversations import encode_action, read_conversations, to
 from gspo_env.recipes.imitate import Imitate
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout.failures import FaultLog, refuse_failures
-from gspo_env.rollout.play import Policy, PolicyOutput, demonstrator, look
+from gspo_env.rollout.play import PLACEHOLDERS, Policy, PolicyOutput, demonstrator, look
 from gspo_env.rollout.pool import play_alone
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import derive_seed

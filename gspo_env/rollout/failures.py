@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from gspo_env.env.base import TextEnvironment
 from gspo_env.errors import (
+    ConfigError,
     EnvironmentContractError,
     EnvironmentCrashError,
     EnvironmentHangError,
@@ -19,8 +20,14 @@ from gspo_env.types import Episode, Fault, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
-MOST_FAILED = 0.5
+MAX_FAILED_SHARE = 0.5
 """Default of the largest share of episodes that may fail in their environment."""
+_REASONS = {
+    EnvironmentContractError: StopReason.INVALID,
+    ConfigError: StopReason.INVALID,  # a whole sentence, of one of our own environments
+    EnvironmentCrashError: StopReason.CRASH,
+    EnvironmentHangError: StopReason.ENV_TIMEOUT,
+}
 
 
 class EnvironmentFailed(Exception):
@@ -38,20 +45,16 @@ def describe(what: str, error: Exception) -> Fault:
         what: The call, such as `step('yes')`.
         error: What it raised.
     """
-    if isinstance(error, (EnvironmentContractError, EnvironmentCrashError, EnvironmentHangError)):
-        reason = StopReason.INVALID
-        if isinstance(error, EnvironmentCrashError):
-            reason = StopReason.CRASH
-        elif isinstance(error, EnvironmentHangError):
-            reason = StopReason.ENV_TIMEOUT
-        text = str(error)
-        return Fault(reason=reason, message=text, where=text.partition(" is ")[0])
-    told = foreign(error)
+    for kind, reason in _REASONS.items():
+        if isinstance(error, kind):
+            text = str(error)
+            return Fault(reason=reason, message=text, where=text.partition(" is ")[0])
+    raised = foreign(error)
     return Fault(
         reason=StopReason.ERROR,
-        message=f"{what} raised {told.name}: {told.text} ({told.where})",
-        where=f"{told.name} at {told.where}",
-        traceback=told.trace,
+        message=f"{what} raised {raised.name}: {raised.text} ({raised.where})",
+        where=f"{raised.name} at {raised.where}",
+        traceback=raised.trace,
     )
 
 
@@ -113,7 +116,7 @@ def close_quietly(env: TextEnvironment) -> None:
         log_once("close()", error)
 
 
-def refuse_failures(episodes: Sequence[Episode], rate: float = MOST_FAILED) -> None:
+def refuse_failures(episodes: Sequence[Episode], rate: float = MAX_FAILED_SHARE) -> None:
     """Raises an error if too many episodes failed in their environment.
 
     Args:

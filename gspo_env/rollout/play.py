@@ -10,7 +10,7 @@ from typing import Any
 
 from gspo_env.env.base import Action, Finish, TextEnvironment, attribute
 from gspo_env.env.info import check_length, parse_reset, parse_step, read_prompt
-from gspo_env.errors import EnvironmentContractError, RolloutError
+from gspo_env.errors import EnvironmentContractError, EnvironmentHangError, RolloutError
 from gspo_env.rollout.failures import EnvironmentFailed, describe, hang
 from gspo_env.runtime.loops import ActiveTimeout
 from gspo_env.runtime.threads import attempt
@@ -38,6 +38,8 @@ _CUTS: dict[StopReason, Finish] = {
     StopReason.MAX_CONTEXT: "context",
 }
 """The limits of which an environment with `takes_cut_actions` hears."""
+PLACEHOLDERS = 3
+"""Ids of an action that nothing has sampled, to see how many values a step returns for them."""
 _MOST_REFUSED = 8
 """Prompts in a row that do not fit, after which such an environment's episode ends."""
 
@@ -162,6 +164,28 @@ def run_now(playing: Coroutine[Any, Any, Episode]) -> Episode:
 def look(inputs: PolicyInput) -> PolicyOutput:
     """A policy that ends the episode before its first turn, to see what `reset` gives."""
     return PolicyOutput(stop=StopReason.MAX_TURNS)
+
+
+def try_out(env_id: str, env: TextEnvironment, retries: int = 0) -> None:
+    """Plays one turn, so that a broken environment fails before training is set up.
+
+    Args:
+        env_id: Names the environment in errors.
+        env: The environment.
+        retries: Times that it may fail before.
+
+    Raises:
+        EnvironmentContractError: `reset` or `step` raised, or broke the contract.
+        EnvironmentHangError: The process of the environment did not answer in time.
+    """
+    action = PolicyOutput(action_ids=(0,) * PLACEHOLDERS)
+    for _ in range(retries + 1):
+        episode = play_now(env, Task(env_id=env_id, seed=0), lambda inputs: action, max_turns=1)
+        if not episode.failed:
+            return
+    text = (episode.error or "").removeprefix(f"{env_id}: ")
+    hangs = episode.stop_reason is StopReason.ENV_TIMEOUT
+    raise (EnvironmentHangError if hangs else EnvironmentContractError)(f"{env_id}: {text}")
 
 
 def demonstrator(noise: float = 0.0) -> Policy:

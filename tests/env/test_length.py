@@ -6,11 +6,10 @@ import pytest
 
 from gspo_env import TextEnv, ToolEnv, UnicodeText, tool
 from gspo_env.check import check_env
-from gspo_env.env.info import try_out
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
-from gspo_env.rollout.play import play_now
+from gspo_env.rollout.play import play_now, try_out
 from gspo_env.types import StopReason, Task
 
 FILE = """
