@@ -154,12 +154,12 @@ def _number(value: Any) -> float:
 
 
 def _instance(
-    kinds: type | tuple[type, ...], expected: str, made: Callable[[Any], Any] = str
+    kinds: type | tuple[type, ...], expected: str, convert: Callable[[Any], Any] = str
 ) -> Reader:
     def read(value: object) -> Any:
         if not isinstance(value, kinds):
             raise TypeError
-        return made(value)
+        return convert(value)
 
     return read, expected
 
@@ -197,37 +197,36 @@ def _conversation(value: Any) -> tuple[Message, ...]:
 
 
 def _read_messages(value: Any) -> tuple[Message, ...]:
-    messages = tuple(one if isinstance(one, Message) else read_message(one) for one in value)
+    messages = tuple(m if isinstance(m, Message) else read_message(m) for m in value)
     for message in messages:
         _text(message.content)
     return messages
 
 
-def read_message(one: Any) -> Message:
-    """Returns a message that is a mapping of its fields.
+def read_message(value: Any) -> Message:
+    """Returns the message with the fields of a mapping.
 
     Raises:
         TypeError: It is no mapping, or a field is missing.
         ValueError: Its role is none.
     """
-    if not isinstance(one, Mapping):
+    if not isinstance(value, Mapping):
         raise TypeError
-    known = {field.name for field in fields(Message)}
-    made = Message(**{key: value for key, value in one.items() if key in known})
-    calls = (c if isinstance(c, ToolCall) else ToolCall(**c) for c in made.tool_calls)
-    made = replace(made, tool_calls=tuple(calls))
-    if made.role not in ("system", "user", "assistant", "tool"):
+    names = {field.name for field in fields(Message)}
+    message = Message(**{name: value[name] for name in value if name in names})
+    if message.role not in ("system", "user", "assistant", "tool"):
         raise ValueError
-    return made
+    calls = (c if isinstance(c, ToolCall) else ToolCall(**c) for c in message.tool_calls)
+    return replace(message, tool_calls=tuple(calls))
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
     messages = _read_messages(value)
     if messages and messages[-1].role in ("user", "tool"):
         return messages
-    talk = [message.role for message in messages]
-    talk = talk[talk[:1] == ["system"] :]
-    if talk != ["user", "assistant"] * (len(talk) // 2):
+    roles = [message.role for message in messages]
+    roles = roles[roles[:1] == ["system"] :]
+    if roles != ["user", "assistant"] * (len(roles) // 2):
         raise ValueError
     return messages
 
@@ -262,7 +261,7 @@ _CHAT = (
     "messages of user and assistant in turn, assistant last, each with a role and a text, or a "
     "whole conversation with a user's or a tool's message last"
 )
-_ASKED: dict[str, Reader] = {
+_REQUEST: dict[str, Reader] = {
     "tools": (_tools, "a list of gspo_env.Tool"),
     "max_tokens": _integer(1),
     "stop": (_texts, "a list of texts that are not empty"),
@@ -272,7 +271,7 @@ _RESET: dict[str, Reader] = {
     "state_key": _KEY,
     "task_key": _KEY,
     "messages": (_messages, _CHAT),
-    **_ASKED,
+    **_REQUEST,
 }
 _STEP: dict[str, Reader] = {
     "episodic_reward": _NUMBER,
@@ -284,7 +283,7 @@ _STEP: dict[str, Reader] = {
     "token_advantages": (partial(_per_token, float), _TOKENS),
     "token_mask": (partial(_per_token, bool), _TOKENS),
     "messages": (_conversation, "a whole conversation with a user's or a tool's message last"),
-    **_ASKED,
+    **_REQUEST,
 }
 
 

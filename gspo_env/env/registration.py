@@ -108,8 +108,8 @@ def resolve_env(spec: str | type) -> str:
         UnknownEnvironmentError: Nothing has that name.
     """
     if _is_env_class(spec):
-        known = registry.get(_class_id(spec))
-        old, new = (_full_name(c) for c in (known.entry_point if known else spec, spec))
+        registered = registry.get(_class_id(spec))
+        old, new = (_full_name(c) for c in (registered.entry_point if registered else spec, spec))
         if old != new:  # not the same class, defined again
             logger.warning("%s is now %s, no longer %s", _class_id(spec), new, old)
         return _register_class(spec)
@@ -218,16 +218,19 @@ def _reason(error: BaseException) -> str:
 
 def _near_argument(env_id: str, error: BaseException) -> str:
     """Ends the sentence; names arguments if one was given that the environment does not have."""
-    found = re.search(r"__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    creator: Any = registry[env_id].entry_point
-    if found is None:
+    match = re.search(r"__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if match is None:
         return "."
-    creator = load_env_creator(creator) if isinstance(creator, str) else creator
-    known = list(inspect.signature(creator).parameters)
     if "Did you mean" in str(error):  # Python 3.13 and later say it
         return ""
-    near = difflib.get_close_matches(found[1], known, n=1)
-    return f", did you mean {near[0]}?" if near else f", it has {', '.join(known) or 'none'}."
+    names = list(inspect.signature(_load_creator(env_id)).parameters)
+    near = difflib.get_close_matches(match[1], names, n=1)
+    return f", did you mean {near[0]}?" if near else f", it has {', '.join(names) or 'none'}."
+
+
+def _load_creator(env_id: str) -> Any:
+    creator = registry[env_id].entry_point
+    return load_env_creator(creator) if isinstance(creator, str) else creator
 
 
 def load_agent(name: str) -> Any:
@@ -261,9 +264,8 @@ def _is_own(value: object, module: str) -> bool:
 
 
 def _describe(env_id: str) -> EnvDescription:
-    creator: Any = registry[env_id].entry_point
     try:
-        creator = load_env_creator(creator) if isinstance(creator, str) else creator
+        creator = _load_creator(env_id)
     except Exception as error:  # the list must still show the others
         return EnvDescription(id=env_id, summary=f"cannot be loaded: {error}", tools=())
     declared = getattr(creator, "declared_tools", None)
@@ -306,24 +308,24 @@ def _full_name(env_class: Any) -> str:
 
 def class_of(env_id: str) -> str:
     """Returns the name of the class that has this id; empty if the id is not of that kind."""
-    own = re.fullmatch(r"custom/(\w+)-v0", env_id)
-    return own[1] if own else ""
+    match = re.fullmatch(r"custom/(\w+)-v0", env_id)
+    return match[1] if match else ""
 
 
 def _near(spec: str) -> str:
     """Ends the sentence about an unknown id: what it may have meant, or where it may be found."""
-    if own := class_of(spec):
+    if name := class_of(spec):
         return (
-            f" in this process; expected the file of its class, FILE.py:{own}, or, before it, "
-            f"gspo_env.resolve_env({own})."
+            f" in this process; expected the file of its class, FILE.py:{name}, or, before it, "
+            f"gspo_env.resolve_env({name})."
         )
-    bare = {env_id.rpartition("/")[2].lower(): env_id for env_id in registry}
-    keys = difflib.get_close_matches(spec.rpartition("/")[2].lower(), list(bare), n=3)
-    near = " or ".join(bare[key] for key in keys)
-    known = f", did you mean {near}?" if near else f", known are {', '.join(_OURS)}."
+    ids = {last_part(env_id).lower(): env_id for env_id in registry}
+    near = difflib.get_close_matches(last_part(spec).lower(), list(ids), n=3)
+    options = " or ".join(ids[name] for name in near)
+    hint = f", did you mean {options}?" if near else f", expected one of {', '.join(_OURS)}."
     if spec.startswith("gspo/") or not spec:
-        return known
-    return f"{known} MODULE:{spec} imports a module that registers it."
+        return hint
+    return f"{hint} MODULE:{spec} imports a module that registers it."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

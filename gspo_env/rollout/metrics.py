@@ -69,9 +69,9 @@ class FaultStats:
     """Groups of several episodes of which fewer than two are left, so that none is compared."""
 
     @classmethod
-    def of(cls, groups: Sequence[Group], left: Sequence[Group] = ()) -> FaultStats:
+    def of(cls, groups: Sequence[Group], unused: Sequence[Group] = ()) -> FaultStats:
         """Counts the failures of one collection; see `RolloutStats.of`."""
-        episodes = _episodes([*groups, *left])
+        episodes = _episodes([*groups, *unused])
         reasons = [fault.reason for e in episodes for fault in e.faults]
         timeouts, lost = reasons.count(StopReason.ENV_TIMEOUT), sum(e.failed for e in episodes)
         counts = [sum(not e.failed for e in g.episodes) for g in groups]
@@ -118,21 +118,21 @@ class RolloutStats:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Group], seconds: float, left: Sequence[Group] = ()
+        cls, groups: Sequence[Group], seconds: float, unused: Sequence[Group] = ()
     ) -> RolloutStats:
         """Summarises the episodes of one collection.
 
         Args:
             groups: The groups to train on.
             seconds: Time in which they were played.
-            left: Other groups that were played, of which only the failures count.
+            unused: Other groups that were played, of which only the failures count.
         """
         episodes, played = _episodes(groups), _played(groups)
         filled = [e for e in episodes if e.turns]
         redrawn = [g.redrawn for g in groups if g.redrawn is not None]
         return cls(
             played=EpisodeStats.of(played),
-            faults=FaultStats.of(groups, left),
+            faults=FaultStats.of(groups, unused),
             stops={r: _mean(e.stop_reason is r for e in episodes) for r in StopReason},
             tokens=sum(e.model_tokens for e in episodes),
             sequences=_mean(map(_sequences, filled)) if filled else 0.0,
@@ -199,8 +199,8 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
         extra = {"eval/success_greedy": self.greedy.success, "time/eval": self.seconds}
-        own = self.greedy_environments
-        extra |= {f"eval/{name}/success_greedy": stats.success for name, stats in own.items()}
+        for name, stats in self.greedy_environments.items():
+            extra[f"eval/{name}/success_greedy"] = stats.success
         extra |= _named(self.environments, "eval")
         return self.sampled.metrics("eval") | self.faults.metrics("eval") | extra
 
@@ -210,12 +210,12 @@ def by_environment(groups: Sequence[Group]) -> dict[str, EpisodeStats]:
 
     It is by the tasks' `env_id`, which in a run of several environments is a short name.
     """
-    found: dict[str, list[Episode]] = {}
+    by_id: dict[str, list[Episode]] = {}
     for group in groups:
-        found.setdefault(group.task.env_id, []).extend(_played([group]))
-    if len(found) < 2:
+        by_id.setdefault(group.task.env_id, []).extend(_played([group]))
+    if len(by_id) < 2:
         return {}
-    return {name: EpisodeStats.of(own) for name, own in found.items() if own}
+    return {name: EpisodeStats.of(episodes) for name, episodes in by_id.items() if episodes}
 
 
 def _named(environments: Mapping[str, EpisodeStats], prefix: str) -> dict[str, float]:

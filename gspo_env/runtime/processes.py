@@ -348,22 +348,22 @@ def _descendants() -> list[int]:
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 parents[int(name)] = int(file.read().rpartition(b")")[2].split()[1])
-    found: list[int] = []
+    descendants: list[int] = []
     level = {os.getpid()}
     while level:
         level = {pid for pid, parent in parents.items() if parent in level}
-        found += level
-    return found
+        descendants += level
+    return descendants
 
 
 def _shared_memory() -> set[str]:
     """Returns the paths of the shared memory that descendants use, which outlives their end."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for pid in _descendants():
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", "rb") as file:
             lines = (line.rstrip().rpartition(b" ")[2] for line in file if b" /dev/shm/" in line)
-            found |= {os.fsdecode(path) for path in lines}
-    return found
+            paths |= {os.fsdecode(path) for path in lines}
+    return paths
 
 
 def _watch(parent: int) -> NoReturn:
