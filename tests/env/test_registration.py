@@ -70,7 +70,7 @@ def test_a_class_in_a_file_resolves_and_follows_the_file(tmp_path: Path) -> None
         ("lookup-v0", "gspo/Lookup-v0"),
         ("Mine-v0", "MODULE:Mine-v0 imports a module that registers it"),
         ("custom/Yes-v0", "FILE.py:Yes, or, before it, gspo_env.resolve_env(Yes)."),
-        ("", "known are"),
+        ("", "expected one of"),
         ("no_such_module:Env", "cannot be imported"),
         (":Env", "cannot be imported"),
         ("gspo_envs.text.lookup:LokupEnv", "it has LookupEnv"),
