@@ -69,12 +69,16 @@ def parse(arguments: Sequence[str]) -> Any:
         ConfigError: A file, a choice or a flag is unknown or invalid.
         SystemExit: Help was printed, or a value has the wrong type.
     """
-    from gspo_env.cli.options import PRIMITIVES, Run, one_sentence, prepare
+    from gspo_env.cli.options import PRIMITIVES, Run, prepare
     from gspo_env.config import removed
 
-    commands: dict[str, Any] = {}
     name, *rest = arguments
-    if name not in (*COMMANDS, "-h", "--help"):
+    if name in ("-h", "--help"):
+        print("usage: gspo-env COMMAND [options]; gspo-env COMMAND --help lists the options\n")
+        for each in COMMANDS:
+            print(f"  {each:9} {str(_load(each).__doc__).partition(chr(10))[0]}")
+        raise SystemExit(0)
+    if name not in COMMANDS:
         near = "".join(difflib.get_close_matches(name, COMMANDS, n=1))
         hint = f"did you mean {near}? There are" if near else "expected one of"
         raise ConfigError(f"there is no command {name!r}; {hint}: {', '.join(COMMANDS)}")
@@ -84,18 +88,16 @@ def parse(arguments: Sequence[str]) -> Any:
     for flag in _NOT_EMPTY:
         if f"{flag}=" in rest or (flag, "") in itertools.pairwise(rest):
             raise ConfigError(f"{flag} is ''; expected a name, or no {flag} for the default")
-    for known, place in COMMANDS.items():
-        module, _, attribute = place.partition(":")
-        command = getattr(importlib.import_module(module), attribute)
-        commands[known] = command()
-        if known == name and issubclass(command, Run):
-            commands[known], rest = prepare(command, rest)
-    summaries = {
-        known: str(type(command).__doc__).partition("\n")[0] for known, command in commands.items()
-    }
-    kind = tyro.extras.subcommand_type_from_defaults(commands, summaries)
-    config = (tyro.conf.OmitSubcommandPrefixes,)
-    with one_sentence():
-        return tyro.cli(
-            kind, args=[name, *rest], prog="gspo-env", registry=PRIMITIVES, config=config
-        )
+    command = _load(name)
+    default = command()
+    if issubclass(command, Run):
+        default, rest = prepare(command, rest)
+    return tyro.cli(
+        command, args=rest, default=default, prog=f"gspo-env {name}", registry=PRIMITIVES
+    )
+
+
+def _load(command: str) -> type[Any]:
+    module, _, name = COMMANDS[command].partition(":")
+    loaded: type[Any] = getattr(importlib.import_module(module), name)
+    return loaded

@@ -1,26 +1,25 @@
-"""Builds a config from arguments: first the file, then the choices, then all other flags."""
+"""Reads the config of a run from arguments: first the file, then the choices, then other flags."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import dataclasses
-import io
-import itertools
+import functools
 import json
 import logging
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import tyro
+from pydantic import TypeAdapter, ValidationError
 
 from gspo_env.config import Config, from_dict, override, read_toml, resolve
 from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
-from gspo_env.tracking.base import flatten
 from gspo_env.trust import read_saved
 
 logger = logging.getLogger(__name__)
@@ -44,14 +43,14 @@ _TRL = {
     "use_vllm": "engine vllm",
     "vllm_mode": "engine",
 }
-"""Our names for TRL's options."""
+"""Our flags for TRL's options."""
 
 _DROPOUT = "dropout is off, because the policy that trains has to be the one that was sampled"
 _ABSENT = {"dropout": _DROPOUT, "lora_dropout": _DROPOUT}
-"""What people look for that is not here, and why."""
+"""Settings of other libraries that do not exist here, and why."""
 
 PRIMITIVES = tyro.constructors.ConstructorRegistry()
-"""How tyro reads dictionaries: pairs of a name and a JSON value."""
+"""Teaches tyro to read dictionaries as KEY=VALUE."""
 
 
 @PRIMITIVES.primitive_rule
@@ -71,17 +70,22 @@ def _pair(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is not KEY=VALUE, such as hops=4")
-    for read in (json.loads, ast.literal_eval):  # True and None are Python's spelling
-        with contextlib.suppress(ValueError, SyntaxError):
-            return key, read(value)
-    if value[:1] in ("[", "{"):
+    if isinstance(_literal(value), str) and value[:1] in ("[", "{"):
         raise ConfigError(f"{text!r} is no JSON value; put texts inside it into double quotes")
-    return key, value
+    return key, _literal(value)
 
 
-def one_or_several(env: tuple[str, ...]) -> str | tuple[str, ...]:
+def _literal(text: str) -> Any:
+    """Reads a value of JSON or Python; anything else is a text."""
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return read(text)
+    return text
+
+
+def one_or_several(env: Sequence[str]) -> str | tuple[str, ...]:
     """Returns what the flag `--env` names, as the field `env` of a config has it."""
-    return env if len(env) > 1 else "".join(env)
+    return tuple(env) if len(env) > 1 else "".join(env)
 
 
 def _names(kind: str) -> Any:
@@ -109,16 +113,6 @@ class Choices:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Start(Choices):
-    """Options that determine which other options exist."""
-
-    resume: str = ""
-    model: str = ""
-    env: tuple[str, ...] = ()
-    env_kwargs: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
     """The options of a command that takes the config of a run."""
 
@@ -129,28 +123,19 @@ class Run:
         default_factory=Config
     )
 
-    @property
-    def resolved(self) -> Config:
-        """The config of the run.
-
-        Raises:
-            ConfigError: A value is invalid.
-        """
-        return _sections(self.settings, _checked)
-
     @classmethod
     def saved(
-        cls, folder: str, given: Mapping[str, Any], env: str | tuple[str, ...]
+        cls, folder: str, flags: Mapping[str, Any], env: str | tuple[str, ...]
     ) -> dict[str, Any]:
-        """Returns the settings of a run to go on with.
+        """Returns the settings of a run to resume.
 
         Args:
             folder: Folder of the run.
-            given: Settings of the user.
+            flags: Settings of the user.
             env: The environment, or several, if the user names one.
 
         Raises:
-            ConfigError: The command goes on with no run.
+            ConfigError: The command resumes no run.
         """
         raise ConfigError(f"--resume is {folder!r}; expected it with `train` only")
 
@@ -159,123 +144,152 @@ class Run:
         """Takes the command's own table out of a file's tree; returns its options."""
         return {}
 
+    @property
+    def resolved(self) -> Config:
+        """The config of the run."""
+        return self.settings
+
 
 def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str]]:
-    """Reads the file and the choices.
+    """Reads the config of a run.
 
     Returns:
-        The command with its defaults, and the other arguments, with the full path of every flag.
+        The command with its config, and the arguments that are options of the command itself.
 
     Raises:
-        ConfigError: The file, a choice or a flag is unknown or invalid.
+        ConfigError: The file, a choice, a flag or its value is unknown or invalid.
     """
-    with one_sentence():
-        start, rest = tyro.cli(_Start, args=arguments, return_unknown_args=True, add_help=False)
-    if start.config and start.resume:
+    flags, options = _split(command, arguments)
+    if flags.get("env") == []:
+        raise ConfigError("--env has no value")
+    env = one_or_several(flags.pop("env", []))
+    env_kwargs = dict(map(_pair, flags.pop("env_kwargs", [])))
+    sources = ("config", "resume", "model")
+    choices = {n: _text(n, flags.pop(n)) for n in (*sources, *BUILTIN) if n in flags}
+    file, resume, model = (choices.pop(name, "") for name in sources)
+    if file and resume:
         raise ConfigError("--config and --resume are given; expected one of them")
-    tree = read_toml(start.config) if start.config else {}
-    own = command.take(tree)
-    if start.resume:
-        pairs = dict(_pair(text) for texts in start.env_kwargs for text in texts)
-        given = {k: v for k in BUILTIN if (v := getattr(start, k))} | {"env_kwargs": pairs}
-        tree = command.saved(start.resume, given, one_or_several(start.env))
-        own |= {"resume": start.resume}
-    tree |= {key: value for key in ("model", "recipe") if (value := getattr(start, key))}
-    tree |= {"env": one_or_several(start.env)} if start.env else {}
-    known = {"help", *(f.name for f in dataclasses.fields(command))}
-    config = from_dict(tree) if start.resume else _base(tree, start, rest, known)
-    given = dict(_pair(text) for texts in start.env_kwargs for text in texts)
-    config = override(config, {"env_kwargs": add_kwargs(config.env_kwargs, given, config.env)})
-    for kind in BUILTIN:
-        if chosen := getattr(start, kind):
-            config = override(config, {kind: chosen})
-    config = _with_score_of_file(config, start)
-    chosen = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
-    choices = Choices(config=start.config, **chosen)
-    match arguments[-2:]:
-        case ["--help", group]:
-            _print_page(config, group)
-    made = command(choices=choices, settings=_sections(config, _unchecked), **own)
-    return made, list(_switches([_spell_out(argument, config, known) for argument in rest], config))
+    tree = read_toml(file) if file else {}
+    table = command.take(tree)
+    if resume:
+        tree = command.saved(resume, choices | {"env_kwargs": env_kwargs}, env)
+        table |= {"resume": resume}
+    tree |= {name: value for name, value in (("env", env), ("model", model)) if value}
+    config = from_dict(tree) if resume else _base(tree, choices, env_kwargs, flags)
+    env_kwargs = add_kwargs(config.env_kwargs, env_kwargs, config.env)
+    config = override(config, {"env_kwargs": env_kwargs, **choices})
+    config = _with_score_of_file(config, file, "advantage" in choices, env)
+    paths = {_path(flag, config): texts for flag, texts in flags.items()}
+    if "--help" in options and (group := options[-1]) != "--help":
+        _print_page(config, group)
+    config = override(config, _nested({p: _value(config, p, t) for p, t in paths.items()}))
+    shown = {kind: name_of(kind, getattr(config, kind)) for kind in BUILTIN}
+    return command(choices=Choices(config=file, **shown), settings=config, **table), options
 
 
-_FRAME = "\u2500\u2502\u256d\u256e\u2570\u256f| "
-"""Characters of the frame of a message, on both sides of its lines."""
+def _split(command: type[Run], arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Separates settings of the run, by flag, from the options of the command itself."""
+    own = {f.name for f in dataclasses.fields(command)} - {"resume"} | {"help"}
+    flags, options = defaultdict[str, list[str]](list), list[str]()
+    values = options
+    for argument in arguments:
+        flag, equals, value = argument.removeprefix("--").partition("=")
+        name = flag.replace("-", "_")
+        if not argument.startswith("--"):
+            values.append(argument)
+        elif name in own:
+            options.append(argument)
+            values = options
+        else:
+            if name != "env_kwargs":  # the last one wins; arguments are added
+                flags.pop(name, None)
+            values = flags[name]
+            values += [value] if equals else []
+    return flags, options
 
 
-@contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """Turns the framed message with which tyro exits into one sentence.
-
-    Raises:
-        ConfigError: An argument is invalid.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            yield
-    except SystemExit as end:
-        if not end.code:
-            raise
-        lines = [line.strip(_FRAME) for line in said.getvalue().splitlines()][1:]
-        ruled = itertools.groupby(lines, key=lambda line: bool(line.strip("-+")))  # or no Unicode
-        parts = [list(group) for text, group in ruled if text] or [[]]
-        text = " ".join(parts[0]).replace("Expected 1 values", "Expected a value")
-        usage = next((line for line in itertools.chain(*parts[1:]) if line.startswith("--")), "")
-        hint = f" (expected {usage})" if usage else ""
-        if text.startswith("Unrecognized"):
-            hint += "; --help behind the command lists what it takes"
-        raise ConfigError(f"{text}{hint}") from None
-    if said.getvalue():
-        print(said.getvalue(), end="", file=sys.stderr)
-
-
-def _switches(arguments: Sequence[str], config: Config) -> Iterator[str]:
-    """Yields the arguments; a switch without a value, such as `--strict`, is true."""
-    leaves = flatten(config, mappings=False)
-    for n, argument in enumerate(arguments):
-        yield argument
-        switch = isinstance(leaves.get(argument[2:].replace("-", "_")), bool)
-        if switch and arguments[n + 1 : n + 2] not in (["True"], ["False"]):
-            yield "True"
+def _text(name: str, texts: Sequence[str]) -> str:
+    if len(texts) != 1:
+        values = f"is {' '.join(texts)}; expected one value" if texts else "has no value"
+        raise ConfigError(f"--{name.replace('_', '-')} {values}")
+    return texts[0]
 
 
 def _base(
-    tree: dict[str, Any], start: _Start, flags: Sequence[str], known: Collection[str]
+    tree: dict[str, Any],
+    choices: Mapping[str, str],
+    env_kwargs: Mapping[str, Any],
+    flags: Mapping[str, list[str]],
 ) -> Config:
     """Returns the config of a file and, if the model is a trained folder, of its settings.
 
-    Args:
-        tree: The settings of the file, with the model, the recipe and the environment of flags.
-        start: The flags that were read.
-        flags: The other arguments, which may replace settings of the folder.
-        known: Flags that are no settings.
-
     Raises:
-        ConfigError: The folder names something that has to be given.
+        ConfigError: The folder names something that needs a flag.
     """
-    model, recipe = tree.get("model"), tree.pop("recipe", None)
+    if "recipe" in choices:
+        tree["recipe"] = choices["recipe"]
+    model, recipe = tree.get("model"), tree.get("recipe")
     saved = read_saved(model) if isinstance(model, str) and model else None
     if saved is None:
-        return from_dict(tree if recipe is None else tree | {"recipe": recipe})
-    pairs = dict(_pair(text) for texts in start.env_kwargs for text in texts)
-    chosen = {kind: value for kind in BUILTIN if (value := getattr(start, kind))}
+        return from_dict(tree)
+    tree.pop("recipe", None)
     # flags may be settings of a class that is named instead of the folder's
     played = {name: value for name, value in saved.tree.items() if name != "env_kwargs"}
-    config = override(override(from_dict(played), tree), chosen)
-    spelled = (_spell_out(flag, config, known) for flag in flags if flag.startswith("--"))
-    paths = (flag[2:].partition("=")[0].replace("-", "_") for flag in spelled)
-    given = tree | chosen | dict.fromkeys(paths, True)
-    env = tree.get("env") or saved.env
-    given["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), pairs, env)
-    config = from_dict(saved.settings(given, env=tree.get("env", "")))
+    config = override(override(from_dict(played), tree), choices)
+    env = tree.get("env", "")
+    given = {**tree, **choices} | {_path(flag, config): True for flag in flags}
+    given["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), env_kwargs, env or saved.env)
+    config = from_dict(saved.settings(given, env=env))
     if recipe is not None:
         config = override(config, {"recipe": recipe})
         config = override(config, config.recipe.changes)
     return override(config, tree | {"env_kwargs": config.env_kwargs})
 
 
-def _with_score_of_file(config: Config, start: _Start) -> Config:
+def _path(name: str, config: Config) -> str:
+    """Returns the dotted path of the setting that a flag names by its path or its last part."""
+    flag = name.replace("_", "-")
+    if name in _TRL:
+        raise ConfigError(f"--{flag} is an option of TRL; here it is --{_TRL[name]}")
+    if name in _ABSENT:
+        raise ConfigError(f"there is no setting {name!r}: {_ABSENT[name]}")
+    return resolve(config, name)
+
+
+def _value(config: Config, path: str, texts: list[str]) -> Any:
+    """Converts the values of a flag to the type of its setting."""
+    *sections, name = path.split(".")
+    section = functools.reduce(getattr, sections, config)
+    hint = get_type_hints(type(section))[name]
+    if isinstance(getattr(section, name), bool) and not texts:
+        return True
+    if get_origin(hint) is dict:
+        return dict(map(_pair, texts))
+    value: Any = texts if get_origin(hint) is tuple else _text(path, texts)
+    literal = list(map(_literal, texts)) if value is texts else _literal(value)
+    adapter = TypeAdapter(hint)
+    if hint not in (str, tuple[str, ...]):
+        with contextlib.suppress(ValidationError):
+            return adapter.validate_python(literal)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        flag, reason = f"--{path.replace('_', '-')}", error.errors()[0]["msg"].lower()
+        raise ConfigError(f"{flag} is {' '.join(texts)}; {reason}") from None
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a tree of values by dotted path."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        functools.reduce(lambda table, key: table.setdefault(key, {}), sections, tree)[name] = value
+    return tree
+
+
+def _with_score_of_file(
+    config: Config, file: str, is_estimator_chosen: bool, env: str | tuple[str, ...]
+) -> Config:
     """Returns the config with the score of the file or the folder, where it still applies.
 
     A run writes the score that its episodes decided into its file, so the user may not know of it.
@@ -283,33 +297,14 @@ def _with_score_of_file(config: Config, start: _Start) -> Config:
     score = config.credit.score
     if score == "auto":
         return config
-    if start.advantage and not getattr(config.advantage, "uses_score", True):
+    if is_estimator_chosen and not getattr(config.advantage, "uses_score", True):
         return override(config, {"credit": {"score": "auto"}})
-    if start.config and start.env:
+    if file and env:
         logger.warning(
             "credit.score is %r, as in %s; --score auto takes that of %s",
-            *(score, start.config, format_env(start.env)),
+            *(score, file, format_env(env)),
         )
     return config
-
-
-def _unchecked(section: Any) -> Any:
-    """Converts a section to a class without validation, because tyro would frame its errors."""
-    kind = type(section)
-    free = type(kind.__name__, (kind,), {"__doc__": kind.__doc__, "__post_init__": lambda _: None})
-    return free(**{f.name: getattr(section, f.name) for f in dataclasses.fields(section)})
-
-
-def _checked(section: Any) -> Any:
-    """Converts an unchecked section back to its own class, which validates the values."""
-    kind = type(section).__bases__[0]
-    return kind(**{f.name: getattr(section, f.name) for f in dataclasses.fields(section)})
-
-
-def _sections(config: Config, change: Callable[[Any], Any]) -> Config:
-    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    changed = {k: change(v) for k, v in sections.items() if dataclasses.is_dataclass(v)}
-    return dataclasses.replace(config, **changed)
 
 
 def _print_page(config: Config, group: str) -> NoReturn:
@@ -328,18 +323,3 @@ def _print_page(config: Config, group: str) -> NoReturn:
     markers = (tyro.conf.FlagConversionOff,)
     tyro.cli(page, args=["--help"], prog="gspo-env", registry=PRIMITIVES, config=markers)
     raise SystemExit(0)
-
-
-def _spell_out(argument: str, config: Config, known: Collection[str]) -> str:
-    """Expands a flag to its full path, `--lam` to `--advantage.lam`; other arguments stay."""
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument[2:].partition("=")
-    name = flag.replace("-", "_")
-    if name in known:
-        return argument
-    if name in _TRL:
-        raise ConfigError(f"--{flag} is an option of TRL; here it is --{_TRL[name]}")
-    if name in _ABSENT:
-        raise ConfigError(f"there is no setting {name!r}: {_ABSENT[name]}")
-    return f"--{resolve(config, name).replace('_', '-')}{equals}{value}"

@@ -43,12 +43,12 @@ def _folder(tmp_path, monkeypatch):
         (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
         (["compare", "--metric", "eval/succ", *ARMS], "such as eval/success"),
         (["compare", "--arm", "advantag=outcome"], "no setting 'advantag'; perhaps you mean adva"),
-        (["train", "--steps", "three"], "with base 10: 'three' (expected --steps INT)"),
-        (["train", "--score", "nope"], "Expected one of ('auto', 'turns', 'outcome', 'sum')"),
-        (["train", "--model"], "Missing value for argument '--model'"),
-        (["train", "--strict", "maybe"], "Unrecognized options: maybe"),
-        (["doctor", "--nope"], "Unrecognized options: --nope"),
-        (["evaluate", "--tasks", "x"], "Error parsing --tasks"),
+        (["train", "--steps", "three"], "--steps is three; input should be a valid integer"),
+        (["train", "--score", "nope"], "--credit.score is nope; input should be 'auto', 'turns'"),
+        (["train", "--model"], "--model has no value"),
+        (["train", "--env"], "--env has no value"),
+        (["train", "--steps", "1", "2"], "--steps is 1 2; expected one value"),
+        (["train", "--strict", "maybe"], "--strict is maybe; input should be a valid boolean"),
         (["train", "--env", ""], "--env is ''; expected a name, or no --env for the default"),
         (["train", "--model="], "--model is ''; expected a name"),
         (["evaluate", "--model", ""], "--model is ''; expected a name"),
@@ -62,6 +62,13 @@ def _folder(tmp_path, monkeypatch):
 def test_an_input_that_cannot_be_meant_is_one_sentence_at_once(capsys, tmp_path, arguments, words):
     assert words in refused(capsys, *arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("arguments", [["doctor", "--nope"], ["evaluate", "--tasks", "x"]])
+def test_an_option_that_a_command_does_not_take_ends_it_with_code_2(capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert arguments[1] in capsys.readouterr().err
 
 
 def test_the_example_of_the_help_for_arguments_works():

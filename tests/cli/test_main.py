@@ -158,7 +158,7 @@ def test_an_unknown_environment_is_named_before_torch_is_imported(env):
         (["--stepz", "3"], "there is no setting 'stepz'; perhaps you mean steps"),
         (["--ratio-level", "word"], "word"),
         (["--steps", "x"], "--steps"),
-        (["--steps"], "'--steps'. Expected a value"),
+        (["--steps"], "--steps has no value"),
         (["--learning-rate", "-1"], "learning_rate is -1.0; expected a finite number above 0"),
         (["--steps", "-3"], "steps is -3; expected an integer of at least 0"),
         (["--group-size", "0"], "group_size is 0"),
