@@ -1,10 +1,10 @@
 """Prints where the time of the default training goes.
 
-    python benchmarks/default_run.py [--steps 30] [--fresh]
+    python benchmarks/default_run.py [--steps 30]
 
-The parts are seconds of the processor, and their shares: importing, the warm-up (or what loads the
-kept one, unless `--fresh`), and the rollouts, updates and evaluations of the training. The rest is
-the check of the model, the tracker, checkpoints and kept episodes.
+The parts are seconds of the processor, and their shares: importing, the warm-up, and the rollouts,
+updates and evaluations of the training. The rest is the check of the model, the tracker,
+checkpoints and kept episodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 TIMES: Counter[str] = Counter()
@@ -38,8 +37,7 @@ def main() -> None:
     """Trains once and prints the parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--fresh", action="store_true", help="do not use the kept warm-up")
-    chosen = parser.parse_args()
+    steps = parser.parse_args().steps
     from gspo_agents.gspo import GSPOAgent
     from gspo_env.config import Config
     from gspo_env.rollout.collector import Collector
@@ -52,8 +50,7 @@ def main() -> None:
     timed(Collector, "collect_evaluation", "evaluations")
     timed(loop.Loop, "_sync", "weights and probe")
     with tempfile.TemporaryDirectory() as folder:
-        config = Config.from_recipe(steps=chosen.steps, output=f"{folder}/run")
-        config = replace(config, recipe=replace(config.recipe, cache=not chosen.fresh))
+        config = Config.from_recipe(steps=steps, output=f"{folder}/run")
         started = time.process_time()
         agent = GSPOAgent(config=config)
         agent.warm_up()
@@ -61,7 +58,7 @@ def main() -> None:
         agent.train()
     total = time.process_time()
     TIMES["rest"] = total - TIMES.total()
-    print(f"{total:.1f} s of the processor for {chosen.steps} steps")
+    print(f"{total:.1f} s of the processor for {steps} steps")
     for part, seconds in TIMES.most_common():
         print(f"{part:20} {seconds:7.1f} s {seconds / total:6.1%}")
 

@@ -21,19 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-RENAMED: dict[str, str] = {
-    "advantages/rms": "train/advantage_rms",
-    "advantages/baseline_fallbacks": "train/baseline_fallbacks",
-    "rollout/logprob_diff_max": "train/logprob_diff_max",
-    "rollout/logprob_diff_mean": "train/logprob_diff_mean",
-    "rollout/logprob_diff_p99": "train/logprob_diff_p99",
-    "rollout/ratio_outside_clip": "train/ratio_outside_clip",
-    "train/return": "rollout/return",
-    "train/outcome": "rollout/outcome",
-    "train/success": "rollout/success",
-    "train/turns": "rollout/turns",
-    "train/reward/exact": "rollout/reward/exact",
-}
+RENAMED: dict[str, str] = {}
 """Metrics by their old name."""
 
 TINY = {"recipe": {"demonstrations": 300, "imitation_steps": 40}}
@@ -74,7 +62,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 REWARD = """
 def exact(completions, answer, **_):
-    return [float(said.strip() == right) for said, right in zip(completions, answer)]
+    return [float(text.strip() == right) for text, right in zip(completions, answer)]
 """
 
 
@@ -120,11 +108,8 @@ def played(name: str, tree: Path = ROOT) -> list[Any]:
 
 def play(tree: dict[str, Any]) -> list[Any]:
     """One training in the working folder; returns its (step, metrics) pairs."""
-    import torch
-
     from gspo_agents.gspo import GSPOAgent
 
-    torch.manual_seed(0)  # the first weights of an adapter were not always the seed's
     Path("reward.py").write_text(REWARD)
     sums = [(f"{a} plus {b}", str(a + b)) for a in range(9) for b in (2, 3, 4)]
     rows = [{"prompt": prompt, "completion": c, "answer": c} for prompt, c in sums]
@@ -137,30 +122,18 @@ def play(tree: dict[str, Any]) -> list[Any]:
 
 
 def make(tree: dict[str, Any]) -> Any:
-    """A config that records nothing, in this revision or in one before choices were classes."""
+    """A config that records nothing."""
     from gspo_env.config import from_dict
 
-    try:
-        return from_dict({**tree, "tracker": "none"})
-    except ValueError:
-        old = {**tree, "tracking": {"enabled": False}}
-    advantage = dict(old.pop("advantage", {}))
-    args = {name: advantage.pop(name) for name in ("lam",) if name in advantage}
-    named = {"estimator": advantage.pop("name")} if "name" in advantage else {}
-    old["advantage"] = {**named, **advantage, "args": args}
-    for ours, theirs in (("loss", "objective"), ("recipe", "embedded")):
-        old[theirs] = old.pop(ours, {})
-    if "env_kwargs" in old:
-        old["env_kwargs"] = {k: v for k, v in old["env_kwargs"].items() if k != "blocking"}
-    return from_dict(old)
+    return from_dict({**tree, "tracker": "none"})
 
 
 def report(name: str, before: list[Any], after: list[Any]) -> int:
     """Prints what differs between two histories; returns how many metrics do."""
     renamed = [[step, {RENAMED.get(k, k): v for k, v in m.items()}] for step, m in before]
-    known = {metric for _, metrics in renamed for metric in metrics}
-    added = sorted({metric for _, metrics in after for metric in metrics} - known)
-    after = [[step, {k: v for k, v in m.items() if k in known}] for step, m in after]
+    shared = {metric for _, metrics in renamed for metric in metrics}
+    added = sorted({metric for _, metrics in after for metric in metrics} - shared)
+    after = [[step, {k: v for k, v in m.items() if k in shared}] for step, m in after]
     lines = list(differences(renamed, after))
     count = sum(len(list(exact(metrics))) for _, metrics in after)
     print(f"{name}: {count} values, {'equal' if not lines else 'DIFFERENT'}", flush=True)
