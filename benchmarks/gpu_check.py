@@ -47,7 +47,9 @@ MOST_DIFFERENCE = 0.05
 def main() -> None:
     """Runs the checks that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checks", nargs="*", type=known, metavar="CHECK", help="all by default")
+    parser.add_argument(
+        "checks", nargs="*", type=check_name, metavar="CHECK", help="all by default"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -59,7 +61,7 @@ def main() -> None:
     sys.exit(bool(failed))
 
 
-def known(name: str) -> str:
+def check_name(name: str) -> str:
     """Refuses a check that there is not."""
     if name not in CHECKS:
         raise argparse.ArgumentTypeError(f"{name!r}; expected one of {', '.join(CHECKS)}")
@@ -199,8 +201,8 @@ def waits(rounds: int, shared: int = 512, tokens: int = 32) -> bool:
     rng = np.random.default_rng(0)
     samples = multi_turn_group(rng, vocabulary=learner.policy.config.vocab_size, shared=shared)
     learner.update(samples)
-    found = counted(lambda: learner.update(samples))
-    print(f"  update of {steps} steps: {found} waits, {steps + 1} expected")
+    waits_per_update = counted(lambda: learner.update(samples))
+    print(f"  update of {steps} steps: {waits_per_update} waits, {steps + 1} expected")
     model = copy.deepcopy(learner.policy)
     engine = TransformersEngine(model, max_slots=4, max_context=256)
 
@@ -210,7 +212,7 @@ def waits(rounds: int, shared: int = 512, tokens: int = 32) -> bool:
     asyncio.run(play())
     decoded = counted(lambda: asyncio.run(play()))
     print(f"  {tokens} decode steps: {decoded} waits")
-    return found <= steps + 1 and decoded <= tokens
+    return waits_per_update <= steps + 1 and decoded <= tokens
 
 
 def counted(work: Callable[[], Any]) -> int:

@@ -111,11 +111,11 @@ def tasks(count: int) -> list[Task]:
 
 def turn_microseconds(rounds: int = 7) -> float:
     """Measures the CPU time of a turn with an instant environment and engine."""
-    made, times = collector(Instant(), 16, 24), []
+    source, times = collector(Instant(), 16, 24), []
     for n in range(rounds + 1):
         gc.collect()
         gc.freeze()  # as a run does
-        times.append(cpu_seconds(lambda n=n: run_alone(made.collect(tasks(8), seed=n))))
+        times.append(cpu_seconds(lambda n=n: run_alone(source.collect(tasks(8), seed=n))))
         gc.unfreeze()
     return statistics.median(times[1:]) / (8 * 8 * 16) * 1e6
 
@@ -126,14 +126,14 @@ def episode_bytes(episodes: int = 512, words: int = 200) -> tuple[float, float]:
     async def measure() -> tuple[float, float]:
         gate = asyncio.Event()
         engine = Instant(gate)
-        made = collector(engine, 1, words, concurrency=episodes)
+        source = collector(engine, 1, words, concurrency=episodes)
         gate.set()
-        await made.collect(tasks(2), seed=0)  # what is made once
+        await source.collect(tasks(2), seed=0)  # what happens once
         gate.clear()
         engine.waiting = engine.tokens = 0
         gc.collect()
         before = tracemalloc.get_traced_memory()[0]
-        running = asyncio.ensure_future(made.collect(tasks(episodes // 8), seed=1))
+        running = asyncio.ensure_future(source.collect(tasks(episodes // 8), seed=1))
         while engine.waiting < episodes:
             await asyncio.sleep(0)
         gc.collect()
@@ -201,11 +201,11 @@ def measure(
     slots = min(flight, group * groups)
     engine = TransformersEngine(model, max_slots=slots, max_context=context)
     limits = {"group_size": group, "concurrency": flight, "max_context": context}
-    made = collector(engine, turns, words, **limits)
+    source = collector(engine, turns, words, **limits)
     played: list[Group] = []
 
     def roll(seed: int) -> Callable[[], None]:
-        return lambda: played.extend(run_alone(made.collect(tasks(groups), seed=seed)))
+        return lambda: played.extend(run_alone(source.collect(tasks(groups), seed=seed)))
 
     roll(0)()
     asyncio.run(engine.update_weights([], 1))

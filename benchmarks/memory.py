@@ -37,7 +37,7 @@ def _update(vocabulary: int, arguments: argparse.Namespace, full: bool, answer) 
     )
     config = LearnerConfig(minibatches=1, warmup_steps=0)
     learner = Learner(Qwen3ForCausalLM(shape), GSPO(), config, total_steps=10)
-    learner._lanes = None  # the small model has one row at a time too, as the large one
+    learner._parallel = None  # the small model has one row at a time too, as the large one
     if full:
         learner.scorer.head = None
     rng = np.random.default_rng(0)

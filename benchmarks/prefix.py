@@ -26,9 +26,9 @@ def gradients(learner, samples) -> dict[str, torch.Tensor]:
     """The gradient of all samples, without an optimiser step."""
     for minibatch in learner.score(learner.prepare(samples)):
         learner.backward(minibatch)
-    found = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
+    result = {n: p.grad.clone() for n, p in learner.policy.named_parameters()}
     learner.optimizer.zero_grad()
-    return found
+    return result
 
 
 def unshared(work) -> None:

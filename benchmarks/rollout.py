@@ -193,15 +193,15 @@ def main() -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--start", default="")
     model.add_argument("--run", type=Path)
-    chosen = parser.parse_args()
-    if chosen.run:
-        if not step_folders(chosen.run / "checkpoints"):
-            parser.error(f"{chosen.run} has no checkpoints; see --checkpoints.keep")
-        follow_run(chosen.run, chosen.rounds)
+    arguments = parser.parse_args()
+    if arguments.run:
+        if not step_folders(arguments.run / "checkpoints"):
+            parser.error(f"{arguments.run} has no checkpoints; see --checkpoints.keep")
+        follow_run(arguments.run, arguments.rounds)
         return
-    player = load_player(chosen.start) if chosen.start else make_player(steps=300)
+    player = load_player(arguments.start) if arguments.start else make_player(steps=300)
     collector = make_collector(player, RolloutConfig(**LIMITS))
-    show_rates(measure(collector, player, chosen.rounds))
+    show_rates(measure(collector, player, arguments.rounds))
 
 
 if __name__ == "__main__":

@@ -35,27 +35,27 @@ def main() -> None:
     parser.add_argument("packages", help="the folder with TRL")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--start", default="", help="a saved model of the default recipe")
-    chosen = parser.parse_args()
+    arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rollout-trl-"))
-    start = Path(chosen.start or folder / "start")
-    if not chosen.start:
+    start = Path(arguments.start or folder / "start")
+    if not arguments.start:
         make_start(start)
     from gspo_env.rollout.settings import RolloutConfig
 
     limits = RolloutConfig(group_size=GROUP, max_turn_tokens=TURN, max_context=CONTEXT)
     collector = make_collector(load_player(start), limits)
-    sys.path.append(chosen.packages)
-    trainer = theirs(start, folder / "steps.jsonl", 0, chosen.rounds + 1)
+    sys.path.append(arguments.packages)
+    trainer = theirs(start, folder / "steps.jsonl", 0, arguments.rounds + 1)
     generate, rates = trainer._generate, ([], [])
 
     def both(prompts: Any) -> Any:
-        found: list[Any] = []
-        taken = cpu_seconds(lambda: found.append(generate(prompts)))
-        rates[0].append(sampled(found[0][1], found[0][2]) / taken)
+        completions: list[Any] = []
+        taken = cpu_seconds(lambda: completions.append(generate(prompts)))
+        rates[0].append(sampled(completions[0][1], completions[0][2]) / taken)
         groups: list[Any] = []
         taken = cpu_seconds(lambda: groups.extend(collect(collector, TASKS, len(rates[0]))))
         rates[1].append(sum(e.model_tokens for g in groups for e in g.episodes) / taken)
-        return found[0]
+        return completions[0]
 
     trainer._generate = both
     trainer.train()

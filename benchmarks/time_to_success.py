@@ -160,14 +160,14 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
     chat = [{"role": "system", "content": system}, {"role": "user", "content": ""}]
     draw = np.random.default_rng(seed)
     rows = [{"prompt": chat, "seed": int(draw.integers(10**9))} for _ in range(TASKS * steps)]
-    found: list[float] = []
+    successes: list[float] = []
 
     def earned(completions: Any, environments: Any, **kwargs: Any) -> list[float]:
         for completion, env in zip(completions, environments, strict=True):
             last = completion[-1]
             if last["role"] == "assistant" and not last.get("tool_calls"):
                 env._act(str(last.get("content") or ""))
-        found.append(float(np.mean([env._success for env in environments])))
+        successes.append(float(np.mean([env._success for env in environments])))
         return [env._earned for env in environments]
 
     class Timer(TrainerCallback):  # type: ignore[misc]
@@ -180,7 +180,7 @@ def theirs(start: Path, out: Path, seed: int, steps: int) -> Any:
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             """Notes the success of a batch of episodes after its last optimiser step."""
             if args[1].global_step % MINIBATCHES == 0:
-                self.clock.step(found[-1])
+                self.clock.step(successes[-1])
 
     settings = GRPOConfig(
         output_dir=str(out.with_suffix(".trl")),
@@ -230,12 +230,12 @@ def reached(lines: list[Mapping[str, float]], goal: float) -> int | None:
     return None
 
 
-def show(found: dict[str, list[list[Mapping[str, float]]]], goal: float) -> None:
+def show(runs_by_arm: dict[str, list[list[Mapping[str, float]]]], goal: float) -> None:
     """Prints a row for each arm, and the ratios."""
     print(f"\n| arm | seed | first and last success | steps to {goal:.0%} | processor s | wall s |")
     print("|---|---|---|---|---|---|")
     times: dict[str, list[float]] = {}
-    for arm, runs in found.items():
+    for arm, runs in runs_by_arm.items():
         for seed, lines in enumerate(runs):
             step = reached(lines, goal)
             at = lines[step - 1] if step else None
@@ -249,12 +249,12 @@ def show(found: dict[str, list[list[Mapping[str, float]]]], goal: float) -> None
         print(f"{arm}: {ratio if np.isfinite(medians['TRL']) else 'TRL did not reach the goal'}")
     steps = {
         arm: np.median([lines[-1]["processor"] / len(lines) for lines in r])
-        for arm, r in found.items()
+        for arm, r in runs_by_arm.items()
     }
     print("processor seconds a step: " + ", ".join(f"{arm} {s:.2f}" for arm, s in steps.items()))
 
 
-def draw(found: dict[str, list[list[Mapping[str, float]]]], path: str) -> None:
+def draw(runs_by_arm: dict[str, list[list[Mapping[str, float]]]], path: str) -> None:
     """Draws the success of each run over the seconds of the processor and over episodes."""
     import matplotlib
 
@@ -263,7 +263,7 @@ def draw(found: dict[str, list[list[Mapping[str, float]]]], path: str) -> None:
 
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
     for (arm, runs), colour in zip(
-        found.items(), ("tab:blue", "tab:green", "tab:red"), strict=True
+        runs_by_arm.items(), ("tab:blue", "tab:green", "tab:red"), strict=True
     ):
         for seed, lines in enumerate(runs):
             success = np.convolve([x["success"] for x in lines], np.ones(3) / 3, "valid")
@@ -290,33 +290,33 @@ def main() -> None:
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     parser.add_argument("--arm", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.arm == "TRL":
-        sys.path.append(chosen.packages)
-        theirs(Path(chosen.start), Path(chosen.out), chosen.seed, chosen.steps).train()
+    arguments = parser.parse_args()
+    if arguments.arm == "TRL":
+        sys.path.append(arguments.packages)
+        theirs(Path(arguments.start), Path(arguments.out), arguments.seed, arguments.steps).train()
         return
-    if chosen.arm:
-        kind = "outcome" if "outcome" in chosen.arm else "returns_to_go"
-        ours(Path(chosen.start), Path(chosen.out), kind, chosen.seed, chosen.steps)
+    if arguments.arm:
+        kind = "outcome" if "outcome" in arguments.arm else "returns_to_go"
+        ours(Path(arguments.start), Path(arguments.out), kind, arguments.seed, arguments.steps)
         return
-    folder = Path(chosen.output or tempfile.mkdtemp(prefix="time-to-success-"))
+    folder = Path(arguments.output or tempfile.mkdtemp(prefix="time-to-success-"))
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "start").exists():
         make_start(folder / "start")
-    found: dict[str, list[list[Mapping[str, float]]]] = {arm: [] for arm in ARMS}
-    for seed in range(chosen.seeds):
+    runs_by_arm: dict[str, list[list[Mapping[str, float]]]] = {arm: [] for arm in ARMS}
+    for seed in range(arguments.seeds):
         for arm in ARMS:
             out = folder / f"{arm.replace(', ', '-')}-{seed}.jsonl"
             flags = [f"--{k}={v}" for k, v in {"arm": arm, "seed": seed, "out": out}.items()]
-            flags += [f"--start={folder / 'start'}", f"--steps={chosen.steps}"]
-            if not out.exists() or len(out.read_text().splitlines()) < chosen.steps:
+            flags += [f"--start={folder / 'start'}", f"--steps={arguments.steps}"]
+            if not out.exists() or len(out.read_text().splitlines()) < arguments.steps:
                 out.unlink(missing_ok=True)
-                subprocess.run([sys.executable, __file__, chosen.packages, *flags], check=True)
-            found[arm].append([json.loads(line) for line in out.read_text().splitlines()])
-    for goal in chosen.goals:
-        show(found, goal)
-    if chosen.picture:
-        draw(found, chosen.picture)
+                subprocess.run([sys.executable, __file__, arguments.packages, *flags], check=True)
+            runs_by_arm[arm].append([json.loads(line) for line in out.read_text().splitlines()])
+    for goal in arguments.goals:
+        show(runs_by_arm, goal)
+    if arguments.picture:
+        draw(runs_by_arm, arguments.picture)
     print(f"every step is in {folder}")
 
 

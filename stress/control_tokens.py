@@ -142,13 +142,13 @@ def attack(name: str, count: int, seed: int = 0) -> Iterator[tuple[str, int, lis
         tried = [next(texts) for _ in range(count)]
         yield channel, count, [text for text in tried if read(encode(text)) != harmless]
     chat = ChatTokenizer(tokenizer)
-    for channel, made in TOOL_CHANNELS.items():
+    for channel, make_tool in TOOL_CHANNELS.items():
         failed = []
         for start in range(0, count, TOOLS_AT_ONCE):
             tried = [next(texts) for _ in range(min(TOOLS_AT_ONCE, count - start))]
-            harmless = [made(f"harmless{n}") for n in range(len(tried))]
+            harmless = [make_tool(f"harmless{n}") for n in range(len(tried))]
             expected = read(chat.start("a", Prompt(tools=tuple(harmless))))
-            if read(chat.start("a", Prompt(tools=tuple(map(made, tried))))) != expected:
+            if read(chat.start("a", Prompt(tools=tuple(map(make_tool, tried))))) != expected:
                 failed += tried
         yield channel, count, failed
 
@@ -161,13 +161,13 @@ def main() -> None:
     args = parser.parse_args()
     strings = failures = 0
     for name in args.families or FAMILIES:
-        started, found = time.perf_counter(), {}
+        started, results = time.perf_counter(), {}
         for channel, tried, failed in attack(name, args.count, args.seed):
             strings += tried
             failures += len(failed)
-            found |= {channel: failed[:3]} if failed else {}
+            results |= {channel: failed[:3]} if failed else {}
         seconds = time.perf_counter() - started
-        print(f"{name:18}{found or 'ok'} ({seconds:.0f} s)", flush=True)
+        print(f"{name:18}{results or 'ok'} ({seconds:.0f} s)", flush=True)
     print(f"{strings:,} strings, {failures} with another number of control tokens")
     sys.exit(bool(failures))
 

@@ -185,8 +185,8 @@ def play(env_id: str, count: int, seed: int) -> int:
     for env in pair:
         env.close()
     taken = time.perf_counter() - begun
-    said = f"{episodes} episodes, twice each, {clocked} differ by a clock, {taken:.0f} s"
-    print(f"{env_id:24} {steps:8} strings, {said}", flush=True)
+    summary = f"{episodes} episodes, twice each, {clocked} differ by a clock, {taken:.0f} s"
+    print(f"{env_id:24} {steps:8} strings, {summary}", flush=True)
     return steps
 
 

@@ -140,38 +140,38 @@ class Row:
     expected: int
     code: int
     seconds: float
-    said: str
+    output: str
     folder: Path
     """The folder of the inputs."""
-    made: tuple[str, ...]
+    run_folders: tuple[str, ...]
     """The runs that it made."""
 
     @property
     def sentence(self) -> str:
         """The sentence of a refusal, else the last line."""
         lines = [
-            line for line in self.said.splitlines() if line.strip(" |\u2502\u2570\u256f\u2500")
+            line for line in self.output.splitlines() if line.strip(" |\u2502\u2570\u256f\u2500")
         ]
-        found = [line for line in lines if line.startswith("gspo-env: ")]
-        return (found or lines or [""])[-1].strip(" |\u2502")
+        sentences = [line for line in lines if line.startswith("gspo-env: ")]
+        return (sentences or lines or [""])[-1].strip(" |\u2502")
 
     @property
     def clear(self) -> bool:
         """Whether a refusal is one sentence and nothing else after it."""
         return (
-            self.said.strip().splitlines()[-1:] == [self.sentence]
-            and self.said.count("gspo-env: ") == 1
+            self.output.strip().splitlines()[-1:] == [self.sentence]
+            and self.output.count("gspo-env: ") == 1
         )
 
     def fault(self) -> str:
         """Returns what is wrong, or nothing."""
-        if "Traceback (most recent call last)" in self.said:
+        if "Traceback (most recent call last)" in self.output:
             return "a traceback"
         if self.code != self.expected:
             return f"exit code {self.code}, expected {self.expected}"
-        if not self.said.strip():
+        if not self.output.strip():
             return "not a word"
-        for run in self.made if not self.code else ():
+        for run in self.run_folders if not self.code else ():
             lines = (self.folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
             metrics = {k: v for line in lines for k, v in json.loads(line)["metrics"].items()}
             if not metrics.get("rollout/turns"):
@@ -196,10 +196,10 @@ def inputs(words: str) -> list[tuple[str, int]]:
 
 def type_in(line: str, expected: int, folder: Path, cold: bool) -> Row:
     """Runs one input."""
-    before, said = runs(folder), folder.with_name("said")
+    before, output = runs(folder), folder.with_name("output")
     arguments = shlex.split(line.replace("$T", TINY))
     started = time.monotonic()
-    with said.open("w") as file:
+    with output.open("w") as file:
         if cold:
             command = ["timeout", str(SECONDS), sys.executable, "-m", "gspo_env", *arguments]
             code = subprocess.run(
@@ -212,9 +212,9 @@ def type_in(line: str, expected: int, folder: Path, cold: bool) -> Row:
         expected=expected,
         code=code,
         seconds=time.monotonic() - started,
-        said=said.read_text(errors="replace"),
+        output=output.read_text(errors="replace"),
         folder=folder,
-        made=tuple(sorted(runs(folder) - before)),
+        run_folders=tuple(sorted(runs(folder) - before)),
     )
 
 
@@ -280,7 +280,7 @@ def main() -> None:
                 f"{row.code:3} {row.seconds:6.1f} s  {row.line}\n             {row.sentence[:300]}"
             )
             if fault := row.fault():
-                print(f"             FAULT: {fault}\n{row.said[-3000:]}")
+                print(f"             FAULT: {fault}\n{row.output[-3000:]}")
             sys.stdout.flush()
         faults = [row for row in rows if row.fault()]
     refusals = [row for row in rows if row.expected == 2]

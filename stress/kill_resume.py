@@ -61,7 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Plays the uninterrupted runs and those that are killed, and prints what was found."""
+    """Plays the uninterrupted runs and those that are killed, and prints what was counted."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
@@ -195,8 +195,8 @@ def _differences(reference: Path, run: Path) -> str:
     tensors, others = (load_file(r / last / "state-00001.safetensors") for r in (reference, run))
     if tensors.keys() != others.keys():
         return "names of tensors"
-    if found := [name for name in tensors if not torch.equal(tensors[name], others[name])]:
-        return f"tensors: {found[:3]}"
+    if unequal := [name for name in tensors if not torch.equal(tensors[name], others[name])]:
+        return f"tensors: {unequal[:3]}"
     histories = [
         json.loads((r / last / "state.json").read_text())["history"] for r in (reference, run)
     ]
@@ -219,13 +219,13 @@ def _timeless(history: list[tuple[int, Mapping[str, float]]]) -> Any:
 
 def _points(run: Path) -> Any:
     """Returns the values of each step and metric, each in a list."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         point = json.loads(line)
         for step, metrics in _timeless([(point["step"], point["metrics"])]):
             for name, value in metrics.items():
-                found.setdefault(f"{step} {name}", []).append(value)
-    return found
+                values.setdefault(f"{step} {name}", []).append(value)
+    return values
 
 
 if __name__ == "__main__":

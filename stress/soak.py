@@ -67,13 +67,13 @@ class Sampler:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Adds a line."""
-        here = psutil.Process()
+        process = psutil.Process()
         line = {
             "step": step,
-            "resident": here.memory_info().rss,
-            "files": here.num_fds(),
-            "threads": here.num_threads(),
-            "children": len(here.children(recursive=True)),
+            "resident": process.memory_info().rss,
+            "files": process.num_fds(),
+            "threads": process.num_threads(),
+            "children": len(process.children(recursive=True)),
         }
         with Path(os.environ[SAMPLES]).open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -172,47 +172,52 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def rates(chosen: argparse.Namespace) -> dict[str, float]:
+def rates(arguments: argparse.Namespace) -> dict[str, float]:
     """Returns the share of the calls that fail, by kind."""
     kinds = [kind for kind in EXPECTED if kind != "hang"]
-    if chosen.isolation == "thread":
+    if arguments.isolation == "thread":
         kinds.remove("crash")
-    hangs = chosen.faults * chosen.hangs
-    return {kind: (chosen.faults - hangs) / len(kinds) for kind in kinds} | {"hang": hangs}
+    hangs = arguments.faults * arguments.hangs
+    return {kind: (arguments.faults - hangs) / len(kinds) for kind in kinds} | {"hang": hangs}
 
 
-def make_config(chosen: argparse.Namespace, folder: Path) -> Config:
+def make_config(arguments: argparse.Namespace, folder: Path) -> Config:
     """Returns the settings of the training."""
-    env, kwargs = chosen.env, {}
-    if chosen.faults:
+    env, kwargs = arguments.env, {}
+    if arguments.faults:
         env = "faulty.faulty:Faulty"
         # a thread that hangs cannot be ended, so it hangs a little longer than an episode only
-        hang = 3600.0 if chosen.isolation == "process" else chosen.timeout + 2.0
-        kwargs = {"env": chosen.env, "rates": rates(chosen), "hang": hang, "seed": chosen.seed}
+        hang = 3600.0 if arguments.isolation == "process" else arguments.timeout + 2.0
+        kwargs = {
+            "env": arguments.env,
+            "rates": rates(arguments),
+            "hang": hang,
+            "seed": arguments.seed,
+        }
         kwargs["log"] = str(folder / "faults.log")
     return Config.from_recipe(
         env=env,
         env_kwargs=kwargs,
-        steps=chosen.steps,
-        tasks_per_step=chosen.tasks,
+        steps=arguments.steps,
+        tasks_per_step=arguments.tasks,
         eval_every=0,
-        eval_tasks=chosen.eval_tasks,
+        eval_tasks=arguments.eval_tasks,
         output=str(folder / "run"),
-        tracker=",".join(filter(None, (chosen.tracker, f"{__file__}:Sampler"))),
+        tracker=",".join(filter(None, (arguments.tracker, f"{__file__}:Sampler"))),
         rollout={
-            "group_size": chosen.group,
-            "isolation": chosen.isolation,
-            "episode_timeout": chosen.timeout,
-            "max_retries": chosen.retries,
+            "group_size": arguments.group,
+            "isolation": arguments.isolation,
+            "episode_timeout": arguments.timeout,
+            "max_retries": arguments.retries,
             "max_env_error_rate": 0.9,
-            "concurrency": chosen.concurrency,
+            "concurrency": arguments.concurrency,
         },
         # measured with this norm and these weights
-        learner={"warmup_steps": min(20, chosen.steps // 4), "max_grad_norm": 1.0},
+        learner={"warmup_steps": min(20, arguments.steps // 4), "max_grad_norm": 1.0},
         recipe={
-            "hidden_size": chosen.hidden,
-            "demonstrations": chosen.demonstrations,
-            "imitation_steps": chosen.imitation_steps,
+            "hidden_size": arguments.hidden,
+            "demonstrations": arguments.demonstrations,
+            "imitation_steps": arguments.imitation_steps,
             "initializer_range": 0.02,
         },
     )
@@ -241,8 +246,8 @@ def print_counts(
         rows["(not made)"][str(reason)] += 1
     print("kind            injected  counted for the same environment")
     for kind, row in rows.items():
-        told = ", ".join(f"{n} {what}" for what, n in row.items() if what != "injected")
-        print(f"{kind:14}  {row['injected']:8}  {told}")
+        outcomes = ", ".join(f"{n} {what}" for what, n in row.items() if what != "injected")
+        print(f"{kind:14}  {row['injected']:8}  {outcomes}")
     print(
         f"all             {len(log):8}  {len(attempts)} failed attempts, {counted:.0f} in metrics"
     )
@@ -268,13 +273,13 @@ def play(agent: GSPOAgent, tasks: int, size: int) -> list[Episode]:
     return [episode for group in groups for episode in group.episodes]
 
 
-def print_lengths(agent: Agent, chosen: argparse.Namespace) -> None:
+def print_lengths(agent: Agent, arguments: argparse.Namespace) -> None:
     """Plays with and without failures; prints by length what is lost, and how far means move."""
-    config = replace(agent.config, env=chosen.env, env_kwargs={})
+    config = replace(agent.config, env=arguments.env, env_kwargs={})
     whole = play(
-        GSPOAgent(agent.model, config=config, tokenizer=agent.tokenizer), chosen.lengths, 8
+        GSPOAgent(agent.model, config=config, tokenizer=agent.tokenizer), arguments.lengths, 8
     )
-    failing = play(agent, chosen.lengths, 8)
+    failing = play(agent, arguments.lengths, 8)
     print("turns  episodes  attempts of each  lost")
     lengths = np.array([len(e.turns) for e in whole])
     attempts = np.array([len(e.faults) + (not e.failed) for e in failing])
@@ -306,16 +311,16 @@ def curve(history: list[tuple[int, dict[str, float]]]) -> str:
 
 def main() -> None:
     """Runs the training and prints the figures."""
-    chosen = options()
+    arguments = options()
     folder = Path(tempfile.mkdtemp(prefix="gspo-soak-"))
     os.environ[SAMPLES] = str(folder / "samples.jsonl")
     os.environ.setdefault("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
     started = time.perf_counter()
-    agent = Agent(config=make_config(chosen, folder))
+    agent = Agent(config=make_config(arguments, folder))
     agent.split()  # plays too; what follows is what the metrics count
     before = len(read_log(folder))
     history: Any = agent.train()
-    print(f"{chosen.steps} steps in {time.perf_counter() - started:.0f} s, in {folder}")
+    print(f"{arguments.steps} steps in {time.perf_counter() - started:.0f} s, in {folder}")
     print_quarters(folder)
     success = [metrics["eval/success"] for _, metrics in history if "eval/success" in metrics]
     print(f"success {success[0]:.1%} before, {success[-1]:.1%} after; in training {curve(history)}")
@@ -324,14 +329,14 @@ def main() -> None:
         for name in COUNTS
     }
     print("counted: " + ", ".join(f"{name} {value:.0f}" for name, value in counted.items()))
-    if chosen.faults:
+    if arguments.faults:
         failures = counted["env_errors"] + counted["env_timeouts"]
         print_counts(read_log(folder)[before:], agent.attempts.failed, failures)
     waits = [metrics.get("rollout/stop/timeout", 0.0) for _, metrics in history]
-    cut = chosen.tasks * chosen.group * sum(waits)
+    cut = arguments.tasks * arguments.group * sum(waits)
     print(f"cut by the clock while the policy was waiting: {cut:.0f} episodes")
-    if chosen.faults and chosen.lengths:
-        print_lengths(agent, chosen)
+    if arguments.faults and arguments.lengths:
+        print_lengths(agent, arguments)
 
 
 if __name__ == "__main__":

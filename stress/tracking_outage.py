@@ -78,12 +78,12 @@ class Server:
 @contextmanager
 def server(folder: Path) -> Iterator[Server]:
     """Yields a server that runs; kills it afterwards."""
-    made = Server(folder)
-    made.start()
+    process = Server(folder)
+    process.start()
     try:
-        yield made
+        yield process
     finally:
-        made.kill()
+        process.kill()
 
 
 def written(run: Path) -> Counter[tuple[str, int, int, float]]:
@@ -96,7 +96,7 @@ def written(run: Path) -> Counter[tuple[str, int, int, float]]:
     )
 
 
-def found(uri: str, run: Path) -> Counter[tuple[str, int, int, float]]:
+def received(uri: str, run: Path) -> Counter[tuple[str, int, int, float]]:
     """Returns the same of each point on the server, in all of its runs."""
     from mlflow.tracking import MlflowClient
 
@@ -137,7 +137,7 @@ def main() -> None:
             time.sleep(away)
             tracking.start()
         ended = training.wait(600)
-        have, want = found(tracking.uri, run), written(run)
+        have, want = received(tracking.uri, run), written(run)
         print(
             f"exit code {ended}; {want.total():,} points written, {have.total():,} found, "
             f"{(want - have).total()} missing, {(have - want).total()} too many"
