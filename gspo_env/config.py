@@ -36,21 +36,16 @@ from gspo_env.types import Score
 
 T = TypeVar("T")
 
-_RENAMED = {
-    "embedded": "recipe",
-    "history": "rewritten_history",
-    "held_out_tasks": "eval_tasks",
-    "match_rms": "credit.rms",
-    "objective": "loss",
-    "precision": "model_dtype",
-    "rollout.timeout": "rollout.episode_timeout",
-    "timeout": "rollout.episode_timeout",
-    "tracking": "tracker",
-    "train_on_truncated": "credit.train_on_truncated",
-}
-"""Settings by their former names or those that people expect."""
-
 REMOVED = {
+    "embedded": "it is called recipe",
+    "held_out_tasks": "it is called eval_tasks",
+    "history": "it is called rewritten_history",
+    "match_rms": "it is called credit.rms",
+    "objective": "it is called loss",
+    "precision": "it is called model_dtype",
+    "timeout": "it is called rollout.episode_timeout",
+    "tracking": "it is called tracker",
+    "train_on_truncated": "it is called credit.train_on_truncated",
     "profile": "run with `torch.profiler`: `with torch.profiler.profile() as trace: agent.train()`,"
     " then `trace.export_chrome_trace('trace.json')`",
     "view.live": "run `gspo-env view` again, which writes the page anew",
@@ -62,7 +57,7 @@ REMOVED = {
     " --nproc-per-node N -m gspo_env train`",
     "train.max_restarts": "pass --max-restarts to torchrun, and --output to `gspo-env train`",
 }
-"""What serves in place of a setting or a flag that is gone.
+"""What serves in place of a setting or a flag that is gone, or that people expect.
 
 A key has underscores; it is the name alone, or with what stands before it: the section of the
 settings, such as `rollout.NAME`, or the command, such as `view.NAME`.
@@ -156,11 +151,11 @@ class Config:
         check_values(self)
         if self.seed >= SEEDS:
             raise ConfigError(f"seed is {self.seed}; expected a number below 2**63")
-        curriculum = name_of("curriculum", self.curriculum)
-        if len(self.environments) > 1 and curriculum != "none":
+        no_curriculum = isinstance(self.curriculum, find("curriculum", "none"))
+        if len(self.environments) > 1 and not no_curriculum:
             raise ConfigError(
-                f"curriculum is {curriculum!r} with several environments; expected 'none', since "
-                "their resets have different options"
+                f"curriculum is {name_of('curriculum', self.curriculum)!r} with several "
+                "environments; expected 'none', since their resets have different options"
             )
 
     @property
@@ -184,17 +179,6 @@ class Config:
             ConfigError: The recipe or a field is unknown, or a value is invalid.
         """
         return override(from_dict({"recipe": name}), changes)
-
-
-def removed(path: str) -> str:
-    """Returns what serves in place of a setting or a flag that is gone; empty if it never existed.
-
-    Args:
-        path: The dotted path of a setting, with the command before it or without.
-    """
-    parts = path.replace("-", "_").split(".")
-    ends = (".".join(parts[n:]) for n in range(len(parts)))
-    return next((REMOVED[end] for end in ends if end in REMOVED), "")
 
 
 def learner_arguments(config: Config) -> dict[str, Any]:
@@ -338,10 +322,8 @@ def resolve(config: Config, name: str) -> str:
 def _hint(config: Config, name: str, paths: list[str]) -> str:
     """Returns a hint: the choice that has the setting, or the fields with similar names."""
     section, _, last = name.rpartition(".")
-    if instead := removed(name):
-        return f" any more: {instead}"
-    if new := _RENAMED.get(name, _RENAMED.get(last)):
-        return f"; it is called {new}"
+    if instead := REMOVED.get(name, REMOVED.get(last)):
+        return f": {instead}"
     for kind in BUILTIN:
         if section in ("", kind) and (hint := _owners(kind, getattr(config, kind), last)):
             return hint
@@ -372,12 +354,10 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
     for name, value in tree.items():
         known = [f.name for f in dataclasses.fields(default)]  # type: ignore[arg-type]
         if name not in known:
-            if instead := removed(where + name):
-                raise ConfigError(f"there is no setting {where}{name} any more: {instead}")
+            if instead := REMOVED.get(where + name, REMOVED.get(name)):
+                raise ConfigError(f"there is no setting {where}{name}: {instead}")
             near = ", ".join(difflib.get_close_matches(name, known, n=3) or sorted(known))
             hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
-            if new := _RENAMED.get(f"{where}{name}", _RENAMED.get(name)):
-                hint = f"; it is called {new}"
             hint = hint or f"; expected one of: {near or 'nothing'}"
             raise ConfigError(f"unknown field {where}{name!r}{hint}")
         old = getattr(default, name)

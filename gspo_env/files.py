@@ -1,8 +1,9 @@
 """Reads and writes in a folder that may be a stranger's, such as the folder of a run.
 
-Below the folder no part of a path is a link, only regular files of a bounded size are read, and a
-file is written beside its place and renamed. The path to the folder itself may contain links. Every
-refusal is an `OSError` whose `strerror` says what is wrong.
+A command that reads or writes in the folder of a run calls `check_folder` first. Below the folder
+no part of a path is a link, only regular files of a bounded size are read, and a file is written
+beside its place and renamed. The path to the folder itself may contain links. Every other refusal
+is an `OSError` whose `strerror` says what is wrong.
 
 Example:
     >>> import tempfile
@@ -19,9 +20,40 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path, PurePath
+
+from gspo_env.errors import OutputError
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses the folder of a run that has links or special files in it.
+
+    What is written into such a folder could end elsewhere, and a device may never end. The link
+    `checkpoints/best` may name a checkpoint beside it; W&B's own links in `wandb` stay.
+
+    Raises:
+        OutputError: The folder has a link or a special file.
+    """
+    for place, folders, names in os.walk(folder):
+        paths = [Path(place, name) for name in (*folders, *names)]
+        folders[:] = [name for name in folders if name != "wandb"]
+        for path in paths:
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:  # of a run that goes on
+                continue
+            best = path.name == "best" and path.parent.name == "checkpoints"
+            if stat.S_ISLNK(mode) and best and re.fullmatch(r"step-\d+", os.readlink(path)):
+                continue
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                kind = "a link" if stat.S_ISLNK(mode) else "no regular file"
+                raise OutputError(
+                    f"{str(path)!r} is {kind}; expected only files and folders in the folder of a "
+                    "run: remove it, or copy what it names"
+                )
 
 
 def plain_path(folder: Path, name: str | PurePath) -> Path:
@@ -41,13 +73,22 @@ def plain_path(folder: Path, name: str | PurePath) -> Path:
     return path
 
 
-def regular_file(folder: Path, name: str | PurePath, max_bytes: int) -> Path:
+def regular_file(
+    folder: Path, name: str | PurePath, max_bytes: int, *, links: bool = False
+) -> Path:
     """Returns the path of a regular file below a folder, for a library that opens it.
+
+    Args:
+        folder: The folder.
+        name: The file.
+        max_bytes: Its largest size.
+        links: Whether it may be a link, for a file that is only read as data: those of a hub's
+            cache are.
 
     Raises:
         OSError: It is missing, no regular file or too large, or see `plain_path`.
     """
-    path = plain_path(folder, name)
+    path = folder / name if links else plain_path(folder, name)
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):  # a device or a pipe may never end
         raise OSError(errno.EINVAL, "is no regular file", str(path))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_env.errors import ConfigError
+from gspo_env.files import write_file
 
 MARK = "[redacted]"
 
@@ -132,10 +133,13 @@ def visible(text: str) -> str:
 def write_text(path: Path, text: str) -> None:
     """Writes a text; one in which something was redacted can be read by its owner alone."""
     text = redact_text(text)
-    if MARK in text:
-        path.touch(0o600)
-        path.chmod(0o600)  # it may have existed
-    path.write_text(text)
+
+    def write(part: Path) -> None:
+        if MARK in text:
+            part.touch(0o600)
+        part.write_text(text)
+
+    write_file(path.parent, path.name, write)
 
 
 def log_to_terminal() -> None:

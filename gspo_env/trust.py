@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import shlex
-import stat
 import tomllib
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -28,6 +27,7 @@ from typing import Any
 from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import add_kwargs, find_builtin, read_members
 from gspo_env.errors import ConfigError
+from gspo_env.files import regular_file
 from gspo_env.redaction import redact, visible
 from gspo_env.registry import BUILTIN, load_function, name_of
 from gspo_env.tracking.base import flatten
@@ -154,16 +154,7 @@ def read_saved(folder: str | Path) -> SavedSettings | None:
     path = find_saved(folder)
     if path is None:
         return None
-    text = _read(path)
-    try:
-        saved = parse(path, json.loads(text)["config"] if path.suffix == ".json" else text)
-    except ConfigError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = visible(f"{type(error).__name__}: {error}")
-        raise ConfigError(
-            f"{str(path)!r} is damaged ({reason}); expected what a training run wrote"
-        ) from error
+    saved = read_settings(path)
     left_out = ["model", "output"]
     untrusted = _without(saved.untrusted, ["tracker"])
     if untrusted != saved.untrusted:
@@ -171,6 +162,28 @@ def read_saved(folder: str | Path) -> SavedSettings | None:
         left_out.append("tracker")
     tree = {name: value for name, value in saved.tree.items() if name not in left_out}
     return SavedSettings(folder=Path(folder), tree=tree, untrusted=untrusted, problem=saved.problem)
+
+
+def read_settings(path: Path) -> SavedSettings:
+    """Reads a file of settings as untrusted data; see `parse`.
+
+    Raises:
+        ConfigError: It is damaged, too large, or has no settings.
+    """
+    try:
+        text = regular_file(path.parent, path.name, _MAX_BYTES, links=True).read_text("utf-8")
+        return parse(path, json.loads(text)["config"] if path.suffix == ".json" else text)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {str(path)!r}: {error.strerror}; expected settings of a run"
+        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = visible(f"{type(error).__name__}: {error}")
+        raise ConfigError(
+            f"{str(path)!r} is damaged ({reason}); expected what a training run wrote"
+        ) from error
 
 
 def parse(path: Path, text: str) -> SavedSettings:
@@ -231,24 +244,6 @@ def changed_files(folder: Path, settings: Mapping[str, Any]) -> list[str]:
     trained = (_read_record(folder) or {}).get("files") or {}
     files = _file_digests(settings).items()
     return [name for name, digest in files if trained and digest not in trained.values()]
-
-
-def _read(path: Path) -> str:
-    """Reads a small regular file."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a device or a pipe may never end
-            raise ConfigError(f"{str(path)!r} is no regular file; expected the settings of a run")
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-        if len(data) > _MAX_BYTES:
-            raise ConfigError(
-                f"{str(path)!r} has more than {_MAX_BYTES:,} bytes; expected settings"
-            )
-        return data.decode()
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{str(path)!r} is damaged: it is not UTF-8") from error
 
 
 def _untrusted(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:

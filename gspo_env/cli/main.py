@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str]) -> Any:
         SystemExit: Help was printed, or a value has the wrong type.
     """
     from gspo_env.cli.options import PRIMITIVES, Run, prepare
-    from gspo_env.config import removed
+    from gspo_env.config import REMOVED
 
     name, *rest = arguments
     if name in ("-h", "--help"):
@@ -83,8 +83,8 @@ def parse(arguments: Sequence[str]) -> Any:
         hint = f"did you mean {near}? There are" if near else "expected one of"
         raise ConfigError(f"there is no command {name!r}; {hint}: {', '.join(COMMANDS)}")
     for flag in (text.partition("=")[0] for text in rest if text.startswith("--")):
-        if instead := removed(f"{name}.{flag[2:]}"):
-            raise ConfigError(f"there is no {flag} any more: {instead}")
+        if instead := REMOVED.get(f"{name}.{flag[2:].replace('-', '_')}"):
+            raise ConfigError(f"there is no {flag}: {instead}")
     for flag in _NOT_EMPTY:
         if f"{flag}=" in rest or (flag, "") in itertools.pairwise(rest):
             raise ConfigError(f"{flag} is ''; expected a name, or no {flag} for the default")

@@ -8,6 +8,7 @@ from pathlib import Path
 import tyro
 
 from gspo_env.errors import ConfigError, OutputError, TrackingError
+from gspo_env.files import check_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +40,7 @@ class Sync:
             raise OutputError(
                 f"folder is {self.folder!r}; expected a run that was tracked, such as runs/NAME"
             )
+        check_folder(folder)
         settings = _settings(folder)
         experiment = self.experiment or str(settings.get("experiment", "gspo_env"))
         choice = MLflow(experiment=experiment, tracking_uri=self.tracking_uri)

@@ -33,7 +33,7 @@ from gspo_env.episodes.schema import (
 )
 from gspo_env.episodes.writer import surplus
 from gspo_env.errors import OutputError
-from gspo_env.files import read_file, write_file
+from gspo_env.files import check_folder, read_file, write_file
 from gspo_env.redaction import redact_text
 from gspo_env.tracking.jsonl import METRICS
 
@@ -244,6 +244,7 @@ def write_page(run: str | Path, out: str | Path, *, most_mb: int = 64) -> Path:
     run, out = Path(run), Path(out)
     if not (run / METRICS).is_file():
         raise OutputError(f"{str(run)!r} has no {METRICS}; expected the folder of a run")
+    check_folder(run)
     parts = read_parts(run, most_mb * 10**6)
     data = {"index": zlib.compress(make_index(run, parts), 6)}
     data |= {f"{part.name}.{n}": block for part in parts for n, block in enumerate(part.blocks)}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,11 +25,15 @@ from gspo_env.episodes.schema import (
     read_tokens,
     schema,
 )
+from gspo_env.files import write_file
 from gspo_env.learner.stats import TokenValues
 from gspo_env.redaction import redact_text
 from gspo_env.rollout.metrics import Evaluation
 from gspo_env.tool_calls import ToolCallError, parse_tool_calls
 from gspo_env.types import Episode, Group, Message, Turn
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
@@ -98,26 +102,19 @@ class EpisodeLog:
     def _write(self, step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens) -> None:
         if groups:
             name = f"{FOLDER}/{step:06d}-{phase}.parquet"
-            self._attempt(name, lambda: self._save(self.run / name, step, phase, groups, tokens))
+            self._attempt(name, lambda: self._save(name, to_table(step, phase, groups, tokens)))
 
-    def _save(
-        self, path: Path, step: int, phase: Phase, groups: Mapping[int, Group], tokens: Tokens
-    ) -> None:
+    def _save(self, name: str, table: pa.Table) -> None:
         import pyarrow.parquet as pq
 
-        table = to_table(step, phase, groups, tokens)
-        path.parent.mkdir(exist_ok=True)
+        (self.run / FOLDER).mkdir(exist_ok=True)
         self._note_tokens(table)
-        part = path.with_name(f".{path.name}.part")
-        try:
-            pq.write_table(table, part, compression="zstd", compression_level=1)
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        write = partial(pq.write_table, table, compression="zstd", compression_level=1)
+        write_file(self.run, name, write)
         for file in surplus(episode_files(self.run), self.settings.keep_mb * 10**6):
             file.path.unlink()
 
-    def _note_tokens(self, table: Any) -> None:
+    def _note_tokens(self, table: pa.Table) -> None:
         """Writes the text of token ids that are new."""
         columns = [table[name].combine_chunks().flatten() for name in ("prompt_ids", "action_ids")]
         ids = np.unique(np.concatenate([np.asarray(column) for column in columns]))
@@ -125,10 +122,8 @@ class EpisodeLog:
         if not new:
             return
         self._tokens |= {number: _token_text(self._tokenizer, number) for number in new}
-        path = self.run / FOLDER / TOKENS
-        part = path.with_name(f".{TOKENS}.part")
-        part.write_text(json.dumps(self._tokens))
-        os.replace(part, path)
+        text = json.dumps(self._tokens)
+        write_file(self.run, f"{FOLDER}/{TOKENS}", lambda path: path.write_text(text))
 
 
 def surplus(files: Sequence[EpisodeFile], most: int) -> list[EpisodeFile]:

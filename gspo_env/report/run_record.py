@@ -13,6 +13,7 @@ from typing import Any
 
 from gspo_env.episodes.page import read_points
 from gspo_env.errors import OutputError
+from gspo_env.files import check_folder
 from gspo_env.health.record import RunRecord
 from gspo_env.redaction import redact_text
 from gspo_env.tracking.base import MODEL, flatten
@@ -34,6 +35,7 @@ def read_run(folder: str | Path) -> RunRecord:
     try:
         if not (path / METRICS).is_file():
             raise OutputError(f"{str(folder)!r} has no {METRICS}; expected the folder of a run")
+        check_folder(path)
         points = read_points(path)
     except OSError as error:
         raise OutputError(f"cannot read {str(path / METRICS)!r}: {error.strerror}") from error

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from gspo_env.episodes import page_html
 from gspo_env.episodes.schema import EpisodeRecord, episode_files, read_episodes
 from gspo_env.episodes.text import render_record
 from gspo_env.errors import OutputError
+from gspo_env.files import write_file
 from gspo_env.health.diagnose import Diagnosis, diagnose
 from gspo_env.health.record import RunRecord
 from gspo_env.health.rules import share
@@ -306,7 +308,7 @@ def write_run_report(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for picture in report.pictures:
-            picture.figure.savefig(folder / picture.name)
+            write_file(folder, picture.name, partial(picture.figure.savefig, format="png"))
             paths.append(folder / picture.name)
         write_text(paths[0], html_page(report, folder, made))
         if with_markdown:

@@ -20,6 +20,7 @@ import logging
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gspo_env.config import CheckpointConfig
 from gspo_env.errors import OutputError
+from gspo_env.files import read_file, regular_file
 from gspo_env.redaction import write_text
 from gspo_env.training.interrupt import Interrupt
 
@@ -44,6 +46,8 @@ FAILURE = "failure.txt"
 """The file in the run's folder with the error that ended the run; a resumed run deletes it."""
 _FORMAT = 2
 """Number of the contents that a checkpoint has; another one is of another version."""
+_MAX_MANIFEST, _MAX_STATE = 1 << 20, 1 << 28
+"""Bytes of `manifest.json` and of `state.json` that are read."""
 _SHARE = 0.02
 """Largest share of the time that checkpoints take, if `save_every` is 0."""
 
@@ -223,7 +227,7 @@ class Checkpoints:
         problems = []
         for folder in reversed(step_folders(self.folder)):
             if not (problem := damage(folder)):
-                numbers = json.loads((folder / "state.json").read_text())
+                numbers = json.loads(read_file(folder, "state.json", _MAX_STATE))
                 self.last = int(numbers["step"])
                 return Checkpoint(folder=folder, numbers=numbers)
             problems.append(f"{folder.name}: {problem}")
@@ -308,12 +312,12 @@ def without_checkpoint(run: Path) -> str:
 def damage(folder: Path) -> str:
     """Returns which file of a folder differs from its manifest and how; empty if none does."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = json.loads(read_file(folder, "manifest.json", _MAX_MANIFEST))
         number, files = manifest["format"], dict(manifest["files"])
         if number != _FORMAT:
             return f"another version of gspo-env wrote it (format {number}, not {_FORMAT})"
         for name, (size, digest) in files.items():
-            actual = _checksum(folder / name)
+            actual = _checksum(regular_file(folder, name, sys.maxsize))
             if actual[0] != size:
                 return f"{name} has {actual[0]} bytes; expected {size}"
             if actual[1] != digest:
@@ -321,8 +325,8 @@ def damage(folder: Path) -> str:
     except FileNotFoundError as error:
         return f"{Path(error.filename).relative_to(folder)} is missing"
     except OSError as error:
-        return f"{error.filename} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError):
+        return f"{error.filename} cannot be read: it {error.strerror}"
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "manifest.json is no manifest"
     return "" if "state.json" in files or folder.name == START else "manifest.json lacks files"
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from gspo_env.config import Config, from_dict, read_toml, to_toml
+from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.env.registration import moved_only
 from gspo_env.errors import ConfigError, ModelError, OutputError
+from gspo_env.files import check_folder
 from gspo_env.tracking.base import MODEL, flatten
 from gspo_env.training.checkpoints import START, Checkpoint, Checkpoints, damage
-from gspo_env.trust import SavedSettings, parse
+from gspo_env.trust import SavedSettings, parse, read_settings
 
 _CHANGEABLE = (
     "steps",
@@ -81,6 +82,7 @@ def open_run(run: Path, config: Config | None) -> Resumed:
     """
     if not (run / "checkpoints").is_dir():
         raise OutputError(f"{str(run)!r} has no checkpoints; expected the folder of a run")
+    check_folder(run)
     checkpoints = Checkpoints(run, (config or Config()).checkpoints)
     checkpoint = checkpoints.newest()
     numbers = checkpoint.numbers
@@ -110,8 +112,8 @@ def saved_settings(run: str | Path) -> SavedSettings:
             f"{str(run)!r} has no config.toml; expected the folder of a run, such as "
             "runs/Lookup-v0-seed0-1"
         )
-    read_toml(path)  # for its errors
-    return parse(path, path.read_text())
+    check_folder(path.parent)
+    return read_settings(path)
 
 
 def changed_config(run: Path, checkpoint: Checkpoint, config: Config | None) -> Config:

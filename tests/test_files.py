@@ -1,0 +1,165 @@
+"""A stranger's folder makes no command read or write outside of it, or fill the memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from cli_errors import refused
+
+from gspo_env.cli.main import main
+from gspo_env.config import CheckpointConfig, Config, to_toml
+from gspo_env.episodes.schema import episode_files, read_episodes, read_tokens
+from gspo_env.errors import OutputError
+from gspo_env.files import check_folder, read_file, write_file
+from gspo_env.redaction import write_text
+from gspo_env.training.checkpoints import Checkpoints, damage
+
+PRECIOUS = "what the user would miss"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The folder of a run that may be a stranger's, beside a file and a folder of the user."""
+    monkeypatch.chdir(tmp_path)
+    Path("precious").mkdir()
+    Path("precious/file").write_text(PRECIOUS)
+    folder = Path("run")
+    folder.mkdir()
+    line = {"step": 1, "time": 0, "metrics": {"eval/success": 0.5, "rollout/return": 0.5}}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (folder / "config.toml").write_text(to_toml(Config.from_recipe()))
+    (folder / "tracking").mkdir()
+    (folder / "tracking/run.json").write_text("{}")
+    (folder / "episodes").mkdir()
+    with Checkpoints(folder, CheckpointConfig()) as store:
+        assert store.save({"step": 1, "best": {"step": 1}}, [("a", torch.ones(2))])
+    return folder
+
+
+COMMANDS = {
+    "view": ["view", "run", "--no-browser"],
+    "report": ["report", "run", "--no-browser"],
+    "diagnose": ["diagnose", "run"],
+    "resume": ["train", "--resume", "run"],
+    "sync": ["sync", "run"],
+}
+LINKS = {
+    "view.html": "precious/file",
+    "report": "precious",
+    "report/report.html": "precious/file",
+    "episodes/tokens.json": "precious/file",
+    "tracking/calls.jsonl": "precious/file",
+    "checkpoints/step-000002": "precious",
+    "checkpoints/step-000001/state.json": "precious/file",
+    "checkpoints/.part-step-000002": "precious",
+    "checkpoints/lock": "precious/file",
+    "warnings.txt": "/dev/zero",
+    "model": "precious",
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_link_in_the_folder_of_a_run_is_refused_and_nothing_is_written(
+    capsys, run, command, link
+):
+    place = run / link
+    place.parent.mkdir(exist_ok=True)
+    place.unlink(missing_ok=True)
+    place.symlink_to(os.path.abspath(LINKS[link]))
+    assert f"'{place}' is a link; expected only files" in refused(capsys, *COMMANDS[command])
+    assert [p.name for p in Path("precious").iterdir()] == ["file"]
+    assert Path("precious/file").read_text() == PRECIOUS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_pipe_in_the_folder_of_a_run_is_refused(capsys, run, command):
+    os.mkfifo(run / "warnings.txt")
+    assert "is no regular file" in refused(capsys, *COMMANDS[command])
+
+
+def test_links_above_the_folder_and_to_the_best_checkpoint_are_allowed(run):
+    Path("link").symlink_to("run")
+    main(["view", "link", "--no-browser"])
+    assert (run / "view.html").is_file()
+    best = run / "checkpoints/best"
+    best.unlink()
+    best.symlink_to("../../precious")
+    with pytest.raises(OutputError, match="best' is a link"):
+        check_folder(Path("link"))
+
+
+def test_a_link_that_appears_later_is_replaced_and_not_followed(run):
+    for write in (write_text, lambda path, text: write_file(run, path.name, _writer(text))):
+        place = run / "config.toml"
+        place.unlink()
+        place.symlink_to(os.path.abspath("precious/file"))
+        write(place, "new")
+        assert place.read_text() == "new"
+        assert not place.is_symlink()
+    assert Path("precious/file").read_text() == PRECIOUS
+    (run / "episodes").rmdir()
+    (run / "episodes").symlink_to(os.path.abspath("precious"))
+    with pytest.raises(OSError, match="is a link"):
+        write_file(run, "episodes/tokens.json", _writer("x"))
+
+
+def _writer(text):
+    return lambda path: path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["..", "../precious/file", "/etc/passwd", "a/../../precious/file", ""]
+)
+def test_a_name_that_leaves_the_folder_is_refused(run, name):
+    with pytest.raises(OSError, match="is no plain relative name"):
+        read_file(run, name, 100)
+    with pytest.raises(OSError, match="has more than 3 bytes"):
+        read_file(run, "config.toml", 3)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../../../precious/file", "best/state.json"])
+def test_a_manifest_names_files_of_its_own_folder(run, name):
+    folder = run / "checkpoints/step-000001"
+    (folder / "best").symlink_to(".")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    size, digest = manifest["files"]["state.json"]
+    manifest["files"][name] = [size, digest]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert "cannot be read: it is" in damage(folder)
+
+
+def test_a_file_of_episodes_does_not_unpack_to_more_than_the_bounds(run, caplog, monkeypatch):
+    indices = pa.array([0] * 20_000, pa.int32())
+    column = pa.DictionaryArray.from_arrays(indices, ["x" * 50_000])  # a gigabyte
+    path = run / "episodes/000001-train.parquet"
+    pq.write_table(pa.table({"observation": column}), path, store_schema=False)
+    assert path.stat().st_size < 1 << 20
+    assert len(read_episodes(run)) == 0
+    assert "unpacks to more than" in caplog.text
+    monkeypatch.setattr("gspo_env.episodes.schema._MAX_UNPACKED", 100)
+    assert episode_files(run) == []
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", '{"x": 1}', "nope"])
+def test_texts_of_tokens_that_are_no_table_are_left_out(run, caplog, text):
+    (run / "episodes/tokens.json").write_text(text)
+    assert read_tokens(run) == {}
+    assert "is damaged" in caplog.text
+
+
+def test_a_run_of_ones_own_is_read_and_resumed_as_before(run, capsys):
+    shutil.rmtree(run / "tracking")
+    (run / "wandb").mkdir()
+    (run / "wandb/latest-run").symlink_to("offline-run-1")
+    check_folder(run)
+    main(["diagnose", "run"])
+    main(["report", "run", "--no-browser"])
+    assert "Wrote run/report/report.html" in capsys.readouterr().out
