@@ -133,7 +133,9 @@ def test_commands_have_options_that_exist(path, tmp_path, monkeypatch):
     (tmp_path / "mine.py").symlink_to(ROOT / "examples" / "own_estimator.py")
     saved = tmp_path / "runs/Lookup-v0-seed0-1/checkpoints/step-000001"
     saved.mkdir(parents=True)
-    (saved / "state.json").write_text(json.dumps({"config": to_toml(Config.from_recipe())}))
+    settings = to_toml(Config.from_recipe())
+    (saved / "state.json").write_text(json.dumps({"config": settings}))
+    (saved.parents[1] / "config.toml").write_text(settings)
     for code in blocks(path, "toml"):
         if named := re.match(r"\n*# ([\w-]+\.toml)\n", code):
             (tmp_path / named[1]).write_text(code)
