@@ -44,13 +44,6 @@ def test_padding_on_either_side_is_dropped_and_turns_are_kept():
     assert samples[3].advantages.tolist() == [4.0] * 3
 
 
-def test_token_advantages_reach_the_samples_unchanged():
-    values = torch.arange(24, dtype=torch.float64).reshape(4, 6) / 7
-    samples = build(token_advantages=values)
-    for b, sample in enumerate(samples):
-        assert sample.advantages.tolist() == values[b][MODEL[b].bool()].tolist()
-
-
 def test_rewards_of_episodes_become_the_groups_outcome_advantages():
     samples = build(rewards=[1.0, 0.0, 2.0, 2.0], group_ids=GROUPS)
     assert [s.advantages.tolist() for s in samples] == [[0.5] * 3, [-0.5] * 2, [0.0] * 2, [0.0] * 3]
@@ -92,13 +85,6 @@ def test_unknown_logprobs_are_neither_measured_nor_used(model):
         learner_of(model, old_logprobs="engine").update(samples)
     with pytest.raises(BatchError, match="engine_logprobs"):
         learner_of(model, correction="truncated").update(samples)
-
-
-def test_a_sequence_without_a_response_is_left_out():
-    mask = MODEL.clone()
-    mask[2] = 0
-    samples = from_padded(IDS, REAL, mask, advantages=[1.0, 2.0, 3.0, 4.0])
-    assert [s.advantages[0] for s in samples] == [1.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize(

@@ -169,30 +169,6 @@ def test_the_gradient_is_that_of_computing_every_sequence(
         assert metrics[name] == pytest.approx(plain_metrics[name], abs=1e-6)
 
 
-def test_siblings_that_see_each_other_are_found_out(
-    model, grouped, gradients, unshared, monkeypatch
-):
-    class Careless(TreeAttention):
-        def __init__(self, runs, device="cpu"):
-            super().__init__(runs, device)
-            twins = [
-                (slice(b.start, b.stop), slice(a.start, a.stop))
-                for a in runs
-                for b in runs
-                if a.depth == b.depth > 0 and a.end == b.start
-            ]
-            assert twins
-            self.forks += twins
-
-    plain = learner_of(exact(model))
-    wanted, _ = unshared(lambda: gradients(plain, grouped))
-    careless = learner_of(exact(model))  # its check at start would find it out
-    monkeypatch.setattr("gspo_env.model.scorer.TreeAttention", Careless)
-    found, _ = gradients(careless, grouped)
-    moved = sum(float((found[n] - v).norm()) for n, v in wanted.items())
-    assert moved > 0.05 * sum(float(v.norm()) for v in wanted.values())
-
-
 def test_a_shared_model_token_counts_once_for_each_episode(model, gradients, unshared):
     rng = np.random.default_rng(0)
     tokens, turns = rng.integers(1, 200, 40), np.array([-1] * 20 + [0] * 20)
@@ -236,20 +212,6 @@ def test_other_models_and_adapters_share_too(grouped, gradients, unshared, windo
     assert set(ours) == set(wanted)
     for name, value in wanted.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-10)
-
-
-def test_the_pass_for_pi_old_shares_too(model, grouped, unshared):
-    learner = learner_of(exact(model))
-    ours = learner.logprobs(pack(grouped))
-    wanted = learner.logprobs(unshared(lambda: pack(grouped)))
-    torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-11)
-
-
-def test_nothing_is_rearranged_where_little_is_shared(samples):
-    batch = pack(samples)
-    assert batch.runs == ()
-    assert batch.input_ids_T.tolist() == np.concatenate([s.token_ids for s in samples]).tolist()
-    assert batch.expand_N is None
 
 
 def test_rows_keep_their_limit_and_groups_stay_together(grouped):
@@ -307,9 +269,3 @@ def test_every_sequence_is_equally_likely_in_every_minibatch_and_equal_groups_st
             counts[minibatch, n] += 1
             assert max(sizes) > min(sizes) or len({m // 8 for m in minibatch}) == 1
     assert np.abs(counts / 2000 - 0.25).max() < 0.05
-
-
-def test_a_group_larger_than_a_minibatch_is_split():
-    rng = np.random.default_rng(0)
-    minibatches = split_minibatches(groups_of([8], rng), 4, rng)
-    assert sorted(map(len, minibatches)) == [2, 2, 2, 2]

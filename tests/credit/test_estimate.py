@@ -74,16 +74,6 @@ def test_returns_to_go_by_hand() -> None:
     np.testing.assert_allclose(scaled[0], np.array([0, 2]) / np.sqrt(squares / 8))
 
 
-def test_discount_by_hand() -> None:
-    three = group(episode(0, 4), episode(0, 0), episode(0, 0))
-    check(ReturnsToGo(gamma=0.5, scale="none").advantages(three), [2, 4], [-1, -2], [-1, -2])
-
-
-def test_group_of_two_uses_the_pooled_mean() -> None:
-    rows = ReturnsToGo(scale="none").advantages(group(episode(0, 1), episode(0, 0)))
-    check(rows, [1, 1], [-1, -1])
-
-
 @pytest.mark.parametrize("function", [Outcome().advantages, ReturnsToGo().advantages])
 def test_errors_and_nothing_to_compare_get_zeros(function: Any) -> None:
     check(function(group(episode(1, 2))), [0, 0])

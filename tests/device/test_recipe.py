@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from pretend_device import PretendTensor, pretend_gpu
+from pretend_device import pretend_gpu
 from safetensors.torch import load_file
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.config import from_dict
-from gspo_env.model.export import Exporter, named_weights
-from gspo_env.model.load import add_adapter
 
 SHORT = {
     "steps": 3,
@@ -58,22 +54,3 @@ def test_the_default_recipe_has_the_numbers_of_the_cpu(tmp_path, settings):
         assert found == pytest.approx(metrics, rel=1e-4, abs=1e-5)
     for name, value in weights.items():
         torch.testing.assert_close(moved_weights[name], value, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_export_writes_what_the_cpu_writes(tmp_path, model, adapter):
-    def written(given, folder):
-        given = add_adapter(given, 2) if adapter else given
-        with torch.no_grad():
-            for parameter in given.parameters():
-                parameter.mul_(1.5)
-        Exporter(given, untie=False).write(named_weights(given), folder)
-        return load_file(folder / "model-00001.safetensors")
-
-    here = written(copy.deepcopy(model), tmp_path / "cpu")
-    with pretend_gpu():
-        moved = copy.deepcopy(model).to("cuda")
-        there = written(moved, tmp_path / "gpu")
-        assert all(isinstance(t, PretendTensor) for _, t in named_weights(moved))
-    assert here.keys() == there.keys()
-    assert all(torch.equal(there[name], value) for name, value in here.items())

@@ -14,7 +14,6 @@ from pretend_device import PretendTensor, pretend_gpu
 from gspo_env.cli import doctor
 from gspo_env.engines.vllm.local import VLLMEngine, engine_arguments
 from gspo_env.engines.vllm.settings import VLLM, VLLMServer
-from gspo_env.errors import EngineError
 from gspo_env.model.export import named_weights
 
 
@@ -99,15 +98,6 @@ def test_vllm_sleeps_during_the_update_and_wakes_with_the_new_weights(model, sta
         assert torch.equal(tensor.inner, 2 * first[name])
 
 
-def test_vllm_stays_awake_where_it_is_told_to(model, started):
-    with pretend_gpu():
-        engine = started(copy.deepcopy(model).to("cuda"), sleep_during_update=False)
-        asyncio.run(engine.sleep())
-        assert engine._engine.calls == ["load_checked", ("version", "0")]
-        assert not hasattr(engine._engine.arguments, "enable_sleep_mode")
-        engine.close()
-
-
 def test_weights_in_flight_wait_for_the_steps_that_a_gpu_still_computes(model, started):
     with pretend_gpu():
         moved = copy.deepcopy(model).to("cuda")
@@ -152,17 +142,6 @@ def test_weights_in_flight_wait_for_the_steps_that_a_gpu_still_computes(model, s
         "resume",
         "shutdown",
     ]
-
-
-def test_a_prefix_cache_that_is_not_reset_is_an_error_and_keeps_the_version(model, started):
-    with pretend_gpu():
-        moved = copy.deepcopy(model).to("cuda")
-        engine = started(moved)
-        engine._engine.resets = False
-        with pytest.raises(EngineError, match="did not reset its prefix cache"):
-            asyncio.run(engine.update_weights(named_weights(moved), 1))
-        assert engine.weights_version == 0
-        engine.close()
 
 
 def test_a_gpu_gets_its_own_arguments_of_vllm():

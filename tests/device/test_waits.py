@@ -50,15 +50,6 @@ def test_shared_prefixes_adapters_checkpointing_and_masters_add_no_wait(model, d
     assert sorted(found) == EXPECTED
 
 
-def test_imitation_waits_twice(model, samples):
-    with pretend_gpu() as gpu:
-        config = LearnerConfig(microbatch_tokens=60)
-        learner = Learner(copy.deepcopy(model).to("cuda"), GSPO(), config, total_steps=8)
-        gpu.clear()
-        learner.imitate(samples)
-    assert gpu.waits.total() == 2
-
-
 @pytest.mark.parametrize("alike", [False, True])
 def test_a_decode_step_waits_once_and_uploads_its_feed_its_draws_and_its_copies(model, alike):
     with pretend_gpu() as gpu:

@@ -106,14 +106,6 @@ def test_what_is_no_completion_is_refused():
         check_completion({"token_ids": (1,)}, ASKED)
 
 
-def test_the_message_of_a_long_completion_is_short():
-    ids = tuple(range(1000, 101_000))
-    long = replace(GOOD, token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason="length")
-    with pytest.raises(EngineError) as raised:
-        check_completion(long, Sampling(max_tokens=len(ids)), 300)
-    assert len(str(raised.value)) < 300
-
-
 @given(
     st.lists(st.integers(3, 299), min_size=1, max_size=40),
     st.booleans(),

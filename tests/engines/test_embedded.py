@@ -63,37 +63,6 @@ def test_logprobs_equal_a_plain_forward_pass_over_all_rows_of_many_ragged_episod
             assert torch.tensor(done.logprobs).sub(expected).abs().max() < 1e-5
 
 
-def test_a_later_turn_feeds_only_what_is_new(model):
-    engine = TransformersEngine(model, max_slots=2, max_context=200)
-
-    async def play():
-        first = await engine.generate(list(range(1, 51)), Sampling(max_tokens=4), "a")
-        fed = engine.fed_tokens
-        again = [*range(1, 51), *first.token_ids, 7, 8, 9]
-        await engine.generate(again, Sampling(max_tokens=1), "a")
-        return fed, engine.fed_tokens
-
-    before, after = asyncio.run(play())
-    assert before == 50 + 3
-    assert after - before == 1 + 3
-
-
-def test_a_prompt_shared_by_a_group_is_computed_once(model):
-    engine = TransformersEngine(model, max_slots=8, max_context=200)
-
-    async def play():
-        sampling = [Sampling(max_tokens=1, seed=n) for n in range(8)]
-        prompt = list(range(1, 61))
-        jobs = [engine.generate(prompt, s, f"s{n}") for n, s in enumerate(sampling)]
-        return await asyncio.gather(*jobs)
-
-    done = asyncio.run(play())
-    assert engine.fed_tokens == 60
-    for completion in done:
-        ids = [*range(1, 61), *completion.token_ids]
-        assert abs(plain_logprobs(model, ids, 1)[0].item() - completion.logprobs[0]) < 1e-5
-
-
 def test_a_request_samples_the_same_alone_and_in_a_crowd(model):
     async def alone():
         engine = TransformersEngine(model, max_slots=4, max_context=200)
@@ -147,24 +116,6 @@ def test_weights_change_at_once_after_requests_that_were_cancelled_and_after_tho
     assert len(before.token_ids) == 50
 
 
-def test_a_stop_id_ends_an_action_and_is_kept(model):
-    engine = TransformersEngine(model, max_slots=2, max_context=100)
-    every = tuple(range(model.config.vocab_size))
-    done = asyncio.run(engine.generate([3, 4], Sampling(max_tokens=9, stop_ids=every)))
-    assert (len(done.token_ids), done.finish_reason) == (1, "stop")
-
-
-def test_greedy_takes_the_most_likely_id(model):
-    engine = TransformersEngine(model, max_slots=2, max_context=100)
-    done = asyncio.run(engine.generate([3, 4], Sampling(max_tokens=6, temperature=0.0)))
-    plain = copy.deepcopy(model)
-    plain.set_attn_implementation("sdpa")
-    ids = [3, 4]
-    for _ in range(6):
-        ids.append(int(plain(torch.tensor([ids])).logits[0, -1].argmax()))
-    assert list(done.token_ids) == ids[2:]
-
-
 def test_a_prompt_beyond_the_context_is_refused(model):
     engine = TransformersEngine(model, max_slots=2, max_context=10)
     with pytest.raises(EngineError, match="do not fit a context of 10"):
@@ -188,29 +139,6 @@ def test_sampling_follows_the_distribution(model):
     assert (counts / 4000 - expected).abs().sum() < 3 * (
         expected * (1 - expected) / 4000
     ).sqrt().sum()
-
-
-class OnApple(torch.Tensor):
-    """Says that it is on Apple's GPU, which refuses float64."""
-
-    device = property(lambda self: torch.device("mps"))
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.cpu:
-            return args[0].as_subclass(torch.Tensor)
-        result = super().__torch_function__(func, types, args, kwargs)
-        if isinstance(result, torch.Tensor) and result.dtype is torch.float64:
-            raise TypeError("the MPS framework does not support float64")
-        return result
-
-
-def test_a_device_without_float64_samples_the_same():
-    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(TypeError, match="float64"):
-        logits.as_subclass(OnApple).double()
-    settings = [1.0, 0.0, 0.5], [0.3, 0.9, 0.999]
-    assert sample(logits.as_subclass(OnApple), *settings) == sample(logits, *settings)
 
 
 def windowed():
@@ -335,20 +263,6 @@ def test_a_conversation_without_a_session_feeds_only_what_is_new(model):
     first, *later = asyncio.run(play())
     assert first == 50 + 3
     assert [b - a for a, b in pairwise([first, *later])] == [1 + 3 + 3] * 3
-
-
-def test_what_is_known_of_prompts_does_not_grow_with_their_number(model):
-    engine = TransformersEngine(model, max_slots=3, max_context=200)
-    rng = random.Random(0)
-
-    async def play():
-        for n in range(40):
-            prompt = [*range(1, 20), *random_ids(rng, 20, 100)]
-            await engine.generate(prompt, Sampling(max_tokens=1), f"s{n}" if n % 2 else None)
-            engine.release(f"s{n}")
-
-    asyncio.run(play())
-    assert len(engine._sequences._beginnings) <= 3 * 200 / 16
 
 
 @pytest.mark.parametrize("slots", [32, 7])

@@ -104,20 +104,6 @@ def test_each_token_has_the_log_probability_that_its_version_of_the_weights_give
     assert max(greatest_difference(models, *each) for each in log) < 1e-4
 
 
-def test_keys_and_values_of_the_old_weights_would_be_noticed(model, monkeypatch):
-    engine = TransformersEngine(model, max_slots=4, max_context=300)
-    models = [copy.deepcopy(model), other_weights(model, 1)]
-
-    async def version_only(named_tensors, version):
-        for request in engine._requests():
-            request.versions.append((version, len(request.token_ids)))
-        engine.weights_version = version
-
-    monkeypatch.setattr(engine, "update_in_flight", version_only)
-    log = asyncio.run(play(engine, model, models, updates=1))
-    assert max(greatest_difference(models, *each) for each in log) > 1e-2
-
-
 def test_after_an_update_in_flight_sampling_is_as_in_a_new_engine(engine, model):
     models = [copy.deepcopy(model), other_weights(model, 1)]
     asyncio.run(play(engine, model, models, updates=1, turns=2))
@@ -156,11 +142,6 @@ def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model
     assert greatest_difference([before, model], [3, 4, 5], again) < 1e-4
 
 
-def test_an_engine_on_the_learners_own_weights_does_not_say_that_it_has_a_copy(model):
-    engine = Transformers().start(model, max_slots=4, max_context=100)
-    assert not engine.copies
-
-
 def test_an_update_of_a_copy_waits_for_requests_unless_it_is_in_flight(model):
     engine = Transformers(own_weights=True).start(model, max_slots=4, max_context=100)
 
@@ -174,44 +155,6 @@ def test_an_update_of_a_copy_waits_for_requests_unless_it_is_in_flight(model):
     done = asyncio.run(overlap())
     assert (done.weights_version, done.weights_versions) == (0, ())
     assert engine.weights_version == 1
-
-
-@pytest.mark.parametrize("update", ["update_in_flight", "update_weights"])
-def test_the_event_loop_goes_on_while_the_copy_is_made(model, monkeypatch, update):
-    """Reading a weight waits for a heartbeat of the loop, which a copy on the loop would stop."""
-    engine = Transformers(own_weights=True).start(model, max_slots=4, max_context=100)
-    models = [copy.deepcopy(model), other_weights(model, 1)]
-    model.load_state_dict(models[1].state_dict())
-    parameters, beat = model.named_parameters, threading.Event()
-
-    def slow():
-        for name, parameter in parameters():
-            beat.clear()
-            assert beat.wait(5), "the loop stands still"
-            yield name, parameter
-
-    async def pulse():
-        while True:
-            beat.set()
-            await asyncio.sleep(0)
-
-    async def play():
-        beating = asyncio.create_task(pulse())
-        sampling = Sampling(max_tokens=60)
-        running = asyncio.create_task(engine.generate([3, 4, 5], sampling))
-        await asyncio.sleep(0)
-        await getattr(engine, update)([], 1)
-        later = await engine.generate([3, 4, 5], Sampling(max_tokens=20))
-        beating.cancel()
-        return await running, later
-
-    monkeypatch.setattr(model, "named_parameters", slow)
-    done, later = asyncio.run(play())
-    monkeypatch.undo()
-    assert greatest_difference(models, [3, 4, 5], done) < 1e-4
-    assert greatest_difference(models, [3, 4, 5], later) < 1e-4
-    assert later.weights_version == engine.weights_version == 1
-    assert 0 in versions_of(done)
 
 
 def test_a_copy_of_a_model_with_an_adapter_takes_what_trains(model):

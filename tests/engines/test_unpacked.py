@@ -63,17 +63,6 @@ def test_a_seed_gives_the_action_of_the_fast_engine(temperature):
         assert first.logprobs == pytest.approx(second.logprobs, abs=1e-4)
 
 
-def test_a_later_turn_feeds_only_what_is_new(hybrid):
-    engine = start(hybrid)
-    prompt = list(range(3, 43))
-    first = asyncio.run(engine.generate(prompt, Sampling(max_tokens=4), "a"))
-    assert engine.fed_tokens == 40 + 3
-    again = [*prompt, *first.token_ids, 7, 8, 9]
-    done = asyncio.run(engine.generate(again, Sampling(max_tokens=1), "a"))
-    assert engine.fed_tokens == 43 + 1 + 3
-    assert_exact(hybrid, again, done)
-
-
 def test_a_prompt_that_does_not_continue_its_cache_is_computed_from_the_start(hybrid):
     engine = start(hybrid)
     prompt = list(range(3, 43))
@@ -83,36 +72,6 @@ def test_a_prompt_that_does_not_continue_its_cache_is_computed_from_the_start(hy
         done = asyncio.run(engine.generate(other, Sampling(max_tokens=1), "a"))
         assert engine.fed_tokens - before == len(other)
         assert_exact(hybrid, other, done)
-
-
-def test_a_prompt_shared_by_a_group_is_computed_once(hybrid):
-    engine = start(hybrid, max_slots=8)
-    prompt = list(range(3, 63))
-
-    async def play():
-        sampling = [Sampling(max_tokens=3, seed=n) for n in range(8)]
-        jobs = (engine.generate(prompt, s, f"s{n}") for n, s in enumerate(sampling))
-        return await asyncio.gather(*jobs)
-
-    group = asyncio.run(play())
-    assert engine.fed_tokens == 60 + 8 * 2
-    assert len({done.token_ids for done in group}) > 1
-    for done in group:
-        assert_exact(hybrid, prompt, done)
-
-
-def test_a_short_request_ends_before_a_long_one_that_began_earlier(hybrid):
-    engine, ended = start(hybrid), []
-
-    async def ask(name, tokens):
-        await engine.generate([3, 4, 5], Sampling(max_tokens=tokens), name)
-        ended.append(name)
-
-    async def play():
-        await asyncio.gather(ask("long", 40), ask("short", 3))
-
-    asyncio.run(play())
-    assert ended == ["short", "long"]
 
 
 def test_a_cancelled_request_leaves_its_slot_and_no_cache(hybrid):
@@ -162,23 +121,6 @@ def test_weights_do_not_change_while_a_request_runs(hybrid):
     assert ended
     assert done.weights_version == 0
     assert len(done.token_ids) == 5
-
-
-def test_no_more_caches_are_kept_than_slots(hybrid):
-    engine = start(hybrid, max_slots=3)
-
-    async def play():
-        jobs = (engine.generate([3 + n, 9], Sampling(max_tokens=2), f"s{n}") for n in range(9))
-        await asyncio.gather(*jobs)
-
-    asyncio.run(play())
-    assert len(engine._caches) == 3
-    assert len(engine._prompts) == 1
-    engine.release("s8")
-    assert len(engine._caches) == 2
-    asyncio.run(engine.sleep())
-    assert not engine._caches
-    assert not engine._prompts
 
 
 def test_a_closed_engine_and_a_prompt_that_does_not_fit_are_refused(hybrid):

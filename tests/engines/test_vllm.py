@@ -127,21 +127,6 @@ def test_engine_and_trainer_agree_after_every_weight_update(parts, engine):
         assert metrics["train/ratio_outside_clip"] == 0.0
 
 
-@pytest.mark.parametrize("fault", ["weights not loaded", "prefix cache not reset"])
-def test_the_agreement_would_notice(parts, engine, monkeypatch, fault):
-    learner = learner_of(parts)
-    sync(engine, learner, 1)
-    update(learner, collect(engine, parts[1]))
-    if fault == "weights not loaded":
-        monkeypatch.setattr(engine, "_load", lambda weights, version: None)
-    else:
-        monkeypatch.setattr(engine, "_reset_cache", lambda: None)
-    sync(engine, learner, 2)
-    assert update(learner, collect(engine, parts[1]))["train/logprob_diff_max"] > 1e-3
-    monkeypatch.undo()
-    sync(engine, learner_of(parts), 3)
-
-
 def other_weights(model, seed):
     """The same architecture with other weights."""
     other = copy.deepcopy(model)
@@ -206,20 +191,6 @@ def test_weights_in_flight_each_token_agrees_with_the_trainer_of_its_version(par
     assert engine.updates_in_flight
     assert all(done.weights_versions for _, done in log[:-1])
     assert difference_by_version(models, log) < 1e-4
-
-
-def test_weights_in_flight_without_a_reset_of_the_cache_would_be_noticed(
-    parts, engine, monkeypatch
-):
-    models = [parts[0], other_weights(parts[0], 1)]
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "_reset_cache", lambda: None)
-        play = sample_while_weights_change(
-            engine, parts[1], models, lambda count: len(engine._running) == count
-        )
-        log = asyncio.run(play)
-    assert difference_by_version(models, log) > 1e-3
-    sync(engine, learner_of(parts), 3)
 
 
 def test_weights_that_cannot_be_loaded_in_flight_end_the_requests(parts, engine):
@@ -293,20 +264,6 @@ def test_an_abandoned_request_is_aborted_and_the_engine_goes_on(parts, engine):
     assert len(asyncio.run(impatient()).token_ids) == 3
     with pytest.raises(EngineError, match="do not fit a context"):
         asyncio.run(engine.generate(prompt, Sampling(max_tokens=5000)))
-
-
-def test_weights_change_at_once_after_requests_that_were_cancelled(parts, engine):
-    prompt = list(parts[1].start("hello"))
-    learner = learner_of(parts)
-
-    async def timed_out():
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await engine.generate(prompt, Sampling(max_tokens=400))
-        await engine.update_weights(named_weights(learner.policy), 1)
-        return await engine.generate(prompt, Sampling(max_tokens=3))
-
-    assert asyncio.run(timed_out()).weights_version == 1
 
 
 def test_a_lora_adapter_reaches_the_engine(parts, engine):

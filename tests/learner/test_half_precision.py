@@ -10,7 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from gspo_env.batch import pack
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.learner import masters as masters_module
 from gspo_env.model import load_model, save_model
@@ -135,44 +134,6 @@ def test_an_adapter_on_half_precision_weights_is_its_own_master(model, samples, 
     assert_rounded(learner)
 
 
-@pytest.mark.parametrize("options", [{"checkpointing": True}, {"max_grad_norm": 0.0}, {}])
-def test_options_work_on_masters(model, samples, options):
-    plain = learner_of(model, torch.bfloat16, GSPO(kl_coef=0.1), learning_rate=1e-4)
-    learner = learner_of(model, torch.bfloat16, GSPO(kl_coef=0.1), learning_rate=1e-4, **options)
-    for each in (plain, learner):
-        reference = each.logprobs(pack(samples))
-        for _ in range(3):
-            metrics = each.update(samples)
-        assert metrics["train/kl"] > 0
-        assert torch.equal(each.reference_logprobs(pack(samples)), reference)
-        assert_rounded(each)
-    if "max_grad_norm" not in options:
-        assert torch.equal(trained(plain), trained(learner))
-
-
-def test_imitation_trains_masters(player):
-    fresh = copy.deepcopy(player.model).bfloat16()
-    learner = learner_on(fresh, learning_rate=1e-3)
-    losses = [learner.imitate(player.samples[:32]) for _ in range(10)]
-    assert losses[-1] < losses[0]
-    assert_rounded(learner)
-
-
-def test_a_second_learner_and_a_copied_model_train_alone(model, samples):
-    half = copy.deepcopy(model).bfloat16()
-    first = learner_on(half, learning_rate=1e-3)
-    first.update(samples)
-    kept = trained(first)
-    second = learner_on(copy.deepcopy(first.policy), learning_rate=1e-3)
-    third = learner_on(half, learning_rate=1e-3)
-    for learner in (second, third):
-        learner.update(samples)
-        assert_rounded(learner)
-    assert torch.equal(trained(second), trained(third))
-    assert torch.equal(trained(first), kept)
-    assert all(p.grad is None for p in first.masters.tensors.values())
-
-
 def test_a_saved_model_has_the_dtype_of_its_weights_and_trains_on(
     model, samples, tokenizer, tmp_path
 ):
@@ -185,16 +146,6 @@ def test_a_saved_model_has_the_dtype_of_its_weights_and_trains_on(
     assert torch.equal(trained(again), trained(learner).bfloat16().float())
     again.update(samples)
     assert_rounded(again)
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_a_mixture_of_experts_trains_in_half_precision(mixture, samples, dtype):
-    learner = learner_of(mixture, dtype, learning_rate=1e-6)
-    before = trained(learner)
-    metrics = learner.update(samples)
-    assert metrics["train/router_loss"] > 1.0
-    assert (trained(learner) != before).float().mean() > 0.5
-    assert_rounded(learner)
 
 
 def test_an_overflow_lowers_the_loss_scale_and_many_good_steps_raise_it(

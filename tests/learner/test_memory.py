@@ -111,13 +111,6 @@ def test_one_sequence_that_does_not_fit_is_one_sentence(model, samples):
     assert "rollout.max_context" in str(found.value)
 
 
-def test_other_errors_are_not_taken_for_it(model, samples):
-    learner = learner_of(model)
-    learner.scorer = Small(learner.scorer, 3, RuntimeError("another"), "forward")
-    with pytest.raises(RuntimeError, match="another"):
-        learner.update(samples)
-
-
 REAL = """
 import resource, sys
 import numpy as np, torch

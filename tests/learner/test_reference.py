@@ -10,8 +10,6 @@ import numpy as np
 import objective_reference as reference
 import pytest
 
-from gspo_env.errors import BatchError, ConfigError
-
 CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())
 INPUTS = ("logprobs", "old_logprobs", "advantages", "mask", "turn_ids")
 
@@ -49,14 +47,3 @@ def test_token_gradient_is_the_derivative_of_the_loss() -> None:
         up = reference.policy_loss(new + step, **options).loss
         down = reference.policy_loss(new - step, **options).loss
         assert gradient[index] == pytest.approx((up - down) / 2e-6, abs=1e-8)
-
-
-def test_weights_are_capped() -> None:
-    weights = reference.truncated_importance_weights([0.0, -1.0, 100.0], [-1.0, 0.0, 0.0], cap=2.0)
-    np.testing.assert_allclose(weights, [2.0, np.exp(-1), 2.0])
-
-
-@pytest.mark.parametrize(("level", "error"), [("turn", BatchError), ("episode", ConfigError)])
-def test_impossible_level_is_named(level: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"ratio_level is '{level}'"):
-        reference.policy_loss([[0.0]], [[0.0]], [1.0], [[True]], ratio_level=level)

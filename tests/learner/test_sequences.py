@@ -174,18 +174,6 @@ def test_the_first_step_needs_no_pass_for_its_ratios(model, gradients):
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-8)
 
 
-def test_a_ratio_taken_from_the_part_in_hand_would_be_another_one(model, gradients):
-    played = episodes()
-    samples = to_samples(played, credit(played))
-    loss = LOSSES["gspo"]
-    whole, _ = gradients(learner_of(model, loss), samples)
-    apart = [copy.copy(s) for s in samples]
-    for n, sample in enumerate(apart):
-        object.__setattr__(sample, "episode", n)
-    wrong, _ = gradients(learner_of(model, loss), apart)
-    assert any((whole[n] - wrong[n]).abs().max() > 1e-4 for n in whole)
-
-
 def test_sampled_tokens_are_trained_once_and_forks_compute_their_context_once():
     rng = np.random.default_rng(3)
     episode = episode_of(rng, [None, *range(19), 9, *range(20, 29)], most=40)
@@ -210,12 +198,6 @@ def test_the_sequences_of_an_episode_share_a_minibatch_and_a_row_if_they_fit(mod
     for part in parts:
         places = [n for m in part.microbatches for n in m.row.episodes]
         assert len(places) == len(set(places))
-
-
-def test_a_parent_that_is_not_an_earlier_turn_is_named():
-    episode = episode_of(np.random.default_rng(0), [None, 1])
-    with pytest.raises(ValueError, match="parent of turn 1 is 1; expected an earlier turn"):
-        to_samples([episode], [np.zeros(2)])
 
 
 def test_policy_loss_takes_rows_of_one_episode():

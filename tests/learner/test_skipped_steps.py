@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_env.batch import pack
 from gspo_env.errors import ConfigError, TrainingError
 from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, ObjectiveOutput
 
@@ -94,17 +93,6 @@ def test_a_good_step_ends_the_row(model, samples):
         LearnerConfig(max_skipped_steps=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_imitation_stops_too(model, samples, dtype):
-    learner = learner_of(model, dtype=dtype)
-    with torch.no_grad():
-        next(learner.policy.parameters())[5:60] = torch.nan
-    for _ in range(2):
-        assert np.isnan(learner.imitate(samples))
-    with pytest.raises(TrainingError, match="the loss is nan"):
-        learner.imitate(samples)
-
-
 @pytest.mark.parametrize("kind", ["model", "mixture"])
 def test_only_the_minibatch_that_is_not_finite_is_skipped(kind, samples, request):
     model, loss, given = request.getfixturevalue(kind), GSPO(kl_coef=0.1), spoiled(samples)
@@ -118,14 +106,3 @@ def test_only_the_minibatch_that_is_not_finite_is_skipped(kind, samples, request
                 parts.backward(minibatch)
                 parts.step()
     assert all(map(torch.equal, state(learner), state(parts)))
-
-
-def test_the_reference_stays_the_given_model_after_a_skipped_first_step(model, samples):
-    learner = learner_of(model, GSPO(kl_coef=0.1), minibatches=2)
-    wanted = learner.logprobs(pack(samples))
-    learner.update(spoiled(samples), 0)
-    learner.update(samples, 1)
-    assert not torch.equal(learner.logprobs(pack(samples)), wanted)
-    assert torch.equal(learner.reference_logprobs(pack(samples)), wanted)
-    metrics = learner.update(samples)
-    assert metrics["train/kl"] > 0

@@ -18,9 +18,8 @@ from gspo_env.engines import Sampling, Transformers, TransformersEngine, Unbatch
 from gspo_env.engines.embedded.start import check_engine
 from gspo_env.errors import ModelError
 from gspo_env.model import check as check_module
-from gspo_env.model.attention import RAGGED, use_ragged_attention
+from gspo_env.model.attention import RAGGED
 from gspo_env.model.check import BOUND, NOISE, RunMode, check_model
-from gspo_env.model.load import add_adapter
 
 LAYERS = {
     "Qwen3.5": "model.layers.0.linear_attn (Qwen3_5GatedDeltaNet)",
@@ -217,18 +216,6 @@ def test_the_decision_is_made_once_and_restores_the_attention(name, attention, c
     assert not caplog.records
 
 
-def test_an_adapter_of_a_checked_model_keeps_its_way():
-    model = architectures.build("Qwen3.5")
-    first = check_model(model)
-    assert check_model(add_adapter(model, 2)) is first
-
-
-def test_a_model_that_already_has_ragged_attention_is_checked_against_its_own():
-    model = architectures.build("Qwen3")
-    use_ragged_attention(model)
-    assert check_model(model).mode is RunMode.SHARED
-
-
 @pytest.mark.parametrize(
     ("name", "kind"), [("Qwen3", TransformersEngine), ("Qwen3.5", UnbatchedEngine)]
 )
@@ -241,13 +228,6 @@ def test_learner_and_engine_take_the_same_way_in_any_order(name, kind):
         assert isinstance(made[not engine_first], kind)
         learner = made[engine_first]
         assert bool(learner.pack(architectures.make_samples(40)).runs) == (name == "Qwen3")
-
-
-def test_many_experts_in_half_precision_are_no_reason_for_the_slower_way(monkeypatch):
-    settings = architectures.PARTS["MOE"] | {"num_experts": 64, "num_local_experts": 64}
-    monkeypatch.setitem(architectures.ARCHITECTURES, "experts", ("qwen3_moe", settings))
-    for dtype in (torch.bfloat16, torch.float16):
-        assert check_model(architectures.build("experts").to(dtype)).mode is RunMode.SHARED
 
 
 def test_a_model_that_cannot_run_on_the_sequences_is_refused_with_its_error(monkeypatch):

@@ -92,37 +92,6 @@ def test_trees_have_the_output_and_gradients_of_the_cpu(runs, heads):
     compare(lambda: TreeAttention(runs), rows(sum(r.length for r in runs), heads), None, 1e-10)
 
 
-@given(trees())
-def test_forks_that_are_left_out_would_be_noticed(runs):
-    forks = [run for run in runs if run.end > run.stop]
-    if not forks:
-        return
-    tensors = rows(sum(run.length for run in runs), (2, 2))
-    attention = TreeAttention(runs)
-    expected = results(lambda q, k, v: attention.attend(0, q, k, v, 0.3, None), tensors)
-    spans = attention._spans
-    found = results(lambda q, k, v: varlen.attend_forks(q, k, v, spans, [], 0.3), tensors)
-    assert all((a - b).abs().max() > 1e-6 for a, b in zip(found, expected, strict=True))
-
-
-def test_one_call_takes_all_forks_of_a_level():
-    """Two prefixes of 4 with 3 runs each, one of which is continued twice."""
-    runs = []
-    for start in (0, 14):
-        runs += [
-            Run(start=start, length=4, depth=0, end=start + 14),
-            Run(start=start + 4, length=2, depth=4, end=start + 10),
-            Run(start=start + 6, length=2, depth=6, end=start + 8),
-            Run(start=start + 8, length=2, depth=6, end=start + 10),
-            Run(start=start + 10, length=4, depth=4, end=start + 14),
-        ]
-    first, second = TreeAttention(runs)._levels
-    assert [len(level.queries) for level in (first, second)] == [20, 8]
-    assert [len(level.keys) for level in (first, second)] == [8, 4]
-    assert first.spans.queries.tolist() == [0, 10, 20]
-    assert (first.spans.longest_query, first.spans.longest_key) == (10, 4)
-
-
 def tensors_of(dtype=torch.bfloat16, sizes=(16, 16, 16), device="cuda"):
     return [torch.zeros(3, 2, n, dtype=dtype, device=device) for n in sizes]
 
@@ -136,25 +105,6 @@ def test_the_kernels_are_for_half_precision_on_a_gpu():
         q, k, v = tensors_of()
         assert varlen.has_kernel(q.float(), k.float(), v)  # as some norms leave them
         assert not varlen.has_kernel(q, k, v.float())
-
-
-@pytest.mark.parametrize("sizes", [(20, 20, 20), (264, 264, 264), (24, 24, 16), (16, 16, 24)])
-def test_head_sizes_without_a_kernel_take_the_other_path(sizes):
-    with pretend_gpu():
-        assert not varlen.has_kernel(*tensors_of(sizes=sizes))
-
-
-def test_cards_without_a_kernel_take_the_other_path(monkeypatch):
-    large = (256, 256, 256)
-    with pretend_gpu():
-        assert varlen.has_kernel(*tensors_of(sizes=large))
-        for capability, small_heads in (((7, 5), False), ((8, 6), True), ((12, 0), True)):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, c=capability: c)
-            assert not varlen.has_kernel(*tensors_of(sizes=large))
-            assert varlen.has_kernel(*tensors_of()) == small_heads
-        monkeypatch.undo()
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
-        assert not varlen.has_kernel(*tensors_of())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

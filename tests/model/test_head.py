@@ -65,26 +65,6 @@ def test_the_chunked_head_equals_full_logits(count, vocabulary, temperature, bia
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("size", [30, 10**6])
-def test_log_probabilities_of_a_bf16_model_are_float32(chunk, size):
-    chunk(size)
-    (ours, d_ours), (full, d_full) = both(9, 12, 0.7, bias=False, dtype=torch.bfloat16)
-    assert ours.logprobs_N.dtype == torch.float32
-    torch.testing.assert_close(ours.logprobs_N, full.logprobs_N, rtol=0, atol=1e-6)
-    for a, b in zip(d_ours, d_full, strict=True):
-        assert a.dtype == torch.bfloat16
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
-
-
-def test_a_second_backward_pass_gives_the_same_gradient():
-    hidden, weight = torch.randn(5, 4, requires_grad=True), torch.randn(7, 4)
-    total = head.predict(hidden, weight, None, torch.arange(5)).logprobs_N.sum()
-    total.backward(retain_graph=True)
-    once = hidden.grad.clone()
-    total.backward()
-    torch.testing.assert_close(hidden.grad, 2 * once)
-
-
 def learner_of(model):
     config = LearnerConfig(minibatches=1, warmup_steps=0, max_grad_norm=0)
     return Learner(model.double(), GSPO(), config, total_steps=2, temperature=0.8)
