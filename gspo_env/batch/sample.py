@@ -23,7 +23,7 @@ class Sample:
     advantages: FloatArray
     """(N,) of each model token."""
     engine_logprobs: FloatArray | None = None
-    """(N,) as the engine reported them; None if they are not known."""
+    """(N,) as the engine reported them; None if unknown."""
     episode: int | None = None
     """Samples with the same number are sequences of one episode, which has one ratio and one
     weight; None is an episode of its own."""
@@ -69,7 +69,7 @@ class PackedBatch:
     turn_N: Tensor
     advantages_N: Tensor
     engine_logprobs_N: Tensor | None = None
-    """None if they are not known for every sample."""
+    """None unless every sample has them."""
     distinct_M: Tensor | None = None
     """Index of each unique (position, target) pair; None if all are unique."""
     expand_N: Tensor | None = None

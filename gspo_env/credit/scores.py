@@ -80,7 +80,7 @@ class ScoreChoice:
         self._is_set = self.score is not None
 
     def see(self, episodes: Sequence[Episode]) -> bool:
-        """Takes further episodes into account.
+        """Considers further episodes.
 
         Args:
             episodes: Every episode of a step, of all groups.
@@ -109,11 +109,11 @@ class ScoreChoice:
         return self.score is not None
 
     def state(self) -> dict[str, Any]:
-        """Returns what was decided and seen, for `restore`."""
+        """Returns the state for `restore`."""
         return {name: getattr(self, name) for name in _KEPT}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what another choice had decided and seen."""
+        """Restores the state of another choice."""
         for name in _KEPT:
             setattr(self, name, saved[name])
 
@@ -135,12 +135,12 @@ class ScoreChoice:
         return "turns", reason
 
     def _warn_of(self, turns: bool, outcomes: bool) -> None:
-        """Warns if what is not trained on appears after the episodes decided."""
+        """Warns if the other kind of reward appears after the decision."""
         if self._is_set or not (turns if self.score == "outcome" else outcomes):
             return
         what = "rewards of turns" if self.score == "outcome" else "outcomes of its own"
         logger.warning(
-            "%s now has %s, which its first episodes had not: the run keeps the score %r; declare "
+            "%s now has %s, which its first episodes did not have: the run keeps the score %r; declare "
             "`credit_score` in the environment or set --score",
             *(self.env_id, what, self.score),
         )
@@ -164,7 +164,7 @@ class Scores:
         return {env_id: choice.score or "turns" for env_id, choice in self.choices.items()}
 
     def see(self, groups: Sequence[Group]) -> str:
-        """Takes further episodes into account; see `ScoreChoice.see`.
+        """Considers further episodes; see `ScoreChoice.see`.
 
         Args:
             groups: The groups of a step.
@@ -184,12 +184,12 @@ class Scores:
         return "; ".join(reasons)
 
     def state(self) -> dict[str, Any]:
-        """Returns what was decided and seen, for `restore`."""
+        """Returns the state for `restore`."""
         states = {env_id: choice.state() for env_id, choice in self.choices.items()}
         only = next(iter(states.values()))
         return only if len(states) == 1 else {"score": None, "environments": states}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Takes over what other choices had decided and seen."""
+        """Restores the states of other choices."""
         for env_id, choice in self.choices.items():
             choice.restore(saved["environments"][env_id] if len(self.choices) > 1 else saved)

@@ -201,8 +201,8 @@ def serve(ranks: Ranks, plan_of: Callable[[str], Plan]) -> None:
         plan_of: Makes the plan from the run's config in TOML.
 
     Raises:
-        OneRankFailed: Rank 0 has died, or goes on after an error of this rank, or a row does not
-            fit into memory.
+        OneRankFailed: Rank 0 has died, or continues after an error of this rank, or a row does
+            not fit into memory.
     """
     member: _Member | None = None
     failure: GspoEnvError | None = None

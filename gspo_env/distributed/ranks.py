@@ -43,7 +43,7 @@ Header = dict[str, Any]
 
 
 class OneRankFailed(TrainingError):
-    """An error that the other ranks do not have, which wait for this one in vain."""
+    """An error that the other ranks do not have, so that they would wait for this one forever."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

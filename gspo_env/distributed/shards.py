@@ -1,7 +1,7 @@
 """A model in shards: each rank of FSDP2 holds a part of every weight.
 
-Every layer is a group of its own, which is gathered when it computes. All else (embeddings, last
-norm, head) is the root's group, which stays gathered from the forward to the backward pass: the
+Every layer is a group, which is gathered when it computes. Everything else (embeddings, last norm,
+head) is the root's group, which stays gathered from the forward to the backward pass: the
 scorer uses the head's weight outside of the head, and tied embeddings are in one group.
 """
 

@@ -172,7 +172,7 @@ async def sample_parts(
     distribution of an action that stops there.
 
     Args:
-        part: Samples the next ids behind a prompt.
+        part: Samples the next ids after a prompt.
         prompt_ids: The prompt.
         sampling: How the whole action is sampled.
     """

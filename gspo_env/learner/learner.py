@@ -112,7 +112,7 @@ class Learner:
             self._reference = Scorer(reference, reference, temperature, **how)
 
     def _frozen_copy(self, model: Any) -> Any:
-        """Returns a copy of the model with the weights of the start."""
+        """Returns a copy of the model with its initial weights."""
         return copy.deepcopy(model)
 
     def _placed(self, model: Any) -> Any:
@@ -143,7 +143,7 @@ class Learner:
 
         Raises:
             BatchError: No sample has a model token, the loss needs log-probabilities of the engine
-                that are not known, or the loss is not a scalar with a gradient.
+                that are missing, or the loss is not a scalar with a gradient.
             TrainingError: `max_skipped_steps` steps in a row were skipped, or a sequence alone does
                 not fit into memory.
         """
@@ -179,8 +179,7 @@ class Learner:
         """Splits samples into minibatches of packed rows; those without a model token are left out.
 
         Raises:
-            BatchError: No sample has a model token, or log-probabilities of the engine are needed
-                and not known.
+            BatchError: No sample has a model token, or the engine's log-probabilities are missing.
         """
         needed = self.loss.needs_engine_logprobs
         parts = split(samples, self.config.minibatches, seed, needs_engine_logprobs=needed)
@@ -422,11 +421,11 @@ class Learner:
             )
 
     def state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-        """Returns all that the next step depends on: what JSON can hold, and tensors."""
+        """Returns everything that the next step depends on: JSON and tensors."""
         return state.numbers(self), state.tensors(self)
 
     def restore(self, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]) -> None:
-        """Takes over the `state` of another learner; see `gspo_env.learner.state.restore`."""
+        """Loads the `state` of another learner; see `gspo_env.learner.state.restore`."""
         state.restore(self, named, saved)
 
     def imitate(self, samples: Sequence[Sample]) -> float:

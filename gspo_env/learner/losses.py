@@ -65,7 +65,7 @@ class LossInput:
     reference_logprobs_N: Tensor | None
     """Log-probabilities by the reference; None unless the loss needs them."""
     engine_logprobs_N: Tensor | None
-    """Log-probabilities as the engine reported them; None if they are not known."""
+    """Log-probabilities as the engine reported them; None if unknown."""
     num_episodes: int
     """Episodes of this microbatch."""
     num_turns: int

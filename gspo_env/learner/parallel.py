@@ -2,7 +2,7 @@
 
 The operations of a small model are too short for several threads each. So two threads compute
 different rows. The second one has a copy of the model's modules, with the same weights and with
-gradients of its own, which are added to the model's at the end:
+separate gradients, which are added to the model's at the end:
 
     row 0, 2, ...    this thread       the model
     row 1, 3, ...    another thread    the copy

@@ -138,9 +138,9 @@ class Trainer(Protocol):
         ...
 
     def state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-        """Returns all that the next step depends on: what JSON can hold, and whole tensors."""
+        """Returns everything that the next step depends on: JSON, and whole tensors."""
         ...
 
     def restore(self, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]) -> None:
-        """Takes over the `state` of another learner."""
+        """Loads the `state` of another learner."""
         ...

@@ -1,4 +1,4 @@
-"""The state of a learner as tensors and numbers that go into files, and back."""
+"""Saves and restores the state of a learner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tensors(learner: Learner) -> Iterator[tuple[str, Tensor]]:
 
 
 def numbers(learner: Learner) -> dict[str, Any]:
-    """Returns all else that the next step depends on, as JSON can hold it."""
+    """Returns everything else that the next step depends on, as JSON."""
     optimizer = learner.optimizer.state_dict()
     plain = {
         str(index): {k: v for k, v in values.items() if not isinstance(v, Tensor)}
@@ -47,11 +47,11 @@ def numbers(learner: Learner) -> dict[str, Any]:
 def restore(
     learner: Learner, named: Iterable[tuple[str, Tensor]], saved: Mapping[str, Any]
 ) -> None:
-    """Gives a learner with the weights of the start the state that another one had.
+    """Restores the state of another learner in one with the initial weights.
 
     Args:
-        learner: Made from the same model, loss and settings.
-        named: The pairs of `tensors`; others are passed over.
+        learner: A learner with the same model, loss and settings.
+        named: The pairs of `tensors`; others are ignored.
         saved: The result of `numbers`.
 
     Raises:

@@ -20,7 +20,7 @@ class PassStats:
     """Results of one forward and backward pass, without gradient."""
 
     values: dict[str, Tensor]
-    """By name; what is unknown is left out.
+    """By name, without those that are unknown.
 
     Scalars are `loss` (the share of this row in the loss of the minibatch), `router_loss`,
     `load_max` and `load_min`. All others are (N,): `turn`, `episode` (an index into `episodes`),

@@ -46,7 +46,7 @@ class OwnWeights(Engine):
 
     @property
     def fed_tokens(self) -> int:
-        """Tokens that were computed since the start."""
+        """Tokens computed since the engine started."""
         return self._engine.fed_tokens
 
     async def generate(
@@ -83,12 +83,12 @@ class OwnWeights(Engine):
         """Returns copies of what training changes.
 
         Raises:
-            EngineError: The model has other weights than at the start.
+            EngineError: The model has other weights than when the engine started.
         """
         copied, learned = _tensors(self._model), _tensors(self._learner_model)
         if changed := copied.keys() ^ learned.keys():
             raise EngineError(
-                f"the model has other weights than at the start of the engine, such as "
+                f"the model has other weights than when the engine started, such as "
                 f"{min(changed)}; start the engine again"
             )
         return {

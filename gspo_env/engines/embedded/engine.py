@@ -106,8 +106,8 @@ class TransformersEngine(Engine):
     async def update_weights(self, named_tensors: NamedTensors, version: int) -> None:
         """Clears the cache; the engine already shares the learner's weights.
 
-        Afterwards the engine is as a new one, so that what it samples does not depend on what it
-        served before.
+        Afterwards the engine behaves like a new one: what it samples does not depend on earlier
+        requests.
 
         Raises:
             EngineError: Requests still run after minutes.

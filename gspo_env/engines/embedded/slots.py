@@ -1,8 +1,8 @@
 """Which sequence of the key-value cache each request of the `transformers` engine belongs to.
 
 Requests with the same context run as one sequence, whose forward pass is computed once; each
-request samples from its logits with its own random numbers. Requests that sampled different ids go
-on in sequences of their own, with copies of the keys and values so far:
+request samples from its logits with its own random numbers. Requests that sampled different ids
+continue in separate sequences, with copies of the keys and values so far:
 
     [prompt] a b        three requests, one sequence
     [prompt] a b c      two of them sampled c
@@ -75,7 +75,7 @@ class Sequences:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets everything; no request may run."""
+        """Drops everything; no request may run."""
         self._slots = [Slot(index) for index in range(self._count)]
         self._free = list(range(self._count))  # a heap: low slots first keep the cache dense
         self._sessions: dict[str, Slot] = {}  # the oldest first
@@ -88,7 +88,7 @@ class Sequences:
         """How many run."""
 
     def forget(self) -> None:
-        """Forgets all keys and values; requests that run compute theirs anew."""
+        """Drops all keys and values; running requests compute theirs again."""
         self._copies.clear()
         for slot in self._slots:
             self._empty(slot)
@@ -123,7 +123,7 @@ class Sequences:
         return True
 
     def _place(self, request: Request) -> Slot | None:
-        """Returns a slot that holds as much of the prompt as is known, its last token excepted.
+        """Returns a slot that holds as much of the prompt as is computed, except for its last token.
 
         It is None while some of the prompt is being computed for another request.
         """

@@ -96,7 +96,7 @@ def _measure(model: Any, check: ModelCheck, prepared: bool) -> EngineCheck:
     Args:
         model: The model.
         check: How the learner runs it.
-        prepared: Whether an earlier call has told a learner so.
+        prepared: Whether a learner may already depend on `check`.
     """
     probe, batches = ModelProbe(model), None
     if check.mode is not RunMode.UNPACKED:
@@ -131,7 +131,7 @@ def _measure(model: Any, check: ModelCheck, prepared: bool) -> EngineCheck:
 
 
 def _step(probe: ModelProbe) -> float:
-    """Feeds a prompt, a copy of its prefix that goes on otherwise, and single tokens of both.
+    """Feeds a prompt, a copy of its prefix with another continuation, and single tokens of both.
 
     These are the steps of the embedded engine; each gives the next token's log-probability.
     """

@@ -29,7 +29,7 @@ _Key = TypeVar("_Key")
 
 
 class UnbatchedEngine(Engine):
-    """Samples from a `transformers` causal LM as it is, with the weights of the learner.
+    """Samples from an unmodified `transformers` causal LM with the weights of the learner.
 
     Args:
         model: The causal LM, with its own attention.

@@ -37,14 +37,14 @@ _LOCAL = "http://vllm"
 
 
 class State(StrEnum):
-    """What a server can do."""
+    """The state of a server."""
 
     SERVING = "serving"
     """It has the current weights."""
     STARTING = "starting"
-    """It is started again."""
+    """It is being restarted."""
     READY = "ready"
-    """It was started again and gets the weights with the next update."""
+    """It was restarted and gets the weights with the next update."""
     LOST = "lost"
     """It is no longer used."""
 

@@ -199,7 +199,7 @@ class ServerClient(ServerRequests):
     """Samples on servers that another process starts, watches and updates.
 
     Args:
-        fleet: The servers at the start; `see` replaces them.
+        servers: The initial servers; `replace` takes newer ones.
         max_slots: Maximum number of requests in flight.
     """
 
@@ -218,7 +218,7 @@ class ServerClient(ServerRequests):
     def see(self, fleet: ServerList) -> None:
         """Takes over which servers serve, and the version of their weights; from any thread.
 
-        What was told before the newest message is left out.
+        Lists that are older than the newest one are ignored.
         """
         with self._lock:
             if fleet.number >= self._fleet.number:

@@ -210,7 +210,7 @@ class VLLMServerEngine(ServerRequests):
             return ""
         waits = any(server.state is State.READY for server in self._servers)
         again = (
-            f"; it was started again and waits for the next weights, since transfer "
+            f"; it was restarted and waits for the next weights, since transfer "
             f"{self._transfer!r} sends them from the learner only: choose --transfer folder, or "
             "more servers"
         )
@@ -255,14 +255,14 @@ class VLLMServerEngine(ServerRequests):
                     problem = self._send_to(server)
                     if not problem:
                         server.state = State.SERVING
-                        logger.warning("vLLM server %s was started again and serves", server.name)
+                        logger.warning("vLLM server %s was restarted and serves", server.name)
                         return
-            except Exception as error:  # whoever waits for this server must hear of it
+            except Exception as error:  # requests that wait for this server must fail with it
                 problem = f"{type(error).__name__}: {error}"
             if self._closed.is_set():
                 return
             self._why_lost = problem
-            logger.error("vLLM server %s was started again in vain: %s", server.name, problem)
+            logger.error("restart of vLLM server %s failed: %s", server.name, problem)
             if not self._may_restart():
                 server.state = State.LOST
                 return
