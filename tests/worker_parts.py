@@ -25,8 +25,8 @@ class Engine(ServerClient):
         self.told = []
 
     @property
-    def fleet(self):
-        return self._fleet
+    def server_list(self):
+        return self._server_list
 
     def failed(self, address, reason):
         self.told.append((address, reason))

@@ -140,7 +140,7 @@ class ScoreChoice:
             return
         what = "rewards of turns" if self.score == "outcome" else "outcomes of its own"
         logger.warning(
-            "%s now has %s, which its first episodes did not have: the run keeps the score %r; declare "
+            "%s now has %s, unlike its first episodes: the run keeps the score %r; declare "
             "`credit_score` in the environment or set --score",
             *(self.env_id, what, self.score),
         )

@@ -59,7 +59,7 @@ class ServesOthers(Protocol):
     """An engine on whose servers other processes sample."""
 
     @property
-    def fleet(self) -> ServerList:
+    def server_list(self) -> ServerList:
         """The servers."""
 
     def failed(self, address: ServerAddress, reason: str) -> None:
@@ -160,7 +160,7 @@ class WorkerPool:
             worker = await self._assign(request)
             handle = worker.handle
             try:
-                group: Group = pickle.loads(await handle.play(request, self._engine.fleet))
+                group: Group = pickle.loads(await handle.play(request, self._engine.server_list))
                 return group
             except WorkerDied as death:
                 with self._lock:
@@ -229,7 +229,7 @@ class WorkerPool:
         while not self._closing.wait(_STATUS_SECONDS):
             now = time.monotonic()
             late = max(0.0, now - last - 2 * _STATUS_SECONDS)
-            last, servers = now, self._engine.fleet
+            last, servers = now, self._engine.server_list
             for worker in self._workers:
                 # while this process is suspended or very busy, it hears no answer
                 worker.started += late

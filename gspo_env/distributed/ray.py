@@ -89,7 +89,7 @@ def open_workers(
             history=chat.history,
             config=limits,
             vocab_size=vocab_size,
-            servers=engine.fleet,
+            servers=engine.server_list,
         )
         cluster.connect(setup)
         with contextlib.closing(WorkerPool(cluster.start, engine, limits)) as workers:

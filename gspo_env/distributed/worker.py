@@ -101,7 +101,7 @@ class Worker:
 
     async def play(self, request: RolloutRequest, servers: ServerList) -> bytes:
         """Plays a group on the servers of the moment; returns it as `to_bytes` does."""
-        self._engine.see(servers)
+        self._engine.replace_servers(servers)
         self._ticking = self._ticking or asyncio.create_task(self._tick())
         try:
             return to_bytes(await self.collector.play(request, self._gate))
@@ -110,7 +110,7 @@ class Worker:
 
     def status(self, servers: ServerList) -> WorkerStatus:
         """Takes over which servers serve, and returns the state; from any thread."""
-        self._engine.see(servers)
+        self._engine.replace_servers(servers)
         return WorkerStatus(
             pid=os.getpid(),
             idle=self.collector.idle(),

@@ -212,7 +212,7 @@ def test_ranks_that_play_ahead_go_on_after_a_kill_and_train_on_each_group_once(t
     finish(process, where)
     assert gone(children)
     found = json.loads((where / "run/checkpoints/step-000004/state.json").read_text())
-    assert found["supply"] == {"next": 12, "open": []}
+    assert found["buffer"] == {"next": 12, "open": []}
     log = [m for _, m in found["history"] if "rollout/return" in m]
     assert [m["rollout/episodes_before"] for m in log] == [0, 9, 18, 27]
     assert 0 < max(m["rollout/staleness_max"] for m in log) <= 2

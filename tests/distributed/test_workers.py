@@ -96,7 +96,7 @@ def crew_of(config, chat, engine, start=Thread, **timeouts):
         history="template",
         config=config.rollout,
         vocab_size=len(chat.tokenizer),
-        servers=engine.fleet,
+        servers=engine.server_list,
     )
     handles = []
 
@@ -245,7 +245,7 @@ class Slow:  # answers in 0.2 s of the time in which this process runs
 workers._STATUS_SECONDS = 0.05
 handle = Slow()
 crew = workers.WorkerPool(
-    lambda number: handle, SimpleNamespace(fleet=None), RolloutConfig(workers="ray:1"),
+    lambda number: handle, SimpleNamespace(server_list=None), RolloutConfig(workers="ray:1"),
     start_timeout=1.0, answer_timeout=1.0,
 )
 deadline = time.monotonic() + 60
@@ -377,7 +377,7 @@ def test_a_worker_that_does_not_start_in_time_is_an_error(chat, server):
 
 def test_an_error_of_a_group_reaches_the_trainer_as_itself(chat, server):
     config, engine = settings("ray:2"), Engine(fleet(server, lost="every server is lost"))
-    engine.see(fleet(lost="every server is lost"))
+    engine.replace_servers(fleet(lost="every server is lost"))
     with (
         crew_of(config, chat, engine) as (collector, _),
         pytest.raises(Exception, match=r"^every server is lost$"),
@@ -423,10 +423,10 @@ def test_a_restarted_server_serves_again_and_a_lost_one_does_not(server):
     engine = Engine(fleet(server))
     engine._lose(engine._servers[0], "it hangs")
     assert engine.take_failed() == {server: "it hangs"}
-    engine.see(fleet(server))
+    engine.replace_servers(fleet(server))
     assert [s.state for s in engine._servers] == ["lost"]
     again = type(server)(address=server.address, socket=server.socket, pid=server.pid + 1)
-    engine.see(fleet(again, weights_version=3))
+    engine.replace_servers(fleet(again, weights_version=3))
     assert [s.state for s in engine._servers] == ["serving"]
     assert engine.weights_version == 3
 

@@ -274,11 +274,11 @@ async def restarted(engine, monkeypatch):
 
 def test_requests_from_elsewhere_do_not_wait_for_weights_that_nobody_sends(start, monkeypatch):
     engine = start()
-    before = engine.fleet
+    before = engine.server_list
 
     async def play():
         asking = await restarted(engine, monkeypatch)
-        client = ServerClient(engine.fleet, 4)
+        client = ServerClient(engine.server_list, 4)
         sentence = r"none of the 1 vLLM servers is left; .*waits for the next weights"
         with pytest.raises(EngineError, match=sentence):
             await asking
@@ -294,7 +294,7 @@ def test_requests_wait_for_a_restarted_server_that_gets_its_weights_now(start, m
     asked = []
 
     def send(server):
-        asked.append(engine.fleet.lost)
+        asked.append(engine.server_list.lost)
         monkeypatch.setattr(engine, "_transfer", "folder")
         return real(server)
 
@@ -304,7 +304,7 @@ def test_requests_wait_for_a_restarted_server_that_gets_its_weights_now(start, m
             await asking
         change(model)
         await engine.update_in_flight(named_weights(model), 1)
-        return await ask(ServerClient(engine.fleet, 4), 2)
+        return await ask(ServerClient(engine.server_list, 4), 2)
 
     real = engine._send_to
     monkeypatch.setattr(engine, "_send_to", send)
@@ -319,14 +319,14 @@ def prepare(engine, named):
 
 def test_an_older_message_does_not_undo_what_a_newer_one_said(start, monkeypatch):
     engine = start(replicas=2)
-    first = engine.fleet
+    first = engine.server_list
     engine._lose(engine._servers[0], "test", restart=False)
-    second = engine.fleet
+    second = engine.server_list
     client = ServerClient(first, 4)
-    client.see(second)
-    client.see(first)  # it was sent earlier, and came later
+    client.replace_servers(second)
+    client.replace_servers(first)  # it was sent earlier, and came later
     assert len(client._servers) == 1
-    client.see(second)
+    client.replace_servers(second)
     assert len(client._servers) == 1
 
 

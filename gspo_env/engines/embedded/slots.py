@@ -123,7 +123,7 @@ class Sequences:
         return True
 
     def _place(self, request: Request) -> Slot | None:
-        """Returns a slot that holds as much of the prompt as is computed, except for its last token.
+        """Returns a slot with as much of the prompt as is computed, except for its last token.
 
         It is None while some of the prompt is being computed for another request.
         """

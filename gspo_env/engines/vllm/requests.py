@@ -199,44 +199,44 @@ class ServerClient(ServerRequests):
     """Samples on servers that another process starts, watches and updates.
 
     Args:
-        servers: The initial servers; `replace` takes newer ones.
+        server_list: The initial servers; `replace_servers` takes newer ones.
         max_slots: Maximum number of requests in flight.
     """
 
-    def __init__(self, fleet: ServerList, max_slots: int) -> None:
-        timeout = fleet.request_timeout
+    def __init__(self, server_list: ServerList, max_slots: int) -> None:
+        timeout = server_list.request_timeout
         super().__init__(
-            max_slots=max_slots, max_context=fleet.max_context, request_timeout=timeout
+            max_slots=max_slots, max_context=server_list.max_context, request_timeout=timeout
         )
         self._servers_by_address: dict[ServerAddress, Server] = {}
         self._failed: dict[ServerAddress, str] = {}
-        self._fleet = fleet
+        self._server_list = server_list
         self._lock = threading.Lock()
         """Held while the servers or their failures change."""
-        self.see(fleet)
+        self.replace_servers(server_list)
 
-    def see(self, fleet: ServerList) -> None:
-        """Takes over which servers serve, and the version of their weights; from any thread.
+    def replace_servers(self, server_list: ServerList) -> None:
+        """Replaces the servers and the version of their weights; callable from any thread.
 
         Lists that are older than the newest one are ignored.
         """
         with self._lock:
-            if fleet.number >= self._fleet.number:
-                self._see(fleet)
+            if server_list.number >= self._server_list.number:
+                self._replace_servers(server_list)
 
-    def _see(self, fleet: ServerList) -> None:
-        for address in fleet.servers:
+    def _replace_servers(self, server_list: ServerList) -> None:
+        for address in server_list.servers:
             if address not in self._servers_by_address:
                 self._servers_by_address[address] = Server(
                     address=address.address, socket=address.socket, pid=address.pid
                 )
-        if fleet.weights_version != self.weights_version:
+        if server_list.weights_version != self.weights_version:
             for server in self._servers_by_address.values():
                 server.failures = 0
-        self._fleet = fleet
-        self.weights_version = fleet.weights_version
+        self._server_list = server_list
+        self.weights_version = server_list.weights_version
         before = self._servers
-        self._servers = [self._servers_by_address[address] for address in fleet.servers]
+        self._servers = [self._servers_by_address[address] for address in server_list.servers]
         for server in before:
             if server not in self._servers:
                 self._redirect(server)
@@ -248,8 +248,8 @@ class ServerClient(ServerRequests):
         return failed
 
     def _require_one(self, *states: State) -> None:
-        if self._fleet.lost:
-            raise EngineError(self._fleet.lost)
+        if self._server_list.lost:
+            raise EngineError(self._server_list.lost)
 
     def _lose(self, server: Server, reason: str) -> None:
         server.state = State.LOST  # until it is seen with another process id

@@ -74,7 +74,7 @@ class VLLMServerEngine(ServerRequests):
         self.tolerance = config.tolerance
         self._config = config
         self._exporter = Exporter(model, untie=not torch.cuda.is_available())
-        self._private = PrivateFolder("gspo-env-fleet-")
+        self._private = PrivateFolder("gspo-env-servers-")
         self._folder = Path(config.shared_folder or self._private.path) / "weights"
         self._transfer = config.transfer_for(next(model.parameters()).device.type)
         self._source: Any = None
@@ -130,7 +130,7 @@ class VLLMServerEngine(ServerRequests):
         return next((dtype for dtype in dtypes if dtype != "float32"), "float32")
 
     @property
-    def fleet(self) -> ServerList:
+    def server_list(self) -> ServerList:
         """The servers, for requests from other processes."""
         number = next(self._numbers)  # before their states are read
         serving = [s for s in self._servers if s.state is State.SERVING]
