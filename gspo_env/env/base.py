@@ -104,18 +104,6 @@ class UnicodeText(Text):
         """Returns whether `x` is text of an allowed length."""
         return isinstance(x, str) and self.min_length <= len(x) <= self.max_length
 
-    def __eq__(self, other: object, /) -> bool:
-        """Returns whether `other` contains the same texts."""
-        return (
-            isinstance(other, UnicodeText)
-            and self.min_length == other.min_length
-            and self.max_length == other.max_length
-        )
-
-    def __hash__(self) -> int:
-        """Hashes the bounds, which `__eq__` compares."""
-        return hash((UnicodeText, self.min_length, self.max_length))
-
     def __repr__(self) -> str:
         """Shows the bounds."""
         return f"UnicodeText({self.max_length}, min_length={self.min_length})"

@@ -73,9 +73,8 @@ class EnvPool:
     _seats: dict[int, _Seat] = field(default_factory=dict)
     _closing: list[Future[Any]] = field(default_factory=list)
     """The running calls of `close`."""
-    _stuck: list[tuple[EnvThread, float]] = field(default_factory=list)
-    """Threads that have not returned, each with the time from which it counts as one that hangs
-    (monotonic clock)."""
+    _stuck: list[EnvThread] = field(default_factory=list)
+    """Threads that have not returned from a call."""
 
     def __post_init__(self) -> None:
         """Reads the declarations of the sample."""
@@ -137,9 +136,8 @@ class EnvPool:
                 raise  # the environment's own TimeoutError
             thread.submit(lambda: close_quietly(making.result()))  # if it ever returns
             thread.stop()
-            cancelled = isinstance(error, asyncio.CancelledError)
-            self._stuck.append((thread, time.monotonic() + (timeout or 0.0) * cancelled))
-            if cancelled:
+            self._stuck.append(thread)
+            if isinstance(error, asyncio.CancelledError):
                 raise
             raise EnvironmentHangError(f"__init__() has not returned in {timeout:g} s") from error
         return env
@@ -148,14 +146,12 @@ class EnvPool:
         """Puts an environment back for the next episode."""
         self._idle.append(env)
 
-    def discard(self, env: TextEnvironment, *, stuck: bool = False, patience: float = 0.0) -> None:
+    def discard(self, env: TextEnvironment, *, stuck: bool = False) -> None:
         """Closes an environment that is not used again.
 
         Args:
             env: The environment.
             stuck: Whether its thread has not returned from a call.
-            patience: Seconds that the call may still take before the thread counts as one that
-                hangs.
 
         Raises:
             RolloutError: More than `max_stuck` threads hang.
@@ -164,13 +160,11 @@ class EnvPool:
             env.kill()  # its thread returns at once
             stuck = False
         if (seat := self._seats.pop(id(env), None)) is not None:
-            self._close(seat, stuck, patience)
-        self._stuck = [(thread, since) for thread, since in self._stuck if thread.alive]
-        now = time.monotonic()
-        hanging = sum(since <= now for _, since in self._stuck)
-        if hanging > self.max_stuck:
+            self._close(seat, stuck)
+        self._stuck = [thread for thread in self._stuck if thread.alive]
+        if len(self._stuck) > self.max_stuck:
             raise RolloutError(
-                f"{hanging} environments hang, each in a thread that cannot be ended; "
+                f"{len(self._stuck)} environments hang, each in a thread that cannot be ended; "
                 f"expected at most {self.max_stuck}: give their calls time limits of their own, or "
                 'set rollout.isolation to "process"'
             )
@@ -213,7 +207,7 @@ class EnvPool:
         ):
             self.blocking = attribute(env, "blocking", None)
 
-    def _close(self, seat: _Seat, stuck: bool = False, patience: float = 0.0) -> None:
+    def _close(self, seat: _Seat, stuck: bool = False) -> None:
         """Closes an environment where it lives."""
         if seat.thread is None or not (seat.threaded or stuck):
             close_quietly(seat.env)
@@ -223,7 +217,7 @@ class EnvPool:
         if seat.thread is not None:
             seat.thread.stop()
             if stuck:
-                self._stuck.append((seat.thread, time.monotonic() + patience))
+                self._stuck.append(seat.thread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +304,7 @@ async def play_pooled(
         episode = await play(env, task, policy, timeout=timeout, call=pool.call, **limits)
     except asyncio.CancelledError:
         with contextlib.suppress(RolloutError):  # the next failure reports that too many hang
-            pool.discard(env, stuck=True, patience=timeout)
+            pool.discard(env, stuck=True)
         raise
     if episode.failed:
         pool.discard(env, stuck=episode.stop_reason is StopReason.ENV_TIMEOUT)

@@ -10,19 +10,17 @@ import sys
 import textwrap
 import threading
 
-import gymnasium
 import pytest
 from gymnasium.wrappers import TimeLimit
 
 from gspo_env import TextEnv, ToolEnv, tool
-from gspo_env.check import check_env
 from gspo_env.env.registration import make_env
 from gspo_env.env.tools import format_tool_call
 from gspo_env.errors import EnvironmentContractError
 from gspo_env.registry import load_module
 from gspo_env.rollout.play import demonstrator, play, play_now
 from gspo_env.rollout.pool import EnvPool
-from gspo_env.runtime.loops import finish, run_alone
+from gspo_env.runtime.loops import run_alone
 from gspo_env.types import StopReason, Task
 
 TASK = Task(env_id="test", seed=0)
@@ -83,10 +81,6 @@ def test_async_methods_work_alone_in_wrappers_and_on_an_event_loop(cls, wrap):
     assert episode.final_observation == ("end" if cls is Waits else "end!")
     again = asyncio.run(play(wrap(cls()), TASK, lambda now: "no", timeout=60))
     assert (again.stop_reason, again.success) == (StopReason.TERMINATED, False)
-
-
-def test_check_env_accepts_async_methods():
-    assert check_env(Waits()).score == "turns"
 
 
 def test_a_class_that_is_no_text_env_is_made_synchronous_when_it_is_registered(tmp_path):
@@ -160,11 +154,6 @@ def test_an_async_tool_in_an_async_step_is_refused_and_does_not_hang():
         env.step(look("door"))
 
 
-def test_a_plain_environment_is_not_touched():
-    assert gymnasium.Env.step is TextEnv.step or TextEnv.step is not None
-    assert not asyncio.iscoroutinefunction(ToolEnv.step)
-
-
 class Orders(ToolEnv):
     """Has a connection that a plain `reset` opens and an asynchronous tool uses."""
 
@@ -208,26 +197,6 @@ def test_an_async_tool_uses_the_connection_that_a_plain_reset_opened(declared):
     for episode in (alone, together):
         assert [turn.observation for turn in episode.turns] == ["How many?", "7"]
         assert episode.success
-
-
-def test_async_methods_run_in_the_thread_of_their_environment():
-    threads = []
-
-    class Where(Waits):
-        async def reset(self, *, seed=None, options=None):
-            threads.append(threading.current_thread())
-            return await super().reset(seed=seed)
-
-        def step(self, action):
-            threads.append(threading.current_thread())
-            return "end", 1.0, True, False, {}
-
-    play_now(Where(), TASK, lambda now: "yes")
-    assert set(threads) == {threading.current_thread()}
-    threads.clear()
-    asyncio.run(pooled(Where, lambda now: "yes"))
-    (own,) = set(threads)
-    assert own.name == "env"
 
 
 def test_what_an_environment_started_goes_on_while_the_policy_thinks():
@@ -316,19 +285,3 @@ def test_a_coroutine_runs_alone_also_where_an_event_loop_runs():
 
     assert run_alone(work([])) == "none"
     assert asyncio.run(notebook()) == "cell"
-
-
-@pytest.mark.parametrize("runs", [run_alone, finish])
-def test_a_result_is_not_written_out_as_text(runs):
-    asked = []
-
-    class Episodes:
-        def __repr__(self):
-            asked.append(1)
-            return "many"
-
-    async def play():
-        return Episodes()
-
-    assert isinstance(runs(play()), Episodes)
-    assert not asked

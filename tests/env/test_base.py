@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from gymnasium.spaces import Text
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo_env.env.base import TextEnv, clean, extract_tag
+from gspo_env.env.base import TextEnv, UnicodeText, clean, extract_tag
 from gspo_env.errors import ConfigError, EnvironmentContractError
 
 
@@ -77,3 +78,29 @@ def test_a_cleaned_text_can_be_encoded_and_sound_text_stays(text: str) -> None:
 )
 def test_the_last_whole_tag_is_read(text: str, content: str | None) -> None:
     assert extract_tag(text, "a") == content
+
+
+@given(st.text(max_size=50))
+def test_any_unicode_up_to_the_length_is_contained(text: str) -> None:
+    assert UnicodeText(50).contains(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "inside"), [("", False), ("é", True), ("abcd", False), (3, False)]
+)
+def test_bounds_are_inclusive_and_only_text_is_contained(value: object, inside: bool) -> None:
+    assert UnicodeText(3, 1).contains(value) is inside
+
+
+def test_samples_are_seeded_short_and_contained() -> None:
+    first, second = UnicodeText(16384, seed=7), UnicodeText(16384, seed=7)
+    samples = [first.sample() for _ in range(50)]
+    assert samples == [second.sample() for _ in range(50)]
+    assert all(len(text) <= 32 and text.isascii() and text in first for text in samples)
+
+
+def test_equality_is_by_kind_and_bounds() -> None:
+    assert UnicodeText(5) == UnicodeText(5)
+    assert UnicodeText(5) != UnicodeText(6)
+    assert UnicodeText(5) != Text(5, min_length=0)
+    assert repr(UnicodeText(5)) == "UnicodeText(5, min_length=0)"

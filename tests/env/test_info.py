@@ -97,6 +97,8 @@ def test_a_broken_reset_is_an_error(result: object) -> None:
         ("token_advantages", [[1.0], [2.0]], "one finite number per sampled token"),
         ("token_advantages", ["a", "b"], "one finite number per sampled token"),
         ("token_mask", 3, "one finite number per sampled token"),
+        ("malformed_calls", -1, "an int of at least 0"),
+        ("malformed_calls", True, "an int of at least 0"),
         ("agent", 3, "a str of at most 1,000,000 characters"),
     ],
 )

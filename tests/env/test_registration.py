@@ -6,7 +6,6 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 import gymnasium
 import pytest
@@ -158,21 +157,6 @@ def _register_plugin() -> None:
 
 def _broken_plugin() -> None:
     raise RuntimeError("broken plugin")
-
-
-class ToolsOfInstance(TextEnv):
-    """Its tools are known once it is made."""
-
-    @property
-    def tools(self) -> tuple[Any, ...]:  # type: ignore[override]
-        return ()
-
-
-def test_an_environment_whose_tools_are_a_property_is_listed_without_them() -> None:
-    env_id = registration._register_class(ToolsOfInstance)
-    (found,) = [each for each in registration.describe_envs() if each.id == env_id]
-    assert found.summary == "Its tools are known once it is made."
-    assert found.tools == ()
 
 
 def test_plugins_are_loaded_and_a_broken_one_is_only_logged(

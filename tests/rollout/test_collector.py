@@ -124,31 +124,6 @@ def test_each_limit_ends_an_episode_with_its_name(player, reason, result, limits
         assert episode.truncated == (episode.stop_reason is not StopReason.TERMINATED)
 
 
-def test_a_gymnasium_time_limit_truncates(player):
-    groups = play(collector(player, lambda: TimeLimit(Echo(), max_episode_steps=2)))
-    ended = [e for e in episodes(groups) if e.stop_reason is StopReason.TRUNCATED]
-    assert ended
-    assert all(len(e.turns) == 2 for e in ended)
-
-
-def test_an_episode_that_outlasts_the_clock_ends_as_timeout_and_the_others_go_on(player):
-    class Hanging(Echo):
-        blocking = True
-
-        def step(self, action):
-            time.sleep(1.5 if self.slow else 0.0)
-            return "done", 1.0, True, False, {}
-
-        def reset(self, *, seed=None, options=None):
-            self.slow = seed == 0
-            return super().reset(seed=seed)
-
-    groups = play(collector(player, Hanging, episode_timeout=1.0), tasks=4, size=1)
-    # The token limit may also cut a turn. Then there is no step to wait for.
-    assert groups[0].episodes[0].stop_reason in (StopReason.ENV_TIMEOUT, StopReason.MAX_TURN_TOKENS)
-    assert any(e.stop_reason is StopReason.TERMINATED for e in episodes(groups[1:]))
-
-
 @pytest.mark.parametrize("declared", [True, None])
 def test_environments_that_are_not_declared_quick_run_in_threads(player, declared):
     threads = set()
@@ -182,56 +157,6 @@ def test_a_quick_environment_stays_on_the_event_loop(player):
 
     play(collector(player, Quick, max_turns=3), tasks=8)
     assert threads == {threading.current_thread()}
-
-
-def test_a_few_failing_episodes_are_counted_and_left_out_of_the_means(player, caplog):
-    made = []
-
-    def make():
-        made.append(Echo(RuntimeError("socket closed") if len(made) % 8 == 0 else None))
-        return made[-1]
-
-    groups = play(collector(player, make, max_turns=2, max_retries=0))
-    metrics = RolloutStats.of(groups, 1.0).metrics()
-    failed = [e for e in episodes(groups) if e.stop_reason is StopReason.ERROR]
-    assert 0 < len(failed) == metrics["rollout/env_errors"] <= 4
-    assert "RuntimeError: socket closed" in failed[0].error
-    assert failed[0].error.startswith("step(")
-    assert "socket closed" in caplog.text
-
-
-def test_when_most_episodes_fail_the_first_cause_is_raised(player):
-    broken = collector(player, lambda: Echo(RuntimeError("no route to host")))
-    with pytest.raises(RolloutError, match="no route to host"):
-        play(broken)
-
-
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        ((3, 0.0, False, False, {}), "observation is 3"),
-        (("x", float("nan"), False, False, {}), "reward is nan"),
-        (("x", 0.0, True, False, {"episodic_reward": float("inf")}), "episodic_reward.* is inf"),
-        (("x", 0.0, False, {}), "a tuple"),
-        (("x", 0.0, False, False, {"reward_parts": {"a": float("nan")}}), "reward_parts.* is"),
-        (("x", 0.0, False, False, {"reward_parts": [1.0]}), "reward_parts.* is"),
-    ],
-)
-def test_a_broken_contract_names_the_environment_the_part_and_the_value(player, result, words):
-    with pytest.raises(RolloutError, match=f"16 of 16 episodes.*test: .*{words}"):
-        play(collector(player, lambda: Echo(result)))
-
-
-def test_the_outcome_is_the_episodic_reward_or_else_the_sum_of_rewards(player):
-    given = ("end", 0.25, True, False, {"episodic_reward": 7.0, "success": False})
-    plain = ("end", 0.25, True, False, {})
-    for result, outcome, success in ((given, 7.0, False), (plain, 0.25, True)):
-        ended = [
-            e
-            for e in episodes(play(collector(player, lambda r=result: Echo(r))))
-            if e.stop_reason is StopReason.TERMINATED
-        ]
-        assert {(e.outcome, e.success) for e in ended} == {(outcome, success)}
 
 
 def test_named_parts_are_summed_over_turns_and_averaged_over_the_episodes_that_have_them(player):
@@ -330,49 +255,6 @@ class TokenJudge(Echo):
         return "go on", 0.5, False, False, info
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "assistant", "content": "I begin"}]},
-        {"messages": "not a chat"},
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]},
-        {"tools": ["look"]},
-    ],
-)
-def test_a_malformed_conversation_costs_one_episode_and_is_counted(player, broken, caplog):
-    class Once(Echo):
-        def reset(self, *, seed=None, options=None):
-            observation, _ = super().reset(seed=seed)
-            return observation, broken if seed == 2 else {"messages": Chatty.history}
-
-    groups = play(collector(player, Once, max_turns=1), tasks=4, size=1)
-    reasons = [e.stop_reason for e in episodes(groups)]
-    assert reasons.count(StopReason.INVALID) == 1
-    assert reasons[2] is StopReason.INVALID
-    metrics = RolloutStats.of(groups, 1.0).metrics()
-    assert (metrics["rollout/env_errors"], metrics["rollout/lost_episodes"]) == (3, 1)
-    assert f"test: reset() info['{next(iter(broken))}'] is " in caplog.text
-
-
-@pytest.mark.parametrize("outcome", [None, "high", float("nan")])
-def test_an_outcome_that_is_no_number_does_not_stop_the_run(player, outcome):
-    class Once(Echo):
-        def reset(self, *, seed=None, options=None):
-            self.outcome = outcome if seed == 1 else 1.0
-            return super().reset(seed=seed)
-
-        def step(self, action):
-            return "end", 0.25, True, False, {"episodic_reward": self.outcome}
-
-    everything = episodes(play(collector(player, Once), tasks=4, size=1))
-    ended = [e for e in everything if e.stop_reason is not StopReason.MAX_TURN_TOKENS]
-    assert {e.outcome for e in ended if e.task.seed != 1} <= {1.0}
-    # None is no outcome: the sum of the rewards; anything else is an error of the episode
-    errors = [e.task.seed for e in ended if e.stop_reason is StopReason.INVALID]
-    assert errors == ([] if outcome is None else [1])
-
-
 class Long(Echo):
     """Half of its tasks have a prompt that does not fit."""
 
@@ -412,13 +294,6 @@ def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player)
     assert turns > 8
 
 
-def test_token_judgements_of_a_wrong_number_are_refused(player):
-    wrong = Echo(("go on", 0.5, False, False, {"token_mask": [True] * 99}))
-    running = collector(player, lambda: wrong, max_turns=1)
-    with pytest.raises(RolloutError, match=r"token_mask.*one per sampled token"):
-        play(running)
-
-
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: TimeLimit(env, 9)])
 def test_a_declared_outcome_of_cut_episodes_is_found_through_wrappers(player, wrap):
     class Declared(Echo):
@@ -436,48 +311,6 @@ def test_an_episode_that_is_cut_before_its_first_action_has_no_turns(player):
     assert {(e.stop_reason, e.turns) for e in episodes(groups)} == {(StopReason.MAX_CONTEXT, ())}
     played = RolloutStats.of(groups, 1.0).played
     assert (played.turns, played.mean_return, played.outcome, played.success) == (0, 0, 0, 0)
-
-
-class HangsInReset(Echo):
-    """Waits for ever in `reset`, as a server that is full does."""
-
-    def reset(self, *, seed=None, options=None):
-        if seed == 0:
-            self.release.wait()
-        return super().reset(seed=seed)
-
-
-def test_an_environment_that_hangs_in_reset_costs_its_episode_alone(player):
-    HangsInReset.release = threading.Event()
-    try:
-        running = collector(player, HangsInReset, episode_timeout=1.0, max_turns=1)
-        groups = play(running, tasks=4, size=1)
-    finally:
-        HangsInReset.release.set()
-    first, *others = episodes(groups)
-    assert (first.stop_reason, first.turns) == (StopReason.ENV_TIMEOUT, ())
-    assert all(e.turns for e in others)
-    assert 1 <= len(running.pool._idle) <= 3  # those that hang are not used again
-    running.pool.close()
-
-
-def test_an_environment_that_raises_in_reset_is_an_error_of_that_episode(player):
-    class Full(Echo):
-        def reset(self, *, seed=None, options=None):
-            if seed == 0:
-                raise ConnectionError("the server is full")
-            return super().reset(seed=seed)
-
-    groups = play(collector(player, Full, max_turns=1), tasks=4, size=1)
-    first, *others = episodes(groups)
-    assert first.error.startswith("reset(seed=0) raised ConnectionError: the server is full (")
-    assert not any(e.failed for e in others)
-
-
-def test_a_contract_that_always_breaks_in_a_thread_stops_the_run(player):
-    running = collector(player, lambda: Echo(("x", 0.0, False, False, {"success": 1})))
-    with pytest.raises(RolloutError, match=r"success'\] is 1 of type int"):
-        play(running)
 
 
 def test_threads_give_the_same_episodes_as_the_event_loop(player):

@@ -15,11 +15,11 @@ import pytest
 from gspo_env.credit import Outcome, ReturnsToGo, estimate
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
-from gspo_env.errors import ConfigError, RolloutError
+from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
-from gspo_env.rollout.play import PolicyOutput, play_now
-from gspo_env.rollout.pool import EnvPool, play_pooled
+from gspo_env.rollout.play import play_now
+from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import FAILURES, StopReason, Task, bare_episode
 
 
@@ -128,23 +128,6 @@ def test_a_fault_costs_one_attempt_and_its_environment_is_closed(player, fault, 
     assert all(one.closed == 1 for one in env.made)
 
 
-def test_a_retry_of_a_deterministic_environment_repeats_to_the_last_token(player):
-    def ids():
-        env = counted(bad=frozenset({0, 3, 5}), blocking=False)
-        return [sampled(e) for e in episodes(play(collector(player, env)))]
-
-    assert ids() == ids()
-
-
-def test_an_episode_that_needs_no_retry_is_not_changed_by_one_of_another(player):
-    def ids(bad):
-        env = counted(bad=frozenset(bad), blocking=False)
-        return [(sampled(e), bool(e.faults)) for e in episodes(play(collector(player, env)))]
-
-    for (whole, _), (beside, retried) in zip(ids(()), ids({2}), strict=True):
-        assert retried or whole == beside
-
-
 def attempted(player, bad, retries):
     env = counted(bad=frozenset(bad), blocking=False)
     every = episodes(play(collector(player, env, max_retries=retries)))
@@ -212,13 +195,6 @@ def test_episodes_that_all_fail_stop_the_run_at_any_rate(player):
     env = type("Fresh", (Hostile,), {"made": [], "bad": {0, 1}, "blocking": False})
     with pytest.raises(RolloutError, match="8 of 8 episodes failed"):
         play(collector(player, env, max_env_error_rate=1.0, max_turn_tokens=400))
-
-
-@pytest.mark.parametrize("name", ["max_retries", "max_env_error_rate"])
-@pytest.mark.parametrize("value", [-1, 1.5, float("nan")])
-def test_impossible_settings_of_retries_are_refused(name, value):
-    with pytest.raises(ConfigError, match=name):
-        RolloutConfig(**{name: value})
 
 
 def test_an_environment_that_cannot_be_made_costs_one_attempt(player):
@@ -349,53 +325,6 @@ def test_too_many_threads_that_hang_stop_the_run(player):
     finally:
         env.release.set()
         running.pool.close()
-
-
-def test_a_call_of_a_cancelled_episode_counts_as_stuck_only_after_the_time_that_it_may_take():
-    """Groups that go on without their slowest episode cancel calls that are slow, not stuck."""
-    release = threading.Event()
-
-    class Slow(TextEnv):
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return "go", {}
-
-        def step(self, action):
-            release.wait()
-            return "end", 1.0, True, False, {}
-
-    async def cancelled(count, timeout):
-        episodes = [
-            asyncio.create_task(
-                play_pooled(
-                    pool,
-                    Task(env_id="slow", seed=n),
-                    lambda now: PolicyOutput(text="a"),
-                    timeout=timeout,
-                )
-            )
-            for n in range(count)
-        ]
-        await asyncio.sleep(0.3)
-        for episode in episodes:
-            episode.cancel()
-        await asyncio.wait(episodes)
-
-    async def work():
-        await cancelled(5, timeout=60.0)
-        other = await pool.acquire()
-        pool.discard(other)  # as after a failure of the environment
-        await cancelled(3, timeout=0.4)
-        await asyncio.sleep(0.5)
-        with pytest.raises(RolloutError, match="3 environments hang"):
-            pool.discard(await pool.acquire())
-
-    pool = EnvPool(Slow, max_stuck=2)
-    try:
-        asyncio.run(work())
-    finally:
-        release.set()
-        pool.close()
 
 
 def test_closing_a_pool_does_not_wait_for_an_environment_that_hangs(caplog):

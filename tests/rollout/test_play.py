@@ -22,7 +22,7 @@ from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.play import PolicyOutput, conclude, demonstrator, play, play_now
-from gspo_env.types import Message, Prompt, StepInfo, StopReason, Task, Turn
+from gspo_env.types import Prompt, StepInfo, StopReason, Task, Turn
 
 TASK = Task(env_id="test", seed=3)
 CUTS = [r for r in StopReason if r not in (StopReason.TERMINATED, StopReason.TRUNCATED)]
@@ -266,13 +266,6 @@ def test_what_an_environment_declares_of_its_outcomes_is_true(env_id):
         episode = play_now(env, TASK, policy)
         given = episode.turns[-1].info.episodic_reward is not None
         assert given == env.get_wrapper_attr("gives_outcome")
-
-
-def test_messages_of_an_earlier_conversation_belong_to_the_prompt():
-    told = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    episode = play_now(Script(go(0, True), info={"messages": told}), TASK, yes)
-    messages = (Message(role="user", content="a"), Message(role="assistant", content="b"))
-    assert episode.prompt == Prompt(system="You are 3.", messages=messages)
 
 
 SUSPENDED = """

@@ -10,7 +10,6 @@ import pytest
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_agents.scripted import ScriptedAgent
-from gspo_env import TextEnv
 from gspo_env.config import Config
 from gspo_env.errors import EnvironmentHangError
 from gspo_env.recipes.tiny import Tiny
@@ -148,19 +147,3 @@ def test_the_thread_of_an_agent_ends_with_the_agent():
     del owner, guard
     own.join(30)
     assert not own.is_alive()
-
-
-class Raises(TextEnv):
-    """Cannot be closed."""
-
-    def close(self):
-        raise OSError("busy")
-
-
-def test_a_close_that_raises_is_one_line_however_often_it_is_called(caplog):
-    from gspo_env.rollout.failures import close_quietly
-
-    for _ in range(5):
-        close_quietly(Raises())
-    (line,) = caplog.text.splitlines()
-    assert "close() raised OSError: busy (" in line

@@ -25,14 +25,3 @@ def test_a_rollout_makes_many_objects_without_a_search_and_leaves_the_users_sett
     assert error.value.args == (0, 20_000)
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
-
-
-def test_a_collector_that_the_user_switched_off_by_its_threshold_stays_off():
-    before = gc.get_threshold()
-    gc.set_threshold(0, *before[1:])
-    try:
-        with rare_garbage_collection():
-            assert gc.get_threshold()[0] == 0
-        assert gc.get_threshold()[0] == 0
-    finally:
-        gc.set_threshold(*before)
