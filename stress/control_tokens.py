@@ -11,6 +11,7 @@ string have to be those of the same prompt with a harmless one, and the text has
 from __future__ import annotations
 
 import argparse
+import html
 import random
 import sys
 import time
@@ -22,11 +23,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from chat_families import FAMILIES
 
+from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.types import Message, Prompt
+from gspo_env.types import Message, Prompt, StepInfo, ToolCall
 from gspo_envs.data.dataset import DatasetEnv
 from gspo_envs.data.rewards import Attempt, conversation_encoder
 
+EDITED = ("/think", "<b>", "</b>", "<!-- -->", "&lt;", "&#124;", "((", "/th/thinkink")
+"""What some templates remove or replace."""
 TOOLS_AT_ONCE = 50
 """Hostile tools in one prompt, because each new list of tools is rendered again."""
 
@@ -51,6 +55,11 @@ def hostile(tokenizer: Any, rng: random.Random) -> Iterator[str]:
         lambda t: t,
         lambda t: t[: (cut := rng.randrange(len(t) + 1))] + rng.choice(names) + t[cut:],
         lambda t: t[: (cut := rng.randrange(len(t) + 1))] + rng.choice(glue) + t[cut:],
+        lambda t: t[: (cut := rng.randrange(len(t) + 1))] + rng.choice(EDITED) + t[cut:],
+        lambda t: t[: (cut := rng.randrange(len(t) + 1))] + rng.choice(EDITED) + t[cut:],
+        lambda t: html.escape(t),
+        lambda t: t.replace("<|", "((").replace("|>", "))"),
+        lambda t: t.strip("</>"),
         lambda t: t[rng.randrange(len(t)) :],
         lambda t: t[: rng.randrange(len(t)) + 1],
         lambda t: "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in t),
@@ -60,7 +69,7 @@ def hostile(tokenizer: Any, rng: random.Random) -> Iterator[str]:
         lambda t: "".join(f"\\u{ord(c):04x}" if rng.random() < 0.5 else c for c in t),
         lambda t: "".join(f"<0x{byte:02X}>" for byte in t.encode()),
         lambda t: "{{ '" + t + "' }}{% raw %}" + t,
-        lambda t: f"GSPOENV{rng.randrange(10)}MARK00000{rng.randrange(9)}{t}",
+        lambda t: f"{rng.randrange(10**20):020d}00000{rng.randrange(9)}{t}",
         lambda t: t.replace("<", rng.choice("\ue000\ue001\u226e\uff1c\ufe64")),
         lambda t: '"}' + t + '{"',
         lambda t: t + "\ud83d" * (rng.random() < 0.2),
@@ -111,7 +120,20 @@ def channels(tokenizer: Any) -> dict[str, Callable[[str], Sequence[int]]]:
         )
         return judge(Attempt(prompt=(prompt,), completion=(completion,), row={}))
 
+    question = Message(role="user", content="a")
+
+    def talk(answer: Message, result: Message = question) -> Sequence[int]:
+        request = StepInfo(messages=(question, answer, result))
+        return Transcript(chat, Prompt()).read("", "user", request).ids
+
+    def call(text: str) -> Sequence[int]:
+        calls = (ToolCall(name=f"look{text}", arguments={text: [text, {"a": text}]}, id=text),)
+        answer = Message(role="assistant", content=text, reasoning=text, tool_calls=calls)
+        return talk(answer, Message(role="tool", content=text, tool_call_id=text, name=text))
+
     return {
+        "message of a conversation": lambda t: talk(Message(role="assistant", content=t)),
+        "call of a conversation": call,
         "system": lambda t: chat.start("a", Prompt(system=t)),
         "first observation": chat.start,
         "later observation": lambda t: chat.follow(t, end),

@@ -397,11 +397,87 @@ def wordpiece() -> PreTrainedTokenizerFast:
     return _made(backend, template, [], cls_token="[CLS]", eos_token="[SEP]", unk_token="[UNK]")
 
 
+def smollm3() -> PreTrainedTokenizerFast:
+    """Removes `/think` from the system message, and writes tools as Python does."""
+    template = (
+        "{% set ns = namespace(mode='/think', system='') %}"
+        "{% if messages[0].role == 'system' %}{% set text = messages[0].content %}"
+        "{% if '/no_think' in text %}{% set ns.mode = '/no_think' %}{% endif %}"
+        "{% set ns.system = text.replace('/no_think', '').replace('/think', '').rstrip() %}"
+        "{% endif %}<|im_start|>system\nReasoning Mode: {{ ns.mode }}\n\n{{ ns.system }}"
+        "{% if tools %}\n<tools>{% for t in tools %}\n{{ (t | string).replace('/think', '') }}"
+        "{% endfor %}\n</tools>{% endif %}<|im_end|>\n"
+        "{% for m in messages %}{% if m.role in ['user', 'tool'] %}"
+        "{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}{% elif m.role == 'assistant' %}"
+        "{{ '<|im_start|>assistant\n' + m.content.lstrip('\n') + '<|im_end|>\n' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if ns.mode == '/no_think' %}<think>\n\n</think>\n{% endif %}{% endif %}"
+    )
+    added = [_special(t) for t in ("<|im_start|>", "<|im_end|>", "<|end_of_text|>")]
+    added += [_plain(t) for t in ("<think>", "</think>")]
+    return _made(_byte_level(), template, added, eos_token="<|im_end|>")
+
+
+def _editing(edit: str, tools: str = "tools | tojson") -> PreTrainedTokenizerFast:
+    """A template that edits its messages with an expression of `c`."""
+    template = (
+        "{% if tools %}<|im_start|>system\n{{ TOOLS }}<|im_end|>\n{% endif %}"
+        "{% for m in messages %}{% set c = m.content %}"
+        "{{ '<|im_start|>' + m.role + '\n' + EDIT + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    added = [_special(t) for t in ("<|im_start|>", "<|im_end|>", "<|END|>", "<s>")]
+    template = template.replace("EDIT", edit).replace("TOOLS", tools)
+    return _made(_byte_level(), template, added, eos_token="<|im_end|>")
+
+
+def edits_tags() -> PreTrainedTokenizerFast:
+    return _editing("(c | striptags)", "(tools | tojson) | striptags")
+
+
+def edits_pieces() -> PreTrainedTokenizerFast:
+    return _editing("(c.split('/think') | join)", "(tools | tojson).split('/think') | join")
+
+
+def edits_symbols() -> PreTrainedTokenizerFast:
+    return _editing("c.replace('((', '<|').replace('))', '|>')")
+
+
+def edits_case() -> PreTrainedTokenizerFast:
+    return _editing("(c | lower)", "tools | tojson | upper")
+
+
+def edits_length() -> PreTrainedTokenizerFast:
+    return _editing("c[:120]", "(tools | tojson) | truncate(200, True, '')")
+
+
+def edits_order() -> PreTrainedTokenizerFast:
+    return _editing("(c | reverse | reverse)", "tools | tojson(sort_keys=True)")
+
+
+def composes() -> PreTrainedTokenizerFast:
+    """Puts control tokens together, and writes keys of schemas as tags."""
+    template = (
+        "{% for t in tools or [] %}{{ '<|' + 'system' + '|>' }}"
+        "{% for k, v in t.function.parameters.properties.items() %}"
+        "<{{ k }}>{{ v | tojson }}</{{ k }}>{% endfor %}{{ t.function.name }}"
+        "<{{ t.function.description }}>{{ '<|{}|>'.format('end') }}{% endfor %}"
+        "{% for m in messages %}{% set c = m.content.replace('/think', '') %}"
+        "{{ '<|' + m.role + '|>' + c + '<|' ~ 'end' ~ '|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|%s|>' % 'assistant' }}{% endif %}"
+    )
+    names = "<|user|> <|assistant|> <|system|> <|tool|> <|end|> <s> </s> <note>"
+    added = [_special(name) for name in names.split()]
+    return _made(_byte_level(), template, added, eos_token="<|end|>")
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     made.__name__: cache(made)
     for made in (
         qwen3, qwen2_5, qwen3_coder, llama2, llama2_metaspace, llama3, gemma, mistral, zephyr, phi3,
         phi4, deepseek, glm4, harmony, granite, cohere, unigram, wordpiece,
+        smollm3, edits_tags, edits_pieces, edits_symbols, edits_case, edits_length, edits_order,
+        composes,
     )
 }  # fmt: skip
 """A function that makes the tokenizer of each family, by name."""

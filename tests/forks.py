@@ -200,13 +200,13 @@ def compacting(chat, turns: int = 40, every: int = 8, words: int = 12) -> Episod
                 prompt_ids=opening.prompt_ids,
                 action_ids=action,
                 logprobs=(-1.0,) * len(action),
-                text=saying.shown,
+                text=saying.text,
                 observation="",
                 reward=0.0,
             )
         )
         talk += [
-            Message(role="assistant", content=saying.shown),
+            Message(role="assistant", content=saying.text),
             Message(role="user", content=text(words)),
         ]
         if k % every == every - 1:

@@ -1,7 +1,7 @@
-"""What a sampled action says as a message, and whether a message of a conversation is that action.
+"""Parses sampled actions into messages, and recognizes them in later conversations.
 
-`transformers` parses actions of tokenizers that have a response template. Of others, the reasoning
-is what stands before `</think>`, and calls stay text.
+`transformers` parses the actions of tokenizers that have a response template. For all others, the
+reasoning is what stands before `</think>`, and tool calls stay text.
 """
 
 from __future__ import annotations
@@ -13,97 +13,95 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_env.chat.cache import BoundedCache
-from gspo_env.chat.encode import Literal
+from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
+from gspo_env.env.base import clean
 from gspo_env.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
-_CACHE = 1 << 24
-"""Bytes of the actions that are kept with their texts."""
-_END_OF_REASONING = "</think>"
+_CACHE_BYTES = 1 << 24
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _MARKUP = re.compile(r"\s*[^\w\s.,;:!?'()\"]")
 """What begins a call behind the content of a message."""
+_BREAK = "\udffd"
+"""Breaks the text of a control token for the response template; in no rendering."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParsedAction:
-    """A sampled action in the form in which a template takes messages.
+    """A sampled action as the parts that a chat template takes.
 
-    All texts but `shown` are literal: see `gspo_env.chat.encode`.
+    All texts but `text` are renderings; see `gspo_env.chat.encode`.
     """
 
-    literal: str
+    rendering: str
     """The whole action, its end included."""
+    body: str
+    """The action without its end and without stop texts."""
     text: str
-    """The action without its end."""
-    shown: str
-    """The same as text that is not literal."""
+    """The same as text."""
     content: str
     reasoning: str | None = None
     calls: tuple[dict[str, Any], ...] = ()
     """The calls in the form of templates."""
     message: Message | None = None
     """The action as the environment gets it; None if no response template has parsed it."""
-    texts: Literal = field(repr=False)
+    encoder: TextEncoder = field(repr=False)
 
-    def spoken(self) -> dict[str, Any]:
+    def for_template(self) -> dict[str, Any]:
         """Returns the action as a message for the template."""
-        return _spoken(self.content, self.reasoning, self.calls)
+        return _assistant(self.content, self.reasoning, self.calls)
 
-    def recognise(self, message: Message) -> dict[str, Any] | None:
+    def recognize(self, message: Message) -> dict[str, Any] | None:
         """Returns a message for the template if `message` is this action, else None.
 
         It is if content and calls are equal; the reasoning may be absent.
         """
-        given = message.content
-        if not message.tool_calls and message.reasoning is None and given == self.shown:
-            return self.spoken()
-        reasoning = None if self.reasoning is None else self.texts.show(self.reasoning)
-        if message.reasoning is not None and message.reasoning.strip() != (reasoning or "").strip():
+        text = message.content
+        if not message.tool_calls and message.reasoning is None and text == self.text:
+            return self.for_template()
+        reasoning = self.encoder.to_text(self.reasoning or "")
+        if message.reasoning is not None and message.reasoning.strip() != reasoning.strip():
             return None
-        content = self.texts.show(self.content)
+        content = self.encoder.to_text(self.content)
         if not message.tool_calls:
-            place = content.find(given) if given.strip() == content.strip() else -1
-            if place < 0 or self.calls:
+            start = content.find(text) if text.strip() == content.strip() else -1
+            if start < 0 or self.calls:
                 return None
-            return _spoken(self.content[place : place + len(given)], self.reasoning, ())
+            end = len(self.content) - (len(content) - start - len(text))
+            return _assistant(self.content[start:end], self.reasoning, ())
+        calls = [(call.name, call.arguments) for call in message.tool_calls]
         if self.calls:
-            same = [_call(c) for c in self.texts.show_tree(self.calls)]
-            if given.strip() != content.strip() or same != [_key(c) for c in message.tool_calls]:
-                return None
-            return _spoken(
-                self.texts.hide(given), self.reasoning, self.texts.hide_tree(calls_of(message))
-            )
-        if not _contains(content, given, message.tool_calls):
+            sampled = map_texts(self.calls, self.encoder.to_text)
+            same_calls = calls == [_name_and_arguments(call) for call in sampled]
+            is_same = same_calls and text.strip() == content.strip()
+        else:
+            is_same = _contains(content, text, message.tool_calls)
+        if not is_same:
             return None
-        return _spoken(
-            self.texts.hide(given), self.reasoning, self.texts.hide_tree(calls_of(message))
-        )
+        return _assistant(clean(text), self.reasoning, _calls_for_template(message))
 
 
-def _spoken(content: str, reasoning: str | None, calls: Sequence[Any]) -> dict[str, Any]:
-    spoken: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning:
-        spoken |= dict.fromkeys(_REASONING_KEYS, reasoning)
-    return spoken | ({"tool_calls": list(calls)} if calls else {})
-
-
-def message_for_template(message: Message, texts: Literal) -> dict[str, Any]:
+def message_for_template(message: Message) -> dict[str, Any]:
     """Returns a message that nobody sampled in the form in which templates take messages."""
-    content, hide = texts.hide(message.content), texts.hide
+    content = clean(message.content)
     if message.role == "assistant":
-        reasoning = None if message.reasoning is None else hide(message.reasoning)
-        return _spoken(content, reasoning, texts.hide_tree(calls_of(message)))
+        reasoning = None if message.reasoning is None else clean(message.reasoning)
+        return _assistant(content, reasoning, _calls_for_template(message))
     names = {"tool_call_id": message.tool_call_id, "name": message.name}
-    given = {key: hide(value) for key, value in names.items() if value is not None}
-    return {"role": message.role, "content": content, **given}
+    present = {key: clean(value) for key, value in names.items() if value is not None}
+    return {"role": message.role, "content": content, **present}
 
 
-def calls_of(message: Message) -> list[dict[str, Any]]:
-    """Returns the calls of a message in the form of templates."""
-    return [
+def _assistant(content: str, reasoning: str | None, calls: Sequence[Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning:
+        message |= dict.fromkeys(_REASONING_KEYS, reasoning)
+    return message | ({"tool_calls": list(calls)} if calls else {})
+
+
+def _calls_for_template(message: Message) -> list[dict[str, Any]]:
+    calls = [
         {
             "type": "function",
             **({"id": call.id} if call.id else {}),
@@ -111,20 +109,22 @@ def calls_of(message: Message) -> list[dict[str, Any]]:
         }
         for call in message.tool_calls
     ]
+    return list(map_texts(calls, clean))
 
 
-class Parser:
+class ActionParser:
     """Parses sampled actions.
 
     Args:
         tokenizer: The tokenizer, whose response template is used if it has one.
-        texts: Its literal texts.
-        splits: Whether the chat template takes reasoning apart from the content.
+        encoder: Its text encoder.
+        splits_reasoning: Whether the chat template separates the reasoning from the content.
     """
 
-    def __init__(self, tokenizer: Any, texts: Literal, *, splits: bool) -> None:
-        self._tokenizer, self._texts, self._splits = tokenizer, texts, splits
-        self._read = BoundedCache(self._read_text, _CACHE)
+    def __init__(self, tokenizer: Any, encoder: TextEncoder, *, splits_reasoning: bool) -> None:
+        self._tokenizer, self._encoder = tokenizer, encoder
+        self.splits_reasoning = splits_reasoning
+        self._cached = BoundedCache(self._parse_text, _CACHE_BYTES)
         self._has_schema = getattr(tokenizer, "response_template", None) is not None
 
     def parse(
@@ -144,65 +144,77 @@ class Parser:
             tools: The tools, whose types the arguments of calls get.
             stop: Texts that end it and are not part of its content.
         """
-        ids = tuple(action_ids)
-        ended = bool(ids) and ids[-1] in stop_ids
-        saying = self._read(ids, ended, stop)
+        has_end = bool(action_ids) and action_ids[-1] in stop_ids
+        action = self._cached(tuple(action_ids), has_end, stop)
         if not self._has_schema:
-            return saying
-        whole = saying.literal if ended else saying.text
-        return replace(saying, **self._by_schema(whole, prompt_ids, tools))
+            return action
+        text = action.rendering if has_end else action.body
+        return replace(action, **self._parse_by_schema(text, prompt_ids, tools))
 
-    def _read_text(self, ids: tuple[int, ...], ended: bool, stop: tuple[str, ...]) -> ParsedAction:
-        """Reads an action without a response template."""
-        text, literal = self._decode(ids, ended)
-        places = [p for p in (text.find(self._texts.hide(word)) for word in stop) if p >= 0]
-        text = text[: min(places)] if places else text
-        shown = self._texts.show(text)
+    def _parse_text(self, ids: Sequence[int], has_end: bool, stop: tuple[str, ...]) -> ParsedAction:
+        """Parses an action without a response template."""
+        encoder = self._encoder
+        body = rendering = encoder.decode_rendering(ids[:-1] if has_end else ids)
+        if has_end and ids[-1] in encoder.controls:
+            # a control token is decoded apart from what is before it
+            rendering = body + encoder.decode_rendering(ids[-1:])
+        elif has_end:
+            rendering = encoder.decode_rendering(ids)
+        places = [place for place in map(body.find, stop) if place >= 0]
+        body = body[: min(places)] if places else body
+        content, reasoning = body, None
+        start, end = map(encoder.to_rendering, ("<think>", "</think>"))
+        thought, tag, rest = body.partition(end)
+        if tag and self.splits_reasoning:
+            content, reasoning = rest.lstrip("\n"), thought.rpartition(start)[2].strip("\n")
         return ParsedAction(
-            literal=literal, text=text, shown=shown, texts=self._texts, **self._by_tag(text)
+            rendering=rendering,
+            body=body,
+            text=encoder.to_text(body),
+            content=content,
+            reasoning=reasoning,
+            encoder=encoder,
         )
 
-    def _decode(self, ids: tuple[int, ...], ended: bool) -> tuple[str, str]:
-        """Returns the literal text of an action without its end, and with it."""
-        text = self._texts.decode(ids[:-1] if ended else ids)
-        if not ended:
-            return text, text
-        # a control token is decoded apart from what is before it
-        control = self._texts.text.controls.get(ids[-1])
-        return text, self._texts.decode(ids) if control is None else text + control.content
-
-    def _by_tag(self, text: str) -> dict[str, Any]:
-        before, tag, behind = text.partition(_END_OF_REASONING)
-        if not tag or not self._splits:
-            return {"content": text}
-        before = before.rpartition("<think>")[2]
-        return {"content": behind.lstrip("\n"), "reasoning": before.strip("\n")}
-
-    def _by_schema(
-        self, literal: str, prompt_ids: Sequence[int], tools: Sequence[Any]
+    def _parse_by_schema(
+        self, rendering: str, prompt_ids: Sequence[int], tools: Sequence[Any]
     ) -> dict[str, Any]:
         """Parses with the response template; empty if it fails, as with a malformed call."""
-        prefix = self._texts.decode(prompt_ids)
+        encoder = self._encoder
+
+        def to_text(rendering: str) -> str:
+            return encoder.to_text(encoder.break_controls(rendering, _BREAK))
+
+        def to_rendering(text: str) -> str:
+            return encoder.to_rendering(text).replace(_BREAK, "")
+
+        prefix = to_text(encoder.decode_rendering(prompt_ids))
         try:
             schemas = [tool.schema for tool in tools]
-            found = self._tokenizer.parse_response(literal, prefix=prefix, tools=schemas)
-            content = found.get("content") or ""
-            reasoning = next((found[k] for k in _REASONING_KEYS if found.get(k)), None)
-            calls = tuple(_normal(call) for call in found.get("tool_calls") or ())
-            shown = self._texts.show_tree(list(calls))
-            message = Message(
-                role="assistant",
-                content=self._texts.show(content),
-                reasoning=None if reasoning is None else self._texts.show(reasoning),
-                tool_calls=tuple(
-                    ToolCall(name=c["function"]["name"], arguments=c["function"]["arguments"])
-                    for c in shown
-                ),
-            )
+            parts = self._tokenizer.parse_response(to_text(rendering), prefix=prefix, tools=schemas)
+            content = to_rendering(parts.get("content") or "")
+            reasoning = next((parts[key] for key in _REASONING_KEYS if parts.get(key)), None)
+            reasoning = None if reasoning is None else to_rendering(reasoning)
+            calls = [_normal(call) for call in parts.get("tool_calls") or ()]
+            calls = map_texts(calls, to_rendering)
         except Exception as error:  # a library parses what a model wrote: anything may be raised
             logger.info("An action does not fit the response template: %s", error)
             return {}
-        return {"content": content, "reasoning": reasoning, "calls": calls, "message": message}
+        message = Message(
+            role="assistant",
+            content=encoder.to_text(content),
+            reasoning=None if reasoning is None else encoder.to_text(reasoning),
+            tool_calls=tuple(
+                ToolCall(name=name, arguments=arguments)
+                for name, arguments in map(_name_and_arguments, map_texts(calls, encoder.to_text))
+            ),
+        )
+        return {
+            "content": content,
+            "reasoning": reasoning,
+            "calls": tuple(calls),
+            "message": message,
+        }
 
 
 def _normal(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,12 +232,8 @@ def _normal(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _call(call: Mapping[str, Any]) -> tuple[str, Any]:
+def _name_and_arguments(call: Mapping[str, Any]) -> tuple[str, Any]:
     return call["function"]["name"], call["function"]["arguments"]
-
-
-def _key(call: ToolCall) -> tuple[str, Any]:
-    return call.name, call.arguments
 
 
 def _contains(text: str, content: str, calls: Sequence[ToolCall]) -> bool:
@@ -237,15 +245,15 @@ def _contains(text: str, content: str, calls: Sequence[ToolCall]) -> bool:
     if not _MARKUP.match(rest):
         return False
     for call in calls:
-        for piece in [call.name, *_leaves(call.arguments)]:
-            if piece not in rest and json.dumps(piece, ensure_ascii=False)[1:-1] not in rest:
+        for leaf in [call.name, *_leaves(call.arguments)]:
+            if leaf not in rest and json.dumps(leaf, ensure_ascii=False)[1:-1] not in rest:
                 return False
     return True
 
 
 def _leaves(tree: Any) -> list[str]:
     if isinstance(tree, dict):
-        return [leaf for key, one in tree.items() for leaf in [str(key), *_leaves(one)]]
+        return [leaf for key, value in tree.items() for leaf in [str(key), *_leaves(value)]]
     if isinstance(tree, (list, tuple)):
-        return [leaf for one in tree for leaf in _leaves(one)]
+        return [leaf for value in tree for leaf in _leaves(value)]
     return [tree if isinstance(tree, str) else json.dumps(tree)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateSyntaxError, nodes, pass_context
@@ -25,6 +26,11 @@ _LONGEST = 1 << 24
 _LARGEST = 10**6
 """Largest number in a template."""
 _PADDING = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "wordwrap"}
+_SEARCHES = {
+    *("split", "rsplit", "startswith", "endswith", "replace", "strip", "lstrip", "rstrip", "find"),
+    *("rfind", "index", "count", "partition", "rpartition", "removeprefix", "removesuffix"),
+}
+"""Methods and filters of texts whose arguments are searched for."""
 _WIDTH = re.compile(r"%[^%a-zA-Z]{0,8}(?:\d{5}|\*)|\{[^{}]{0,99}:(?:[^{}]{0,9}\d{5}|[^{}]{0,9}\{)")
 """A place of a format string that is 10,000 characters wide or more, or as wide as an argument."""
 
@@ -104,13 +110,15 @@ class BoundedTemplate:
 
     Args:
         source: The text of the template.
+        mark: Changes a text of the template's own; its second argument is whether the text may be
+            a part of what the template writes, and not only something that it searches for.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, mark: Callable[[str, bool], str]) -> None:
         environment = parser().overlay()
         filters = {_COUNT: self._count, _MEASURE: self._measure}
         environment.filters = {**environment.filters, **filters}
-        tree = _Instrument().visit(environment.parse(source))
+        tree = _Instrument(mark).visit(environment.parse(source))
         names = environment.make_globals(None)
         self._template = Template.from_code(environment, environment.compile(tree), names)
         self._counts = threading.local()
@@ -144,7 +152,51 @@ class BoundedTemplate:
 
 
 class _Instrument(NodeTransformer):
-    """Adds the filters of `BoundedTemplate` to a template."""
+    """Adds the filters of `BoundedTemplate` to a template, and marks its own texts."""
+
+    def __init__(self, mark: Callable[[str, bool], str]) -> None:
+        self._mark, self._is_output = mark, True
+
+    def visit_TemplateData(self, node: Any) -> Any:
+        node.data = self._mark(node.data, True)
+        return node
+
+    def visit_Const(self, node: Any) -> Any:
+        if isinstance(node.value, str):
+            node.value = self._mark(node.value, self._is_output)
+        return node
+
+    def visit_Getitem(self, node: Any) -> Any:
+        node.node = self.visit(node.node)
+        if not isinstance(node.arg, nodes.Const):  # the name of a field stays
+            node.arg = self.visit(node.arg)
+        return node
+
+    def visit_Pair(self, node: Any) -> Any:
+        node.value = self.visit(node.value)
+        return node
+
+    def visit_Compare(self, node: Any) -> Any:
+        return self._visit_fields(node, is_output=False)
+
+    def visit_Call(self, node: Any) -> Any:
+        callee = node.node = self.visit(node.node)
+        name = callee.attr if isinstance(callee, nodes.Getattr) else ""
+        return self._visit_fields(node, is_output=name not in _SEARCHES, exclude=["node"])
+
+    def visit_Filter(self, node: Any) -> Any:
+        node.node = node.node and self.visit(node.node)
+        return self._visit_fields(node, is_output=node.name not in _SEARCHES, exclude=["node"])
+
+    def _visit_fields(self, node: Any, *, is_output: bool, exclude: Sequence[str] = ()) -> Any:
+        outside, self._is_output = self._is_output, self._is_output and is_output
+        for name, value in node.iter_fields(exclude=exclude):
+            if isinstance(value, nodes.Node):
+                setattr(node, name, self.visit(value))
+            elif isinstance(value, list):
+                value[:] = [self.visit(v) if isinstance(v, nodes.Node) else v for v in value]
+        self._is_output = outside
+        return node
 
     def _counted(self, node: Any) -> Any:
         lines = 1 + sum(1 for _ in node.find_all(nodes.Stmt))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gspo_env.chat.action import ParsedAction, message_for_template
-from gspo_env.chat.transcript import ChatTokenizer
+from gspo_env.chat.transcript import ChatTokenizer, first_messages, is_whole
 from gspo_env.types import Episode, Fork, Message, Prompt, ResetInfo, Role, StepInfo, Turn
 
 _MOST_SESSIONS = 4
@@ -51,26 +51,25 @@ class TurnState:
     messages: tuple[Message, ...]
     """The conversation that it answers. It is empty until it is needed if it is that of the turn
     before, its action and the observation."""
-    said: tuple[int | None, ...]
+    sources: tuple[int | None, ...]
     """The turn whose action each of the messages is."""
     tools: tuple[Any, ...]
-    opening: PromptIds
-    literal: str | None = None
-    """The rendered prompt and, once it is written, the action; None until it is needed."""
+    prompt: PromptIds
+    rendering: str | None = None
+    """The rendered prompt and, once it is sampled, the action; None until it is needed."""
     ids: list[int]
     """All ids, those of the action included."""
-    saying: ParsedAction | None = None
-    """The action, once it is written."""
+    action: ParsedAction | None = None
+    """The action, once it is sampled."""
 
     @property
     def keys(self) -> tuple[_Key, ...]:
         """What is compared of the messages: equal keys mean equal messages."""
-        pairs = zip(self.messages, self.said, strict=True)
+        pairs = zip(self.messages, self.sources, strict=True)
         return tuple(_key(message) if turn is None else (turn,) for message, turn in pairs)
 
 
-_NOTHING = PromptIds(ids=[], parent=None, prompt_ids=())
-"""Stands for a prompt until it is known."""
+_NO_PROMPT = PromptIds(ids=[], parent=None, prompt_ids=())
 
 
 class Transcript:
@@ -84,13 +83,13 @@ class Transcript:
     def __init__(self, chat: ChatTokenizer, prompt: Prompt) -> None:
         self.chat, self.prompt = chat, prompt
         self.ids: list[int] = []
-        """The ids of the last prompt and, once it is written, of its action."""
+        """The ids of the last prompt and, once it is sampled, of its action."""
         self._turns: list[TurnState] = []
         self._next: TurnState | None = None
-        self._given = False
-        """Whether the environment has given a conversation or tools of its own."""
+        self._is_custom = False
+        """Whether the environment has sent a conversation or tools of its own."""
         self._sessions: list[int] = [0]
-        self._count = 1
+        self._session_count = 1
         self._stop: tuple[str, ...] = ()
 
     def read(
@@ -99,45 +98,39 @@ class Transcript:
         """Returns the prompt of the next turn.
 
         Args:
-            observation: The observation, which follows the last action if the environment gives no
+            observation: The observation, which follows the last action if the environment sends no
                 conversation.
             role: Its source.
-            request: The conversation and the tools that the environment gives, and stop texts.
+            request: The conversation and the tools that the environment sends, and stop texts.
 
         Raises:
             ChatTemplateError: The template refuses the conversation.
         """
-        told = self._conversation(observation, role, request)
-        if self._given or (self._turns and not self._is_plain(observation)):
-            self._complete(told)
-            self._open(told)
-        elif not self._turns:
-            ids = list(self.chat.start(observation, self.prompt))
-            told.opening = PromptIds(ids=ids, parent=None, prompt_ids=tuple(ids))
+        turn = self._new_turn(observation, role, request)
+        if self._turns and not self._is_custom and self._is_plain(observation):
+            last_id = self._turns[-1].ids[-1]
+            self._append(turn, self.chat.follow(observation, last_id, role))
         else:
-            self._append(told, self.chat.follow(observation, self.ids_of(-1)[-1], role))
-        told.ids = told.opening.ids.copy()
-        self.ids, self._next = told.ids, told
-        return told.opening
+            self._complete(turn)
+            self._set_prompt(turn)
+        turn.ids = turn.prompt.ids.copy()
+        self.ids, self._next = turn.ids, turn
+        return turn.prompt
 
     def write(self, action_ids: Sequence[int]) -> ParsedAction:
         """Adds the ids of an action, its end of turn included; returns it as a message."""
-        told = self._next
-        if told is None:
+        turn = self._next
+        if turn is None:
             raise ValueError("write() was called before read(), which begins a turn")
-        told.saying = self.chat.parser.parse(
-            action_ids,
-            self.chat.stop_ids,
-            told.opening.prompt_ids,
-            told.tools,
-            self._stop,
+        turn.action = self.chat.parser.parse(
+            action_ids, self.chat.stop_ids, turn.prompt.prompt_ids, turn.tools, self._stop
         )
-        told.ids.extend(action_ids)
-        if told.literal is not None:
-            told.literal += told.saying.literal
-        self._turns.append(told)
+        turn.ids.extend(action_ids)
+        if turn.rendering is not None:
+            turn.rendering += turn.action.rendering
+        self._turns.append(turn)
         self._next = None
-        return told.saying
+        return turn.action
 
     def ids_of(self, turn: int) -> list[int]:
         """Returns all ids of a turn, those of its action included."""
@@ -147,177 +140,178 @@ class Transcript:
         """Returns the numbers of the engine's caches that are in use."""
         return tuple(self._sessions)
 
-    def _conversation(
+    def _new_turn(
         self, observation: str, role: Role, request: ResetInfo | StepInfo | None
     ) -> TurnState:
         """Returns the conversation that the policy answers, without a prompt."""
-        last = self._turns[-1] if self._turns else None
-        tools = self.prompt.tools if last is None else last.tools
+        tools = self._turns[-1].tools if self._turns else self.prompt.tools
         self._stop = () if request is None else request.stop
         if isinstance(request, StepInfo) and request.tools is not None and request.tools != tools:
-            tools, self._given = request.tools, True
+            tools, self._is_custom = request.tools, True
         messages: tuple[Message, ...] = ()
-        said: tuple[int | None, ...] = ()
+        sources: tuple[int | None, ...] = ()
         if isinstance(request, StepInfo) and request.messages is not None:
-            self._given = True
-            messages, said = request.messages, self._recognised(request.messages)
-        elif last is None:
-            messages = _first_messages(self.prompt, observation)
-            said = (None,) * len(messages)
-            self._given = _is_whole(self.prompt) or not self._starts_plain()
+            self._is_custom = True
+            messages, sources = request.messages, self._sources_of(request.messages)
+        elif not self._turns:
+            messages = first_messages(self.prompt, observation)
+            sources = (None,) * len(messages)
+            self._is_custom = is_whole(self.prompt)
         return TurnState(
             observation=observation,
             role=role,
             messages=messages,
-            said=said,
+            sources=sources,
             tools=tools,
-            opening=_NOTHING,
+            prompt=_NO_PROMPT,
             ids=[],
         )
 
     def _complete(self, *others: TurnState) -> None:
         """Sets the messages of all turns, and of the one that comes next."""
         before: TurnState | None = None
-        for number, told in enumerate((*self._turns, *others)):
-            if before is not None and not told.messages:
-                spoken = before.saying.shown if before.saying else ""
-                answer = Message(role="assistant", content=spoken)
-                observed = Message(role=told.role, content=told.observation)
-                told.messages = (*before.messages, answer, observed)
-                told.said = (*before.said, number - 1, None)
-            before = told
+        for number, turn in enumerate((*self._turns, *others)):
+            if before is not None and not turn.messages:
+                text = before.action.text if before.action else ""
+                answer = Message(role="assistant", content=text)
+                observed = Message(role=turn.role, content=turn.observation)
+                turn.messages = (*before.messages, answer, observed)
+                turn.sources = (*before.sources, number - 1, None)
+            before = turn
 
-    def _starts_plain(self) -> bool:
-        """Returns whether `ChatTokenizer.start` gives what the template renders."""
-        return self.chat.history != "template" or self.chat.appends
+    def _sources_of(self, messages: Sequence[Message]) -> tuple[int | None, ...]:
+        """Returns the turn whose action each message is, None for messages of others.
 
-    def _recognised(self, messages: Sequence[Message]) -> tuple[int | None, ...]:
-        """Returns the turn whose action each message is; one with equal messages before it first.
-
-        The latest turn comes first otherwise.
+        A turn with equal messages before it comes first, otherwise the latest one.
         """
         self._complete()
         keys: list[_Key] = []
-        found: list[int | None] = []
-        known = [(place, told, told.keys) for place, told in enumerate(self._turns)][::-1]
+        sources: list[int | None] = []
+        turns = [(number, turn, turn.keys) for number, turn in enumerate(self._turns)][::-1]
         for message in messages:
-            same = []
+            candidates: list[tuple[int, tuple[_Key, ...]]] = []
             if message.role == "assistant":
-                same = [(p, k) for p, told, k in known if _stands(told, message)]
-            before = tuple(keys)
-            turn = next((p for p, k in same if k == before), same[0][0] if same else None)
-            found.append(turn)
-            keys.append(_key(message) if turn is None else (turn,))
-        return tuple(found)
+                candidates = [
+                    (number, turn_keys)
+                    for number, turn, turn_keys in turns
+                    if turn.action is not None and turn.action.recognize(message) is not None
+                ]
+            same_start = (number for number, turn_keys in candidates if turn_keys == tuple(keys))
+            source = next(same_start, candidates[0][0] if candidates else None)
+            sources.append(source)
+            keys.append(_key(message) if source is None else (source,))
+        return tuple(sources)
 
     def _is_plain(self, observation: str) -> bool:
         """Returns whether the prompt is the last turn and `ChatTokenizer.follow`."""
         if self.chat.history != "template":
             return True
         last = self._turns[-1]
-        said = last.saying
-        if said is None or not self.chat.appends:
+        if last.action is None or not self.chat.appends:
             return False
         end = last.ids[-1]
-        ends_otherwise = end in self.chat.stop_ids and end != self.chat.end_of_turn
-        return not ends_otherwise and self.chat.is_plain(said.shown, observation)
+        if end in self.chat.stop_ids and end != self.chat.end_of_turn:
+            return False
+        return self.chat.is_plain(last.action.text, observation)
 
-    def _append(self, told: TurnState, new: Sequence[int], parent: int = -1) -> None:
+    def _append(self, turn: TurnState, new_ids: Sequence[int], parent: int = -1) -> None:
         """Continues an earlier turn."""
-        place = parent % len(self._turns)
-        before = self._turns[place]
-        forked = any(t.opening.parent == place for t in self._turns[place + 1 :])
-        told.opening = PromptIds(
-            ids=before.ids + list(new),
-            parent=place,
-            prompt_ids=tuple(new),
-            fork="edited" if forked else None,
-            session=self._session(before.opening.session),
+        number = parent % len(self._turns)
+        before = self._turns[number]
+        has_child = any(t.prompt.parent == number for t in self._turns[number + 1 :])
+        turn.prompt = PromptIds(
+            ids=before.ids + list(new_ids),
+            parent=number,
+            prompt_ids=tuple(new_ids),
+            fork="edited" if has_child else None,
+            session=self._use_session(before.prompt.session),
         )
 
-    def _open(self, told: TurnState) -> None:
+    def _set_prompt(self, turn: TurnState) -> None:
+        """Continues the latest turn that the conversation contains, or begins a sequence."""
         if self.chat.history != "template":
-            self._open_by_messages(told)
-            return
-        rendered = told.literal = self._render(told)
-        for place in reversed(range(len(self._turns))):
-            before = self._turns[place]
-            text = self._literal(before)
-            if rendered.startswith(text) and len(rendered) > len(text):
-                rest = rendered[len(text) :]
-                self._append(told, self.chat.literal.encode(rest, behind=before.ids[-1]), place)
+            if self._append_messages(turn):
                 return
-        self._begin(told, self.chat.literal.encode(rendered, first=True))
+            turn.rendering = self._render(turn)
+        else:
+            rendering = turn.rendering = self._render(turn)
+            for number in reversed(range(len(self._turns))):
+                before = self._turns[number]
+                start = self._rendering_of(before)
+                if rendering.startswith(start) and len(rendering) > len(start):
+                    new_ids = self.chat.text.encode_rendering(
+                        rendering[len(start) :], previous=before.ids[-1]
+                    )
+                    self._append(turn, new_ids, number)
+                    return
+        self._begin(turn, self.chat.text.encode_rendering(turn.rendering, first=True))
 
-    def _open_by_messages(self, told: TurnState) -> None:
-        """Keeps the latest turn whose conversation, with its action, comes first in this one."""
-        for place in reversed(range(len(self._turns))):
-            before = self._turns[place]
-            held = (*before.keys, (place,))
-            if len(held) < len(told.messages) and held == told.keys[: len(held)]:
-                rest = told.messages[len(held) :]
-                spoken = [message_for_template(m, self.chat.literal) for m in rest]
-                new = self.chat.follow_messages(spoken, before.ids[-1])
-                self._append(told, new, place)
-                return
-        told.literal = self._render(told)
-        self._begin(told, self.chat.literal.encode(told.literal, first=True))
+    def _append_messages(self, turn: TurnState) -> bool:
+        """Continues the latest turn whose conversation, with its action, comes first in this one.
 
-    def _begin(self, told: TurnState, ids: list[int]) -> None:
+        Returns:
+            Whether there is one.
+        """
+        for number in reversed(range(len(self._turns))):
+            before = self._turns[number]
+            start = (*before.keys, (number,))
+            if len(start) < len(turn.messages) and start == turn.keys[: len(start)]:
+                messages = [message_for_template(m) for m in turn.messages[len(start) :]]
+                self._append(turn, self.chat.follow_messages(messages, before.ids[-1]), number)
+                return True
+        return False
+
+    def _begin(self, turn: TurnState, ids: list[int]) -> None:
         """Begins a sequence."""
         fork, session = None, 0
         if self._turns:
-            fork, nearest = self._reason(told)
-            session = self._session(None if fork == "new" else nearest.opening.session)
-        told.opening = PromptIds(
+            fork, nearest = self._reason(turn)
+            session = self._use_session(None if fork == "new" else nearest.prompt.session)
+        turn.prompt = PromptIds(
             ids=ids, parent=None, prompt_ids=tuple(ids), fork=fork, session=session
         )
 
-    def _reason(self, told: TurnState) -> tuple[Fork, TurnState]:
+    def _reason(self, turn: TurnState) -> tuple[Fork, TurnState]:
         """Returns why no turn is continued, and the turn with the most equal messages."""
-        keys = told.keys
-        held = [(*before.keys, (place,)) for place, before in enumerate(self._turns)]
-        shared = [_common(one, keys) for one in held]
+        keys = turn.keys
+        starts = [(*before.keys, (number,)) for number, before in enumerate(self._turns)]
+        shared = [_count_equal(start, keys) for start in starts]
         most = max(shared)
-        nearest = [n for n, count in enumerate(shared) if count == most]
+        nearest = [number for number, count in enumerate(shared) if count == most]
         last = self._turns[nearest[-1]]
         if not most:
             return "new", last
-        if any(most == len(held[n]) and self._turns[n].tools == told.tools for n in nearest):
+        if any(most == len(starts[n]) and self._turns[n].tools == turn.tools for n in nearest):
             return "template", last
-        shorter = most < len(keys) < len(last.messages)
-        return ("compacted" if shorter else "edited"), last
+        is_shorter = most < len(keys) < len(last.messages)
+        return ("compacted" if is_shorter else "edited"), last
 
-    def _session(self, wanted: int | None) -> int:
-        """Returns the number of a cache: the wanted one, or one of its own."""
-        if wanted == self._sessions[-1]:
-            return wanted
-        if wanted is None:
-            wanted, self._count = self._count, self._count + 1
-        if wanted in self._sessions:
-            self._sessions.remove(wanted)
-        self._sessions = [*self._sessions, wanted][-_MOST_SESSIONS:]
-        return wanted
+    def _use_session(self, number: int | None) -> int:
+        """Marks a cache as the last one used, a new one for None; returns its number."""
+        if number == self._sessions[-1]:
+            return number
+        if number is None:
+            number, self._session_count = self._session_count, self._session_count + 1
+        if number in self._sessions:
+            self._sessions.remove(number)
+        self._sessions = [*self._sessions, number][-_MOST_SESSIONS:]
+        return number
 
-    def _literal(self, told: TurnState) -> str:
-        """Returns the text of a turn, its action included."""
-        if told.literal is None:
-            told.literal = self._render(told) + (told.saying.literal if told.saying else "")
-        return told.literal
+    def _rendering_of(self, turn: TurnState) -> str:
+        """Returns the rendering of a turn, its action included."""
+        if turn.rendering is None:
+            turn.rendering = self._render(turn) + (turn.action.rendering if turn.action else "")
+        return turn.rendering
 
-    def _render(self, told: TurnState) -> str:
-        literal = self.chat.literal
-        spoken = []
-        for message, turn in zip(told.messages, told.said, strict=True):
-            saying = None if turn is None else self._turns[turn].saying
-            form = None if saying is None else saying.recognise(message)
-            if form and saying and "tool_calls" in form and not self.chat.template.shows_calls:
-                form = saying.spoken()  # only the sampled text has a form of the calls
-            spoken.append(form or message_for_template(message, literal))
-        return self.chat.template.literal(spoken, literal.hide_tree(self._schemas_of(told.tools)))
-
-    def _schemas_of(self, tools: tuple[Any, ...]) -> Any:
-        return [tool.schema for tool in tools]
+    def _render(self, turn: TurnState) -> str:
+        messages = []
+        for message, source in zip(turn.messages, turn.sources, strict=True):
+            action = None if source is None else self._turns[source].action
+            form = None if action is None else action.recognize(message)
+            if form and action and "tool_calls" in form and not self.chat.template.shows_calls:
+                form = action.for_template()  # only the sampled text has a form of the calls
+            messages.append(form or message_for_template(message))
+        return self.chat.template.render(messages, [tool.schema for tool in turn.tools])
 
 
 def tokenize(
@@ -328,9 +322,8 @@ def tokenize(
 ) -> Episode:
     """Adds to a text-only episode the ids that a rollout of the same actions would have.
 
-    A turn that ends beyond `max_context` tokens, and all turns after it, are left out.
-
-    The turns lose their `info`, because its per-token values refer to sampled tokens.
+    A turn that ends beyond `max_context` tokens, and all turns after it, are left out. The turns
+    lose their `info`, because its per-token values refer to sampled tokens.
 
     Args:
         episode: The episode.
@@ -345,48 +338,33 @@ def tokenize(
     turns = []
     for turn in episode.turns:
         role = request.observation_role if isinstance(request, StepInfo) else "user"
-        opening = transcript.read(turn.observation, role, request)
-        action = (*encode(turn), end)
-        transcript.write(action)
+        prompt = transcript.read(turn.observation, role, request)
+        action_ids = (*encode(turn), end)
+        transcript.write(action_ids)
         if max_context is not None and len(transcript.ids) > max_context:
             break
         request = turn.info
         turns.append(
             replace(
                 turn,
-                parent=opening.parent,
-                fork=opening.fork,
-                prompt_ids=opening.prompt_ids,
-                action_ids=action,
-                logprobs=(0.0,) * len(action),
+                parent=prompt.parent,
+                fork=prompt.fork,
+                prompt_ids=prompt.prompt_ids,
+                action_ids=action_ids,
+                logprobs=(0.0,) * len(action_ids),
                 info=StepInfo(),
             )
         )
     return replace(episode, turns=tuple(turns))
 
 
-def _is_whole(prompt: Prompt) -> bool:
-    """Returns whether the messages of a prompt are the whole first conversation."""
-    return bool(prompt.messages) and prompt.messages[-1].role != "assistant"
-
-
-def _first_messages(prompt: Prompt, observation: str) -> tuple[Message, ...]:
-    system = () if prompt.system is None else (Message(role="system", content=prompt.system),)
-    last = () if _is_whole(prompt) else (Message(role="user", content=observation),)
-    return (*system, *prompt.messages, *last)
-
-
-def _stands(told: TurnState, message: Message) -> bool:
-    return told.saying is not None and told.saying.recognise(message) is not None
-
-
 def _key(message: Message) -> _Key:
     calls = [[call.name, call.arguments] for call in message.tool_calls]
-    shown = json.dumps(calls, sort_keys=True, default=str) if calls else ""
-    return message.role, message.content, shown, message.tool_call_id, message.name
+    calls_json = json.dumps(calls, sort_keys=True, default=str) if calls else ""
+    return message.role, message.content, calls_json, message.tool_call_id, message.name
 
 
-def _common(a: Sequence[_Key], b: Sequence[_Key]) -> int:
+def _count_equal(a: Sequence[_Key], b: Sequence[_Key]) -> int:
     """Returns the number of equal messages at the start."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

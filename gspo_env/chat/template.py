@@ -1,14 +1,13 @@
-"""Renders conversations with a tokenizer's chat template, as token ids.
+"""Renders conversations with a tokenizer's chat template.
 
-A conversation of given roles is rendered once with markers in place of its texts. What the template
-wrote around the markers is glue: its control tokens become ids directly. Glue text and message
-texts together are encoded by `PlainText`, so a message cannot produce a control token.
+A template may edit texts: strip them, split and join them, remove `/think`, decide by what they
+say. It therefore reads every text as it is. What it writes itself is told apart from what it copies
+by construction: its source is compiled with a stand-in for each control token (see
+`gspo_env.chat.encode`), and no message or tool contains a stand-in, so no edit can make one.
 
-    <|im_start|> system / SYSTEM <|im_end|> / <|im_start|> user / OBSERVATION <|im_end|> /
-    └── id ────┘ └── one text ──┘└── id ──┘   └── id ────┘ └─── one text ───┘└── id ──┘
-
-A template may change the ends of a message: many strip white space, some write JSON strings. A
-second rendering with known texts shows what it does to each message.
+Some templates put control tokens together, as in `'<|' + message.role + '|>'`. A mark before `<|`
+shows them. They count only if the same ones appear, in the same order, in a rendering whose texts
+cannot be a part of one.
 """
 
 from __future__ import annotations
@@ -17,27 +16,36 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
 from gspo_env.chat.bounds import BoundedTemplate, check_template
-from gspo_env.chat.cache import BoundedCache
-from gspo_env.chat.plain_text import PlainText
-from gspo_env.chat.schemas import Chat, Schemas, hide_controls, list_tools
-from gspo_env.chat.slots import HEAD, TAIL, Part, Parts, Shape, Slot, Text, read_slots
+from gspo_env.chat.encode import TextEncoder, map_texts
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
 
 logger = logging.getLogger(__name__)
 
-_CACHE = 1 << 25
-"""Bytes of the layouts that are kept."""
+Chat = Sequence[Mapping[str, Any]]
+"""Messages, each with `role` and `content`; some with `tool_calls` and other fields."""
+Schemas = Sequence[Mapping[str, Any]]
+"""Tools in OpenAI's function format."""
+
+_GLUE, _SEPARATOR = "\udfff", "\udffe"
+"""Marks what may begin a control token in a template, and the letters of texts; in no rendering."""
+_HALF_STAND_IN = re.compile(
+    "[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]"
+)
+_LETTER = re.compile("[\ud800-\udbff][\udc00-\udfff]|\\S")
+_SCHEMA_WORDS = """type function name description parameters object properties required string
+number integer boolean array null items enum default title format anyOf oneOf allOf const $ref
+id arguments"""
+"""Words of JSON schemas and calls, which templates compare with."""
 
 
 class ChatTemplate:
-    """Renders conversations as ids in which no text is a control token.
+    """Renders conversations in which no text can become a control token.
 
     Raises:
         ChatTemplateError: The tokenizer has no chat template or is not a fast tokenizer.
@@ -51,136 +59,55 @@ class ChatTemplate:
             )
         check_template(tokenizer.chat_template)
         self.tokenizer = tokenizer
-        self.text = PlainText(tokenizer)
-        # nobody can guess the markers, so no tool description contains one
+        self.text = TextEncoder(tokenizer)
         self._nonce = f"{secrets.randbits(64):020d}"
-        self.layout = BoundedCache(self._layout, _CACHE)
-        self._filled = BoundedCache(self._fill_first, _CACHE)
-        self._said: set[str] = set()
+        self._compile = lru_cache(8)(lambda source: BoundedTemplate(source, self._mark))
+        special = tokenizer.special_tokens_map
+        self._variables = {"documents": None} | {k: self._own(v) for k, v in special.items()}
+        names = self.text.control_ids
+        self._longest = max(map(len, names), default=0)
+        self._beginnings = {n[:k].casefold() for n in names for k in range(1, len(n))}
+        bare_names = {re.sub(r"\W", "", name) for name in names}
+        self._kept_words = set(_SCHEMA_WORDS.split()) - bare_names
+        self._warnings: set[str] = set()
 
     def ids(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> list[int]:
-        """Returns the ids of a conversation.
+        """Returns the ids of a conversation of plain texts; see `render`."""
+        messages = [map_texts(message, clean) for message in messages]
+        rendering = self.render(messages, schemas, generation=generation)
+        return self.text.encode_rendering(rendering, first=True)
 
-        A system message that the template refuses goes before the first user message, tools that it
-        does not show are listed in the system message, and the role `tool`, if refused, is `user`.
+    def render(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> str:
+        """Returns the rendering of a conversation.
+
+        What the template does not accept is changed. A system message that it refuses goes before
+        the first user message, tools that it does not show are listed in the system message, the
+        role `tool`, if refused, is `user`, and calls that it does not show are appended to the
+        text of their message.
 
         Args:
-            messages: The conversation.
+            messages: The conversation. Texts of the policy may be renderings.
             schemas: The tools.
-            generation: Whether the start of the assistant's next message follows.
-
-        Raises:
-            ChatTemplateError: The template refuses the messages, or drops or repeats one.
-        """
-        try:
-            fitted, shown = self._fit(messages, schemas)
-            return self._ids(fitted, shown, generation)
-        except ChatTemplateError as error:
-            if not schemas or not self.shows_tools:
-                raise
-            self._say(f"cannot show these tools ({error}); the system message lists them")
-            return self._ids(self._fit(list_tools(messages, schemas), ())[0], (), generation)
-
-    def literal(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> str:
-        """Returns a conversation as the template renders it; see `gspo_env.chat.encode`.
-
-        What the template does not accept is changed as in `ids`; calls that it does not show are
-        written behind the content, as Hermes does.
-
-        Args:
-            messages: Literal messages, which may have calls and reasoning.
-            schemas: The tools, as literal texts.
             generation: Whether the start of the assistant's next message follows.
 
         Raises:
             ChatTemplateError: The template refuses the messages.
         """
         if any(m.get("tool_calls") for m in messages) and not self.shows_calls:
-            self._say("does not show calls; the content of their messages ends with them")
+            self._warn("does not show tool calls; they are appended to the text of their message")
             messages = [_with_calls(m) if m.get("tool_calls") else m for m in messages]
+        schemas = map_texts(schemas, clean)
         try:
-            fitted, shown = self._fit(messages, schemas)
-            return self.render(fitted, shown, generation=generation)
+            return self._render(*self._fit(messages, schemas), generation)
         except ChatTemplateError as error:
             if not schemas or not self.shows_tools:
                 raise
-            self._say(f"cannot show these tools ({error}); the system message lists them")
-            fitted, _ = self._fit(list_tools(messages, schemas), ())
-            return self.render(fitted, generation=generation)
-
-    def fill(self, parts: Parts, texts: Sequence[str], *, first: bool = False) -> list[int]:
-        """Returns the ids of a layout with these texts in its slots.
-
-        Args:
-            parts: The layout.
-            texts: The text of each slot, by `Slot.index`.
-            first: Whether the sequence starts with the first part.
-        """
-        ids: list[int] = []
-        for part in parts:
-            if isinstance(part, int):
-                ids.append(part)
-            else:
-                ids += self.text.encode(part.show(texts), first=first)
-            first = False
-        return ids
-
-    def split(self, text: str, slots: Sequence[Slot], foreign: Mapping[int, str]) -> Parts:
-        """Splits a rendering at its control tokens and markers, as the tokenizer does.
-
-        Args:
-            text: The rendering.
-            slots: The slots of the markers.
-            foreign: Characters of tools that were replaced, by their replacement.
-        """
-        found = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-        )
-        cuts = [
-            (i, *span)
-            for i, span in zip(found["input_ids"], found["offset_mapping"], strict=True)
-            if i in self.text.controls
-        ]
-        by_marker = {self.marker(slot.index): slot for slot in slots}
-        pattern = f"({'|'.join(by_marker)})" if by_marker else r"(?!)"
-        parts: list[Part] = []
-        end, before = 0, None
-        for control, start, stop in [*cuts, (None, len(text), len(text))]:
-            behind = self.text.controls.get(control)
-            pieces = [p for p in re.split(pattern, text[end:start]) if p]
-            if pieces:
-                part = Text(
-                    pieces=tuple(by_marker.get(p) or p.translate(foreign) for p in pieces),
-                    left=before is not None and before.rstrip,
-                    right=behind is not None and behind.lstrip,
-                )
-                parts.append(part)
-            if control is not None:
-                parts.append(control)
-            end, before = stop, behind
-        return tuple(parts)
+            self._warn(f"cannot show these tools ({error}); the system message lists them")
+            return self._render(*self._fit(_list_tools(messages, schemas), ()), generation)
 
     def marker(self, index: int) -> str:
-        """Returns the text that stands for a message."""
-        return f"GSPOENV{self._nonce}MARK{index:06d}"
-
-    def render(self, messages: Chat, schemas: Schemas = (), *, generation: bool = True) -> str:
-        """Returns the text of a conversation.
-
-        Raises:
-            ChatTemplateError: The template raises, or runs too many lines.
-        """
-        names = {**self.tokenizer.special_tokens_map, "documents": None}
-        chat = [dict(message) for message in messages]
-        tools = list(schemas) or None
-        try:
-            template = _compiled(self.tokenizer.get_chat_template(tools=tools))
-            return template.render(
-                messages=chat, tools=tools, add_generation_prompt=generation, **names
-            )
-        except Exception as error:
-            roles = "messages of " + ", ".join(message["role"] for message in messages)
-            raise ChatTemplateError(f"the chat template refuses {roles}: {error}") from error
+        """Returns a text that stands for a message; nobody can guess it, and its case is none."""
+        return f"{self._nonce}{index:06d}"
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -189,8 +116,9 @@ class ChatTemplate:
         parameters = {"type": "object", "properties": {}, "required": []}
         function = {"name": name, "description": "x", "parameters": parameters}
         schema = {"type": "function", "function": function}
+        roles = ("system", "user") if self.takes_system else ("user",)
         try:
-            return name in self.render(_chat(self._fitting_roles("system", "user")), [schema])
+            return name in self._render(_chat(roles), [schema])
         except ChatTemplateError:
             return False
 
@@ -199,14 +127,12 @@ class ChatTemplate:
         """Whether the template shows the calls of an assistant's message."""
         name = self.marker(0)
         call = {"type": "function", "id": "call00000", "function": {"name": name, "arguments": {}}}
-        chat: list[dict[str, Any]] = [dict(m) for m in _chat(("user", "assistant", "user"))]
-        chat[1] |= {"tool_calls": [call]}
         for content in ("x", ""):
-            chat[1]["content"] = content
             for follow in ({"role": "tool", "tool_call_id": "call00000", "name": name}, {}):
-                chat[2] = {"role": "user", "content": "x", **follow}
+                user, action, result = _chat(("user", "assistant", "user"))
+                action |= {"tool_calls": [call], "content": content}
                 try:
-                    if name in self.render(chat):
+                    if name in self._render([user, action, result | follow]):
                         return True
                 except ChatTemplateError:
                     continue
@@ -215,126 +141,126 @@ class ChatTemplate:
     @cached_property
     def takes_system(self) -> bool:
         """Whether the template accepts a system message."""
-        return self.accepts("system", "user")
+        return self._accepts("system", "user")
 
     @cached_property
     def takes_tool_role(self) -> bool:
         """Whether the template accepts a message of the role `tool` after an action."""
-        return self.accepts("user", "assistant", "tool")
+        return self._accepts("user", "assistant", "tool")
 
-    def accepts(self, *roles: str) -> bool:
-        """Returns whether the template shows messages of these roles."""
+    def _accepts(self, *roles: str) -> bool:
+        """Returns whether the template shows messages of these roles, each once."""
+        chat = [{"role": role, "content": self.marker(n)} for n, role in enumerate(roles)]
         try:
-            self.layout(Shape(roles=roles))
+            rendering = self._render(chat)
         except ChatTemplateError as error:
             logger.info("%s", error)
             return False
-        return True
+        return all(rendering.count(message["content"]) == 1 for message in chat)
 
-    def slots(self, shape: Shape, schemas: Any) -> tuple[str, list[Slot]]:
-        """Returns a rendering with markers, and its slots in order.
+    def _render(self, messages: Chat, schemas: Schemas = (), generation: bool = True) -> str:
+        rendering, composed = self._join(self._run(messages, schemas, generation))
+        if not composed:
+            return rendering
+        separate = [
+            {key: value if key == "role" else self._separate(value) for key, value in m.items()}
+            for m in messages
+        ]
+        run = self._run(separate, self._separate(schemas), generation)
+        safe, expected = self._join(run)
+        return rendering if composed == expected else safe
+
+    def _run(self, messages: Chat, schemas: Schemas, generation: bool) -> str:
+        """Returns the text of a conversation, with marks.
 
         Raises:
-            ChatTemplateError: A message is dropped or repeated.
+            ChatTemplateError: The template raises, or runs too many lines.
         """
-        places = [n for n in range(len(shape.roles)) if n not in shape.empty]
-        marked = [self.marker(n) if n in places else "" for n in range(len(shape.roles))]
-        text = self._render_shape(shape, marked, schemas)
-        if any(text.count(self.marker(n)) != 1 for n in places):
-            raise ChatTemplateError(
-                f"the chat template drops or repeats a message of {', '.join(shape.roles)}; it has "
-                "to show each message once"
-            )
-        places.sort(key=lambda n: text.index(self.marker(n)))
-        probe = [f"{HEAD}{marker}{TAIL}" if marker else "" for marker in marked]
-        pattern = "|".join(map(self.marker, places)) or r"(?!)"
-        glue = re.split(pattern, text)
-        changed = re.split(pattern, self._render_shape(shape, probe, schemas))
-        slots = read_slots(places, glue, changed) if len(glue) == len(changed) else None
-        if slots is None:
-            self._say(
-                "changes the text of messages otherwise than at its ends; they stay unchanged"
-            )
-            slots = [Slot(index=n) for n in places]
-        return text, slots
-
-    def _ids(self, messages: Chat, schemas: Schemas, generation: bool) -> list[int]:
-        texts = [message["content"] for message in messages]
-        shape = Shape(
-            roles=tuple(message["role"] for message in messages),
-            schemas=clean(json.dumps(list(schemas), ensure_ascii=False)),
-            generation=generation,
-        )
-        return list(self._filled(shape, tuple(texts)))
-
-    def _fill_first(self, shape: Shape, texts: tuple[str, ...]) -> tuple[int, ...]:
-        """Returns the ids of a conversation, with which a sequence begins."""
-        return tuple(self.fill(self.with_empty(shape, texts, self.layout), texts, first=True))
-
-    def with_empty(
-        self, shape: Shape, texts: Sequence[str], layout: Callable[[Shape], Parts]
-    ) -> Parts:
-        """Returns the layout in which the messages that show nothing are empty.
-
-        Stripping an empty message may also strip the glue beside it.
-        """
-        parts = layout(shape)
-        empty = {
-            slot.index
-            for part in parts
-            if isinstance(part, Text)
-            for slot in part.pieces
-            if isinstance(slot, Slot) and not slot.show(texts[slot.index])
-        }
-        if not empty:
-            return parts
+        tools = list(schemas) or None
         try:
-            return layout(replace(shape, empty=frozenset(empty)))
-        except ChatTemplateError:  # a template may refuse empty messages
-            return parts
+            template = self._compile(self.tokenizer.get_chat_template(tools=tools))
+            return template.render(
+                messages=[dict(message) for message in messages],
+                tools=tools,
+                add_generation_prompt=generation,
+                **self._variables,
+            )
+        except Exception as error:
+            roles = "messages of " + ", ".join(message["role"] for message in messages)
+            raise ChatTemplateError(f"the chat template refuses {roles}: {error}") from error
 
-    def _layout(self, shape: Shape) -> Parts:
-        contents = [token.content for token in self.text.controls.values()]
-        schemas, foreign = hide_controls(shape.schemas, contents, self.text.normalize)
-        text, slots = self.slots(shape, schemas)
-        return self.split(text, slots, foreign)
+    def _join(self, text: str) -> tuple[str, list[str]]:
+        """Returns the rendering without marks, and the control tokens that were put together."""
+        head, *tails = text.split(_GLUE)
+        pieces, composed = [head], []
+        for tail in tails:
+            beginnings = (tail[:n] for n in range(min(self._longest, len(tail)), 0, -1))
+            name = next((b for b in beginnings if b in self.text.control_ids), "")
+            composed += [name] if name else []
+            pieces += [self._own(name), tail[len(name) :]]
+        return _HALF_STAND_IN.sub("", "".join(pieces)), composed
 
-    def _render_shape(self, shape: Shape, texts: Sequence[str], schemas: Schemas) -> str:
-        chat = [
-            {"role": role, "content": text} for role, text in zip(shape.roles, texts, strict=True)
-        ]
-        return self.render(chat, schemas, generation=shape.generation)
+    def _mark(self, text: str, is_output: bool) -> str:
+        """Returns a text of the template with stand-ins and marks."""
+        text = self._own(text)
+        if not is_output:
+            return text
+        # a place for a value, as in `<|{}|>` and `<|%s|>`, ends a piece too
+        spans = [(m.start(), m.end()) for m in re.finditer(r"[^{%]+", text)]
+        starts = {
+            n
+            for start, end in spans
+            for n in range(max(start, end - self._longest), end)
+            if text[n:end].casefold() in self._beginnings
+        }
+        return "".join(_GLUE * (n in starts) + char for n, char in enumerate(text))
+
+    def _own(self, text: Any) -> Any:
+        return self.text.to_rendering(text) if isinstance(text, str) else text
+
+    def _separate(self, tree: Any) -> Any:
+        """Returns texts with their letters apart, which cannot be part of a control token."""
+        return map_texts(
+            tree,
+            lambda text: (
+                text
+                if text in self._kept_words
+                else _LETTER.sub(rf"{_SEPARATOR}\g<0>{_SEPARATOR}", text)
+            ),
+        )
 
     def _fit(self, messages: Chat, schemas: Schemas) -> tuple[Chat, Schemas]:
         """Returns messages and tools that the template accepts."""
         if schemas and not self.shows_tools:
-            messages, schemas = list_tools(messages, schemas), ()
+            messages, schemas = _list_tools(messages, schemas), ()
         if messages[0]["role"] == "system" and not self.takes_system:
-            self._say("refuses system messages; the first user message begins with the system text")
+            self._warn("refuses system messages; the first user message begins with the text")
             messages = _folded(messages)
         if any(m["role"] == "tool" for m in messages) and not self.takes_tool_role:
             messages = [{**m, "role": "user"} if m["role"] == "tool" else m for m in messages]
         return messages, schemas
 
-    def _fitting_roles(self, *roles: str) -> tuple[str, ...]:
-        return roles if self.takes_system else roles[1:]
-
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _warn(self, what: str) -> None:
+        if what not in self._warnings:
+            self._warnings.add(what)
             logger.warning("The chat template %s.", what)
 
 
-_compiled = lru_cache(16)(BoundedTemplate)
-
-
 def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the calls of a message behind its content."""
+    """Appends the calls of a message to its content."""
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message["tool_calls"]]
     lines = [message["content"], *(f"<tool_call>{call}</tool_call>" for call in calls)]
-    left_out = {"tool_calls", "content"}
-    others = {key: value for key, value in message.items() if key not in left_out}
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**others, "content": "\n".join(filter(None, lines))}
+
+
+def _list_tools(messages: Chat, schemas: Schemas) -> Chat:
+    """Adds a list of the tools to the system message."""
+    listing = "Tools:\n" + "\n".join(json.dumps(schema) for schema in schemas)
+    first, *others = messages
+    if first["role"] != "system":
+        return [{"role": "system", "content": listing}, *messages]
+    return [{**first, "content": f"{first['content']}\n\n{listing}".strip()}, *others]
 
 
 def _folded(messages: Chat) -> Chat:
@@ -346,5 +272,5 @@ def _folded(messages: Chat) -> Chat:
     return [{**others[0], "content": text}, *others[1:]]
 
 
-def _chat(roles: Sequence[str]) -> Chat:
+def _chat(roles: Sequence[str]) -> list[dict[str, Any]]:
     return [{"role": role, "content": "x"} for role in roles]

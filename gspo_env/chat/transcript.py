@@ -1,8 +1,7 @@
 """Converts messages to token ids, and sampled ids to text and messages.
 
-Sampled ids are never decoded and tokenised again to be trained on. `gspo_env.chat.template`
-encodes text, so that it cannot become a control token; `gspo_env.chat.conversation` decides
-which turn a prompt continues.
+Sampled ids are never decoded and encoded again to be trained on. `gspo_env.chat.template` renders
+messages, and `gspo_env.chat.conversation` decides which turn a prompt continues.
 """
 
 from __future__ import annotations
@@ -11,29 +10,27 @@ import logging
 import re
 import typing
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from jinja2 import nodes
 
-from gspo_env.chat.action import Parser
+from gspo_env.chat.action import ActionParser, message_for_template
 from gspo_env.chat.bounds import parser
-from gspo_env.chat.cache import BoundedCache
-from gspo_env.chat.encode import Literal
-from gspo_env.chat.slots import Parts, Shape, Slot, Text
-from gspo_env.chat.template import ChatTemplate
+from gspo_env.chat.encode import BoundedCache
+from gspo_env.chat.template import Chat, ChatTemplate
 from gspo_env.errors import ChatTemplateError
-from gspo_env.types import Prompt
+from gspo_env.types import Message, Prompt
 
 logger = logging.getLogger(__name__)
 
 History = typing.Literal["template", "keep", "refuse"]
 
-_CACHE = 1 << 24
+_CACHE_BYTES = 1 << 24
 """Bytes of the observations that are kept with their ids."""
-_FIRST, _ACTION, _NEXT = range(3)
-"""Places of the messages in the conversation that shows how a turn is added."""
+_EDITED = 'aB"\\é <b>'
+_EDGE = "\n \n"
+"""Texts that show whether a template edits messages, or strips their ends."""
 
 
 class ChatTokenizer:
@@ -53,30 +50,26 @@ class ChatTokenizer:
     def __init__(self, tokenizer: Any, *, history: History = "template") -> None:
         self.tokenizer, self.history = tokenizer, history
         self.template = ChatTemplate(tokenizer)
-        self.literal = Literal(self.template.text)
+        self.text = self.template.text
         source = str(tokenizer.chat_template)
-        splits = "reasoning" in source or "thinking" in source
-        self.parser = Parser(tokenizer, self.literal, splits=splits)
-        self._following = BoundedCache(self._follow, _CACHE)
-        self._after = lru_cache(8)(self._after_action)
-        self._turn = {"user": Shape(roles=("user", "assistant", "user"))}
-        tool = Shape(roles=("user", "assistant", "tool"))
-        self._after(self._turn["user"])
-        with suppress(ChatTemplateError):  # then a tool's result is a user message
-            self._after(tool)
-            self._turn["tool"] = tool
-        self.end_of_turn = _split_end(self._after(self._turn["user"]))[0]
+        splits_reasoning = "reasoning" in source or "thinking" in source
+        self.parser = ActionParser(tokenizer, self.text, splits_reasoning=splits_reasoning)
+        self._user, self._action, self._observation = map(self.template.marker, range(3))
+        self._roles = ("user", "tool") if self.template.takes_tool_role else ("user",)
+        self._follow_cached = BoundedCache(self._follow, _CACHE_BYTES)
+        self.end_of_turn = self._split_end(self._after_action("user"))[0]
         self._check_start()
-        self._rewriting = self._rewrites()
+        self._rewriting = self._find_rewriting()
         self._check_history()
-        self._check_markers()
+        self._check_roles()
+        if self._edits("user"):
+            logger.warning("The chat template changes the text of messages, also inside of it.")
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids that end an action: the template's ends of turn, the end of sequence."""
-        ends = {_split_end(self._after(shape))[0] for shape in self._turn.values()}
-        ids = ends | {self.tokenizer.eos_token_id}
-        return tuple(sorted(i for i in ids if i is not None))
+        ends = [self._split_end(self._after_action(role))[0] for role in self._roles]
+        return tuple(sorted({i for i in (*ends, self.tokenizer.eos_token_id) if i is not None}))
 
     def start(self, observation: str, prompt: Prompt | None = None) -> tuple[int, ...]:
         """Returns the ids of the first prompt.
@@ -87,80 +80,85 @@ class ChatTokenizer:
                 does not.
         """
         prompt = prompt or Prompt()
-        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
-        if prompt.system is not None:
-            messages.insert(0, {"role": "system", "content": prompt.system})
-        messages.append({"role": "user", "content": observation})
+        messages = [message_for_template(m) for m in first_messages(prompt, observation)]
         return tuple(self.template.ids(messages, [tool.schema for tool in prompt.tools]))
 
     def follow(self, observation: str, last_id: int, role: str = "user") -> tuple[int, ...]:
         """Returns the ids that follow an action whose last sampled id is `last_id`."""
-        return self._following(observation, last_id, role)
+        return self._follow_cached(observation, last_id, role)
 
     def _follow(self, observation: str, last_id: int, role: str) -> tuple[int, ...]:
-        shape, texts = self._turn.get(role, self._turn["user"]), ("", "", observation)
-        parts = self.template.with_empty(shape, texts, self._after)
-        end, rest = _split_end(parts)
-        return tuple(self.template.fill(rest if end == last_id else parts, texts))
+        message = Message(role="tool" if role == "tool" else "user", content=observation)
+        return tuple(self.follow_messages([message_for_template(message)], last_id))
 
-    def follow_messages(self, messages: Sequence[dict[str, Any]], last_id: int) -> list[int]:
-        """Returns the ids of literal messages that follow an action whose last id is `last_id`."""
-        talk = [self._message("user", _FIRST), self._message("assistant", _ACTION), *messages]
-        rest = self.template.literal(talk).partition(self.template.marker(_ACTION))[2]
-        ids = self.literal.encode(rest)
-        same = self.end_of_turn == last_id and last_id in ids[:2]
-        return ids[ids.index(last_id) + 1 :] if same else ids
+    def follow_messages(self, messages: Chat, last_id: int) -> list[int]:
+        """Returns the ids of messages that follow an action whose last sampled id is `last_id`."""
+        chat = [_user(self._user), _assistant(self._action), *messages]
+        text = self.template.render(chat).partition(self._action)[2]
+        end, rest = self._split_end(text)
+        return self.text.encode_rendering(rest if end == last_id else text, previous=last_id)
 
     @cached_property
     def appends(self) -> bool:
-        """Whether the template only appends what `follow` gives, whatever was said before.
+        """Whether the template only appends what `follow` gives, whatever the turns before it.
 
         It is tried with conversations of a few turns. Texts that the template itself looks for, and
         ends of texts that it strips, are the business of `is_plain`.
         """
-        if self._rewriting is not None:
+        if self._rewriting is not None or self.end_of_turn is None:
             return False
         try:
-            return all(self._appends(role, system) for role in self._turn for system in ("", "s"))
+            return all(self._appends(role, system) for role in self._roles for system in ("", "s"))
         except ChatTemplateError:
             return False
 
     def _appends(self, role: str, system: str) -> bool:
-        talk: list[dict[str, Any]] = [{"role": "user", "content": "stone"}]
-        if system:
-            talk.insert(0, {"role": "system", "content": system})
+        chat = [{"role": "system", "content": system}] if system else []
+        chat.append(_user("stone"))
         end = self.end_of_turn
-        if end is None:
-            return False
-        ids = self.literal.encode(self.template.literal(talk), first=True)
+        assert end is not None
+        ids = self.text.encode_rendering(self.template.render(chat), first=True)
         for n in range(3):
-            said = self.encode(f"birch {n}")
-            talk += [{"role": "assistant", "content": self.decode_all(said)}]
-            ids += [*said, end, *self.follow(f"river {n}", end, role)]
-            talk += [{"role": role, "content": f"river {n}"}]
-            rendered = self.template.literal(talk)
-            if self.literal.decode(ids) != rendered and (
-                self.literal.encode(rendered, first=True) != ids
+            action = self.encode(f"birch {n}")
+            ids += [*action, end, *self.follow(f"river {n}", end, role)]
+            chat += [_assistant(self.decode_all(action)), {"role": role, "content": f"river {n}"}]
+            rendering = self.template.render(chat)
+            if self.text.decode_rendering(ids) != rendering and (
+                self.text.encode_rendering(rendering, first=True) != ids
             ):
                 return False
         return True
-
-    @cached_property
-    def _looked_for(self) -> re.Pattern[str]:
-        """Finds texts with which the template compares the texts of messages."""
-        found = constants(self.tokenizer.chat_template)
-        return re.compile("|".join(map(re.escape, sorted(found))) or r"(?!)")
-
-    @cached_property
-    def _slots(self) -> dict[int, Slot]:
-        _, slots = self.template.slots(self._turn["user"], ())
-        return {slot.index: slot for slot in slots}
 
     def is_plain(self, action: str, observation: str) -> bool:
         """Returns whether the template shows an earlier action unchanged, next to any text."""
         if self._looked_for.search(action) or self._looked_for.search(observation):
             return False
-        return bool(action) and self._slots[_ACTION].show(action) == action
+        if not action or self._edits_actions:
+            return False
+        return not self._strips_actions or action == action.strip()
+
+    @cached_property
+    def _looked_for(self) -> re.Pattern[str]:
+        """Finds texts with which the template compares the texts of messages."""
+        texts = constants(self.tokenizer.chat_template)
+        return re.compile("|".join(map(re.escape, sorted(texts))) or r"(?!)")
+
+    @cached_property
+    def _edits_actions(self) -> bool:
+        return self._edits("assistant")
+
+    @cached_property
+    def _strips_actions(self) -> bool:
+        action = f"{_EDGE}{self._action}{_EDGE}"
+        chat = [_user(self._user), _assistant(action), _user(self._observation)]
+        return action not in self.template.render(chat)
+
+    def _edits(self, role: str) -> bool:
+        """Returns whether the template changes the inside of messages of a role."""
+        text = f"{self._action}{_EDITED}{self._action}"
+        chat = [_user(text if role == "user" else "x")]
+        chat += [_assistant(text), _user("x")] if role == "assistant" else []
+        return text not in self.template.render(chat)
 
     def ends(self, stop: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
         """Returns whether sampled ids have one of these texts at their end; None without texts."""
@@ -169,38 +167,52 @@ class ChatTokenizer:
         # every id but a few has at least one byte of the text
         window = max(len(text.encode()) for text in stop) + 8
 
-        def ended(ids: Sequence[int]) -> bool:
+        def has_ended(ids: Sequence[int]) -> bool:
             tail = self.decode_all(ids[-window:])
             return any(text in tail for text in stop)
 
-        return ended
+        return has_ended
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns the ids of plain text; no control token is among them."""
-        return self.template.text.encode(text)
+        return self.text.encode(text)
 
     def decode(self, action_ids: Sequence[int]) -> str:
         """Returns the text of an action, without the id that ended it."""
-        ids = tuple(action_ids)
-        if ids and ids[-1] in self.stop_ids:
-            ids = ids[:-1]
-        return self.decode_all(ids)
+        has_end = bool(action_ids) and action_ids[-1] in self.stop_ids
+        return self.decode_all(action_ids[:-1] if has_end else action_ids)
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """Returns the text of any ids, including control tokens."""
-        return self.template.text.decode(ids)
+        return self.text.decode(ids)
 
-    def _after_action(self, shape: Shape) -> Parts:
-        """Returns what follows an action: its end, the next message, the next action's start."""
-        first, action, following = map(self.template.marker, range(3))
-        text, slots = self.template.slots(shape, ())
-        before, _, tail = text.partition(action)
-        if first not in before or following in before:
+    def _after_action(self, role: str) -> str:
+        """Returns what follows an action: its end, the next message, the next action's start.
+
+        Raises:
+            ChatTemplateError: The template drops, repeats or moves a message.
+        """
+        observation = {"role": role, "content": self._observation}
+        rendering = self.template.render([_user(self._user), _assistant(self._action), observation])
+        markers = (self._user, self._action, self._observation)
+        if any(rendering.count(marker) != 1 for marker in markers):
+            raise ChatTemplateError(
+                f"the chat template drops or repeats a message of user, assistant, {role}; it has "
+                "to show each message once"
+            )
+        before, _, after = rendering.partition(self._action)
+        if self._user not in before or self._observation in before:
             raise ChatTemplateError(
                 "the chat template moves messages when a turn is added, so a transcript cannot be "
                 "extended token by token; use a template that only appends"
             )
-        return self.template.split(tail, [s for s in slots if s.index == _NEXT], {})
+        return after
+
+    def _split_end(self, text: str) -> tuple[int | None, str]:
+        """Returns the control token with which a rendering begins, if any, and what follows it."""
+        stripped = text.lstrip()
+        controls = self.text.controls_of(stripped[:2])
+        return (controls[0], stripped[2:]) if controls else (None, text)
 
     def _check_start(self) -> None:
         """Detects templates that leave the header of an action to the model.
@@ -208,16 +220,17 @@ class ChatTokenizer:
         Raises:
             ChatTemplateError: The template ignores `add_generation_prompt` and needs it.
         """
-        user, action = self._message("user", _FIRST), self._message("assistant", _ACTION)
-        prompt = self.template.render([user])
-        if prompt != self.template.render([user], generation=False):
+        prompt = self.template.render([_user(self._user)])
+        if prompt != self.template.render([_user(self._user)], generation=False):
             return
-        header = self.template.render([user, action]).partition(action["content"])[0]
+        chat = [_user(self._user), _assistant(self._action)]
+        header = self.template.render(chat).partition(self._action)[0]
         header = header.removeprefix(prompt) if header.startswith(prompt) else ""
         if header.strip():
             raise ChatTemplateError(
                 "the chat template has no generation prompt: it writes the same with and without "
-                f"`add_generation_prompt`; expected {header!r} at the end with it"
+                f"`add_generation_prompt`; expected {self.text.to_text(header)!r} at the end with "
+                "it"
             )
 
     def _check_history(self) -> None:
@@ -237,60 +250,60 @@ class ChatTokenizer:
             reason,
         )
 
-    def _rewrites(self) -> str | None:
-        user, later = self._message("user", _FIRST), self._message("user", _NEXT)
-        prompt, action = self.template.render([user]), self._message("assistant", _ACTION)
-        text = self.template.render([user, action, later])
-        if not _same_start(text.partition(action["content"])[0], prompt):
+    def _find_rewriting(self) -> str | None:
+        """Returns how the template changes earlier turns, if it does."""
+        user, later = _user(self._user), _user(self._observation)
+        prompt = self.template.render([user])
+        text = self.template.render([user, _assistant(self._action), later])
+        before = text.partition(self._action)[0]
+        if not before.startswith(prompt) or before.removeprefix(prompt).strip():
             return "it changes the start of an action once the turn is over"
         reasoning = self.template.marker(3)
-        thought = {**action, "content": f"<think>\n{reasoning}\n</think>\n\n{action['content']}"}
-        if reasoning not in self.template.render([user, thought, later]):
+        action = f"<think>\n{reasoning}\n</think>\n\n{self._action}"
+        thoughtful = _assistant(self.text.to_rendering(action))
+        if reasoning not in self.template.render([user, thoughtful, later]):
             return "it drops the reasoning of earlier turns"
         return None
 
-    def _check_markers(self) -> None:
+    def _check_roles(self) -> None:
         """Detects templates whose roles are marked by text, which a message can contain too."""
-        parts = self._after(self._turn["user"])
-        holds = (
-            isinstance(part, Text) and any(isinstance(piece, Slot) for piece in part.pieces)
-            for part in parts
-        )
-        place = list(holds).index(True)
+        before, _, after = self._after_action("user").partition(self._observation)
         ends = {self.tokenizer.eos_token_id, self.tokenizer.bos_token_id}
-        before = {p for p in parts[:place] if isinstance(p, int)} - ends
-        behind = {p for p in parts[place:] if isinstance(p, int)} - ends - {self.end_of_turn}
-        if not (before and behind):
+        opening = set(self.text.controls_of(before)) - ends
+        closing = set(self.text.controls_of(after)) - ends - {self.end_of_turn}
+        if not (opening and closing):
             logger.warning(
                 "The chat template marks who speaks by plain text, not by control tokens: a text "
                 "that contains the same words can pretend to be another turn."
             )
 
-    def _message(self, role: str, place: int) -> dict[str, str]:
-        return {"role": role, "content": self.template.marker(place)}
+
+def is_whole(prompt: Prompt) -> bool:
+    """Returns whether the messages of a prompt are the whole first conversation."""
+    return bool(prompt.messages) and prompt.messages[-1].role != "assistant"
+
+
+def first_messages(prompt: Prompt, observation: str) -> tuple[Message, ...]:
+    """Returns the first conversation: a prompt and, unless it is whole, the observation."""
+    system = () if prompt.system is None else (Message(role="system", content=prompt.system),)
+    last = () if is_whole(prompt) else (Message(role="user", content=observation),)
+    return (*system, *prompt.messages, *last)
 
 
 def constants(template: Any) -> set[str]:
     """Returns the texts with symbols in the expressions of a template, such as `</think>`."""
     texts = template.values() if isinstance(template, dict) else [template]
-    found: set[str] = set()
-    for text in map(str, texts):
-        for node in parser().parse(text).find_all(nodes.Const):
-            if isinstance(node.value, str) and re.search(r"[^\w\s]", node.value):
-                found.add(node.value.strip())
-    return found
+    return {
+        node.value.strip()
+        for text in map(str, texts)
+        for node in parser().parse(text).find_all(nodes.Const)
+        if isinstance(node.value, str) and re.search(r"[^\w\s]", node.value)
+    }
 
 
-def _split_end(parts: Parts) -> tuple[int | None, Parts]:
-    """Returns the control token that ends an action, if one does, and what follows it."""
-    for n, part in enumerate(parts):
-        if isinstance(part, int):
-            return part, parts[n + 1 :]
-        if not all(isinstance(piece, str) and piece.isspace() for piece in part.pieces):
-            break
-    return None, parts
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
-def _same_start(text: str, prompt: str) -> bool:
-    """Returns whether an action starts behind the prompt, apart from white space."""
-    return text.startswith(prompt) and not text.removeprefix(prompt).strip()
+def _assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}

@@ -15,6 +15,7 @@ from typing import Any
 
 from gspo_env.chat import ChatTokenizer
 from gspo_env.chat.action import message_for_template
+from gspo_env.env.base import clean
 from gspo_env.env.tools import Tool, format_tool_call
 from gspo_env.errors import ConfigError
 from gspo_env.serving import RefusedError
@@ -118,14 +119,14 @@ def to_episode(
     for place, following in zip(places, [*places[1:], None], strict=True):
         then = None if following is None else messages[:following]
         literal = action_literal(messages, place, tools, chat)
-        controls = set(chat.literal.encode(literal)) & chat.template.text.controls.keys()
+        has_controls = bool(chat.text.controls_of(literal))
         turns.append(
             Turn(
-                text=chat.literal.show(literal),
+                text=chat.text.to_text(literal),
                 observation=messages[place - 1].content,
                 reward=0.0,
                 info=StepInfo(
-                    messages=then, tools=tools, extra={_LITERAL: literal} if controls else {}
+                    messages=then, tools=tools, extra={_LITERAL: literal} if has_controls else {}
                 ),
             )
         )
@@ -149,33 +150,33 @@ def encode_action(turn: Turn, chat: ChatTokenizer) -> Sequence[int]:
     ids of their own; the same text in a message is not.
     """
     literal = turn.info.extra.get(_LITERAL)
-    return chat.encode(turn.text) if literal is None else chat.literal.encode(literal)
+    return chat.encode(turn.text) if literal is None else chat.text.encode_rendering(literal)
 
 
 def action_literal(
     messages: Sequence[Message], place: int, tools: Sequence[Tool], chat: ChatTokenizer
 ) -> str:
-    """Returns what the policy has to write so that its action is this message, as literal text.
+    """Returns what the policy has to write so that its action is this message, as a rendering.
 
     That is what the template writes for it. Where the template changes the start of a message or
     leaves something out, it is the message with its calls as JSON in `<tool_call>`.
     """
-    literal, template, message = chat.literal, chat.template, messages[place]
-    spoken = [message_for_template(m, literal) for m in messages[: place + 1]]
-    schemas = literal.hide_tree([tool.schema for tool in tools])
-    before = template.literal(spoken[:-1], schemas)
-    whole = template.literal(spoken, schemas, generation=False)
+    template, message = chat.template, messages[place]
+    spoken = [message_for_template(m) for m in messages[: place + 1]]
+    schemas = [tool.schema for tool in tools]
+    before = template.render(spoken[:-1], schemas)
+    whole = template.render(spoken, schemas, generation=False)
     thought = (message.reasoning or "").strip()
     if whole.startswith(before):
         text = whole[len(before) :]
-        ends = [literal.decode((i,)) for i in chat.stop_ids]
+        ends = [chat.text.decode_rendering((i,)) for i in chat.stop_ids]
         text = text[: min((p for p in map(text.find, ends) if p >= 0), default=len(text))]
         needed = [thought, *(call.name for call in message.tool_calls)]
-        if all(piece in literal.show(text) for piece in needed):
+        if all(piece in chat.text.to_text(text) for piece in needed):
             return text
     thought = f"<think>\n{thought}\n</think>\n\n" if thought else ""
     calls = [format_tool_call(call.name, call.arguments) for call in message.tool_calls]
-    return literal.hide(thought + "\n".join(filter(None, [message.content, *calls])))
+    return clean(thought + "\n".join(filter(None, [message.content, *calls])))
 
 
 def read_demonstrations(

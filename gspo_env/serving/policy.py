@@ -122,7 +122,7 @@ class ChatPolicy:
         done = await self._engine.generate(opening.ids, sampling, name)
         check_completion(done, sampling, self._size)
         saying = talk.transcript.write(done.token_ids)
-        message, _ = read_action(saying.shown, request.tools, saying.message)
+        message, _ = read_action(saying.text, request.tools, saying.message)
         self._keep(request, message, talk)
         return Reply(
             message=message,

@@ -107,7 +107,7 @@ def test_trl_ships_the_thinking_templates_that_are_meant():
 def test_each_prompt_of_a_plain_environment_is_what_the_template_renders(chat, request):
     name = request.node.callspec.params["chat"]
     transcript = Transcript(chat, Prompt())
-    thinks = chat.parser._splits and not TAGLESS.search(name)
+    thinks = chat.parser.splits_reasoning and not TAGLESS.search(name)
     talk, role = [Message(role="user", content="observation 0")], "user"
     for k in range(4):
         opening = transcript.read(talk[-1].content, role)
@@ -198,9 +198,15 @@ def test_an_action_is_parsed_with_the_response_template_of_its_tokenizer():
         '<think>\nI look\n</think>\n\n<tool_call>\n{"name": "look", '
         '"arguments": {"key": "a<|im_end|>"}}\n</tool_call>'
     )
-    hidden = text.replace("a<|im_end|>", chat.literal.hide("a<|im_end|>"))
-    said = transcript.write([*chat.literal.encode(hidden), chat.end_of_turn])
+    before, after = map(chat.text.to_rendering, text.split("<|im_end|>"))
+    ids = chat.text.encode_rendering(f"{before}<|im_end|>{after}")
+    said = transcript.write([*ids, chat.end_of_turn])
     assert said.message.reasoning == "I look"
     assert said.message.tool_calls == (ToolCall(name="look", arguments={"key": "a<|im_end|>"}),)
     transcript.read("", "user", StepInfo(messages=(Message(role="user", content="other"),)))
-    assert transcript.write(chat.literal.encode("<tool_call>\n{oops")).message is None
+    assert (
+        transcript.write(
+            chat.text.encode_rendering(chat.text.to_rendering("<tool_call>\n{oops"))
+        ).message
+        is None
+    )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from gspo_env.chat.plain_text import PlainText
+from gspo_env.chat.encode import TextEncoder
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.errors import ChatTemplateError
 from gspo_env.recipes.build import TEMPLATE, build_tokenizer
@@ -237,11 +237,11 @@ def test_a_tokenizer_that_drops_what_it_does_not_know_is_named(caplog, families)
     backend.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     assert tokenizer("a字b")["input_ids"] == [0, 1]
-    PlainText(tokenizer)
+    TextEncoder(tokenizer)
     assert "drops characters that its vocabulary does not know" in caplog.text
     caplog.clear()
     for make in families.values():
-        PlainText(make())
+        TextEncoder(make())
     assert not caplog.text
 
 

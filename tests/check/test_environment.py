@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import enum
-import json
 import random
 import time
 import uuid
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from gspo_env import TextEnv, ToolEnv, tool
-from gspo_env.chat import template
+from gspo_env.chat import TextEncoder
 from gspo_env.check import check_env, random_policy
 from gspo_env.check.calls import valid_call
 from gspo_env.cli.main import main
@@ -260,7 +259,12 @@ def test_a_control_token_in_the_description_of_a_tool_is_harmless() -> None:
 def test_a_tokenizer_that_reads_control_tokens_in_descriptions_is_a_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(template, "hide_controls", lambda schemas, *rest: (json.loads(schemas), {}))
+    encode = TextEncoder.encode_rendering
+
+    def read_controls(self: TextEncoder, rendering: str, **options: Any) -> list[int]:
+        return encode(self, self.to_rendering(rendering), **options)
+
+    monkeypatch.setattr(TextEncoder, "encode_rendering", read_controls)
     with pytest.raises(EnvironmentCheckError, match="became a control token"):
         check_env(Injects())
 

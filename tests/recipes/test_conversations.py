@@ -139,7 +139,7 @@ def test_an_imitated_action_comes_back_as_its_message(families, tmp_path, family
     ids = tokenize(episode, chat, encode=partial(encode_action, chat=chat))
     assert "lookup" in episode.turns[0].text
     if chat.template.shows_calls and chat.template.takes_tool_role:
-        spoken = [message_for_template(m, chat.literal) for m in messages]
+        spoken = [message_for_template(m) for m in messages]
         rendered = chat.tokenizer.apply_chat_template(spoken, tools=[TOOL], tokenize=False)
         text = chat.tokenizer.decode(ids.sequences[-1].token_ids)
         assert text.strip() == rendered.strip()

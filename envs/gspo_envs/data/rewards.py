@@ -203,13 +203,13 @@ def conversation_encoder(tokenizer: Any, most: int | None = None) -> Callable[[A
         tokenizer: The reward model's tokenizer.
         most: Maximum ids; the start of a longer conversation is left out.
     """
-    from gspo_env.chat import ChatTemplate, PlainText
+    from gspo_env.chat import ChatTemplate, TextEncoder
 
     keep = slice(None if most is None else -most, None)
     if tokenizer.chat_template:
         template = ChatTemplate(tokenizer)
         return lambda a: template.ids((*a.prompt, *a.completion), generation=False)[keep]
-    plain = PlainText(tokenizer)
+    plain = TextEncoder(tokenizer)
     probe = tokenizer("a", return_special_tokens_mask=True)
     ids, first = probe["input_ids"], probe["special_tokens_mask"].index(0)
     before, behind = ids[:first], ids[first + probe["special_tokens_mask"].count(0) :]
