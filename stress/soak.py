@@ -25,14 +25,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
+from gspo_agents.environments import make_member
 from gspo_agents.gspo import GSPOAgent
-from gspo_agents.workers import make_member
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.isolated import IsolatedEnv
@@ -138,11 +139,16 @@ class Agent(GSPOAgent):
         cls._calm = True
         return env
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.environments.pool = self._pool  # type: ignore[assignment,method-assign]
+
     @contextmanager
     def _pool(self) -> Iterator[EnvPool]:
         self.attempts = Attempts()
-        place = self.environments.first
-        pool = Pool(place.make, place.env, faults=self.attempts)
+        ((env_id, env),) = self.environments.envs.items()
+        make = partial(self._make_env, self.environments.members[env_id], self.config)
+        pool = Pool(make, env, faults=self.attempts)
         try:
             yield pool
         finally:

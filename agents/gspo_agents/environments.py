@@ -1,16 +1,21 @@
-"""The environments that an agent plays in: made, tried out and split into tasks."""
+"""The environments that an agent plays in: made, tried out and split into tasks.
+
+A worker process imports this module too, so it imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from gspo_env.config import Config
 from gspo_env.env.base import TextEnvironment, attribute
 from gspo_env.env.info import declared_score
-from gspo_env.env.registration import Member, label, resolve_env
+from gspo_env.env.isolated import IsolatedEnv
+from gspo_env.env.registration import Member, label, make_env, resolve_env
 from gspo_env.errors import ConfigError
 from gspo_env.rollout.failures import FaultLog, close_quietly
 from gspo_env.rollout.play import try_out
@@ -19,30 +24,22 @@ from gspo_env.runtime.threads import in_thread
 from gspo_env.training.split import Split, hold_out, join, read_resets, share_out
 from gspo_env.types import ResetInfo, Score, Task
 
-Make = Callable[[Member, Config], TextEnvironment]
-"""Makes an environment of a config."""
+
+def make_member(member: Member, config: Config) -> TextEnvironment:
+    """Makes an environment of a config, in a process of its own if the config says so."""
+    if config.rollout.isolation == "process":
+        return IsolatedEnv(member.spec, dict(member.kwargs), config.rollout.episode_timeout)
+    return make_env(member.spec, **member.kwargs)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One environment of a run."""
-
-    member: Member
-    env_id: str
-    """The `env_id` of its tasks."""
-    env: TextEnvironment
-    """One of its kind, whose declarations are read."""
-    config: Config
-    maker: Make
-
-    def make(self) -> TextEnvironment:
-        """Makes another one."""
-        return self.maker(self.member, self.config)
-
-    @property
-    def score(self) -> Score | None:
-        """The score that the environment declares."""
-        return declared_score(self.env_id, self.env)
+def make_pool(config: Config, faults: FaultLog) -> EnvPools:
+    """Makes the environments of a worker."""
+    isolated = config.rollout.isolation == "process"
+    pools = {
+        m.env_id: EnvPool(partial(make_member, m, config), isolated=isolated, faults=faults)
+        for m in config.environments
+    }
+    return EnvPools(pools, faults)
 
 
 class Environments:
@@ -59,58 +56,52 @@ class Environments:
         UnknownEnvironmentError: One of them is not found.
     """
 
-    def __init__(self, config: Config, owner: object, make: Make) -> None:
-        members = config.environments
-        ids = [member.env_id for member in members]
-        self.config = config
-        self.env_id = ids[0] if len(ids) == 1 else label(config.env)
+    def __init__(
+        self, config: Config, owner: object, make: Callable[[Member, Config], TextEnvironment]
+    ) -> None:
+        self.config, self._make = config, make
+        self.members = {member.env_id: member for member in config.environments}
+        """The settings of each environment, by the `env_id` of its tasks."""
+        self.env_id = next(iter(self.members)) if len(self.members) == 1 else label(config.env)
         """The `env_id` of the tasks of an only environment, or a name for all of them."""
         limits = config.rollout
-        own = limits.isolation == "process"  # then the child has limits of its own
-        self.guard = in_thread(owner, self.env_id, None if own else limits.episode_timeout)
+        isolated = limits.isolation == "process"  # then the child has limits of its own
+        self.guard = in_thread(owner, self.env_id, None if isolated else limits.episode_timeout)
         """Calls a function in the thread of the environments."""
-        self.places: dict[str, Place] = {}
-        for env_id, member in zip(ids, members, strict=True):
-            env = self.guard(make, member, config)
-            self.guard(try_out, env_id, env, limits.max_retries)
-            self.places[env_id] = Place(member, env_id, env, config, make)
+        self.envs: dict[str, TextEnvironment] = {}
+        """One environment of each kind, whose declarations are read."""
+        for env_id, member in self.members.items():
+            self.envs[env_id] = self.guard(make, member, config)
+            self.guard(try_out, env_id, self.envs[env_id], limits.max_retries)
         self._splits: dict[int, Split] = {}
-
-    @property
-    def first(self) -> Place:
-        """The first environment."""
-        return next(iter(self.places.values()))
-
-    @property
-    def envs(self) -> dict[str, TextEnvironment]:
-        """One of each kind, by the `env_id` of its tasks."""
-        return {env_id: place.env for env_id, place in self.places.items()}
 
     @property
     def weights(self) -> dict[str, float]:
         """The weights, by the `env_id` of the tasks."""
-        return {env_id: place.member.weight for env_id, place in self.places.items()}
+        return {env_id: member.weight for env_id, member in self.members.items()}
 
     @property
     def scores(self) -> dict[str, Score | None]:
         """The score that each environment declares."""
-        return {env_id: place.score for env_id, place in self.places.items()}
+        return {env_id: declared_score(env_id, env) for env_id, env in self.envs.items()}
 
     def close(self) -> None:
         """Closes the environments; what they declare can still be read."""
-        for place in self.places.values():
-            self.guard(close_quietly, place.env)
+        for env in self.envs.values():
+            self.guard(close_quietly, env)
 
     @contextmanager
     def pool(self) -> Iterator[EnvPools]:
         """Yields a pool of them, and closes it afterwards."""
         faults = FaultLog()
-        pools = {n: EnvPool(p.make, p.env, faults=faults) for n, p in self.places.items()}
-        pool = EnvPools(pools, faults)
-        try:
+        pools = {
+            env_id: EnvPool(
+                partial(self._make, member, self.config), self.envs[env_id], faults=faults
+            )
+            for env_id, member in self.members.items()
+        }
+        with closing(EnvPools(pools, faults)) as pool:
             yield pool
-        finally:
-            pool.close()
 
     def split(self, count: int, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.
@@ -121,9 +112,9 @@ class Environments:
             count: Tasks of the evaluation.
             run: Runs a coroutine on the loop of the agent.
         """
-        if count < len(self.places):
+        if count < len(self.envs):
             raise ConfigError(
-                f"an evaluation has {count} tasks of {len(self.places)} environments; expected at "
+                f"an evaluation has {count} tasks of {len(self.envs)} environments; expected at "
                 "least one of each"
             )
         if count not in self._splits:
@@ -132,11 +123,10 @@ class Environments:
                 def read(tasks: Sequence[Task]) -> list[ResetInfo | None]:
                     return list(run(read_resets(pool, self.config.rollout, tasks)))
 
-                weights = list(self.weights.values())
-                shares = zip(self.places.values(), share_out(count, weights), strict=True)
+                shares = share_out(count, list(self.weights.values()))
                 splits = [
-                    hold_out(place.env_id, n, read, attribute(place.env, "num_tasks", None))
-                    for place, n in shares
+                    hold_out(env_id, share, read, attribute(env, "num_tasks", None))
+                    for (env_id, env), share in zip(self.envs.items(), shares, strict=True)
                 ]
             self._splits[count] = join(self._share_keys(splits))
         return self._splits[count]
@@ -146,11 +136,11 @@ class Environments:
 
         They may have the same tasks, such as rows with another reward function.
         """
-        ids = [resolve_env(place.member.spec) for place in self.places.values()]
+        ids = [resolve_env(member.spec) for member in self.members.values()]
         held: dict[str, frozenset[str]] = dict.fromkeys(ids, frozenset())
         for spec, split in zip(ids, splits, strict=True):
             held[spec] = held[spec].union(*split.held_out.values())
         return [
             replace(split, held_out={env_id: held[spec]} if held[spec] else {})
-            for env_id, spec, split in zip(self.places, ids, splits, strict=True)
+            for env_id, spec, split in zip(self.members, ids, splits, strict=True)
         ]

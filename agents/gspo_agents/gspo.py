@@ -6,7 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,22 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gspo_agents.environments import Environments
+from gspo_agents.environments import Environments, make_member
 from gspo_agents.player import EngineLoop, Player
 from gspo_agents.reporter import Reporter, run_info
 from gspo_agents.setup import (
     Start,
+    check_engine,
     check_learning,
-    check_ranks,
-    check_way,
+    decide_mode,
+    imitate,
     make_learner,
     make_start,
-    read_talks,
+    open_collector,
     start_engine,
-    warm_up,
-    with_adapter,
 )
-from gspo_agents.workers import check_workers, make_member, open_collector
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, check_score, from_dict, override, to_toml, with_score
 from gspo_env.engines import Completion, Engine, Sampling, check_completion
@@ -38,11 +36,11 @@ from gspo_env.env.registration import env_setting
 from gspo_env.errors import ConfigError
 from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_changed_files, check_start
-from gspo_env.model.load import load_model, make_output, save_adapter, save_model
+from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
+from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.redaction import write_text
 from gspo_env.rollout.collector import Collector
-from gspo_env.rollout.pool import EnvPools
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker, parts, start
@@ -88,29 +86,26 @@ class GSPOAgent:
         if env:
             self.config = replace(self.config, env=env_setting(env))
         check_score(self.config)
-        check_ranks(self.config, ranks)
+        check_engine(self.config, ranks)
         getattr(self.config.engine, "require", lambda: None)()
-        check_workers(self.config)
         self.environments = Environments(self.config, self, self._make_env)
         self.env_id = self.environments.env_id
         declared = self.environments.scores
         if len(declared) == 1:  # of several, each has its own
             self.config = with_score(self.config, declared[self.env_id])
-        self._made: Start | None = None
-        self._untrained: list[str] = []
-        self._imitates = False
+        self._start: Start | None = None
+        self._undemonstrated: list[str] = []
         dtype = self.config.model_dtype
         if not isinstance(model, str):
             self.model, self.tokenizer = model, tokenizer
         elif model or self.config.model:
             self.model, self.tokenizer = load_model(model or self.config.model, dtype)
             dtype = "auto"  # loaded so, but for parts that the architecture keeps in float32
-            self._imitates = bool(getattr(self.config.recipe, "conversations", ""))
         else:
             envs = self.environments.envs
-            self._made = made = self.environments.guard(make_start, self.config, envs)
-            self.model, self.tokenizer = made.model, made.tokenizer
-            self._untrained = made.undemonstrated
+            self._start = self.environments.guard(make_start, self.config, envs)
+            self.model, self.tokenizer = self._start.model, self._start.tokenizer
+            self._undemonstrated = self._start.undemonstrated
         rank = self.config.learner.lora_rank
         if rank and hasattr(self.model, "disable_adapter"):
             raise ConfigError(f"lora_rank is {rank} and the model has an adapter; expected 0")
@@ -122,11 +117,11 @@ class GSPOAgent:
         self.chat = ChatTokenizer(self.tokenizer, history=self.config.rewritten_history)
         self.folder: Path | None = None
         self._ranks = ranks
-        self._trained, self._left_out = False, 0
+        self._trained, self._skipped = False, 0
         self._source = (model or self.config.model) if isinstance(model, str) else ""
         self._resumed: Resumed | None = None
         self._engine: Engine | None = None
-        self._talk, self._calls, self._starting = local(), EngineLoop(), Lock()
+        self._conversation, self._loop, self._starting = local(), EngineLoop(), Lock()
         self.environments.close()  # from here on, only what they declare is read
 
     def train(self) -> History:
@@ -142,25 +137,29 @@ class GSPOAgent:
         """
         config, resumed = self.config, self._resumed
         check_learning(self.model, config)
+        recipe: Any = config.recipe
+        if self._source and getattr(recipe, "conversations", ""):
+            talks = read_demonstrations(
+                recipe.conversations, recipe.min_reward, self.chat, self.env_id
+            )
+            self._start = Start(model=self.model, tokenizer=self.tokenizer, episodes=talks)
+            self._source = ""  # the run begins with the model that has imitated
         findings: list[Finding] = []
-        if self._imitates:  # the run begins with the model that has imitated
-            talks, self._source = read_talks(config, self.chat, self.env_id), ""
-            self._made = Start(model=self.model, tokenizer=self.tokenizer, episodes=talks)
         if resumed is None:
-            begin = partial(check_start, undemonstrated=self._untrained)
-            findings = self.environments.guard(begin, config, self.environments.envs, self.chat)
-        way = check_way(self.model, config)
+            check = partial(check_start, undemonstrated=self._undemonstrated)
+            findings = self.environments.guard(check, config, self.environments.envs, self.chat)
+        mode = decide_mode(self.model, config)
         if resumed is not None:
             checkpoints, ids = resumed.checkpoints, resumed.tracker_ids(parts(config.tracker))
         else:
-            made = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
-            checkpoints, ids = Checkpoints(made, config.checkpoints), {}
+            folder = make_output(config.output, f"{self.env_id.split('/')[-1]}-seed{config.seed}")
+            checkpoints, ids = Checkpoints(folder, config.checkpoints), {}
         self.folder = checkpoints.run
         if resumed is not None:
             findings += check_changed_files(self.folder, needs_flags(config))
         record(self.folder, config)
         self._trained, self._resumed = True, None
-        info = run_info(config, self.env_id, way, self.folder, ids)
+        info = run_info(config, self.env_id, mode, self.folder, ids)
         with (
             checkpoints,
             stop_on_signals() as interrupt,
@@ -168,23 +167,23 @@ class GSPOAgent:
             checkpoints.report_failure(),
             start(config.tracker, info) as tracker,
         ):
-            report = Reporter(config, progress, tracker, checkpoints, self.tokenizer)
-            report.begin(self.model, self.env_id, findings)
+            reporter = Reporter(config, progress, tracker, checkpoints, self.tokenizer)
+            reporter.begin(self.model, self.env_id, findings)
             self.warm_up(progress)
             if resumed is None and not self._source:
                 checkpoints.save_start(partial(save_model, self.model, self.tokenizer))
-            facts = run_facts(config, self.model, self._source, self._left_out)
+            facts = run_facts(config, self.model, self._source, self._skipped)
             writer = CheckpointWriter(
                 checkpoints, interrupt, facts, lambda: tracker.ids, self._write
             )
-            history = self._learn(writer, report, resumed, tracker)
-            report.end(history, self.split(), self._left_out)
+            history = self._learn(writer, reporter, resumed, tracker)
+            reporter.end(history, self.split(), self._skipped)
         return history
 
     def _learn(
         self,
         writer: CheckpointWriter,
-        report: Reporter,
+        reporter: Reporter,
         resumed: Resumed | None,
         tracker: MultiTracker,
     ) -> History:
@@ -192,30 +191,34 @@ class GSPOAgent:
         config = self.config
         if config.learner.lora_rank and not hasattr(self.model, "disable_adapter"):
             self.close()  # an engine that `play` started holds the model without the adapter
-            self.model = with_adapter(self.model, config)
+            settings = config.learner
+            alpha, targets = settings.lora_alpha, settings.lora_targets
+            self.model = add_adapter(
+                self.model, settings.lora_rank, config.seed, alpha=alpha, targets=targets
+            )
         learner = make_learner(self.model, config, self._ranks)
         if config.supply.max_staleness:
             self.close()  # one that `play` started may share the learner's weights
             self._engine = start_engine(self.model, config, ahead=True)
-        with self._collector() as collector, report.watch(collector):
+        with self._collector() as collector, reporter.watch(collector):
             loop = Loop(
                 config=config,
                 weights=self.environments.weights,
                 declared=self.environments.scores,
                 collector=collector,
                 learner=learner,
-                reporter=report,
+                reporter=reporter,
                 split=self.split(),
                 writer=writer,
             )
             if resumed is not None:
                 loop.restore(resumed.checkpoint)
-                report.go_on(loop.history, loop.score.only)
+                reporter.resume(loop.history, loop.score.only)
             writer.interrupt.graceful = True
-            history = self._calls.run(loop.train())
-            self.config = report.config
+            history = self._loop.run(loop.train())
+            self.config = reporter.config
             if loop.step == config.steps:  # before the environments close, which may raise
-                report.save(history, self.env_id, self._write_run)
+                reporter.save(history, self.env_id, self._write_run)
             tracker.finish("FINISHED" if loop.step == config.steps else "KILLED")
         return history
 
@@ -240,7 +243,7 @@ class GSPOAgent:
         resumed = open_run(Path(path), config)
         agent = cls(resumed.model, config=resumed.config, tokenizer=resumed.tokenizer, ranks=ranks)
         resumed.check(agent.model)
-        agent._resumed, agent._left_out = resumed, resumed.checkpoint.numbers["left_out"]
+        agent._resumed, agent._skipped = resumed, resumed.checkpoint.numbers["left_out"]
         return agent
 
     @property
@@ -256,10 +259,10 @@ class GSPOAgent:
             samples: Episodes of each task.
             seed: Seed of the sampling; the config's by default.
         """
-        draw = self.config.seed if seed is None else seed
-        played = self.split(tasks).tasks if isinstance(tasks, int) else tasks
+        seed = self.config.seed if seed is None else seed
+        tasks = self.split(tasks).tasks if isinstance(tasks, int) else tasks
         with self._collector() as collector:
-            return self._calls.run(collector.collect(played, seed=draw, group_size=samples))
+            return self._loop.run(collector.collect(tasks, seed=seed, group_size=samples))
 
     def split(self, tasks: int = 0) -> Split:
         """Returns the tasks of an evaluation and the task keys that training does not play.
@@ -271,18 +274,18 @@ class GSPOAgent:
             tasks: 0 takes the config's number.
         """
         count = tasks or self.config.eval_tasks
-        draw = partial(self.environments.split, run=self._calls.run)
-        if not self._trained or not (own := draw(self.config.eval_tasks)).held_out:
+        draw = partial(self.environments.split, run=self._loop.run)
+        if not self._trained or not (trained := draw(self.config.eval_tasks)).held_out:
             return draw(count)
-        if count > len(own.tasks):
-            logger.warning("tasks is %d, and training held out only %s", count, own)
-        return own.first(count)
+        if count > len(trained.tasks):
+            logger.warning("tasks is %d, and training held out only %s", count, trained)
+        return trained.first(count)
 
     def metrics(self) -> dict[str, float]:
         """Returns the `eval/...` metrics on the tasks of `split`, sampled and greedy."""
         tasks = self.split().tasks
         with self._collector() as collector:
-            return self._calls.run(evaluate(collector, tasks)).metrics()
+            return self._loop.run(evaluate(collector, tasks)).metrics()
 
     def close(self) -> None:
         """Stops the engine; the next call that needs it starts it again."""
@@ -298,11 +301,15 @@ class GSPOAgent:
             temperature: 0 is greedy.
         """
         if isinstance(task, int):
-            task = Task(env_id=self.environments.first.env_id, seed=task)
-        seed = self.config.seed
-        with self._collector(keep_engine=True) as collector:
-            played = collector.collect([task], seed=seed, group_size=1, temperature=temperature)
-            (group,) = self._calls.run(played)
+            task = Task(env_id=next(iter(self.environments.envs)), seed=task)
+        limits = self.config.rollout
+        with self.environments.pool() as pool:  # for one episode, workers are not worth their start
+            collector = Collector(self._running_engine(), self.chat, pool, limits, self._vocab_size)
+            (group,) = self._loop.run(
+                collector.collect(
+                    [task], seed=self.config.seed, group_size=1, temperature=temperature
+                )
+            )
         return group.episodes[0]
 
     def act(self, observation: str, *, prompt: Prompt | None = None, role: Role = "user") -> str:
@@ -320,18 +327,21 @@ class GSPOAgent:
             EngineError: The conversation is longer than `rollout.max_context`.
         """
         if prompt is not None:
-            self._talk.player = Player(self.chat, prompt, self._generate, self.config.rollout)
-        if (player := getattr(self._talk, "player", None)) is None:
+            self._conversation.player = Player(
+                self.chat, prompt, self._generate, self.config.rollout
+            )
+        player: Player | None = getattr(self._conversation, "player", None)
+        if player is None:
             raise ConfigError("act has no conversation; expected a prompt with the first call")
-        return str(player.act(observation, role))
+        return player.act(observation, role)
 
     def _generate(self, ids: Sequence[int], sampling: Sampling) -> Completion:
         """Samples from any thread; see `EngineLoop.wait`."""
         with self._starting:
-            sampled = self._new_engine().generate(ids, sampling)
-        done = self._calls.wait(sampled, self.config.rollout.episode_timeout)
-        check_completion(done, sampling, self.model.get_input_embeddings().num_embeddings)
-        return done
+            request = self._running_engine().generate(ids, sampling)
+        completion = self._loop.wait(request, self.config.rollout.episode_timeout)
+        check_completion(completion, sampling, self._vocab_size)
+        return completion
 
     def save(self, path: str | Path) -> None:
         """Writes the model, the tokenizer and the config; `load` reads them back."""
@@ -368,39 +378,39 @@ class GSPOAgent:
         folder = Path(path, "model") if Path(path, "model").is_dir() else path
         if saved is None:
             return cls(str(folder), env, override(Config(model=str(folder)), changes))
-        own = not env or env == saved.env
         tree = saved.settings(changes, env=env, playing=True)
         changes.pop("env_kwargs", None)  # they are in the tree
         agent = cls(str(folder), "", override(from_dict(tree), changes))
-        agent._trained = own
+        agent._trained = not env or env == saved.env
         return agent
 
     def warm_up(self, progress: Progress | None = None) -> None:
         """Imitates the demonstrations; does nothing for a user's model, or when called again."""
-        if self._made is not None:
-            made, self._made = self._made, None
-            shown = progress or Progress(io.StringIO())
-            self._left_out = warm_up(made, self.chat, self.config, self.split, shown)
+        start, self._start = self._start, None
+        if start is None or not start.episodes or not self.config.recipe.imitation_steps:
+            return
+        split = self.split()
+        demonstrations = [episode for episode in start.episodes if not split.holds_out(episode)]
+        self._skipped = len(start.episodes) - len(demonstrations)
+        progress = progress or Progress(io.StringIO())
+        imitate(self.model, self.chat, demonstrations, self.config, progress)
 
-    def _new_engine(self) -> Engine:
+    @property
+    def _vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    def _running_engine(self) -> Engine:
         if self._engine is None:
             self._engine = start_engine(self.model, self.config)
         return self._engine
 
     @contextmanager
-    def _collector(self, *, keep_engine: bool = False) -> Iterator[Collector]:
-        """Yields a collector; closes its environments and the engine afterwards."""
-        with self._pool() as pool:
+    def _collector(self) -> Iterator[Collector]:
+        """Yields a collector; closes its environments, its workers and the engine afterwards."""
+        engine, size = self._running_engine, self._vocab_size
+        with self.environments.pool() as pool:
             try:
-                size = self.model.get_input_embeddings().num_embeddings
-                if keep_engine:  # for one episode, workers are not worth their start
-                    yield Collector(self._new_engine(), self.chat, pool, self.config.rollout, size)
-                    return
-                with open_collector(self.config, self._new_engine, self.chat, pool, size) as made:
-                    yield made
+                with open_collector(self.config, engine, self.chat, pool, size) as collector:
+                    yield collector
             finally:
-                if not keep_engine:
-                    self.close()
-
-    def _pool(self) -> AbstractContextManager[EnvPools]:
-        return self.environments.pool()
+                self.close()

@@ -1,4 +1,4 @@
-"""Players of a game: the agent that trains, and frozen ones from a folder."""
+"""One player of one conversation, and the event loop of the engine that samples for it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,21 @@ import random
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
-from pathlib import Path
 from typing import Any, TypeVar
-
-import torch
 
 from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
-from gspo_env.config import from_dict
-from gspo_env.engines import Completion, Engine, Sampling, Transformers, check_completion
+from gspo_env.engines import Completion, Sampling
 from gspo_env.errors import ConfigError, EngineError
-from gspo_env.model.load import load_model
-from gspo_env.model.threads import use_threads
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.runtime.loops import rare_garbage_collection, run, run_alone
-from gspo_env.trust import read_saved
 from gspo_env.types import Prompt, Role
 
 T = TypeVar("T")
 _LOOP = "players"
-"""The background loop of frozen agents, and of calls from an event loop of another owner."""
+"""The background loop of calls from an event loop of another owner."""
 _PATIENCE = 60.0
 """Seconds that a run waits for calls of `act` that began before it."""
-_SLOTS = 256
-"""Maximum number of sequences in the cache of a frozen agent."""
 
 
 class EngineLoop:
@@ -144,63 +135,3 @@ class Player:
         done = self._generate(self._transcript.ids, sampling)
         self._transcript.write(done.token_ids)
         return self._chat.decode(done.token_ids)
-
-
-class FrozenAgent:
-    """A trained model that only plays, with an engine of its own that all environments share.
-
-    Args:
-        folder: Folder of a run or of a model, read as data: of its settings only numbers are used.
-
-    Raises:
-        ConfigError: The saved settings are damaged.
-        ModelError: The folder has no model that can be loaded.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        saved = read_saved(folder)
-        tree = saved.tree.get("rollout", {}) if saved else {}
-        self.limits = from_dict({"rollout": tree}).rollout
-        self.model, tokenizer = load_model(str(folder))
-        if torch.cuda.is_available():
-            self.model.to("cuda")
-        use_threads(self.model)
-        self.chat = ChatTokenizer(tokenizer)
-        self._size = self.model.get_input_embeddings().num_embeddings
-        self._engine: Engine = Transformers().start(
-            self.model,
-            max_slots=min(self.limits.concurrency, _SLOTS),
-            max_context=self.limits.max_context,
-        )
-
-    @classmethod
-    def load(cls, folder: str | Path) -> FrozenAgent:
-        """Returns the agent of a folder, which is loaded once in a process."""
-        path = Path(folder).resolve()
-        with _LOCK:
-            if path not in _LOADED:
-                _LOADED[path] = cls(path)
-            return _LOADED[path]
-
-    def player(self, prompt: Prompt | None = None, temperature: float | None = None) -> Player:
-        """Returns a player for one episode.
-
-        Args:
-            prompt: What it reads before the first observation.
-            temperature: The one that it was trained with by default; 0 is greedy.
-        """
-        heat = self.limits.temperature if temperature is None else temperature
-        return Player(self.chat, prompt or Prompt(), self._generate, self.limits, heat)
-
-    def _generate(self, ids: list[int], sampling: Sampling) -> Completion:
-        try:
-            done = run(self._engine.generate(ids, sampling), _LOOP, self.limits.episode_timeout)
-        except TimeoutError as error:
-            seconds = self.limits.episode_timeout
-            raise EngineError(f"an action was not sampled within {seconds:g} s") from error
-        check_completion(done, sampling, self._size)
-        return done
-
-
-_LOADED: dict[Path, FrozenAgent] = {}
-_LOCK = threading.Lock()

@@ -135,8 +135,8 @@ class Reporter:
         self.take_score(score)
         self._tracker.text("score.txt", text)
 
-    def go_on(self, history: History, score: Score | None) -> None:
-        """Takes over what a run that goes on has found."""
+    def resume(self, history: History, score: Score | None) -> None:
+        """Restores the evaluations and the score of a resumed run."""
         evaluations = [(step, m) for step, m in history if "eval/success" in m]
         scores = [(m["eval/success"], step) for step, m in evaluations]
         self._best = max(scores, key=lambda pair: pair[0], default=None)

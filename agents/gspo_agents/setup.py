@@ -1,12 +1,15 @@
-"""What a run starts with: the model that a recipe makes, its score, its learner."""
+"""What a run starts with: its model and demonstrations, engine, collector and learner."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gspo_agents.environments import make_pool
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, learner_arguments
 from gspo_env.engines import Engine, Transformers
@@ -15,13 +18,13 @@ from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
 from gspo_env.learner.settings import Trainer, make_optimizer
 from gspo_env.model.check import RunMode, check_model
-from gspo_env.model.load import add_adapter, check_targets
+from gspo_env.model.load import check_targets
 from gspo_env.recipes import build as embedded
-from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.registry import BUILTIN, load_function, name_of
+from gspo_env.rollout.collector import Collector
+from gspo_env.rollout.pool import EnvPools
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import check_trackers
-from gspo_env.training.split import Split
 from gspo_env.types import Episode
 
 if TYPE_CHECKING:
@@ -32,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """A model that a recipe made."""
+    """A model and what it imitates before the first step."""
 
     model: Any
     tokenizer: Any
     episodes: list[Episode]
-    """What the warm-up imitates."""
+    """The demonstrations."""
     undemonstrated: list[str] = field(default_factory=list)
     """The environments that have no demonstrator, by the `env_id` of their tasks."""
 
@@ -51,72 +54,77 @@ def make_start(config: Config, envs: Mapping[str, TextEnvironment]) -> Start:
     recipe, seed = config.recipe, config.seed
     with Progress() as progress:
         show = progress.when_slow()
-        made = recipe.build(envs, seed, config.rollout, show)
-        if made is None:
+        start = recipe.build(envs, seed, config.rollout, show)
+        if start is None:
             raise ConfigError(
                 "model is '' and the recipe makes none; expected a model, or a recipe such as "
                 "Config.from_recipe('tiny')"
             )
-        model, tokenizer, episodes = made
+        model, tokenizer, episodes = start
         shown = {episode.task.env_id for episode in episodes}
-        talks = bool(episodes) and not shown & envs.keys()  # conversations of no environment
-        without = [] if talks else [env_id for env_id in envs if env_id not in shown]
+        foreign = bool(episodes) and not shown & envs.keys()  # conversations of no environment
+        without = [] if foreign else [env_id for env_id in envs if env_id not in shown]
         if without:
             episodes += recipe.babble({env_id: envs[env_id] for env_id in without}, seed, show)
     return Start(model=model, tokenizer=tokenizer, episodes=episodes, undemonstrated=without)
 
 
-def warm_up(
-    made: Start, chat: ChatTokenizer, config: Config, split: Callable[[], Split], progress: Progress
-) -> int:
-    """Warms up a model on its demonstrations.
-
-    Args:
-        made: The model and its demonstrations.
-        chat: Its tokenizer.
-        config: The settings.
-        split: Returns the tasks that are held out.
-        progress: Shows the steps.
-
-    Returns:
-        The number of demonstrations that were left out because they play held-out tasks.
-    """
-    if not made.episodes or not config.recipe.imitation_steps:
-        return 0
-    held = split()
-    kept = [e for e in made.episodes if not held.holds_out(e)]
-    imitate(made.model, chat, kept, config, progress)
-    return len(made.episodes) - len(kept)
-
-
-def read_talks(config: Config, chat: ChatTokenizer, env_id: str) -> list[Episode]:
-    """Returns the conversations that a given model imitates before it is trained.
-
-    Raises:
-        ConfigError: They cannot be read.
-    """
-    recipe = config.recipe
-    return read_demonstrations(recipe.conversations, recipe.min_reward, chat, env_id)
-
-
-def with_adapter(model: Any, config: Config) -> Any:
-    """Returns the model with the LoRA adapter of the config."""
-    settings = config.learner
-    alpha, targets = settings.lora_alpha, settings.lora_targets
-    return add_adapter(model, settings.lora_rank, config.seed, alpha=alpha, targets=targets)
-
-
-def check_ranks(config: Config, ranks: Ranks | None) -> None:
-    """Checks that the engine of a config can play for several ranks.
-
-    Raises:
-        ConfigError: It is vLLM in the process of rank 0, which would wait for the other ranks.
-    """
-    if ranks is not None and name_of("engine", config.engine) == "vllm":
-        raise ConfigError(
-            "the engine is 'vllm' and several ranks train: vLLM in the process of a rank takes the "
-            "others for its own; expected --engine vllm-server or transformers"
+def imitate(
+    model: Any, chat: ChatTokenizer, episodes: list[Episode], config: Config, progress: Progress
+) -> None:
+    """Trains the model on demonstrations, by the settings of the config's recipe."""
+    if not episodes:
+        logger.warning("every demonstration plays a held-out task: the model starts untrained")
+        return
+    recipe, max_context = config.recipe, config.rollout.max_context
+    samples = embedded.imitation_samples(episodes, chat, max_context, progress.when_slow())
+    if not samples:
+        logger.warning(
+            "no demonstration fits rollout.max_context %d: none is imitated", max_context
         )
+        return
+    total = recipe.imitation_steps
+    previous = 0
+
+    def show(step: int, loss: float) -> None:
+        nonlocal previous
+        if step < previous:
+            progress.line(f"the loss has hardly fallen in {previous} steps: imitation continues")
+        previous = step
+        if step % 20 == 0 or step == total:
+            progress.update("imitation", step, total, loss=loss)
+
+    embedded.warm_up(model, samples, recipe, config.seed, show)
+
+
+def check_engine(config: Config, ranks: Ranks | None = None) -> None:
+    """Checks that the engine of a config can play for its ranks and its workers.
+
+    Raises:
+        ConfigError: It cannot, or the workers do not reach its servers.
+        MissingExtraError: Ray is not installed.
+    """
+    limits, name = config.rollout, name_of("engine", config.engine)
+    if ranks is not None and name == "vllm":
+        raise ConfigError(
+            f"the engine is {name!r} and several ranks train: vLLM in the process of a rank takes "
+            "the others for its own; expected --engine vllm-server or transformers"
+        )
+    if not limits.ray_workers:
+        return
+    addresses = getattr(config.engine, "addresses", None)
+    if addresses is None:
+        raise ConfigError(
+            f"workers is {limits.workers!r} and the engine is {name!r}; expected --engine "
+            "vllm-server, on whose servers the workers sample"
+        )
+    if limits.ray_address and not addresses:
+        raise ConfigError(
+            f"ray_address is {limits.ray_address!r} and the engine has no addresses; expected "
+            "--addresses of servers that all machines reach: those that a run starts listen on "
+            "this machine only"
+        )
+    load_function("gspo_env.distributed.ray:require_ray", "workers")()
 
 
 def check_learning(model: Any, config: Config) -> None:
@@ -129,8 +137,7 @@ def check_learning(model: Any, config: Config) -> None:
         ModelError: The model cannot have the adapter.
     """
     check_trackers(config.tracker)
-    built_in = name_of("engine", config.engine) in BUILTIN["engine"]
-    if config.supply.max_staleness and not built_in:  # whether it can is seen when it is started
+    if config.supply.max_staleness and name_of("engine", config.engine) not in BUILTIN["engine"]:
         start_engine(model, config, ahead=True).close()
     settings = config.learner
     if settings.lora_rank and not hasattr(model, "disable_adapter"):
@@ -141,37 +148,8 @@ def check_learning(model: Any, config: Config) -> None:
         make_optimizer(settings, list(model.parameters()))
 
 
-def imitate(
-    model: Any, chat: ChatTokenizer, episodes: list[Episode], config: Config, progress: Progress
-) -> None:
-    """Trains the model on demonstrations, by the settings of the config's recipe."""
-    if not episodes:
-        logger.warning("every demonstration plays a held-out task: the model starts untrained")
-        return
-    settings, most = config.recipe, config.rollout.max_context
-    samples = embedded.imitation_samples(episodes, chat, most, progress.when_slow())
-    if not samples:
-        logger.warning("no demonstration fits rollout.max_context %d: none is imitated", most)
-        return
-    total = settings.imitation_steps
-
-    seen = 0
-
-    def show(step: int, loss: float) -> None:
-        nonlocal seen
-        if step < seen:
-            progress.line(
-                f"the loss has hardly fallen in {seen} steps: the imitation goes on longer"
-            )
-        seen = step
-        if step % 20 == 0 or step == total:
-            progress.update("imitation", step, total, loss=loss)
-
-    embedded.warm_up(model, samples, settings, config.seed, show)
-
-
-def check_way(model: Any, config: Config) -> RunMode:
-    """Decides how the model is run; says so if the slower way is needed."""
+def decide_mode(model: Any, config: Config) -> RunMode:
+    """Decides how the model is run; warns if the slower way is needed."""
     decide: Any = check_model
     if isinstance(config.engine, Transformers):
         decide = load_function("gspo_env.engines.embedded.start:check_engine", "engine")
@@ -190,20 +168,47 @@ def start_engine(model: Any, config: Config, *, ahead: bool = False) -> Engine:
     Raises:
         ConfigError: The engine has no weights of its own, and is to sample meanwhile.
     """
-    chosen, limits = config.engine, config.rollout
-    if ahead and isinstance(chosen, Transformers):
-        chosen = replace(chosen, own_weights=True)
-    engine: Engine = chosen.start(
+    settings, limits = config.engine, config.rollout
+    if ahead and isinstance(settings, Transformers):
+        settings = replace(settings, own_weights=True)
+    engine: Engine = settings.start(
         model, max_slots=limits.concurrency, max_context=limits.max_context
     )
     if ahead and not engine.copies:
         engine.close()
         raise ConfigError(
             f"supply.max_staleness is {config.supply.max_staleness}, and the engine "
-            f"{name_of('engine', chosen)!r} shares the weights of the learner; expected 0, or an "
+            f"{name_of('engine', settings)!r} shares the weights of the learner; expected 0, or an "
             "engine with weights of its own (gspo_env.engines.Engine.copies)"
         )
     return engine
+
+
+@contextmanager
+def open_collector(
+    config: Config,
+    start_engine: Callable[[], Any],
+    chat: ChatTokenizer,
+    pool: EnvPools,
+    vocab_size: int,
+) -> Iterator[Collector]:
+    """Yields what collects the episodes of a config; ends its workers afterwards.
+
+    Args:
+        config: The settings.
+        start_engine: Returns the engine.
+        chat: Renders the conversations.
+        pool: The environments of this process.
+        vocab_size: Number of ids of the model.
+    """
+    limits = config.rollout
+    if not limits.ray_workers:
+        yield Collector(start_engine(), chat, pool, limits, vocab_size)
+        return
+    open_workers = load_function("gspo_env.distributed.ray:open_workers", "workers")
+    make = partial(make_pool, config)
+    with open_workers(start_engine, chat, pool, limits, vocab_size, make) as collector:
+        yield collector
 
 
 def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trainer:
@@ -215,7 +220,7 @@ def make_learner(model: Any, config: Config, ranks: Ranks | None = None) -> Trai
         ranks: Those of the run, of which this is the first; None for one process.
     """
     if ranks is not None:
-        make_controller = load_function("gspo_env.distributed.launch:make_controller", "learner")
-        controller: Trainer = make_controller(ranks, model, config)
+        make: Any = load_function("gspo_env.distributed.launch:make_controller", "learner")
+        controller: Trainer = make(ranks, model, config)
         return controller
     return Learner(model, **learner_arguments(config))

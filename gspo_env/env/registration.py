@@ -62,7 +62,7 @@ _BUILTIN = {
     "gspo/Wordle-v0": "gspo_envs.text.wordle:WordleEnv",
 }
 _AGENTS = {
-    "frozen": "gspo_agents.player:FrozenAgent",
+    "frozen": "gspo_agents.frozen:FrozenAgent",
     "gspo": "gspo_agents.gspo:GSPOAgent",
     "scripted": "gspo_agents.scripted:ScriptedAgent",
 }

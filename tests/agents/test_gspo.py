@@ -80,7 +80,7 @@ class Breaks(TextEnv):
 def test_too_many_failures_stop_the_run_and_the_first_traceback_is_kept(tmp_path):
     (tmp_path / "breaks.py").write_text(BREAKS)
     agent = GSPOAgent(env=f"{tmp_path}/breaks.py:Breaks", config=tiny(output="run"))
-    type(agent.environments.first.env.unwrapped).broken = True
+    type(next(iter(agent.environments.envs.values())).unwrapped).broken = True
     with pytest.raises(RolloutError, match=r"16 of 16 .*gone \(breaks.py:\d+ in reset\)"):
         agent.train()
     kept = (tmp_path / "run" / "first-environment-error.txt").read_text()
@@ -137,8 +137,8 @@ class Losses:
     def __init__(self):
         self.seen = []
 
-    def update(self, phase, step, total, numbers):
-        self.seen.append(numbers.loss)
+    def update(self, phase, step, total, loss):
+        self.seen.append(loss)
 
     def when_slow(self):
         return lambda *_: None
@@ -218,13 +218,13 @@ def test_act_answers_as_an_episode_of_the_same_task_does():
 def test_the_prompt_of_a_conversation_is_the_callers():
     agent = GSPOAgent(config=tiny())
     agent.act("hello", prompt=Prompt(system="quagga"))
-    with_prompt = agent.chat.decode_all(agent._talk.player.ids)
+    with_prompt = agent.chat.decode_all(agent._conversation.player.ids)
     assert "quagga" in with_prompt
     assert "Follow the links" not in with_prompt
     agent.act("again")
-    assert agent.chat.decode_all(agent._talk.player.ids).startswith(with_prompt)
+    assert agent.chat.decode_all(agent._conversation.player.ids).startswith(with_prompt)
     agent.act("hello", prompt=Prompt())
-    assert "quagga" not in agent.chat.decode_all(agent._talk.player.ids)
+    assert "quagga" not in agent.chat.decode_all(agent._conversation.player.ids)
 
 
 def test_act_without_a_conversation_is_refused():
@@ -284,7 +284,7 @@ def test_the_environment_of_a_run_may_be_a_class_that_a_file_has_later(tmp_path,
     exec(YES, names)
     agent = GSPOAgent(env=names["Yes"], config=tiny(steps=1))
     assert [step for step, _ in agent.train()] == [0, 1, 1]
-    assert isinstance(agent.environments.first.env.unwrapped, names["Yes"])
+    assert isinstance(next(iter(agent.environments.envs.values())).unwrapped, names["Yes"])
     with pytest.raises(ConfigError, match=r"of type Yes; expected an id, FILE"):
         GSPOAgent(env=names["Yes"](), config=tiny())
     del gymnasium.registry["custom/Yes-v0"]  # as in another process

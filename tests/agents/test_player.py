@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo_agents.frozen import FrozenAgent
 from gspo_agents.gspo import GSPOAgent
-from gspo_agents.player import EngineLoop, FrozenAgent
+from gspo_agents.player import EngineLoop
 from gspo_env import TextEnv
 from gspo_env.config import Config
 from gspo_env.errors import ConfigError, EngineError, RolloutError
@@ -81,7 +82,7 @@ def _folder(tmp_path, monkeypatch):
 
 def game(agent):
     """The class of the agent's environment."""
-    return type(agent.environments.first.env.unwrapped)
+    return type(next(iter(agent.environments.envs.values())).unwrapped)
 
 
 @pytest.mark.parametrize("name", ["Duel", "Asynchronous"])

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from worker_parts import TASKS, Engine, essence, fleet, pids, pretend_server, settings
 
-from gspo_agents.workers import make_pool, open_collector
+from gspo_agents.environments import make_pool
+from gspo_agents.setup import open_collector
 from gspo_env.distributed import pool as workers
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector

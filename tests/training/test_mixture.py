@@ -89,16 +89,16 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_run_of_two_environments_has_the_tasks_scores_and_metrics_of_each(folder, capsys):
     agent = GSPOAgent(config=mixed(output="out", env_kwargs={"Turns": {"bonus": 0.5}}))
-    assert {e.task.env_id for e in agent._made.episodes} == {"Turns", "last"}
-    places = agent.environments.places
+    assert {e.task.env_id for e in agent._start.episodes} == {"Turns", "last"}
+    envs = agent.environments.envs
     assert agent.environments.scores == {"Turns": "turns", "last": "outcome"}
     agent.warm_up()
-    for place in places.values():
-        place.env.unwrapped.stepped.clear()
+    for env in envs.values():
+        env.unwrapped.stepped.clear()
     history = agent.train()
     split = agent.split()
-    for name, place in places.items():
-        stepped = place.env.unwrapped.stepped
+    for name, env in envs.items():
+        stepped = env.unwrapped.stepped
         held = set(map(int, split.held_out[name]))
         assert {task for evaluation, task in stepped if evaluation} == held
         assert not {task for evaluation, task in stepped if not evaluation} & held

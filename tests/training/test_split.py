@@ -276,8 +276,8 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.py").write_text(FEW)
     agent = GSPOAgent(config=few(output="out"))
-    played = agent.environments.first.env.unwrapped.stepped
-    tasks = {e.reset.task_key for e in agent._made.episodes}
+    played = next(iter(agent.environments.envs.values())).unwrapped.stepped
+    tasks = {e.reset.task_key for e in agent._start.episodes}
     assert len(tasks) > 15  # the demonstrations meet the tasks of the evaluation too
     played.clear()
     history = agent.train()
@@ -289,7 +289,7 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     assert "Not trained on, because their tasks are held out:" in said
     redrawn = sum(m.get("rollout/redrawn_tasks", 0) for _, m in history)
     assert redrawn > 0
-    assert f"draws {redrawn:.0f} (each was repeated), demonstrations {agent._left_out}." in said
+    assert f"draws {redrawn:.0f} (each was repeated), demonstrations {agent._skipped}." in said
     played.clear()
     main(["evaluate", "--model", "out", "--tasks", "40"])
     assert {task for evaluation, task in played if evaluation} == held
