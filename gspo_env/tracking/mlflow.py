@@ -231,7 +231,9 @@ class MLflowTracker:
                 self._run = None  # the store was replaced; `open` searches it for the run
             return error.error_code not in _REFUSALS
         status = getattr(getattr(error, "response", None), "status_code", 500)
-        is_final = isinstance(error, (FileNotFoundError, OutputError, UnicodeError, TypeError))
+        is_final = isinstance(
+            error, (FileNotFoundError, OutputError, UnicodeError, TypeError, NotImplementedError)
+        )
         return not is_final and (status >= 500 or status in (401, 403, 408, 429))
 
     @property
@@ -360,19 +362,8 @@ def _link(path: Path, address: str, folder: str) -> bool:
 
 
 def _experiment_id(client: MlflowClient, name: str) -> str:
-    """Finds or creates the experiment."""
-    from mlflow.exceptions import MlflowException
-
     experiment = client.get_experiment_by_name(name)
-    if experiment is None:
-        try:
-            return str(client.create_experiment(name))
-        except MlflowException:
-            # Another process may have created it in the meantime.
-            experiment = client.get_experiment_by_name(name)
-            if experiment is None:
-                raise
-    return str(experiment.experiment_id)
+    return str(experiment.experiment_id if experiment else client.create_experiment(name))
 
 
 def _cut(text: str) -> str:

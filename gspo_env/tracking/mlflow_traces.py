@@ -1,7 +1,7 @@
-"""Traces in MLflow. Imports it, as `mlflow.py` does, whose run the traces belong to.
+"""Traces in MLflow, for the run that `mlflow.py` opens.
 
-The clients of MLflow's tracing write in threads of their own and lose what they cannot write. So
-the finished spans go to the store in one call, and the traces are linked to the run in another.
+MLflow's tracing clients write in threads of their own and lose what they cannot write. So the
+finished spans go to the store in one call, and the traces are linked to the run in another.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ if TYPE_CHECKING:
 _KINDS = {"episode": "AGENT", "turn": "CHAT_MODEL", "step": "TOOL"}
 """MLflow's type of each kind of span."""
 _TAGS = ("step", "phase", "success")
-"""The tags that MLflow has as such. Its store writes each in a statement of its own, which takes
-as long as half a span, so the others are attributes of the first span."""
-_MOST_PREVIEW = 1000
-"""Characters of a preview (mlflow.tracing.constant)."""
+"""The tags that become MLflow's tags. Its store writes each in a statement of its own, which takes
+as long as half a span, so the others become attributes of the first span."""
 
 
 class TraceWriter:
-    """Writes traces of one run; the same trace again replaces the first."""
+    """Writes traces of one run; a repeated trace replaces the first."""
 
     def __init__(self, client: MlflowClient, experiment_id: str, run_id: str, key: str) -> None:
         """Writes nothing yet.
@@ -37,13 +35,12 @@ class TraceWriter:
             client: Client of the store.
             experiment_id: The experiment of the run.
             run_id: Id of the run.
-            key: Tells the run from all others, also in other stores.
+            key: Unique key of the run, also in other stores.
         """
         from mlflow.tracing.client import TracingClient
 
         self._client, self._experiment_id, self._run_id = client, experiment_id, run_id
         self._key, self._store = key, TracingClient(client.tracking_uri)
-        self._takes_spans = not client.tracking_uri.startswith("databricks")
 
     def write(self, traces: Sequence[Trace]) -> None:
         """Writes traces.
@@ -51,48 +48,10 @@ class TraceWriter:
         Raises:
             MlflowException: The store refuses them, or does not answer.
         """
-        stored = {f"tr-{_trace_id(self._key, trace)}": trace for trace in traces}
-        spans = {name: _spans(name, trace) for name, trace in stored.items()}
-        if self._takes_spans:
-            try:
-                every = [span for made in spans.values() for span in made]
-                self._store.log_spans(self._experiment_id, every)
-            except Exception as error:
-                if not _takes_no_spans(error):
-                    raise
-                self._takes_spans = False
-            else:
-                self._client.link_traces_to_run(list(stored), self._run_id)
-                return
-        for name, trace in stored.items():
-            self._write_file(name, trace, spans[name])
-
-    def _write_file(self, name: str, trace: Trace, spans: list[StoredSpan]) -> None:
-        """Writes a trace with its spans as a file, for a store that takes no spans."""
-        from mlflow.entities import TraceData, TraceInfo, TraceLocation, TraceState
-        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-        from mlflow.tracing.utils.artifact_utils import get_artifact_uri_for_trace
-
-        first = trace.spans[0]
-        info = TraceInfo(
-            trace_id=name,
-            trace_location=TraceLocation.from_experiment_id(self._experiment_id),
-            request_time=first.start // 10**6,
-            execution_duration=(first.end - first.start) // 10**6,
-            state=TraceState.ERROR if trace.error else TraceState.OK,
-            request_preview=json.dumps(first.inputs)[:_MOST_PREVIEW],
-            response_preview=json.dumps(first.outputs)[:_MOST_PREVIEW],
-            trace_metadata={"mlflow.sourceRun": self._run_id},
-            tags=_tags(trace),
-        )
-        place = get_artifact_uri_for_trace(self._store.start_trace(info))
-        text = json.dumps(TraceData(spans=spans).to_dict(), default=str)
-        get_artifact_repository(place).upload_trace_data(text)
-
-
-def _takes_no_spans(error: Exception) -> bool:
-    """Returns whether a store has no table of spans: a folder of files, or an old server."""
-    return isinstance(error, NotImplementedError) or "span logging is not supported" in str(error)
+        named = {f"tr-{_trace_id(self._key, trace)}": trace for trace in traces}
+        spans = [span for name, trace in named.items() for span in _spans(name, trace)]
+        self._store.log_spans(self._experiment_id, spans)
+        self._client.link_traces_to_run(list(named), self._run_id)
 
 
 def _trace_id(key: str, trace: Trace) -> str:
@@ -100,7 +59,7 @@ def _trace_id(key: str, trace: Trace) -> str:
 
 
 def _spans(name: str, trace: Trace) -> list[StoredSpan]:
-    """Makes MLflow's spans; the number of a span is its index and 1."""
+    """Returns a trace as MLflow's spans, which count from 1."""
     return [_span(name, trace, number, span) for number, span in enumerate(trace.spans)]
 
 
@@ -137,10 +96,10 @@ def _span(name: str, trace: Trace, number: int, span: Span) -> StoredSpan:
 
 
 def _tags(trace: Trace) -> dict[str, str]:
-    chosen = {name: trace.tags[name] for name in _TAGS if name in trace.tags}
-    return {"mlflow.traceName": trace.name, **chosen}
+    tags = {name: trace.tags[name] for name in _TAGS if name in trace.tags}
+    return {"mlflow.traceName": trace.name, **tags}
 
 
 def _encode(number: int, size: int) -> str:
-    """Encodes an id as MLflow's spans have it in JSON."""
+    """Encodes an id as in the JSON of MLflow's spans."""
     return base64.b64encode(number.to_bytes(size, "big")).decode()

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, fields, make_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -287,7 +287,6 @@ def combine(names: str) -> type[Any]:
         namespace={
             "__doc__": "The settings of several trackers.",
             "__module__": __name__,
-            "__reduce__": lambda self: (_rebuild, (names, [getattr(self, key) for key in keys])),
             "tracker_names": tracker_names,
             "start": lambda self, run: MultiTracker(parts(self), run),
         },
@@ -295,9 +294,3 @@ def combine(names: str) -> type[Any]:
         kw_only=True,
         slots=True,
     )
-
-
-def _rebuild(names: str, values: Sequence[Any]) -> Any:
-    """Unpickles an instance of `combine`'s class, which no module holds."""
-    cls = combine(names)
-    return cls(**{f.name: value for f, value in zip(fields(cls), values, strict=True)})

@@ -274,25 +274,3 @@ def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(
 def test_impossible_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         MLflow(**settings)
-
-
-def test_a_store_of_plain_files_has_traces_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from mlflow.tracking import MlflowClient
-
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    uri = (tmp_path / "mlruns").as_uri()
-    info = RunInfo(name="files", folder=tmp_path / "run")
-    info.folder.mkdir()
-    with start(MLflow(tracking_uri=uri), info) as tracker:
-        group = Group(task=played().task, episodes=(played(),))
-        for trace in traces(3, "eval", {0: group}, 2):
-            tracker.trace(trace)
-    assert tracker.problems == []
-    client = MlflowClient(uri)
-    run = client.get_run(tracker.ids["mlflow"])
-    (stored,) = client.search_traces(locations=[run.info.experiment_id])
-    assert stored.info.trace_metadata["mlflow.sourceRun"] == run.info.run_id
-    assert stored.info.tags["success"] == "true"
-    assert [span.name for span in stored.data.spans][:3] == ["episode", "turn 0", "lookup"]
