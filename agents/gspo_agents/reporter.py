@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, RunInfo
 from gspo_env.tracking.console import Progress
 from gspo_env.tracking.multi import MultiTracker
-from gspo_env.tracking.provenance import commit, two_words, versions
+from gspo_env.tracking.provenance import commit, versions
 from gspo_env.tracking.system import SystemMetrics
 from gspo_env.training.checkpoints import Checkpoints
 from gspo_env.training.loop import History, Place
@@ -248,15 +247,13 @@ def run_info(
         folder: Folder of the run.
         ids: The id of a run that goes on in each tracker, else nothing.
     """
-    key = uuid.uuid4().hex
     estimator = name_of("advantage", config.advantage).rpartition(":")[2]
     return RunInfo(
-        name=f"{two_words(key)}-{folder.absolute().name}",
+        name=folder.absolute().name,
         folder=folder,
         params=to_dict(config),
         tags={"env": env_id, "advantage": estimator, "way": way.value, **versions(), **commit()},
         resume=ids,
-        key=key,
     )
 
 

@@ -31,12 +31,12 @@ class Sync:
             TrackingError: Something could not be sent.
         """
         from gspo_env.tracking.base import RunInfo
-        from gspo_env.tracking.jsonl import Received, description
+        from gspo_env.tracking.jsonl import DESCRIPTION, Received
         from gspo_env.tracking.mlflow import MLflow
         from gspo_env.tracking.multi import MultiTracker
 
         folder = Path(self.folder)
-        if not self.folder or not description(folder).exists():
+        if not self.folder or not (folder / DESCRIPTION).exists():
             raise OutputError(
                 f"folder is {self.folder!r}; expected a run that was tracked, such as runs/NAME"
             )
@@ -63,9 +63,14 @@ class Sync:
 def _settings(folder: Path) -> dict[str, object]:
     """Returns the settings of the tracker in the run's file, if it is MLflow."""
     from gspo_env.config import read_toml
+    from gspo_env.files import regular_file
 
-    file = folder / "config.toml"
-    tracker = read_toml(str(file)).get("tracker", {}) if file.exists() else {}
+    try:
+        tracker = read_toml(regular_file(folder, "config.toml", 1 << 20)).get("tracker", {})
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise OutputError(f"cannot read {error.filename!r}: {error.strerror}") from error
     if not isinstance(tracker, dict):
         return {}
     inner = tracker.get("mlflow", tracker)

@@ -19,11 +19,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from gspo_env.errors import OutputError
+from gspo_env.files import plain_path, read_file, write_file
 from gspo_env.redaction import redact_text
 from gspo_env.tracking.base import Input, Point, Repeatable, RunInfo, Tracker
 from gspo_env.tracking.traces import read_trace
@@ -32,10 +33,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-METRICS = "metrics.jsonl"
-"""Name of the metrics file in the folder of a run."""
-_FOLDER = "tracking"
-"""Name of the folder with everything else."""
+METRICS, CALLS, DESCRIPTION = "metrics.jsonl", "tracking/calls.jsonl", "tracking/run.json"
+"""Names of the files in the folder of a run."""
 
 PATIENCE = 30.0
 """Seconds without a successful call after which the end of a run stops waiting for a tracker; four
@@ -48,9 +47,11 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15.0
 """Seconds before a failed call is repeated; each pause is twice as long as the last."""
 _LONGEST_PAUSE_AT_END = 1.0
 _MOST_POINTS, _MOST_CALLS = 200, 50
-"""Maximum number of steps, and of traces, in one call."""
+"""Maximum number of steps in one call, and of other calls between two looks at the file."""
 _MOST_MESSAGE = 400
 """Maximum number of characters of an error message."""
+_MOST_BYTES = 1 << 24
+"""Maximum size of the files that describe a run and what a tracker has received."""
 
 
 class JsonlFile(Generic[T]):
@@ -60,30 +61,33 @@ class JsonlFile(Generic[T]):
     before the next line.
     """
 
-    def __init__(self, path: Path, record: Callable[..., T], *, private: bool = False) -> None:
+    def __init__(
+        self, folder: Path, name: str, record: Callable[..., T], *, private: bool = False
+    ) -> None:
         """Opens the file; an incomplete last line is cut off.
 
         Args:
-            path: The file.
+            folder: The folder of the run.
+            name: The file in it.
             record: Makes a record of the fields of a line.
             private: Whether only its owner can read it.
 
         Raises:
             OutputError: The file cannot be written.
         """
-        self.path, self._record = path, record
-        self._unwritten = b""
+        self._record, self._unwritten = record, b""
         self._lock = threading.Lock()
         mode = 0o600 if private else 0o666
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
-            self.size = path.read_bytes().rfind(b"\n") + 1
+            self.path = plain_path(folder, name)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, mode)
+            self.size = self.path.read_bytes().rfind(b"\n") + 1
             os.ftruncate(self._file, self.size)
         except OSError as error:
             raise OutputError(
-                f"cannot write {str(path)!r}: {error.strerror}; expected a folder that can be "
-                "written, named with --output"
+                f"cannot write {str(folder / name)!r}: {error.strerror}; expected a folder that "
+                "can be written, named with --output"
             ) from error
 
     @property
@@ -156,27 +160,26 @@ class Received:
     @classmethod
     def load(cls, folder: Path, name: str) -> Received:
         """Reads what the tracker `name` has received of the run in `folder`."""
-        path = cls._path(folder, name)
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**json.loads(read_file(folder, _received_name(name), _MOST_BYTES)))
         except FileNotFoundError:
             return cls()
         except (ValueError, TypeError) as error:
-            _log.warning("%s is damaged, everything is sent again: %s", path, error)
+            _log.warning("%s: everything is sent again to %s: %s", folder, name, error)
             return cls()
 
     def save(self, folder: Path, name: str) -> None:
         """Writes the file."""
-        _write_privately(self._path(folder, name), asdict(self))
+        _write_json(folder, _received_name(name), asdict(self))
 
     def is_complete(self, folder: Path) -> bool:
         """Whether the tracker has received everything in the folder of a run."""
-        sizes = ((folder / METRICS, self.metrics), (_calls_path(folder), self.calls))
+        sizes = ((folder / METRICS, self.metrics), (folder / CALLS, self.calls))
         return all(not path.exists() or path.stat().st_size <= size for path, size in sizes)
 
-    @staticmethod
-    def _path(folder: Path, name: str) -> Path:
-        return folder / _FOLDER / f"{re.sub(r'[^A-Za-z0-9]+', '_', name)}.json"
+
+def _received_name(tracker: str) -> str:
+    return f"tracking/{re.sub(r'[^A-Za-z0-9]+', '_', tracker)}.json"
 
 
 class RunFiles:
@@ -189,13 +192,13 @@ class RunFiles:
             OutputError: A file cannot be written, is damaged or belongs to another run.
         """
         self.folder = run.folder.absolute()  # an environment may change the working folder
-        self.metrics = JsonlFile(self.folder / METRICS, Point)
+        self.metrics = JsonlFile(self.folder, METRICS, Point)
         if self.metrics.size and not run.resume:
             raise OutputError(
                 f"{str(run.folder / METRICS)!r} has the metrics of another run; expected a new "
                 "folder, or the run to be resumed"
             )
-        self._calls = JsonlFile(_calls_path(self.folder), Call, private=True) if tracked else None
+        self._calls = JsonlFile(self.folder, CALLS, Call, private=True) if tracked else None
         self.run = self._describe(run) if tracked else run
         self._recorded = defaultdict[int, set[str]](set)
         for _, point in self.metrics.read():
@@ -227,16 +230,22 @@ class RunFiles:
             self._outside.add(str(path))
         self.add("artifact", path=str(path), folder=folder)
 
-    def locate(self, path: str) -> Path:
-        """Returns the absolute path of an artifact.
+    def locate(self, path: str) -> tuple[Path, int]:
+        """Returns the absolute path of an artifact, and its bytes.
 
         Raises:
-            OutputError: It is not in the folder of the run, and this process did not add it.
+            OutputError: This process did not add it, and it is not in the folder of the run or has
+                a link.
         """
         place = self.folder / path
-        if path not in self._outside and not place.resolve().is_relative_to(self.folder.resolve()):
-            raise OutputError(f"{path!r} is not in the folder of the run")
-        return place
+        files = [place, *place.rglob("*")] if place.is_dir() else [place]
+        if path not in self._outside:
+            try:
+                for file in files:
+                    plain_path(self.folder, file.relative_to(self.folder))
+            except (OSError, ValueError) as error:
+                raise OutputError(f"{path!r} is not in the folder of the run: {error}") from error
+        return place, sum(file.stat().st_size for file in files)
 
     def read_calls(self, offset: int) -> Iterator[tuple[int, Call]]:
         """Yields the calls from a byte on, each with the byte at which the next one begins."""
@@ -262,32 +271,26 @@ class RunFiles:
 
     def _describe(self, run: RunInfo) -> RunInfo:
         """Writes the description of a new run, or reads that of a resumed one."""
-        path = description(self.folder)
-        if path.exists():
-            try:
-                return replace(run, **json.loads(path.read_text()))
-            except (ValueError, TypeError) as error:
-                raise OutputError(f"{str(path)!r} is damaged ({error}); remove it") from error
-        fields = ("name", "key", "started", "params", "tags")
-        _write_privately(path, {name: getattr(run, name) for name in fields})
-        return run
+        try:
+            fields = json.loads(read_file(self.folder, DESCRIPTION, _MOST_BYTES))
+            return replace(run, **fields)
+        except FileNotFoundError:
+            names = ("name", "key", "started", "params", "tags")
+            _write_json(self.folder, DESCRIPTION, {name: getattr(run, name) for name in names})
+            return run
+        except (OSError, ValueError, TypeError) as error:
+            path = self.folder / DESCRIPTION
+            raise OutputError(f"{str(path)!r} is damaged ({error}); remove it") from error
 
 
-def description(folder: Path) -> Path:
-    """Returns the file that describes a tracked run."""
-    return folder / _FOLDER / "run.json"
+def _write_json(folder: Path, name: str, tree: object) -> None:
+    """Writes a file that only its owner can read, all or nothing."""
 
+    def write(path: Path) -> None:
+        path.touch(0o600)
+        path.write_text(json.dumps(tree, default=str))
 
-def _calls_path(folder: Path) -> Path:
-    return folder / _FOLDER / "calls.jsonl"
-
-
-def _write_privately(path: Path, tree: object) -> None:
-    """Writes a JSON file that only its owner can read, all or nothing."""
-    part = path.with_name(f"{path.name}.part")
-    with open(part, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        json.dump(tree, file, default=str)
-    part.replace(path)
+    write_file(folder, name, write)
 
 
 _Ordered = Iterator[tuple[int, int, Point | Call]]
@@ -410,27 +413,22 @@ class TrackerQueue:
         run_id = tracker.open()
         if run_id != self.id:  # a new run, which has received nothing
             self._received = Received(id=run_id)
-            self._advance()
+            self._save()
         self._opened = True
 
     def _send_points(self, tracker: Repeatable) -> None:
         while batch := list(islice(self._points(), _MOST_POINTS)):
             self._call("log", tracker.log_points, [point for _, point in batch])
-            self._advance(metrics=batch[-1][0])
+            self._received.metrics = batch[-1][0]
+            self._save()
 
     def _send_calls(self, tracker: Repeatable) -> None:
         while batch := list(islice(self._calls(), _MOST_CALLS)):
-            for name, group in groupby(batch, key=lambda item: item[1].name):
-                if name == "trace":
-                    ends, calls = zip(*group, strict=True)
-                    traces = [read_trace(**call.arguments) for call in calls]
-                    self._call("traces", tracker.log_traces, traces)
-                    self._advance(calls=ends[-1])
-                    continue
-                if name == "finish":
-                    self._send_points(tracker)
-                for end, call in group:
-                    self._send_call(call, end)
+            traces = [read_trace(**c.arguments) for _, c in batch if c.name == "trace"]
+            if traces:
+                self._call("traces", tracker.log_traces, traces)
+            for end, call in batch:
+                self._send_call(call, end)
 
     def _send_in_order(self) -> None:
         """Makes each call once, in the order of the run."""
@@ -439,7 +437,8 @@ class TrackerQueue:
         for _, end, record in heapq.merge(points, calls, key=lambda item: item[0]):
             if isinstance(record, Point):
                 self._call("log", self._log_point, record)
-                self._advance(metrics=end)
+                self._received.metrics = end
+                self._save()
             else:
                 self._send_call(record, end)
 
@@ -448,7 +447,8 @@ class TrackerQueue:
 
     def _send_call(self, call: Call, end: int) -> None:
         self._call(call.name, self._make_call, call, end)
-        self._advance(calls=end)
+        self._received.calls = end
+        self._save()
 
     def _make_call(self, call: Call, end: int) -> None:
         arguments = call.arguments
@@ -456,9 +456,7 @@ class TrackerQueue:
             case "text":
                 self._tracker.text(**arguments)
             case "artifact":
-                path = self._files.locate(arguments["path"])
-                files = path.rglob("*") if path.is_dir() else [path]
-                size = sum(file.stat().st_size for file in files if file.is_file())
+                path, size = self._files.locate(arguments["path"])
                 self._allowance += size / _SLOWEST_UPLOAD
                 self._tracker.artifact(path, arguments["folder"])
             case "input" if self._repeatable is not None:
@@ -477,12 +475,8 @@ class TrackerQueue:
         else:
             self._last_success = time.monotonic()
 
-    def _advance(self, *, metrics: int | None = None, calls: int | None = None) -> None:
-        """Notes up to which byte the tracker has received the files."""
-        received = self._received
-        received.metrics = received.metrics if metrics is None else metrics
-        received.calls = received.calls if calls is None else calls
-        received.save(self._files.folder, self.name)
+    def _save(self) -> None:
+        self._received.save(self._files.folder, self.name)
 
     def _announce(self, error: Exception) -> None:
         """Notes an error after which the calls are repeated; logs the first."""

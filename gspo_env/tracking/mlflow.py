@@ -70,7 +70,7 @@ class MLflow:
     experiment: str = "gspo_env"
     """The experiment that the run belongs to; created if it does not exist."""
     run_name: str = ""
-    """Name of the run; by default two words and the name of the run's folder."""
+    """Name of the run; by default that of its folder."""
     tracking_uri: str = ""
     """The store; by default `MLFLOW_TRACKING_URI`, else ./mlflow.db."""
     log_model: bool = True
@@ -231,10 +231,8 @@ class MLflowTracker:
                 self._run = None  # the store was replaced; `open` searches it for the run
             return error.error_code not in _REFUSALS
         status = getattr(getattr(error, "response", None), "status_code", 500)
-        is_final = isinstance(
-            error, (FileNotFoundError, OutputError, UnicodeError, TypeError, NotImplementedError)
-        )
-        return not is_final and (status >= 500 or status in (401, 403, 408, 429))
+        final = (FileNotFoundError, NotImplementedError, OutputError, TypeError, UnicodeError)
+        return not isinstance(error, final) and (status >= 500 or status in (401, 403, 408, 429))
 
     @property
     def how_to_look(self) -> str:

@@ -221,25 +221,41 @@ def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(tmp_path:
     assert "1 call failed" in tracker.problems[0]
 
 
-def test_a_damaged_queue_names_no_file_outside_of_the_run(tmp_path: Path) -> None:
-    (tmp_path / "run" / "tracking").mkdir(parents=True)
+def test_a_queue_of_a_stranger_names_no_file_outside_of_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "tracking").mkdir(parents=True)
+    (run / "folder").mkdir()
     (tmp_path / "secret.txt").write_text("s")
-    (tmp_path / "run" / "tracking" / "calls.jsonl").write_text(
-        "".join(
-            json.dumps({"name": "artifact", "arguments": {"path": path, "folder": ""}, "after": 0})
-            + "\n"
-            for path in ("../secret.txt", str(tmp_path / "secret.txt"))
-        )
-        + "not json\n"
-    )
+    (run / "folder" / "link").symlink_to(tmp_path / "secret.txt")
+    paths = ("../secret.txt", str(tmp_path / "secret.txt"), "folder", "folder/link")
+    calls = [
+        {"name": "artifact", "arguments": {"path": path, "folder": ""}, "after": 0}
+        for path in paths
+    ]
+    lines = [*map(json.dumps, calls), "not json\n"]
+    (run / "tracking" / "calls.jsonl").write_text("\n".join(lines))
     store = Store()
     store.is_transient = lambda error: False  # type: ignore[method-assign]
-    info = RunInfo(name="r", folder=tmp_path / "run", resume={"store": ""})
+    info = RunInfo(name="r", folder=run, resume={"store": ""})
     with MultiTracker({"store": store}, info) as tracker:
         pass
     assert store.files == []
-    assert "2 calls failed" in tracker.problems[0]
+    assert "4 calls failed" in tracker.problems[0]
     assert store.ends == [("FINISHED", "")]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tracking/calls.jsonl", "tracking"])
+def test_a_link_in_the_folder_of_a_run_is_refused_and_nothing_is_written(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "run" / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(tmp_path / "elsewhere" if name == "tracking" else tmp_path / "elsewhere/file")
+    with pytest.raises(OutputError, match="is a link"):
+        MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path / "run"))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 @contextmanager
@@ -453,7 +469,7 @@ def test_more_episodes_become_traces_while_they_cost_little(
 def test_a_line_of_which_a_part_was_written_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = JsonlFile(tmp_path / "a.jsonl", dict)
+    file = JsonlFile(tmp_path, "a.jsonl", dict)
     write, room = os.write, [2, 3, 0, 1]
 
     def short(number: int, data: bytes) -> int:
