@@ -96,11 +96,11 @@ def make_learner(model: Any, **settings: Any) -> Learner:
 
 
 def logprobs_and_gradients(learner: Learner, samples: list[Sample]) -> tuple[torch.Tensor, Any]:
-    learner.model.zero_grad()
+    learner.policy.zero_grad()
     logprobs = learner.scorer(learner.pack(samples))[0].logprobs_N
     (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
     grads = {n: p.grad.clone() for n, p in learner.policy.named_parameters() if p.grad is not None}
-    learner.model.zero_grad()
+    learner.policy.zero_grad()
     return logprobs.detach(), grads
 
 

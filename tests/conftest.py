@@ -21,7 +21,7 @@ import pytest
 from gspo_env.batch.sample import Sample
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.registration import make_env
-from gspo_env.learner.stats import UpdateStats
+from gspo_env.learner.stats import UpdateStats, to_cpu
 from gspo_env.recipes.build import (
     build,
     build_model,
@@ -165,7 +165,7 @@ def gradients_and_metrics(learner, samples):
     """The gradient by parameter name and the metrics, without an optimiser step."""
     (minibatch,) = learner.score(learner.prepare(samples))
     stats = UpdateStats(
-        passes=tuple(learner.backward(minibatch)),
+        passes=to_cpu(learner.backward(minibatch)),
         grad_norms=(0.0,),
         skipped_steps=0,
         loss_scale=None,

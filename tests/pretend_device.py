@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import flash_reference
 import torch
-from accelerate import Accelerator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -355,7 +354,6 @@ _ENGINE = torch.autograd._engine_run_backward
 def pretend_gpu() -> Iterator[Device]:
     """A context in which cuda:0 is there; yields what happens on it."""
     flash_reference.register()
-    Accelerator()  # its state is shared and outlives the context, so it is made on the CPU
     gpu = PretendTensor.gpu = Device()
     with ExitStack() as stack:
         for owner, name, value in (
@@ -375,7 +373,6 @@ def pretend_gpu() -> Iterator[Device]:
             (torch.cuda, "is_bf16_supported", lambda *_, **__: True),
             (torch.cuda, "mem_get_info", lambda *_: FREE_MEMORY),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
-            (Accelerator, "device", property(lambda self: CUDA)),
         ):
             stack.enter_context(patch.object(owner, name, value))
         stack.enter_context(_Mode())

@@ -58,7 +58,7 @@ def _version(name: str) -> str | None:
 
 
 def _versions() -> Finding:
-    names = ("torch", "transformers", "accelerate", "peft", "gymnasium", "mlflow")
+    names = ("torch", "transformers", "peft", "gymnasium", "mlflow")
     missing = [name for name in names if _version(name) is None]
     if missing:
         return Finding(

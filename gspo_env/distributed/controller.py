@@ -64,17 +64,17 @@ class _Member:
             total_steps=plan.total_steps,
             temperature=plan.temperature,
         )
-        reshard(self.learner.model)
+        reshard(self.learner.policy)
 
     def update(self, shares: Sequence[Share]) -> UpdateStats:
         stats = self.learner.take_shares(shares)
-        reshard(self.learner.model)
-        gather_weights(self.learner.model, self.whole)
+        reshard(self.learner.policy)
+        gather_weights(self.learner.policy, self.whole)
         return stats
 
     def gather_state(self) -> list[tuple[str, Tensor]]:
         """Gathers the tensors of the state on rank 0; the other ranks keep none."""
-        reshard(self.learner.model)
+        reshard(self.learner.policy)
         gathered = []
         for name, tensor in state.tensors(self.learner):
             full = full_tensor(tensor)
@@ -121,7 +121,7 @@ class Controller:
         self._ranks, self._plan = ranks, plan
         self._member = _Member(ranks, spec, plan, whole)
         packed = check.mode is not RunMode.UNPACKED
-        self._scorer = Scorer(whole, whole, plan.temperature, packed=packed, padded=check.padded)
+        self._scorer = Scorer(whole, plan.temperature, packed=packed, padded=check.padded)
         self._share_prefixes = check.mode is RunMode.SHARED
         self.policy = whole
         self.tokens: dict[tuple[int, int], TokenValues] = {}
@@ -173,7 +173,7 @@ class Controller:
             self._ranks.command("restored")
 
         state.restore(self._member.learner, parts(), saved)
-        gather_weights(self._member.learner.model, self.policy)
+        gather_weights(self._member.learner.policy, self.policy)
 
     def _check_shards(self) -> None:
         """Compares the model in shards with the whole one on a row.
@@ -239,7 +239,7 @@ def _follow(
         member.gather_state()
     elif command == "restore":
         state.restore(member.learner, _receive_tensors(ranks, member), message["numbers"])
-        gather_weights(member.learner.model, None)
+        gather_weights(member.learner.policy, None)
     return member
 
 

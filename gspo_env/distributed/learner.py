@@ -77,10 +77,7 @@ class ShardedLearner(Learner):
     def _frozen_copy(self, model: Any) -> Any:
         return self._make_reference()
 
-    def _placed(self, model: Any) -> Any:
-        return model  # Accelerate would wrap it for another kind of training
-
-    def _make_parallel(self, make_scorer: Any) -> None:
+    def _make_parallel(self) -> None:
         """Computes one row at a time, since the ranks take each pass together."""
 
     def take_shares(self, shares: Sequence[Share]) -> UpdateStats:
@@ -131,7 +128,7 @@ class ShardedLearner(Learner):
     def score_check_row(self) -> Tensor:
         """Scores `check_row`; all ranks call this together."""
         logprobs_N = self.logprobs(self.check_row())
-        reshard(self.model)
+        reshard(self.policy)
         return logprobs_N
 
     def _missing(self, count: int) -> range:
@@ -173,7 +170,7 @@ class ShardedLearner(Learner):
 
     def step(self) -> float:
         """See `Learner.step`; all ranks decide alike, by the norm over all shards."""
-        reshard(self.model)
+        reshard(self.policy)
         return super().step()
 
     def _clip(self, limit: float) -> float:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import get_scheduler
 
 from gspo_env.batch.packing import by_episode, microbatches, pack
@@ -77,57 +78,46 @@ class Learner:
             )
         self.loss, self.config = loss, config
         check = check_model(model)
-        self._share_prefixes, self._packed = (
-            check.mode is RunMode.SHARED,
-            check.mode is not RunMode.UNPACKED,
+        self._packed = check.mode is not RunMode.UNPACKED
+        self._share_prefixes = check.mode is RunMode.SHARED
+        self._make_scorer = partial(
+            Scorer, temperature=temperature, packed=self._packed, padded=check.padded
         )
-        how = {"packed": self._packed, "padded": check.padded}
-        # Accelerate would move the model to Apple's GPU, on which nothing here was tested
-        self.accelerator = Accelerator(cpu=torch.backends.mps.is_available(), mixed_precision="no")
-        if self.accelerator.num_processes > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ConfigError(
-                f"{self.accelerator.num_processes} processes were launched, and this one has not "
-                "joined them; expected `gspo-env train`, or one process"
+                f"{os.environ['WORLD_SIZE']} processes were launched, and this one has not joined "
+                "them; expected `gspo-env train`, or one process"
             )
-        copied = loss.needs_reference and not is_adapted(model)
-        reference = self._frozen_copy(model) if copied else None
+        # nothing was tested on Apple's GPU
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._reference: Scorer | None = None
+        """None if the reference is the policy without its adapter, or if nothing needs it."""
+        if loss.needs_reference and not is_adapted(model):
+            reference = self._frozen_copy(model).to(self.device).requires_grad_(False)
+            self._reference = self._make_scorer(reference)
         if config.checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.model = self._placed(model)
+        self.policy = model.to(self.device)
         self.masters = MasterWeights(self.policy)
-        optimizer = make_optimizer(config, list(self.masters.tensors.values()))
+        self.optimizer = make_optimizer(config, list(self.masters.tensors.values()))
         schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
-        self.scheduler = get_scheduler(schedule, optimizer, config.warmup_steps, total_steps)
-        self.optimizer = self.accelerator.prepare(optimizer)
-        self.scorer = Scorer(self.model, self.policy, temperature, **how)
-        self._parallel = self._make_parallel(lambda model: Scorer(model, model, temperature, **how))
+        self.scheduler = get_scheduler(schedule, self.optimizer, config.warmup_steps, total_steps)
+        self.scorer = self._make_scorer(self.policy)
+        self._parallel = self._make_parallel()
         self._losses: list[Tensor] = []
         self._skipped_in_a_row = self._oom_splits = 0
         self.tokens: dict[tuple[int, int], TokenValues] = {}
         """The values of the tokens of the last update, for the episodes to keep."""
         self._policy_is_reference = adapter_is_zero(self.policy)
-        self._reference: Scorer | None = None
-        if reference is not None:
-            reference.to(self.accelerator.device).requires_grad_(False)
-            self._reference = Scorer(reference, reference, temperature, **how)
 
     def _frozen_copy(self, model: Any) -> Any:
         """Returns a copy of the model with its initial weights."""
         return copy.deepcopy(model)
 
-    def _placed(self, model: Any) -> Any:
-        """Returns the model as it trains."""
-        return self.accelerator.prepare(model)
-
-    def _make_parallel(self, make_scorer: Callable[[Any], Scorer]) -> ParallelRows | None:
+    def _make_parallel(self) -> ParallelRows | None:
         """Returns what computes two rows at a time, if the model is small enough to gain by it."""
         suits = self._packed and ParallelRows.suits(self.policy)
-        return ParallelRows(self.model, make_scorer) if suits else None
-
-    @property
-    def policy(self) -> Any:
-        """The model without Accelerate's wrapping."""
-        return self.accelerator.unwrap_model(self.model)
+        return ParallelRows(self.policy, self._make_scorer) if suits else None
 
     def update(
         self, samples: Sequence[Sample], seed: int = 0, keep: Collection[int] = ()
@@ -198,7 +188,7 @@ class Learner:
 
     def pack(self, samples: Sequence[Sample]) -> PackedBatch:
         """Packs samples into one row on the learner's device."""
-        return pack(samples, self.accelerator.device, share=self._share_prefixes)
+        return pack(samples, self.device, share=self._share_prefixes)
 
     def score(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Adds the log-probabilities of pi_old and of the reference; call it before the first step.
@@ -371,7 +361,7 @@ class Learner:
 
     def _add_gradient(self, loss: Tensor) -> None:
         with self.masters.collecting():
-            self.accelerator.backward(loss * self.masters.loss_scale)
+            torch.autograd.backward(loss * self.masters.loss_scale)
         self._losses.append(loss.detach())
 
     def step(self) -> float:
@@ -399,7 +389,7 @@ class Learner:
 
     def _clip(self, limit: float) -> float:
         """Clips the gradient; returns its norm before."""
-        return float(self.accelerator.clip_grad_norm_(self.masters.tensors.values(), limit))
+        return float(nn.utils.clip_grad_norm_(self.masters.tensors.values(), limit))
 
     def _total(self, losses: Sequence[Tensor]) -> float:
         """Returns the loss of a minibatch; the order of its rows does not change it."""

@@ -302,7 +302,7 @@ class ModelProbe:
     def _score(self, share: bool = False, **options: bool) -> float:
         """Scores both sequences in one row, as the learner does."""
         row = pack(self._samples, self.device, share=share)
-        scorer = Scorer(self.model, self.model, 1.0, **options)
+        scorer = Scorer(self.model, 1.0, **options)
         places = np.arange(LONG + SHORT)
         if row.runs:
             tree = build_tree(self.ids, sort_by_prefix(self.ids))

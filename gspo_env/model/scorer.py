@@ -25,8 +25,7 @@ class Scorer:
     Dropout is off, with and without gradient.
 
     Args:
-        model: The model, or the wrapper that trains it.
-        policy: The model itself.
+        model: The model.
         temperature: Logits are divided by it.
         packed: Runs a row in one pass, which needs ragged attention. Otherwise the sequences of a
             row are taken apart for the model's own attention; they cannot share tokens.
@@ -36,20 +35,19 @@ class Scorer:
     def __init__(
         self,
         model: Any,
-        policy: Any,
         temperature: float,
         *,
         packed: bool = True,
         padded: bool = False,
     ) -> None:
         self.model, self.temperature = model, temperature
-        self.head = head.linear_head(policy, packed)
+        self.head = head.linear_head(model, packed)
         # without a linear head, a batch would have logits of every token in memory
         apart = self._run_alone if not padded or self.head is None else self._run_padded
         self._run = self._run_packed if packed else apart
-        self.router_coefficient = router_coefficient(policy)
-        self._experts_per_token = getattr(policy.config.get_text_config(), "num_experts_per_tok", 0)
-        self._checkpointed = _checkpointed_layers(policy)
+        self.router_coefficient = router_coefficient(model)
+        self._experts_per_token = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
+        self._checkpointed = _checkpointed_layers(model)
 
     def __call__(
         self, batch: PackedBatch, routers: bool = False

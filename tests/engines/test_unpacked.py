@@ -159,5 +159,5 @@ def test_activation_checkpointing_keeps_gradients_and_the_cache():
     plain = copy.deepcopy(model)
     learner = architectures.make_learner(model, checkpointing=True)
     assert architectures.learner_difference(learner, plain, architectures.make_samples(0)) < 1e-4
-    learner.model.train()
+    learner.policy.train()
     assert architectures.engine_difference(model, plain) < 1e-4

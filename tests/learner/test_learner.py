@@ -9,12 +9,10 @@ import learners
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
 from gspo_env.batch.packing import pack
 from gspo_env.errors import ConfigError
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.learner import learner as learner_module
 from gspo_env.learner.losses import policy_loss
 from gspo_env.recipes.build import build_model
 from gspo_env.recipes.tiny import Tiny
@@ -138,20 +136,6 @@ def test_imitation_lowers_its_own_loss(player):
 def test_an_impossible_value_is_named(kind, values, words):
     with pytest.raises(ConfigError, match=words):
         kind(**values)
-
-
-def test_a_machine_with_apples_gpu_trains_on_the_cpu(model, samples, monkeypatch):
-    kinds = []
-
-    def accelerator(**settings):
-        kinds.append(settings)
-        return Accelerator(**settings)
-
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(learner_module, "Accelerator", accelerator)
-    learner = learner_of(model)
-    assert [kind["cpu"] for kind in kinds] == [True]
-    assert learner.accelerator.device == torch.device("cpu")
 
 
 def test_nothing_that_is_packed_is_float64(samples):

@@ -108,7 +108,7 @@ def test_a_row_that_does_not_fit_is_split_and_the_gradient_is_the_same(make_lear
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_an_error_in_one_row_is_raised_after_the_other_has_ended(model, index):
-    rows, running = ParallelRows(model, lambda copied: Scorer(copied, copied, 1.0)), set()
+    rows, running = ParallelRows(model, lambda copied: Scorer(copied, 1.0)), set()
 
     def compute(n, scorer):
         running.add(n)
@@ -117,7 +117,7 @@ def test_an_error_in_one_row_is_raised_after_the_other_has_ended(model, index):
         running.discard(n)
 
     with pytest.raises(ValueError, match="row"):
-        rows.run(2, compute, Scorer(model, model, 1.0))
+        rows.run(2, compute, Scorer(model, 1.0))
     assert running == {index}
 
 

@@ -165,7 +165,7 @@ def test_the_first_step_needs_no_pass_for_its_ratios(model, gradients):
     samples = to_samples(played, credit(played))
     learner = learner_of(model, GSPO(), microbatch_tokens=1)
     passes = []
-    learner.model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    learner.policy.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
     found, metrics = gradients(learner, samples)
     assert passes == [True] * len(samples)
     assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
