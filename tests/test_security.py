@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
-
 
 def named(root):
     """Each (file, test) of the table of attacks; the test is empty if the whole file is named."""
@@ -25,8 +23,3 @@ def test_every_attack_has_a_test_that_exists(request):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         }
         assert name in tests if name else any(t.startswith("test_") for t in tests), (file, name)
-
-
-@pytest.mark.parametrize("words", ["Report a vulnerability", "What is trusted", "A folder is data"])
-def test_it_says_what_is_trusted_and_how_to_report(request, words):
-    assert words in (request.config.rootpath / "SECURITY.md").read_text()
