@@ -18,9 +18,7 @@ from gspo_env.chat.action import message_for_template
 from gspo_env.env.base import clean
 from gspo_env.env.tools import Tool, format_tool_call
 from gspo_env.errors import ConfigError
-from gspo_env.serving import RefusedError
-from gspo_env.serving.dialects.chat import read_messages, read_tools, write_message
-from gspo_env.serving.fields import parse_json
+from gspo_env.registry import load_module
 from gspo_env.types import Episode, Message, Prompt, ResetInfo, StepInfo, StopReason, Task, Turn
 
 _LITERAL = "literal"
@@ -43,7 +41,8 @@ class Conversation:
         Args:
             more: Further keys.
         """
-        row: dict[str, Any] = {"messages": [write_message(message) for message in self.messages]}
+        write = _chat_format().write_message
+        row: dict[str, Any] = {"messages": [write(message) for message in self.messages]}
         if self.tools:
             row["tools"] = [tool.schema for tool in self.tools]
         given = {"reward": self.reward, "task_key": self.task_key, **more}
@@ -70,8 +69,8 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
         if not line.strip():
             continue
         try:
-            found.append(_read(parse_json(line)))
-        except RefusedError as error:
+            found.append(_read(load_module("gspo_env.serving.fields").parse_json(line)))
+        except ValueError as error:
             raise ConfigError(f"{path!r}, line {number}: {error}") from None
     kept = [one for one in found if least is None or (one.reward or 0.0) >= least]
     if least is not None:
@@ -82,21 +81,26 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
     return kept
 
 
+def _chat_format() -> Any:
+    """Returns the reader and writer of OpenAI's format, which few trainings need."""
+    return load_module("gspo_env.serving.dialects.chat")
+
+
 def _read(row: dict[str, Any]) -> Conversation:
     values = [row.get(key) or [] for key in ("messages", "tools")]
     if not all(isinstance(value, list) for value in values):
-        raise RefusedError("messages or tools is no list; expected lists of objects")
-    messages = tuple(read_messages(values[0]))
+        raise ValueError("messages or tools is no list; expected lists of objects")
+    messages = tuple(_chat_format().read_messages(values[0]))
     if not any(m.role == "assistant" for m in messages):
-        raise RefusedError("no message is the assistant's; expected one to imitate")
+        raise ValueError("no message is the assistant's; expected one to imitate")
     if messages[0].role == "assistant":
-        raise RefusedError("the first message is the assistant's; expected one that it answers")
+        raise ValueError("the first message is the assistant's; expected one that it answers")
     reward, key = row.get("reward"), row.get("task_key")
     if isinstance(reward, bool) or not (reward is None or isinstance(reward, int | float)):
-        raise RefusedError(f"reward is {reward!r}; expected a number")
+        raise ValueError(f"reward is {reward!r}; expected a number")
     return Conversation(
         messages=messages,
-        tools=tuple(read_tools(values[1])),
+        tools=tuple(_chat_format().read_tools(values[1])),
         reward=None if reward is None else float(reward),
         task_key=key if isinstance(key, str) else None,
     )
