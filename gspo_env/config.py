@@ -287,8 +287,8 @@ def to_toml(config: Config) -> str:
 
 def _without_null(value: Any, where: str) -> Any:
     if isinstance(value, dict):
-        given = {name: item for name, item in value.items() if item is not None}
-        return {name: _without_null(item, f"{where}.{name}") for name, item in given.items()}
+        entries = {name: item for name, item in value.items() if item is not None}
+        return {name: _without_null(item, f"{where}.{name}") for name, item in entries.items()}
     if not isinstance(value, list):
         return value
     if None in value:
@@ -311,11 +311,11 @@ def resolve(config: Config, name: str) -> str:
     paths = [*BUILTIN, *flatten(config, mappings=False)]
     if name in paths:
         return name
-    found = [path for path in paths if path.rpartition(".")[2] == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise ConfigError(f"{name!r} could be {' or '.join(found)}; expected one of them")
+    matches = [path for path in paths if path.rpartition(".")[2] == name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ConfigError(f"{name!r} could be {' or '.join(matches)}; expected one of them")
     raise ConfigError(f"there is no setting {name!r}{_hint(config, name, paths)}")
 
 
@@ -328,16 +328,15 @@ def _hint(config: Config, name: str, paths: list[str]) -> str:
         if section in ("", kind) and (hint := _owners(kind, getattr(config, kind), last)):
             return hint
     lasts = {path.rpartition(".")[2]: path for path in paths}
-    near = difflib.get_close_matches(last, lasts, n=3)
-    found = " or ".join(lasts[n] for n in near)
-    return f"; perhaps you mean {found}" if found else "; `gspo-env train --help` lists all"
+    near = " or ".join(lasts[n] for n in difflib.get_close_matches(last, lasts, n=3))
+    return f"; perhaps you mean {near}" if near else "; `gspo-env train --help` lists all"
 
 
-def _owners(kind: str, chosen: Any, setting: str) -> str:
-    """Says which choices of a kind have a setting, and what the chosen one takes."""
+def _owners(kind: str, choice: Any, setting: str) -> str:
+    """Says which choices of a kind have a setting, and what the present one takes."""
     owners = [n for n in BUILTIN[kind] if any(f.name == setting for f in _settings(kind, n))]
-    takes = ", ".join(f.name for f in dataclasses.fields(chosen)) or "nothing"
-    other = f"{kind} is {name_of(kind, chosen)!r}, which takes {takes}"
+    takes = ", ".join(f.name for f in dataclasses.fields(choice)) or "nothing"
+    other = f"{kind} is {name_of(kind, choice)!r}, which takes {takes}"
     return f": it is a setting of {', '.join(owners)}, and {other}" if owners else ""
 
 
@@ -352,11 +351,11 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
     hints = get_type_hints(type(default))
     values: dict[str, Any] = {}
     for name, value in tree.items():
-        known = [f.name for f in dataclasses.fields(default)]  # type: ignore[arg-type]
-        if name not in known:
+        names = [f.name for f in dataclasses.fields(default)]  # type: ignore[arg-type]
+        if name not in names:
             if instead := REMOVED.get(where + name, REMOVED.get(name)):
                 raise ConfigError(f"there is no setting {where}{name}: {instead}")
-            near = ", ".join(difflib.get_close_matches(name, known, n=3) or sorted(known))
+            near = ", ".join(difflib.get_close_matches(name, names, n=3) or sorted(names))
             hint = _owners(where[:-1], default, name) if where[:-1] in BUILTIN else ""
             hint = hint or f"; expected one of: {near or 'nothing'}"
             raise ConfigError(f"unknown field {where}{name!r}{hint}")

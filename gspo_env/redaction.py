@@ -61,7 +61,7 @@ _HIDDEN = re.compile(
     r"\ud800-\udfff]"  # lone surrogates, which no file takes
 )
 _SHORTEST = 8
-_known: set[str] = set()
+_secrets: set[str] = set()
 """The values of variables that settings name and that may be secrets."""
 
 
@@ -74,14 +74,14 @@ def resolve(text: str) -> str:
         ConfigError: A variable is not set.
     """
 
-    def look_up(found: re.Match[str]) -> str:
-        value = os.environ.get(found[1])
+    def look_up(match: re.Match[str]) -> str:
+        value = os.environ.get(match[1])
         if value is None:
             raise ConfigError(
-                f"the settings name the environment variable {found[1]}; expected it to be set"
+                f"the settings name the environment variable {match[1]}; expected it to be set"
             )
-        if len(value) >= _SHORTEST and _SECRET_VARIABLE.search(found[1]):
-            _known.add(value)
+        if len(value) >= _SHORTEST and _SECRET_VARIABLE.search(match[1]):
+            _secrets.add(value)
         return value
 
     return _REFERENCE.sub(look_up, text)
@@ -112,7 +112,7 @@ def redact(value: Any, name: str = "") -> Any:
 
 def redact_text(text: str) -> str:
     """Returns a text without what looks like a secret or is the value of a named variable."""
-    for value in sorted(_known, key=len, reverse=True):
+    for value in sorted(_secrets, key=len, reverse=True):
         text = text.replace(value, MARK)
     for hint in _HINTS:  # a loop is faster than any()
         if hint in text:
@@ -127,7 +127,7 @@ def visible(text: str) -> str:
         >>> visible("\x1b[31mred\r")
         '\\x1b[31mred\\r'
     """
-    return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -173,8 +173,8 @@ def find_mark(value: Any, name: str = "") -> str:
         items = value.items()
     elif isinstance(value, (list, tuple)):
         items = enumerate(value)
-    found = (find_mark(item, f"{name}.{key}" if name else str(key)) for key, item in items)
-    return next(filter(None, found), "")
+    names = (find_mark(item, f"{name}.{key}" if name else str(key)) for key, item in items)
+    return next(filter(None, names), "")
 
 
 def _is_secret(name: str) -> bool:
@@ -191,14 +191,14 @@ def _hide(value: Any) -> Any:
 
 def _redact_list(values: Any) -> list[Any]:
     """Redacts a list, which may be a command with options such as `--token VALUE`."""
-    made: list[Any] = []
+    redacted: list[Any] = []
     for index, value in enumerate(values):
         option = _OPTION.fullmatch(str(values[index - 1])) if index else None
         assigned = _ASSIGNMENT.fullmatch(value) if isinstance(value, str) else None
         if isinstance(value, str) and option and _is_secret(option[1]):
-            made.append(_hide(value))
+            redacted.append(_hide(value))
         elif assigned and _is_secret(assigned[2]):
-            made.append(assigned[1] + _hide(assigned[3]))
+            redacted.append(assigned[1] + _hide(assigned[3]))
         else:
-            made.append(redact(value))
-    return made
+            redacted.append(redact(value))
+    return redacted

@@ -91,25 +91,25 @@ def find(kind: str, name: str) -> type[Any]:
         ConfigError: Nothing has that name, or it is not a dataclass.
     """
     if kind == "tracker" and "," in name:
-        found: Any = load_function("gspo_env.tracking.multi:combine", kind)(name)
+        cls: Any = load_function("gspo_env.tracking.multi:combine", kind)(name)
     elif name in BUILTIN[kind]:
-        found = load_function(BUILTIN[kind][name], kind)
+        cls = load_function(BUILTIN[kind][name], kind)
     elif ":" in name:
-        found = load_function(name, kind)
+        cls = load_function(name, kind)
     elif name in _plugins(kind):
-        found = load_function(_plugins(kind)[name], kind)
+        cls = load_function(_plugins(kind)[name], kind)
     else:
         near = difflib.get_close_matches(name, names(kind), n=1)
         raise ConfigError(
             f"{kind} is {name!r}; {f'did you mean {near[0]}? ' if near else ''}expected one of: "
             f"{', '.join(names(kind))}; or module:Class, or file.py:Class"
         )
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise ConfigError(f"{kind} is {name!r}; expected the name of a dataclass")
-    if not callable(getattr(found, _METHODS[kind], None)):
+    if not callable(getattr(cls, _METHODS[kind], None)):
         raise ConfigError(f"{kind} is {name!r}; expected a class with a method {_METHODS[kind]!r}")
-    _NAMES[found] = name
-    return found
+    _NAMES[cls] = name
+    return cls
 
 
 def name_of(kind: str, choice: object) -> str:

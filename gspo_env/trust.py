@@ -78,7 +78,7 @@ class SavedSettings:
 
     def settings(
         self,
-        given: Mapping[str, Any] = MappingProxyType({}),
+        changes: Mapping[str, Any] = MappingProxyType({}),
         *,
         env: str | tuple[str, ...] = "",
         playing: bool = False,
@@ -86,7 +86,7 @@ class SavedSettings:
         """Returns the settings, with those of the user, for `gspo_env.config.from_dict`.
 
         Args:
-            given: Settings of the user by dotted name, or nested; they replace untrusted ones.
+            changes: Settings of the user by dotted name, or nested; they replace untrusted ones.
                 Arguments of the environment are added to the saved ones, if these are kept.
             env: The environment, or several, if the user names one. Saved arguments and the saved
                 score are kept if it is the saved one, or a class of the same name elsewhere.
@@ -94,10 +94,10 @@ class SavedSettings:
                 are left out instead.
 
         Raises:
-            ConfigError: An untrusted setting is not given; the message names the flags to add.
+            ConfigError: An untrusted setting is not among them; the message names the flags to add.
         """
         tree, untrusted = self._with_env(tuple(env) if isinstance(env, list) else env)
-        untrusted = _without(untrusted, [k for k, v in flatten(given).items() if v != {}])
+        untrusted = _without(untrusted, [k for k, v in flatten(changes).items() if v != {}])
         for kind in _LEARNING if playing else ():
             if len(kept := _without(untrusted, [kind])) < len(untrusted):
                 logger.warning("%s of %s is not loaded", kind, self.folder)
@@ -111,7 +111,7 @@ class SavedSettings:
                 f"the settings in {str(self.folder)!r} name {values}, which may run code or reach "
                 f"files and addresses, and {problem.reason}; if you trust it, add {flags}"
             )
-        if kwargs := given.get("env_kwargs"):
+        if kwargs := changes.get("env_kwargs"):
             env = tree.get("env") or env or self.env
             tree["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), kwargs, env)
         return tree
@@ -226,16 +226,16 @@ def record(folder: Path, config: Config) -> None:
     untrusted = needs_flags(config)
     if not untrusted:
         return
-    path = _record_path(folder)
-    part = path.with_suffix(f".{os.getpid()}")
     try:
+        path = _record_path(folder)
+        part = path.with_suffix(f".{os.getpid()}")
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         part.write_text(json.dumps(_describe(untrusted)))
         part.replace(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # there is no home
         logger.warning(
-            "cannot note in %s what %s was trained with (%s): its use needs flags such as --env",
-            *(path.parent, folder, error.strerror),
+            "cannot note what %s was trained with (%s): its use needs flags such as --env",
+            *(folder, error),
         )
 
 
@@ -272,8 +272,8 @@ def _untrusted(tree: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
     if len(members) == 1 or not isinstance(kwargs, Mapping):
         yield from _untrusted_arguments(("env_kwargs",), kwargs, *members.values())
         return
-    for name, own in kwargs.items():
-        yield from _untrusted_arguments(("env_kwargs", name), own, members.get(name))
+    for name, arguments in kwargs.items():
+        yield from _untrusted_arguments(("env_kwargs", name), arguments, members.get(name))
 
 
 def _builtin_members(env: Any) -> dict[str, str | None]:
@@ -299,11 +299,11 @@ def _untrusted_arguments(
         return
     defaults, hints = {}, {}
     with contextlib.suppress(ConfigError):  # an extra is missing
-        own: Any = load_function(cls, "class") if isinstance(cls, str) else cls
-        if own is not None:
-            parameters = inspect.signature(own.__init__).parameters.items()
+        loaded: Any = load_function(cls, "class") if isinstance(cls, str) else cls
+        if loaded is not None:
+            parameters = inspect.signature(loaded.__init__).parameters.items()
             defaults = {name: parameter.default for name, parameter in parameters}
-            hints = typing.get_type_hints(own if is_dataclass(own) else own.__init__)
+            hints = typing.get_type_hints(loaded if is_dataclass(loaded) else loaded.__init__)
     for name, value in arguments.items():
         if not _is_plain(value, hints.get(name), defaults.get(name, MISSING)):
             yield (*place, name), value
@@ -356,8 +356,8 @@ def _find_problem(folder: Path, settings: Mapping[str, Any]) -> TrustProblem | N
     only_files = bool(now["files"]) and all(names & now["files"].keys() for names in texts)
     compared = ("settings", "files") if only_files else ("settings", "files", "working folder")
     places = (folder, *folder.parents[:_PARENTS])
-    records = [found for place in places if (found := _read_record(place)) is not None]
-    if any(all(found.get(key) == now[key] for key in compared) for found in records):
+    records = [entry for place in places if (entry := _read_record(place)) is not None]
+    if any(all(entry.get(key) == now[key] for key in compared) for entry in records):
         return None
     if not records:
         return TrustProblem(reason=_NO_RECORD)
@@ -388,10 +388,10 @@ def _record_path(folder: Path) -> Path:
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(_record_path(folder).read_text())
-    except (OSError, ValueError):
+        entry = json.loads(_record_path(folder).read_text())
+    except (OSError, ValueError, RuntimeError):  # there is no home
         return None
-    return found if isinstance(found, dict) else None
+    return entry if isinstance(entry, dict) else None
 
 
 def _file_digests(settings: Any) -> dict[str, str]:

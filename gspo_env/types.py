@@ -68,7 +68,12 @@ FAILURES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """How an environment failed."""
+    """How an environment failed.
+
+    Example:
+        >>> Fault(reason=StopReason.CRASH, message="its process ended", where="exit code 1").reason
+        <StopReason.CRASH: 'crash'>
+    """
 
     reason: StopReason
     message: str
@@ -81,7 +86,12 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One environment instance, which all episodes of a group share."""
+    """One environment instance, which all episodes of a group share.
+
+    Example:
+        >>> Task(env_id="gspo/Lookup-v0", seed=3, options={"hops": 2})
+        Task(env_id='gspo/Lookup-v0', seed=3, options={'hops': 2})
+    """
 
     env_id: str
     seed: int
@@ -90,7 +100,12 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """A well-formed call of a tool: a name and JSON arguments, not yet validated."""
+    """A well-formed call of a tool: a name and JSON arguments, not yet validated.
+
+    Example:
+        >>> ToolCall(name="lookup", arguments={"key": "amber"})
+        ToolCall(name='lookup', arguments={'key': 'amber'}, id='')
+    """
 
     name: str
     arguments: dict[str, Any]
@@ -100,7 +115,13 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation.
+
+    Example:
+        >>> message = Message(role="tool", content="cedar", name="lookup")
+        >>> message.role, message.tool_calls
+        ('tool', ())
+    """
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -116,7 +137,12 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """What the policy reads before the first observation of an episode."""
+    """What the policy reads before the first observation of an episode.
+
+    Example:
+        >>> Prompt(system="Answer in one word.").system
+        'Answer in one word.'
+    """
 
     system: str | None = None
     """The system prompt."""
@@ -129,7 +155,13 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetInfo:
-    """The `info` of `reset`. A key that is absent or None has the default."""
+    """The `info` of `reset`. A key that is absent or None has the default.
+
+    Example:
+        >>> info = ResetInfo(task_key="amber-2", max_tokens=32)  # of {"task_key": "amber-2", ...}
+        >>> info.task_key, info.messages
+        ('amber-2', ())
+    """
 
     state_key: str | None = None
     """Name of the first state; equal keys mean equal states."""
@@ -154,7 +186,13 @@ class ResetInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """The `info` of `step`. A key that is absent or None has the default."""
+    """The `info` of `step`. A key that is absent or None has the default.
+
+    Example:
+        >>> last = StepInfo(episodic_reward=1.0, success=True, reward_parts={"format": 0.1})
+        >>> last.success, last.observation_role
+        (True, 'user')
+    """
 
     episodic_reward: float | None = None
     """On the last step: the outcome of the episode. Default: the sum of the turns' rewards."""
@@ -189,7 +227,12 @@ class StepInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """Wall-clock seconds of one turn."""
+    """Wall-clock seconds of one turn.
+
+    Example:
+        >>> Timing(generate=0.8, step=0.01).generate
+        0.8
+    """
 
     generate: float = 0.0
     step: float = 0.0
@@ -202,6 +245,14 @@ class Turn:
     """One turn: the observation, the action and the environment's response.
 
     The turns of a text-only policy have no ids and no log-probabilities.
+
+    Example:
+        >>> turn = Turn(
+        ...     observation="2 + 2?", text="4", reward=1.0,
+        ...     prompt_ids=(1, 17, 18), action_ids=(9, 2), logprobs=(-0.1, -0.3),
+        ... )
+        >>> len(turn.prompt_ids), len(turn.action_ids)
+        (3, 2)
     """
 
     parent: int | None = -1
@@ -233,7 +284,13 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSequence:
-    """Tokens of an episode that stood in one context."""
+    """Tokens of an episode that stood in one context.
+
+    Example:
+        >>> ids, turns = np.array([1, 17, 9, 2]), np.array([-1, -1, 0, 0])
+        >>> TokenSequence(token_ids=ids, turn_ids=turns).turn_ids
+        array([-1, -1,  0,  0])
+    """
 
     token_ids: IntArray
     """(T,)"""
@@ -243,7 +300,15 @@ class TokenSequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Episode:
-    """One episode: turns in order of time, whose tokens form one or more sequences."""
+    """One episode: turns in order of time, whose tokens form one or more sequences.
+
+    Example:
+        >>> episode = bare_episode(Task(env_id="x", seed=0), lengths=[2, 1], rewards=[0.0, 1.0])
+        >>> episode.rewards, episode.model_tokens, episode.weights_versions
+        (array([0., 1.]), 3, (0, 0))
+        >>> [sequence.turn_ids.tolist() for sequence in episode.sequences]
+        [[0, 0, 1]]
+    """
 
     task: Task
     prompt: Prompt = field(default_factory=Prompt)
@@ -282,13 +347,13 @@ class Episode:
         Raises:
             ValueError: A parent is not an earlier turn.
         """
-        found: list[int | None] = []
+        parents: list[int | None] = []
         for k, turn in enumerate(self.turns):
             parent = (k - 1 if k else None) if turn.parent == -1 else turn.parent
             if parent is not None and not 0 <= parent < k:
                 raise ValueError(f"the parent of turn {k} is {parent}; expected an earlier turn")
-            found.append(parent)
-        return tuple(found)
+            parents.append(parent)
+        return tuple(parents)
 
     @property
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -299,7 +364,7 @@ class Episode:
         """
         parents = self.parents
         trained: set[int] = set()
-        found = []
+        sequences = []
         for leaf in sorted(set(range(len(parents))) - set(parents)):
             path: list[int] = []
             at: int | None = leaf
@@ -314,8 +379,8 @@ class Episode:
                 turn_ids += [-1] * len(turn.prompt_ids)
                 turn_ids += [-1 if k in trained else k] * len(turn.action_ids)
             trained.update(path)
-            found.append(TokenSequence(token_ids=np.array(ids), turn_ids=np.array(turn_ids)))
-        return tuple(found)
+            sequences.append(TokenSequence(token_ids=np.array(ids), turn_ids=np.array(turn_ids)))
+        return tuple(sequences)
 
     @property
     def engine_logprobs(self) -> FloatArray:
@@ -337,7 +402,14 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The episodes of one task, which an advantage estimator compares."""
+    """The episodes of one task, which an advantage estimator compares.
+
+    Example:
+        >>> task = Task(env_id="x", seed=0)
+        >>> group = Group(task=task, episodes=(bare_episode(task, [1], [0.0]),) * 8)
+        >>> len(group.episodes), group.score
+        (8, 'turns')
+    """
 
     task: Task
     episodes: tuple[Episode, ...]

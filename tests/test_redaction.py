@@ -29,7 +29,7 @@ TOKEN = "ghp_" + "a1B2" * 9
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forgets the values that a test made known."""
-    monkeypatch.setattr(redaction, "_known", set())
+    monkeypatch.setattr(redaction, "_secrets", set())
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ from gspo_env.health.findings import Finding
 from gspo_env.health.startup import check_changed_files, check_start
 from gspo_env.model.load import add_adapter, load_model, make_output, save_adapter, save_model
 from gspo_env.model.threads import use_threads
-from gspo_env.recipes.conversations import read_demonstrations
 from gspo_env.redaction import write_text
+from gspo_env.registry import load_function
 from gspo_env.rollout.collector import Collector
 from gspo_env.tracking.base import MODEL
 from gspo_env.tracking.console import Progress
@@ -139,9 +139,8 @@ class GSPOAgent:
         check_learning(self.model, config)
         recipe: Any = config.recipe
         if self._source and getattr(recipe, "conversations", ""):
-            talks = read_demonstrations(
-                recipe.conversations, recipe.min_reward, self.chat, self.env_id
-            )
+            read = load_function("gspo_env.recipes.conversations:read_demonstrations", "recipe")
+            talks = read(recipe.conversations, recipe.min_reward, self.chat, self.env_id)
             self._start = Start(model=self.model, tokenizer=self.tokenizer, episodes=talks)
             self._source = ""  # the run begins with the model that has imitated
         findings: list[Finding] = []

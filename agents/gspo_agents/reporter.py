@@ -118,7 +118,7 @@ class Reporter:
 
     def kept(self, groups: int) -> Collection[int]:
         """Returns the indices of the training groups to keep the episodes of."""
-        return self.episodes.chosen(groups)
+        return self.episodes.groups_to_keep(groups)
 
     def played(
         self, step: int, groups: Mapping[int, Group], tokens: Mapping[Place, TokenValues]

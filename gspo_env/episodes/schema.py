@@ -164,10 +164,10 @@ def schema() -> pa.Schema:
             if typing.get_origin(kind) is tuple:
                 inner = typing.get_args(kind)[0]
                 inner = typing.get_args(inner)[0] if _is_union(inner) else inner
-                made = pa.list_(token[inner])
+                column_type = pa.list_(token[inner])
             else:
-                made = types[kind]
-            fields.append(pa.field(name, made, nullable=type(None) in options))
+                column_type = types[kind]
+            fields.append(pa.field(name, column_type, nullable=type(None) in options))
     return pa.schema(fields)
 
 

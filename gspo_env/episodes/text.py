@@ -18,10 +18,12 @@ _MOST = 4000
 def render_episode(episode: Episode) -> str:
     """Renders the task, every turn and how the episode ended; hidden characters as escapes."""
     prompt = episode.prompt
-    told = [] if prompt.system is None else [("system prompt", prompt.system)]
-    told += [(f"earlier {message.role} message", message.content) for message in prompt.messages]
+    messages = [] if prompt.system is None else [("system prompt", prompt.system)]
+    messages += [
+        (f"earlier {message.role} message", message.content) for message in prompt.messages
+    ]
     parts = [_header(episode)]
-    parts += [_block(title, text) for title, text in told]
+    parts += [_block(title, text) for title, text in messages]
     parts += [_turn(number, turn) for number, turn in enumerate(episode.turns, start=1)]
     parts.append(_footer(episode))
     return "\n\n".join(parts) + "\n"
@@ -30,7 +32,7 @@ def render_episode(episode: Episode) -> str:
 def render_record(record: EpisodeRecord) -> str:
     """Renders a kept episode like `render_episode`; long texts are cut."""
     options = f", {record.options}" if record.options else ""
-    parts = [_rule(f"{record.env}, seed {record.seed}{options}"), *_told(record)]
+    parts = [_rule(f"{record.env}, seed {record.seed}{options}"), *_earlier_messages(record)]
     for number, turn in enumerate(record.turns, start=1):
         title = f"turn {number}: reward {turn.reward:+.4g}"
         advantages = [value for value in turn.advantages or () if value is not None]
@@ -53,7 +55,7 @@ def render_record(record: EpisodeRecord) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _told(record: EpisodeRecord) -> Iterator[str]:
+def _earlier_messages(record: EpisodeRecord) -> Iterator[str]:
     """Yields the messages before the first observation."""
     try:
         messages = json.loads((record.turns[0].messages if record.turns else None) or "[]")

@@ -72,7 +72,7 @@ class EpisodeLog:
         self.run, self.settings, self._tokenizer, self._attempt = run, settings, tokenizer, attempt
         self._tokens = read_tokens(run)
 
-    def chosen(self, groups: int) -> range:
+    def groups_to_keep(self, groups: int) -> range:
         """Returns the indices of the training groups to keep; tasks are drawn in random order."""
         most = {"all": groups, "sample": min(groups, self.settings.keep_groups)}
         return range(most.get(self.settings.keep_episodes, 0))
@@ -132,16 +132,14 @@ def surplus(files: Sequence[EpisodeFile], most: int) -> list[EpisodeFile]:
     Those of training go first. Within a phase, the one goes whose neighbours are the closest, so
     that the others stay spread over the run; the first and the last of each phase are left.
     """
-    left, gone = list(files), []
-    total = sum(file.size for file in left)
+    total, removed = sum(file.size for file in files), []
     for phase in ("train", "greedy", "eval"):
-        own = [file for file in left if file.phase == phase]
-        while total > most and len(own) > 2:
-            gaps = [after.step - before.step for before, after in zip(own, own[2:], strict=False)]
-            found = own.pop(1 + min(range(len(gaps)), key=gaps.__getitem__))
-            gone.append(found)
-            total -= found.size
-    return gone
+        kept = [file for file in files if file.phase == phase]
+        while total > most and len(kept) > 2:
+            gaps = [after.step - before.step for before, after in zip(kept, kept[2:], strict=False)]
+            removed.append(kept.pop(1 + min(range(len(gaps)), key=gaps.__getitem__)))
+            total -= removed[-1].size
+    return removed
 
 
 def _token_text(tokenizer: Any, number: int) -> str:
@@ -239,8 +237,10 @@ def _turns(
 ) -> tuple[list[dict[str, Any]], bool]:
     """Returns the fields of `TurnRecord` of each turn, and whether something was redacted."""
     clean, turns = _Clean(), episode.turns
-    told = [Message(role="system", content=episode.prompt.system)] if episode.prompt.system else []
-    messages: Iterable[Message] | None = [*told, *episode.prompt.messages]
+    system = (
+        [Message(role="system", content=episode.prompt.system)] if episode.prompt.system else []
+    )
+    messages: Iterable[Message] | None = [*system, *episode.prompt.messages]
     tools: Iterable[Any] | None = episode.prompt.tools
     sequences = _sequences(episode.parents)
     callable_now: Sequence[Any] = tuple(episode.prompt.tools)
@@ -306,7 +306,7 @@ _EMPTY: dict[str, Any] = {
 
 def _ids(turn: Turn, values: TokenValues | None) -> dict[str, Any]:
     """Returns the token columns of a turn; None for tokens that its mask leaves out."""
-    found: dict[str, Any] = {
+    columns: dict[str, Any] = {
         "prompt_ids": turn.prompt_ids,
         "action_ids": turn.action_ids,
         "engine_logprobs": turn.logprobs,
@@ -319,10 +319,10 @@ def _ids(turn: Turn, values: TokenValues | None) -> dict[str, Any]:
             continue
         trained: list[Any] = (array > 0.5).tolist() if column == "clipped" else array.tolist()
         if turn.info.token_mask is not None:
-            left = iter(trained)
-            trained = [next(left) if kept else None for kept in turn.info.token_mask]
-        found[column] = trained
-    return found
+            remaining = iter(trained)
+            trained = [next(remaining) if kept else None for kept in turn.info.token_mask]
+        columns[column] = trained
+    return columns
 
 
 def _sequences(parents: Sequence[int | None]) -> list[int]:
@@ -331,14 +331,14 @@ def _sequences(parents: Sequence[int | None]) -> list[int]:
     As in `Episode.sequences`: there is a sequence for each turn that no other continues, and a
     turn is trained in the first that contains it.
     """
-    found = [-1] * len(parents)
+    sequences = [-1] * len(parents)
     leaves = sorted(set(range(len(parents))) - set(parents))
     for number, leaf in enumerate(leaves):
         at: int | None = leaf
-        while at is not None and found[at] < 0:
-            found[at] = number
+        while at is not None and sequences[at] < 0:
+            sequences[at] = number
             at = parents[at]
-    return found
+    return sequences
 
 
 def tool_calls(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:

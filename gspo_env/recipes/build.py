@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,9 +29,7 @@ from gspo_env.learner.learner import Learner
 from gspo_env.learner.losses import GSPO
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.recipes.base import Show
-from gspo_env.recipes.conversations import encode_action, read_conversations, to_episode
-from gspo_env.recipes.imitate import Imitate
-from gspo_env.recipes.tiny import Tiny
+from gspo_env.registry import load_function
 from gspo_env.rollout.failures import FaultLog, refuse_failures
 from gspo_env.rollout.play import PLACEHOLDERS, Policy, PolicyOutput, demonstrator, look
 from gspo_env.rollout.pool import play_alone
@@ -39,12 +37,17 @@ from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.seeding import derive_seed
 from gspo_env.types import Episode, StopReason, Task, Turn
 
+if TYPE_CHECKING:
+    from gspo_env.recipes.imitate import Imitate
+    from gspo_env.recipes.tiny import Tiny
+
 logger = logging.getLogger(__name__)
 
-_LOOKS = 256
+LITERAL = "literal"
+"""Key of a turn's `info.extra` with an imitated action that has control tokens."""
+
+MAX_LOOKS = 256
 """Tasks whose first prompts are read if an environment has no demonstrator."""
-_BABBLES = 4
-"""Episodes of random actions for each of these tasks."""
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -134,7 +137,14 @@ def build(
         ConfigError: The conversations of the config cannot be read.
     """
     if config.conversations:
-        return _build_for_conversations("+".join(envs), config, seed)
+        read = load_function("gspo_env.recipes.conversations:read_for_building", "recipe")
+        words, tokens, episodes = read(config, "+".join(envs))
+        tokenizer = build_tokenizer(words, tokens)
+        return (
+            build_model(config, len(tokenizer), tokenizer.eos_token_id, seed),
+            tokenizer,
+            episodes,
+        )
     limits = limits or RolloutConfig()
     demonstrations: list[Episode] = []
     texts: set[str] = set()
@@ -144,13 +154,13 @@ def build(
         seeds = [derive_seed("demonstration", seed, n) % 10**9 for n in numbers] or [0]
         tasks = [Task(env_id=env_id, seed=drawn) for drawn in seeds]
         try:
-            read = demonstrate(env, tasks, config.slips, limits, show)
-            demonstrations += read
+            played = demonstrate(env, tasks, config.slips, limits, show)
+            demonstrations += played
         except NotImplementedError:
-            read = _looks(env, tasks, show)
-        tools = {tool.name: tool for episode in read for tool in episode.prompt.tools}
+            played = first_observations(env, tasks, show)
+        tools = {tool.name: tool for episode in played for tool in episode.prompt.tools}
         frames = [tool_call_frames(tool) for tool in tools.values()]
-        texts |= _texts(read) | _complaints(env, tasks[0], frames, limits)
+        texts |= _texts(played) | _complaints(env, tasks[0], frames, limits)
         calls += frames
     tokenizer = build_tokenizer(texts, [frame for frames in calls for frame in frames])
     model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
@@ -166,25 +176,6 @@ def _texts(read: Sequence[Episode]) -> set[str]:
     texts |= {message.content for prompt in prompts for message in prompt.messages}
     tools = {tool.name: tool for prompt in prompts for tool in prompt.tools}
     return texts | {text for t in tools.values() for text in (t.name, t.description)}
-
-
-def _build_for_conversations(
-    env_id: str, config: Tiny, seed: int
-) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[Episode]]:
-    """Builds the tiny model and tokenizer for conversations, as its template renders them."""
-    bare = ChatTokenizer(build_tokenizer([]))
-    found = read_conversations(config.conversations, config.min_reward)
-    episodes = [to_episode(one, bare, env_id, number) for number, one in enumerate(found)]
-    texts = {turn.text for episode in episodes for turn in episode.turns}
-    texts |= {
-        text for one in found for m in one.messages for text in (m.content, m.reasoning or "")
-    }
-    tools = [tool for one in found for tool in one.tools]
-    texts |= {text for tool in tools for text in (tool.name, tool.description)}
-    frames = {frame for tool in tools for frame in tool_call_frames(tool)}
-    tokenizer = build_tokenizer(texts, sorted(frames))
-    model = build_model(config, len(tokenizer), tokenizer.eos_token_id, seed)
-    return model, tokenizer, episodes
 
 
 def demonstrate(
@@ -232,56 +223,15 @@ def _for_seconds(policy: Policy, seconds: float) -> Policy:
     )
 
 
-def babble(
-    env: TextEnvironment,
-    env_id: str,
-    count: int,
-    seed: int,
-    show: Show = lambda phase, step, total: None,
-) -> list[Episode]:
-    """Makes episodes of one random action, for an environment that has no demonstrator.
-
-    An action consists of words or characters of the first observation, or calls one of the tools
-    with them. A model that imitates them ends its turns and uses words that the environment uses.
-
-    Args:
-        env: The environment.
-        env_id: Its id.
-        count: Maximum number of episodes.
-        seed: Seed of the tasks and of the actions.
-        show: Shows how many tasks were read.
-    """
-    seeds = (derive_seed("babble", seed, n) for n in range(min(_LOOKS, count)))
-    tasks = [Task(env_id=env_id, seed=drawn % 10**9) for drawn in seeds]
-    rng = np.random.default_rng(derive_seed("babble", seed))
-    episodes = []
-    for episode in _looks(env, tasks, show):
-        text = episode.final_observation
-        for _ in range(min(_BABBLES, count // len(tasks))):
-            action = _random_action(text, episode.prompt.tools, rng)
-            turn = Turn(text=action, observation=text, reward=0.0)
-            episodes.append(replace(episode, turns=(turn,), final_observation=""))
-    return episodes
-
-
-def _random_action(text: str, tools: Sequence[Any], rng: np.random.Generator) -> str:
-    words = re.findall(r"\w+", text) or ["yes"]
-    if tools and rng.random() < 0.5:
-        opening, *others = tool_call_frames(tools[int(rng.integers(len(tools)))])
-        return opening + "".join(str(rng.choice(words)) + frame for frame in others)
-    start, length = rng.integers(len(words)), rng.integers(1, 5)
-    if rng.random() < 0.5:
-        return " ".join(words[start : start + length])
-    return "".join(rng.choice(list("".join(words)), length))
-
-
-def _looks(env: TextEnvironment, tasks: Sequence[Task], show: Show) -> list[Episode]:
+def first_observations(env: TextEnvironment, tasks: Sequence[Task], show: Show) -> list[Episode]:
     """Resets the environment to some tasks; the episodes have no turns.
 
     Raises:
         RolloutError: More than half of the resets failed.
     """
-    read = play_all(env, tasks[:_LOOKS], look, show=lambda _, n, of: show("first prompts", n, of))
+    read = play_all(
+        env, tasks[:MAX_LOOKS], look, show=lambda _, n, of: show("first prompts", n, of)
+    )
     refuse_failures(read)
     return [episode for episode in read if not episode.failed]
 
@@ -323,6 +273,16 @@ def _complaints(
 
 def _always(action: str) -> Policy:
     return lambda now: action
+
+
+def encode_action(turn: Turn, chat: ChatTokenizer) -> Sequence[int]:
+    """Returns the ids of an imitated action, without its end.
+
+    Control tokens that the template writes within an action, such as Mistral's `[TOOL_CALLS]`, are
+    ids of their own; the same text in a message is not.
+    """
+    literal = turn.info.extra.get(LITERAL)
+    return chat.encode(turn.text) if literal is None else chat.text.encode_rendering(literal)
 
 
 def imitation_samples(
@@ -377,8 +337,8 @@ def warm_up(
         place = len(losses) % epoch
         if not place:
             order = torch.randperm(len(samples), generator=generator).tolist()
-        chosen = order[place * size : (place + 1) * size]
-        losses.append(learner.imitate([samples[i] for i in chosen]))
+        batch = order[place * size : (place + 1) * size]
+        losses.append(learner.imitate([samples[i] for i in batch]))
         step = len(losses) - began
         on_step(step, losses[-1])
         if step == total // 2 and began < 2 * step and _is_stuck(losses, total):

@@ -16,13 +16,14 @@ from typing import Any
 from gspo_env.chat import ChatTokenizer
 from gspo_env.chat.action import message_for_template
 from gspo_env.env.base import clean
-from gspo_env.env.tools import Tool, format_tool_call
+from gspo_env.env.tools import Tool, format_tool_call, tool_call_frames
 from gspo_env.errors import ConfigError
-from gspo_env.registry import load_module
+from gspo_env.recipes.build import LITERAL, build_tokenizer
+from gspo_env.recipes.tiny import Tiny
+from gspo_env.serving import RefusedError
+from gspo_env.serving.dialects.chat import read_messages, read_tools, write_message
+from gspo_env.serving.fields import parse_json
 from gspo_env.types import Episode, Message, Prompt, ResetInfo, StepInfo, StopReason, Task, Turn
-
-_LITERAL = "literal"
-"""Key of a turn's `info.extra` with an action that has control tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +42,11 @@ class Conversation:
         Args:
             more: Further keys.
         """
-        write = _chat_format().write_message
-        row: dict[str, Any] = {"messages": [write(message) for message in self.messages]}
+        row: dict[str, Any] = {"messages": [write_message(message) for message in self.messages]}
         if self.tools:
             row["tools"] = [tool.schema for tool in self.tools]
-        given = {"reward": self.reward, "task_key": self.task_key, **more}
-        row |= {key: value for key, value in given.items() if value is not None}
+        optional = {"reward": self.reward, "task_key": self.task_key, **more}
+        row |= {key: value for key, value in optional.items() if value is not None}
         return json.dumps(row, ensure_ascii=False)
 
 
@@ -58,49 +58,46 @@ def read_conversations(path: str, least: float | None = None) -> list[Conversati
         least: Least reward; conversations with less, or without one, are left out. None takes all.
 
     Raises:
-        ConfigError: It cannot be read, a line is malformed, or nothing is left.
+        ConfigError: It cannot be read, a line is malformed, or there is no conversation.
     """
     try:
         lines = Path(path).expanduser().read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read the conversations {path!r}: {error.strerror}") from error
-    found = []
+    conversations = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found.append(_read(load_module("gspo_env.serving.fields").parse_json(line)))
-        except ValueError as error:
+            conversations.append(_read(parse_json(line)))
+        except RefusedError as error:
             raise ConfigError(f"{path!r}, line {number}: {error}") from None
-    kept = [one for one in found if least is None or (one.reward or 0.0) >= least]
-    if least is not None:
-        kept = [one for one in kept if one.reward is not None]
+    kept = [
+        c for c in conversations if least is None or (c.reward is not None and c.reward >= least)
+    ]
     if not kept:
-        left = f"{len(found)}, none with a reward of at least {least}" if found else "0"
-        raise ConfigError(f"the number of conversations in {path!r} is {left}; expected some")
+        raise ConfigError(
+            f"{path!r} has {len(conversations)} conversations"
+            f"{f', none with a reward of at least {least}' if conversations else ''}; expected some"
+        )
     return kept
-
-
-def _chat_format() -> Any:
-    """Returns the reader and writer of OpenAI's format, which few trainings need."""
-    return load_module("gspo_env.serving.dialects.chat")
 
 
 def _read(row: dict[str, Any]) -> Conversation:
     values = [row.get(key) or [] for key in ("messages", "tools")]
     if not all(isinstance(value, list) for value in values):
-        raise ValueError("messages or tools is no list; expected lists of objects")
-    messages = tuple(_chat_format().read_messages(values[0]))
+        raise RefusedError("messages or tools is no list; expected lists of objects")
+    messages = tuple(read_messages(values[0]))
     if not any(m.role == "assistant" for m in messages):
-        raise ValueError("no message is the assistant's; expected one to imitate")
+        raise RefusedError("no message is the assistant's; expected one to imitate")
     if messages[0].role == "assistant":
-        raise ValueError("the first message is the assistant's; expected one that it answers")
+        raise RefusedError("the first message is the assistant's; expected one that it answers")
     reward, key = row.get("reward"), row.get("task_key")
     if isinstance(reward, bool) or not (reward is None or isinstance(reward, int | float)):
-        raise ValueError(f"reward is {reward!r}; expected a number")
+        raise RefusedError(f"reward is {reward!r}; expected a number")
     return Conversation(
         messages=messages,
-        tools=tuple(_chat_format().read_tools(values[1])),
+        tools=tuple(read_tools(values[1])),
         reward=None if reward is None else float(reward),
         task_key=key if isinstance(key, str) else None,
     )
@@ -130,7 +127,7 @@ def to_episode(
                 observation=messages[place - 1].content,
                 reward=0.0,
                 info=StepInfo(
-                    messages=then, tools=tools, extra={_LITERAL: literal} if has_controls else {}
+                    messages=then, tools=tools, extra={LITERAL: literal} if has_controls else {}
                 ),
             )
         )
@@ -145,16 +142,6 @@ def to_episode(
         truncated=False,
         reset=ResetInfo(messages=first, tools=tools, task_key=conversation.task_key),
     )
-
-
-def encode_action(turn: Turn, chat: ChatTokenizer) -> Sequence[int]:
-    """Returns the ids of an imitated action, without its end.
-
-    Control tokens that the template writes within an action, such as Mistral's `[TOOL_CALLS]`, are
-    ids of their own; the same text in a message is not.
-    """
-    literal = turn.info.extra.get(_LITERAL)
-    return chat.encode(turn.text) if literal is None else chat.text.encode_rendering(literal)
 
 
 def action_literal(
@@ -187,5 +174,23 @@ def read_demonstrations(
     path: str, least: float | None, chat: ChatTokenizer, env_id: str
 ) -> list[Episode]:
     """Returns the conversations of a file as episodes to imitate; see `read_conversations`."""
-    found = read_conversations(path, least)
-    return [to_episode(one, chat, env_id, number) for number, one in enumerate(found)]
+    conversations = read_conversations(path, least)
+    return [to_episode(one, chat, env_id, number) for number, one in enumerate(conversations)]
+
+
+def read_for_building(config: Tiny, env_id: str) -> tuple[set[str], list[str], list[Episode]]:
+    """Reads the conversations of a config, for a model that is built for them.
+
+    Returns:
+        The texts that its vocabulary has, the strings that are one token each, and the episodes to
+        imitate, as the template of such a model renders them.
+    """
+    conversations = read_conversations(config.conversations, config.min_reward)
+    bare = ChatTokenizer(build_tokenizer([]))
+    episodes = [to_episode(each, bare, env_id, n) for n, each in enumerate(conversations)]
+    messages = [message for each in conversations for message in each.messages]
+    tools = [tool for each in conversations for tool in each.tools]
+    texts = {turn.text for episode in episodes for turn in episode.turns}
+    texts |= {text for m in messages for text in (m.content, m.reasoning or "")}
+    texts |= {text for tool in tools for text in (tool.name, tool.description)}
+    return texts, sorted({f for tool in tools for f in tool_call_frames(tool)}), episodes

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError
 from gspo_env.recipes.base import Recipe, Show
-from gspo_env.registry import check_values
+from gspo_env.registry import check_values, load_function
 
 if TYPE_CHECKING:
     from gspo_env.env.base import TextEnvironment
@@ -79,7 +79,6 @@ class Tiny(Recipe):
 
     def babble(self, envs: Mapping[str, TextEnvironment], seed: int, show: Show) -> list[Episode]:
         """Makes short random actions to imitate, so that the model learns to end its turns."""
-        from gspo_env.recipes.build import babble
-
+        babble = load_function("gspo_env.recipes.babble:babble", "recipe")
         count = max(1, self.demonstrations // len(envs))
         return [e for n, env in envs.items() for e in babble(env, n, count, seed, show)]

@@ -333,8 +333,8 @@ def damage(folder: Path) -> str:
 
 def step_folders(folder: Path) -> list[Path]:
     """Lists the folders of the steps in their order, damaged ones as well."""
-    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    folders = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
+    return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _checksum(path: Path) -> list[Any]:

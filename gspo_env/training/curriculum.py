@@ -58,10 +58,8 @@ def next_options(curriculum: Curriculum, results: Sequence[StepResult]) -> dict[
     """
     name = type(curriculum).__name__
     try:
-        found = curriculum.options(results)
-        if not isinstance(found, Mapping):
-            raise TypeError(f"it returned {type(found).__name__}")
-        options: dict[str, Any] = json.loads(json.dumps(dict(found)))
+        mapping = dict(curriculum.options(results))
+        options: dict[str, Any] = json.loads(json.dumps(mapping))
     except Exception as error:
         raise ConfigError(
             f"options of curriculum {name} failed: {type(error).__name__}: {error}; expected a "

@@ -201,23 +201,23 @@ class RolloutBuffer:
                 again and again, or see `Collector.play` and `Collector.check`.
         """
         clock = asyncio.get_running_loop().time
-        asked = self._progress_at = clock()
-        since = asked if self._taken_at is None else self._taken_at
+        requested = self._progress_at = clock()
+        since = requested if self._taken_at is None else self._taken_at
         self._admit()
         while (numbers := self._choose()) is None:
-            await self._wait(asked)
+            await self._wait(requested)
         self._batch = numbers
         attempts = [self._attempts[number] for number in numbers]
         groups = [attempt.group for attempt in attempts if attempt.group is not None]
         now = self._taken_at = clock()
-        metrics = self._metrics(groups, asked, since, now)
+        metrics = self._metrics(groups, requested, since, now)
         unused = [*self._resampled, *self._stale]
         self._resampled, self._stale = [], []
         self._collector.check([*groups, *unused])
         return Batch(
             groups=groups,
             unused=unused,
-            seconds=max(now - (since if self.ahead else asked), 1e-9),
+            seconds=max(now - (since if self.ahead else requested), 1e-9),
             metrics=metrics,
         )
 
@@ -366,7 +366,7 @@ class RolloutBuffer:
             )
         self._give_back(replace(attempt, drops=attempt.drops + 1, group=None, playing=None))
 
-    async def _wait(self, asked: float) -> None:
+    async def _wait(self, requested: float) -> None:
         """Waits until a group is played; logs from time to time what is waited for.
 
         Raises:
@@ -380,7 +380,7 @@ class RolloutBuffer:
                 async with asyncio.timeout(_LOG_SECONDS):
                     await self._changed.wait()
             except TimeoutError:
-                logger.info("%s (for %.0f s)", self._status(), clock() - asked)
+                logger.info("%s (for %.0f s)", self._status(), clock() - requested)
                 if clock() - began > 2 * _LOG_SECONDS:  # this process was suspended
                     self._progress_at = clock()
                 self._check_progress(clock())
@@ -408,13 +408,13 @@ class RolloutBuffer:
         )
 
     def _metrics(
-        self, groups: Sequence[Group], asked: float, since: float, now: float
+        self, groups: Sequence[Group], requested: float, since: float, now: float
     ) -> dict[str, float]:
         """Returns the metrics of a batch.
 
         Args:
             groups: The groups.
-            asked: Time at which the learner asked for them.
+            requested: Time at which the learner asked for them.
             since: Time of the last batch.
             now: Time at which the learner gets them.
         """
@@ -427,7 +427,7 @@ class RolloutBuffer:
             "rollout/staleness_mean": float(np.mean(ages)) if ages else 0.0,
             "rollout/staleness_max": float(max(ages, default=0)),
             "rollout/dropped_groups": float(len(self._stale)),
-            "time/learner_idle": (now - asked) / (now - since) if now > since else 0.0,
+            "time/learner_idle": (now - requested) / (now - since) if now > since else 0.0,
             "time/rollout_idle": max(0.0, 1 - busy / available) if available else 0.0,
         }
         if self._settings.max_resamples:

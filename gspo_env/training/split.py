@@ -46,7 +46,7 @@ class Split:
     """The task keys that training does not play, by environment."""
     num_tasks: int | None = None
     """The number of tasks that the environment declares."""
-    known: bool = True
+    overlap_known: bool = True
     """False if the tasks have no keys, so that it is unknown whether training plays them."""
     parts: tuple[Split, ...] = ()
     """The splits of several environments that this one has the tasks of; see `join`."""
@@ -67,7 +67,7 @@ class Split:
         if self.parts:
             return "; ".join(f"{part.tasks[0].env_id}: {part}" for part in self.parts)
         count, distinct = len(self.tasks), self.distinct
-        if not self.known:
+        if not self.overlap_known:
             return f"{_many(count)}, split by seed, overlap unknown"
         if not self.held_out:
             return f"{count} episodes of the training tasks, {_many(distinct, 'different ')}"
@@ -88,8 +88,8 @@ class Split:
         The task of an episode of no environment of the split, such as a recorded conversation, is
         one that any of the environments holds out.
         """
-        own = self.held_out.get(episode.task.env_id)
-        held = frozenset().union(*self.held_out.values()) if own is None else own
+        keys = self.held_out.get(episode.task.env_id)
+        held = frozenset().union(*self.held_out.values()) if keys is None else keys
         return episode.reset.task_key in held
 
 
@@ -112,7 +112,7 @@ def join(splits: Sequence[Split]) -> Split:
         keys=tuple(key for *_, key in places),
         held_out={env_id: keys for split in splits for env_id, keys in split.held_out.items()},
         num_tasks=None if None in numbers else sum(filter(None, numbers)),
-        known=all(split.known for split in splits),
+        overlap_known=all(split.overlap_known for split in splits),
         parts=tuple(splits),
     )
 
@@ -155,7 +155,7 @@ def hold_out(env_id: str, count: int, read: Read, num_tasks: int | None = None) 
     tasks = _tasks(env_id, range(HELD_OUT, HELD_OUT + count))
     few = num_tasks is not None and num_tasks <= count
     keys = tuple("" if num_tasks == 1 else str(task.seed) for task in tasks)
-    unsplit = Split(tasks=tasks, keys=keys, num_tasks=num_tasks, known=few)
+    unsplit = Split(tasks=tasks, keys=keys, num_tasks=num_tasks, overlap_known=few)
     if num_tasks == 1 or _keys(read, tasks[:1]) == [None]:
         return unsplit
     drawn = _keys(read, tasks)

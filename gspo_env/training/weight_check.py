@@ -43,7 +43,7 @@ Run = Callable[[Callable[[], list[FloatArray]]], Awaitable[list[FloatArray]]]
 """Runs a function, such as in another thread."""
 
 
-async def _here(function: Callable[[], list[FloatArray]]) -> list[FloatArray]:
+async def _run_inline(function: Callable[[], list[FloatArray]]) -> list[FloatArray]:
     return function()
 
 
@@ -55,12 +55,11 @@ async def difference(
     max_tokens: int,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    run: Run = _here,
+    run: Run = _run_inline,
 ) -> float:
     """Samples a continuation of each prompt and has the trainer score the same tokens.
 
-    Each copy of an engine is asked all prompts. Copies that cannot be chosen get as many requests
-    at the same time as make each serve some, if the engine spreads them and has no others.
+    Each copy of the engine gets every prompt.
 
     Args:
         engine: The engine, which serves all prompts at the same time.
@@ -74,15 +73,15 @@ async def difference(
     Returns:
         Mean absolute difference of the log-probabilities over all sampled tokens (natural log).
     """
-    asked = [
+    requests = [
         (generate, prompt, Sampling(max_tokens=max_tokens, temperature=temperature, seed=n))
         for n, (generate, prompt) in enumerate(product(_copies(engine), prompts))
     ]
     completions = await asyncio.gather(
-        *(generate(prompt, sampling) for generate, prompt, sampling in asked)
+        *(generate(prompt, sampling) for generate, prompt, sampling in requests)
     )
     samples = []
-    for (_, prompt, sampling), done in zip(asked, completions, strict=True):
+    for (_, prompt, sampling), done in zip(requests, completions, strict=True):
         check_completion(done, sampling, vocab_size)
         samples.append(_sample(prompt, done))
     scores = await run(lambda: [score(sample) for sample in samples])
@@ -105,7 +104,9 @@ def _sample(prompt: Sequence[int], done: Completion) -> Sample:
     )
 
 
-async def check_sync(collector: Collector, learner: Trainer, run: Run = _here) -> dict[str, float]:
+async def check_sync(
+    collector: Collector, learner: Trainer, run: Run = _run_inline
+) -> dict[str, float]:
     """Compares engine and trainer on fixed prompts, if the engine has a copy of the weights.
 
     Args:
@@ -132,7 +133,7 @@ async def check_sync(collector: Collector, learner: Trainer, run: Run = _here) -
     clock = ActiveTimeout(limits.episode_timeout)
     try:
         async with clock:
-            found = await difference(
+            difference_mean = await difference(
                 engine,
                 score,
                 prompts,
@@ -151,12 +152,12 @@ async def check_sync(collector: Collector, learner: Trainer, run: Run = _here) -
     dtypes = {engine.dtype, str(next(learner.policy.parameters()).dtype).removeprefix("torch.")}
     usual = max(TOLERANCE.get(dtype, HALF_TOLERANCE) for dtype in dtypes)
     bound = usual if engine.tolerance is None else engine.tolerance
-    if not found <= bound:
+    if not difference_mean <= bound:
         raise EngineError(
-            f"after an update of the weights, the engine's log-probabilities of a probe differ "
-            f"from the trainer's by {found:.3g} on average; expected at most {bound:g} in "
+            "after an update of the weights, the engine's log-probabilities of a probe differ from "
+            f"the trainer's by {difference_mean:.3g} on average; expected at most {bound:g} in "
             f"{' and '.join(sorted(dtypes))}: the engine computes another model, or some weights "
             "did not reach it; choose the engine `transformers`, or raise sync_tolerance of this "
             "one if you know why they differ"
         )
-    return {"train/sync_logprob_diff": found}
+    return {"train/sync_logprob_diff": difference_mean}

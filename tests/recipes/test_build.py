@@ -19,9 +19,9 @@ from gspo_env.env.registration import make_env
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import ToolCall, tool
 from gspo_env.errors import ConfigError, RolloutError
+from gspo_env.recipes.babble import babble
 from gspo_env.recipes.build import (
     _is_stuck,
-    babble,
     build,
     build_model,
     demonstrate,

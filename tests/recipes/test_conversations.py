@@ -7,10 +7,9 @@ import pytest
 from gspo_env.chat import ChatTokenizer, tokenize
 from gspo_env.chat.action import message_for_template
 from gspo_env.errors import ConfigError
-from gspo_env.recipes.build import build, build_tokenizer, imitation_samples
+from gspo_env.recipes.build import build, build_tokenizer, encode_action, imitation_samples
 from gspo_env.recipes.conversations import (
     Conversation,
-    encode_action,
     read_conversations,
     read_demonstrations,
     to_episode,
