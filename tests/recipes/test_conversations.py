@@ -112,7 +112,7 @@ def test_only_rewarded_conversations_are_imitated_if_asked(tmp_path):
         ('{"messages": [{"role": "robot", "content": "x"}]}', "robot"),
         (json.dumps({**ROW, "reward": "good"}), "reward"),
         (json.dumps({**ROW, "tools": [{}]}), "tools"),
-        ("", "is 0"),
+        ("", "has 0 conversations"),
     ],
 )
 def test_a_malformed_line_is_one_sentence_with_its_number(tmp_path, line, told):
