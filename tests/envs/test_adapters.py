@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import sys
@@ -13,10 +12,8 @@ import pytest
 
 from gspo_env import make_env
 from gspo_env.check.environment import check_env
-from gspo_env.env.base import clean
 from gspo_env.errors import ConfigError, EnvironmentContractError, MissingExtraError
-from gspo_env.rollout.pool import EnvPool
-from gspo_envs.adapters.foreign import ForeignEnv, PrivateRandom, load
+from gspo_envs.adapters.foreign import ForeignEnv, load
 
 GEM = "game:GuessTheNumber-v0-easy"
 adapters = pytest.mark.adapters
@@ -62,12 +59,14 @@ def test_a_package_that_raises_on_an_action_ends_the_episode_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     env = Dice()
-    env.reset(seed=0)
-    observation, reward, terminated, truncated, info = env.step("crash")
+    for _ in range(2):
+        env.reset(seed=0)
+        observation, reward, terminated, truncated, info = env.step("crash")
     assert (reward, terminated, truncated) == (0.0, False, True)
     assert "cannot be taken" in observation
     assert info == {"env_error": "IndexError: no such die", "success": False}
-    assert "no such die" in caplog.text
+    (shown,) = [record for record in caplog.records if "no such die" in record.message]
+    assert shown.exc_info is not None
     with pytest.raises(EnvironmentContractError, match="call reset"):
         env.step("again")
     assert env.reset(seed=0)
@@ -80,26 +79,12 @@ def test_an_adapter_has_a_limit_of_turns() -> None:
         Dice(max_turns=0)
 
 
-def test_text_of_other_packages_can_be_tokenised_and_fits() -> None:
-    assert clean("a\ud800b") == "a?b"
-    assert len(clean("é" * 20000, 16384)) == Dice().observation_space.max_length
-
-
-def test_private_streams_of_one_seed_are_equal_and_of_two_differ() -> None:
-    def draw(seed: int) -> tuple[float, float]:
-        with PrivateRandom(seed).installed():
-            return random.random(), np.random.random()
-
-    assert draw(1) == draw(1)
-    assert draw(1) != draw(2)
-    assert draw(2**40 + 1) != draw(2**41 + 1)
-
-
 def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, env_id, extra in (
         ("textarena", "gspo/TextArena-v0", "textarena"),
         ("reasoning_gym", "gspo/ReasoningGym-v0", "reasoning-gym"),
         ("gem", "gspo/GEM-v0", "gem"),
+        ("minigrid", "gspo/MiniGrid-v0", "minigrid"),
     ):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingExtraError, match=rf"pip install 'gspo-env\[{extra}\]'"):
@@ -296,24 +281,3 @@ def test_gem_shows_its_suffix_and_can_be_won() -> None:
         assert observation.endswith("Enter your next guess.")
         low, high = (low, guess - 1) if "lower" in observation else (guess + 1, high)
     assert (reward, info["success"]) == (1.0, True)
-
-
-@adapters
-def test_gem_demonstrates_its_grammar() -> None:
-    env: Any = make_env("gspo/GEM-v0", task=GEM)
-    env.reset(seed=0)
-    shown = {env.get_wrapper_attr("expert_action")() for _ in range(40)}
-    assert len(shown) > 3
-    assert all(action.startswith("\\boxed{") for action in shown)
-
-
-@adapters
-def test_an_environment_serves_many_episodes_from_the_pool() -> None:
-    pool = EnvPool(lambda: make_env("gspo/GEM-v0", task="rg:chain_sum"))
-    env = asyncio.run(pool.acquire())
-    first = env.reset(seed=5)[0]
-    for seed in range(30):
-        env.reset(seed=seed)
-    assert env.reset(seed=5)[0] == first
-    pool.give_back(env)
-    assert asyncio.run(pool.acquire()) is env

@@ -5,11 +5,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import random
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,22 +15,13 @@ from hypothesis import strategies as st
 from gspo_env import format_tool_call, make_env
 from gspo_env.env.info import parse_step
 from gspo_env.env.registration import _BUILTIN
-from gspo_env.errors import ConfigError, GspoEnvError, MissingExtraError
+from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.sandbox import find_missing
 
-PROGRAM = Path(__file__).parents[2] / "stress" / "fuzz.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fuzz_program", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-FUZZ = load()
+KWARGS: dict[str, dict[str, Any]] = {
+    "gspo/Dataset-v0": {"data": [{"prompt": f"What is {n} + 1?"} for n in range(9)], "max_turns": 3}
+}
+"""Arguments of the environments that need them."""
 
 
 def make(env_id: str) -> Any:
@@ -42,7 +29,7 @@ def make(env_id: str) -> Any:
     if "Python" in env_id and find_missing() and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
         pytest.skip("the Python tool is NOT tested, GSPO_ENV_NO_SANDBOX is set")
     try:
-        return make_env(env_id, **FUZZ.KWARGS.get(env_id, {}))
+        return make_env(env_id, **KWARGS.get(env_id, {}))
     except (MissingExtraError, ConfigError) as error:
         pytest.skip(f"{env_id} cannot be made bare: {error}")
 
@@ -92,48 +79,3 @@ def test_any_actions_give_the_same_sound_episode_twice(env_id: str) -> None:
     play()
     for env in pair:
         env.close()
-
-
-def test_the_program_plays_every_environment_and_stops_at_a_difference(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    ids = [env_id for env_id in sorted(_BUILTIN) if "Python" not in env_id]
-    FUZZ.main(["--count", "100", "--seed", "7", *ids])
-    said = capsys.readouterr().out
-    assert all(env_id in said for env_id in ids)
-    for core in ("Lookup", "SQL", "Wordle", "KeyDoor", "Dataset", "GymText"):
-        assert f"gspo/{core}-v0".ljust(24) + " NOT MADE" not in said
-
-
-class Forgetful:
-    """An environment whose episodes do not depend on the seed alone."""
-
-    def __init__(self) -> None:
-        self.unwrapped, self.tools = self, ()
-        self.number = random.random()
-
-    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        return str(self.number), {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", 0.0, True, False, {}
-
-    def expert_action(self, noise: float) -> str:
-        raise NotImplementedError
-
-
-def test_the_program_notices_what_does_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FUZZ, "make_env", lambda env_id: Forgetful())
-    with pytest.raises(AssertionError, match="and then"):
-        FUZZ.play("x", 10, 0)
-
-
-def test_what_cannot_be_made_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(env_id: str) -> None:
-        raise GspoEnvError("no server")
-
-    monkeypatch.setattr(FUZZ, "make_env", refuse)
-    assert FUZZ.main(["--count", "10", "a/B-v0"]) == 1
-    assert "NOT MADE: no server" in capsys.readouterr().out

@@ -200,15 +200,6 @@ def test_the_demonstrator_solves_what_has_a_table_of_transitions(
         assert best is None or total == best
 
 
-def test_a_noisy_demonstrator_still_shows_the_grammar() -> None:
-    for name in ("Taxi-v4", "Blackjack-v1"):
-        env: Any = make_env("gspo/GymText-v0", env=name)
-        env.reset(seed=0)
-        actions = {env.get_wrapper_attr("expert_action")(1.0) for _ in range(60)}
-        assert len(actions) == env.unwrapped.inner.action_space.n
-        assert "invalid_action" not in env.step(min(actions))[4]
-
-
 def test_nested_spaces_are_json() -> None:
     env = make_env("gspo/GymText-v0", env="tests/Gears-v0")
     action = '{"gear": 4, "hands": [[0, 1], [1, 1]]}'
