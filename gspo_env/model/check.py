@@ -42,6 +42,10 @@ the logits, or by one epsilon if that is more."""
 SHARED_TOKENS, LONG, SHORT = 20, 32, 26
 """Tokens of the common prefix (a tree shares 16 or more) and of the two sequences."""
 _NOTE = "_gspo_check"
+_CHANNELS = 64
+"""Channels of each token that are compared in every module."""
+_JUMP = 4
+"""A module whose output differs less than this many times its input only passes on a difference."""
 
 
 class RunMode(StrEnum):
@@ -156,7 +160,7 @@ class ModelProbe:
             )
             for row in self.ids
         ]
-        self._trace = _Trace(model)
+        self._rows_alone: list[dict[tuple[str, int], _Rows]] = []
         self._causes: list[str] = []
         attention = model.config._attn_implementation
         self.use_own_attention()
@@ -254,14 +258,27 @@ class ModelProbe:
 
     @contextmanager
     def traced(self, places: Any) -> Iterator[None]:
-        """Looks for the first layer that differs in the pass of this context.
+        """Looks for the first module in this pass whose output differs though its input does not.
 
         Args:
             places: Of each token of the pass, its position in both sequences end to end.
         """
-        with self._trace.compare(torch.as_tensor(places).to(self.device)) as causes:
+        with _rows_by_module(self.model, len(places)) as rows:
             yield
-        self._causes += causes
+        places = torch.as_tensor(places).to(self.device)
+        limit = max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+        for key, (before, after) in rows.items():
+            if not all(key in alone for alone in self._rows_alone):
+                continue
+            inputs, outputs = zip(*(alone[key] for alone in self._rows_alone), strict=True)
+            change = 0.0
+            if before is not None and None not in inputs:
+                change = _relative(torch.cat(inputs)[places], before)
+            if not _relative(torch.cat(outputs)[places], after) <= max(limit, _JUMP * change):
+                name = key[0].removeprefix("base_model.model.") or "model"  # PEFT adds the prefix
+                kind = type(self.model.get_submodule(key[0])).__name__
+                self._causes.append(f"{name} ({kind})")
+                return
 
     def difference(self, logits_TV: Tensor, tokens: list[tuple[int, int]]) -> float:
         """Compares the prediction of token t of each sequence n, given as (n, t)."""
@@ -274,7 +291,7 @@ class ModelProbe:
         rows, spread = [], 0.0
         for ids in (torch.from_numpy(row).to(self.device) for row in self.ids):
             try:
-                with self._trace.record(len(ids)):
+                with _rows_by_module(self.model, len(ids)) as seen:
                     logits = self.model(input_ids=ids[None], use_cache=False).logits[0]
             except torch.OutOfMemoryError:
                 raise
@@ -283,6 +300,7 @@ class ModelProbe:
                     f"{model_name(self.model)} cannot score {len(ids)} random tokens: "
                     f"{_line(error)}"
                 ) from error
+            self._rows_alone.append(seen)
             rows.append(_logprobs(logits[:-1], ids[1:]))
             spread = max(spread, float(logits.float().std(-1).mean()))
         return torch.cat(rows), spread
@@ -363,92 +381,40 @@ def rope_limit(model: Any) -> int | None:
     return min(limits, default=None)
 
 
-_CHANNELS = 64
-"""Channels of each token that are compared."""
-_JUMP = 4
-"""A layer whose output differs less than this many times its input only passes on a difference."""
-
-_Key = tuple[str, int]
-"""A module's name, and how often it ran before in the same pass."""
 _Rows = tuple[Tensor | None, Tensor]
 """The first channels of a module's input and output, (T, C)."""
 
 
-class _Trace:
-    """Finds the first layer of a model whose output differs between two passes.
+@contextmanager
+def _rows_by_module(model: Any, tokens: int) -> Iterator[dict[tuple[str, int], _Rows]]:
+    """Notes the rows of all modules in the pass of this context, in the order in which they end.
 
-    Only the first input and the first output are looked at, and only if they have a row for each
-    token. The difference of two tensors is the norm of their difference over the norm of the first.
+    Only the first input and the first output count, and only if they have a row for each token. A
+    key is a module's name and how often it ran before in the same pass.
     """
+    rows: dict[tuple[str, int], _Rows] = {}
+    counts: Counter[str] = Counter()
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._limit = max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
-        self._truth: dict[_Key, list[_Rows]] = {}
+    def hook(name: str) -> Any:
+        def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            key = (name, counts[name])
+            counts[name] += 1
+            after = _rows(output, tokens)
+            if after is not None:
+                first = args[0] if args else kwargs.get("hidden_states")
+                rows[key] = (_rows(first, tokens), after)
 
-    @contextmanager
-    def record(self, tokens: int) -> Iterator[None]:
-        """Records the pass in this context as the next `tokens` rows of the truth."""
-        with self._rows_by_module(tokens) as rows:
-            yield
-        for key, pair in rows.items():
-            self._truth.setdefault(key, []).append(pair)
+        return note
 
-    @contextmanager
-    def compare(self, places: Tensor) -> Iterator[list[str]]:
-        """Compares the pass in this context, whose tokens are `places` in the truth.
-
-        Appends to the yielded list the name and class of the first module whose output differs
-        though its input does not.
-        """
-        causes: list[str] = []
-        with self._rows_by_module(len(places)) as rows:
-            yield causes
-        keys = [key for key in rows if key in self._truth]
-        numbers = [self._differences(key, *rows[key], places) for key in keys]
-        table = torch.stack(numbers).tolist() if numbers else []
-        for (name, _), (before, after) in zip(keys, table, strict=True):
-            if not after <= max(self._limit, _JUMP * before):
-                module = self._model.get_submodule(name)
-                shown = name.removeprefix("base_model.model.") or "model"  # PEFT adds the prefix
-                causes.append(f"{shown} ({type(module).__name__})")
-                break
-
-    def _differences(
-        self, key: _Key, before: Tensor | None, after: Tensor, places: Tensor
-    ) -> Tensor:
-        parts = self._truth[key]
-        inputs = [rows for rows, _ in parts if rows is not None]
-        change = after.new_zeros(())
-        if before is not None and len(inputs) == len(parts):
-            change = _relative(torch.cat(inputs)[places], before)
-        return torch.stack([change, _relative(torch.cat([p[1] for p in parts])[places], after)])
-
-    @contextmanager
-    def _rows_by_module(self, tokens: int) -> Iterator[dict[_Key, _Rows]]:
-        rows: dict[_Key, _Rows] = {}
-        counts: Counter[str] = Counter()
-
-        def hook(name: str) -> Any:
-            def note(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-                key = (name, counts[name])
-                counts[name] += 1
-                after = _rows(output, tokens)
-                if after is not None:
-                    first = args[0] if args else kwargs.get("hidden_states")
-                    rows[key] = (_rows(first, tokens), after)
-
-            return note
-
-        handles = [
-            module.register_forward_hook(hook(name), with_kwargs=True)
-            for name, module in self._model.named_modules()
-        ]
-        try:
-            yield rows
-        finally:
-            for handle in handles:
-                handle.remove()
+    handles = [
+        module.register_forward_hook(hook(name), with_kwargs=True)
+        for name, module in model.named_modules()
+    ]
+    try:
+        yield rows
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _rows(value: Any, tokens: int) -> Tensor | None:
@@ -465,9 +431,10 @@ def _rows(value: Any, tokens: int) -> Tensor | None:
     return rows
 
 
-def _relative(truth: Tensor, other: Tensor) -> Tensor:
+def _relative(truth: Tensor, other: Tensor) -> float:
+    """Returns the norm of the difference over the norm of the truth."""
     difference, size = torch.linalg.vector_norm(other - truth), torch.linalg.vector_norm(truth)
-    return torch.div(difference, size.clamp_min(torch.finfo(torch.float32).tiny))
+    return float(difference / size.clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def _logprobs(logits_TV: Tensor, ids_T: Tensor) -> Tensor:
