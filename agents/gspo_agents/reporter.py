@@ -90,7 +90,7 @@ class Reporter:
         self._tracker.log({**metrics, **self._system.take()}, step)
         speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
         more = {"tokens_per_second": speed, "clipped": clipped}
-        self._show("train", step, stats.played, lost=stats.faults.lost or None, **more)
+        self._show("train", step, stats.played, lost=stats.lost or None, **more)
         every, last = self.config.eval_every, self.config.steps
         if step == last or (every and step % every == 0):
             self._progress.begin("evaluate", step, last)
@@ -105,7 +105,7 @@ class Reporter:
                 self._tracker.input(source)
             if finding := check_success(evaluation.groups):
                 self.warned(finding)
-        self._show("evaluate", step, evaluation.sampled, lost=evaluation.faults.lost or None)
+        self._show("evaluate", step, evaluation.sampled, lost=evaluation.lost or None)
         self._progress.begin("train", step, self.config.steps)
         self._evaluations.append(EvalSnapshot.of(step, evaluation))
         warned = any(line.startswith("collapse:") for line in self._warnings)

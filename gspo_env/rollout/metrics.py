@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
@@ -34,7 +34,7 @@ class EpisodeStats:
         return cls(
             episodes=len(episodes),
             mean_return=_mean(returns),
-            return_std=float(np.std(returns)),
+            return_std=float(np.std(returns)) if returns else 0.0,
             outcome=_mean(e.outcome for e in episodes),
             success=_mean(bool(e.success) for e in episodes),
             turns=_mean(len(e.turns) for e in episodes),
@@ -53,156 +53,91 @@ class EpisodeStats:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FaultStats:
-    """Failures of environments: `errors + timeouts == retried + lost`."""
-
-    errors: int
-    """Attempts at an episode that an exception, a broken contract or a crash ended."""
-    timeouts: int
-    """Attempts in which the environment did not return in time."""
-    retried: int
-    """Failed attempts after which the episode was played again."""
-    lost: int
-    """Episodes whose last attempt failed."""
-    lone_groups: int
-    """Groups of several episodes of which fewer than two are left, so that none is compared."""
-
-    @classmethod
-    def of(cls, groups: Sequence[Group], unused: Sequence[Group] = ()) -> FaultStats:
-        """Counts the failures of one collection; see `RolloutStats.of`."""
-        episodes = _episodes([*groups, *unused])
-        reasons = [fault.reason for e in episodes for fault in e.faults]
-        timeouts, lost = reasons.count(StopReason.ENV_TIMEOUT), sum(e.failed for e in episodes)
-        counts = [sum(not e.failed for e in g.episodes) for g in groups]
-        return cls(
-            errors=len(reasons) - timeouts,
-            timeouts=timeouts,
-            retried=len(reasons) - lost,
-            lost=lost,
-            lone_groups=sum(n < 2 <= len(g.episodes) for n, g in zip(counts, groups, strict=True)),
-        )
-
-    def metrics(self, prefix: str) -> dict[str, float]:
-        """Returns the metrics by name."""
-        return {
-            f"{prefix}/env_errors": float(self.errors),
-            f"{prefix}/env_timeouts": float(self.timeouts),
-            f"{prefix}/retried": float(self.retried),
-            f"{prefix}/lost_episodes": float(self.lost),
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RolloutStats:
     """Statistics of the episodes of one training step."""
 
-    played: EpisodeStats
-    """Statistics without the episodes whose environment failed."""
-    faults: FaultStats
-    stops: Mapping[StopReason, float]
-    """Share of the episodes that ended for each reason."""
-    tokens: int
-    """Sampled tokens."""
-    sequences: float
-    """Mean number of token sequences of an episode with turns."""
-    forks: Mapping[Fork, float]
-    """Mean number of sequences that an episode adds for each reason."""
-    malformed_calls: float
-    """Mean number of tool calls of an episode that could not be read."""
+    groups: Sequence[Group]
+    """The groups to train on."""
     seconds: float
-    redrawn: int | None = None
-    """Tasks that were drawn again because they are held out; None if none are, by key."""
-    environments: Mapping[str, EpisodeStats] = field(default_factory=dict)
-    """Statistics of the episodes of each environment; empty if all are of one."""
+    """Time in which they were played."""
+    unused: Sequence[Group] = ()
+    """Other groups that were played, of which only the failures count."""
 
-    @classmethod
-    def of(
-        cls, groups: Sequence[Group], seconds: float, unused: Sequence[Group] = ()
-    ) -> RolloutStats:
-        """Summarises the episodes of one collection.
+    @property
+    def played(self) -> EpisodeStats:
+        """Statistics without the episodes whose environment failed."""
+        return EpisodeStats.of(_played(self.groups))
 
-        Args:
-            groups: The groups to train on.
-            seconds: Time in which they were played.
-            unused: Other groups that were played, of which only the failures count.
-        """
-        episodes, played = _episodes(groups), _played(groups)
-        filled = [e for e in episodes if e.turns]
-        redrawn = [g.redrawn for g in groups if g.redrawn is not None]
-        return cls(
-            played=EpisodeStats.of(played),
-            faults=FaultStats.of(groups, unused),
-            stops={r: _mean(e.stop_reason is r for e in episodes) for r in StopReason},
-            tokens=sum(e.model_tokens for e in episodes),
-            sequences=_mean(map(_sequences, filled)) if filled else 0.0,
-            forks={r: _mean(_forks(e, r) for e in episodes) for r in get_args(Fork)},
-            malformed_calls=_mean(map(_malformed, played)) if played else 0.0,
-            seconds=seconds,
-            redrawn=sum(redrawn) if redrawn else None,
-            environments=by_environment(groups),
-        )
+    @property
+    def lost(self) -> int:
+        """Episodes whose environment failed in every attempt."""
+        return _lost([*self.groups, *self.unused])
+
+    @property
+    def tokens(self) -> int:
+        """Sampled tokens."""
+        return sum(episode.model_tokens for episode in _episodes(self.groups))
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
-        forks = {f"rollout/forks/{reason}": count for reason, count in self.forks.items()}
-        stops = {f"rollout/stop/{reason}": share for reason, share in self.stops.items()}
-        redrawn = {} if self.redrawn is None else {"rollout/redrawn_tasks": float(self.redrawn)}
+        episodes, played = _episodes(self.groups), _played(self.groups)
+        with_turns = [e for e in episodes if e.turns]
+        redrawn = [group.redrawn for group in self.groups if group.redrawn is not None]
+        stops = {reason: _mean(e.stop_reason is reason for e in episodes) for reason in StopReason}
+        forks = {reason: _mean(_forks(e, reason) for e in episodes) for reason in get_args(Fork)}
         return {
             **self.played.metrics("rollout"),
-            **_named(self.environments, "rollout"),
-            **stops,
-            **forks,
-            "rollout/sequences_per_episode": self.sequences,
-            "rollout/malformed_calls": self.malformed_calls,
-            **redrawn,
-            **self.faults.metrics("rollout"),
-            "rollout/lone_groups": float(self.faults.lone_groups),
+            **_environment_metrics(self.groups, "rollout"),
+            **{f"rollout/stop/{reason}": share for reason, share in stops.items()},
+            **{f"rollout/forks/{reason}": count for reason, count in forks.items()},
+            "rollout/sequences_per_episode": _mean(map(_sequences, with_turns)),
+            "rollout/malformed_calls": _mean(map(_malformed, played)),
+            **({"rollout/redrawn_tasks": float(sum(redrawn))} if redrawn else {}),
+            **_fault_metrics([*self.groups, *self.unused], "rollout"),
+            "rollout/lone_groups": float(sum(map(_is_lone, self.groups))),
             "rollout/tokens": float(self.tokens),
             "rollout/tokens_per_second": self.tokens / self.seconds,
             "time/rollout": self.seconds,
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results on the tasks of the evaluation."""
+    """Results on the tasks of the evaluation, without the episodes whose environment failed."""
 
-    sampled: EpisodeStats
-    """Played at the training temperature."""
-    greedy: EpisodeStats
-    faults: FaultStats
-    """Failures in both; an episode that failed is not in the statistics."""
-    seconds: float
-    groups: tuple[Group, ...]
-    """The sampled episodes."""
-    greedy_groups: tuple[Group, ...] = ()
+    groups: Sequence[Group]
+    """The episodes that were sampled at the training temperature."""
+    greedy_groups: Sequence[Group]
     """The greedy episodes of the same tasks."""
-    environments: Mapping[str, EpisodeStats] = field(default_factory=dict)
-    """Statistics of the sampled episodes of each environment; empty if all are of one."""
-    greedy_environments: Mapping[str, EpisodeStats] = field(default_factory=dict)
+    seconds: float
 
-    @classmethod
-    def of(cls, sampled: Sequence[Group], greedy: Sequence[Group], seconds: float) -> Evaluation:
-        """Summarises the sampled and the greedy episodes of the same tasks."""
-        return cls(
-            sampled=EpisodeStats.of(_played(sampled)),
-            greedy=EpisodeStats.of(_played(greedy)),
-            faults=FaultStats.of([*sampled, *greedy]),
-            seconds=seconds,
-            groups=tuple(sampled),
-            greedy_groups=tuple(greedy),
-            environments=by_environment(sampled),
-            greedy_environments=by_environment(greedy),
-        )
+    @property
+    def sampled(self) -> EpisodeStats:
+        """Statistics of the sampled episodes."""
+        return EpisodeStats.of(_played(self.groups))
+
+    @property
+    def greedy(self) -> EpisodeStats:
+        """Statistics of the greedy episodes."""
+        return EpisodeStats.of(_played(self.greedy_groups))
+
+    @property
+    def lost(self) -> int:
+        """Episodes whose environment failed in every attempt."""
+        return _lost([*self.groups, *self.greedy_groups])
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
-        extra = {"eval/success_greedy": self.greedy.success, "time/eval": self.seconds}
-        for name, stats in self.greedy_environments.items():
-            extra[f"eval/{name}/success_greedy"] = stats.success
-        extra |= _named(self.environments, "eval")
-        return self.sampled.metrics("eval") | self.faults.metrics("eval") | extra
+        greedy = by_environment(self.greedy_groups).items()
+        return {
+            **self.sampled.metrics("eval"),
+            **_fault_metrics([*self.groups, *self.greedy_groups], "eval"),
+            "eval/success_greedy": self.greedy.success,
+            "time/eval": self.seconds,
+            **{f"eval/{name}/success_greedy": stats.success for name, stats in greedy},
+            **_environment_metrics(self.groups, "eval"),
+        }
 
 
 def by_environment(groups: Sequence[Group]) -> dict[str, EpisodeStats]:
@@ -218,12 +153,24 @@ def by_environment(groups: Sequence[Group]) -> dict[str, EpisodeStats]:
     return {name: EpisodeStats.of(episodes) for name, episodes in by_id.items() if episodes}
 
 
-def _named(environments: Mapping[str, EpisodeStats], prefix: str) -> dict[str, float]:
+def _environment_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
     metrics: dict[str, float] = {}
-    for name, stats in environments.items():
+    for name, stats in by_environment(groups).items():
         metrics |= stats.metrics(f"{prefix}/{name}")
         metrics[f"{prefix}/{name}/episodes"] = float(stats.episodes)
     return metrics
+
+
+def _fault_metrics(groups: Sequence[Group], prefix: str) -> dict[str, float]:
+    """Returns the failures of environments: `errors + timeouts == retried + lost`."""
+    reasons = [fault.reason for e in _episodes(groups) for fault in e.faults]
+    timeouts, lost = reasons.count(StopReason.ENV_TIMEOUT), _lost(groups)
+    return {
+        f"{prefix}/env_errors": float(len(reasons) - timeouts),
+        f"{prefix}/env_timeouts": float(timeouts),
+        f"{prefix}/retried": float(len(reasons) - lost),
+        f"{prefix}/lost_episodes": float(lost),
+    }
 
 
 def _episodes(groups: Sequence[Group]) -> list[Episode]:
@@ -232,6 +179,15 @@ def _episodes(groups: Sequence[Group]) -> list[Episode]:
 
 def _played(groups: Sequence[Group]) -> list[Episode]:
     return [episode for episode in _episodes(groups) if not episode.failed]
+
+
+def _lost(groups: Sequence[Group]) -> int:
+    return sum(episode.failed for episode in _episodes(groups))
+
+
+def _is_lone(group: Group) -> bool:
+    """Returns whether failures left fewer than two episodes, so that none is compared."""
+    return sum(not e.failed for e in group.episodes) < 2 <= len(group.episodes)
 
 
 def _sequences(episode: Episode) -> int:
@@ -248,7 +204,8 @@ def _forks(episode: Episode, reason: Fork) -> int:
 
 
 def _mean(values: Iterable[float]) -> float:
-    return float(np.mean(list(values)))
+    numbers = list(values)
+    return float(np.mean(numbers)) if numbers else 0.0
 
 
 def _reward_parts(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -150,7 +150,7 @@ class Loop:
         config, step = self.config, self.step + 1
         with part("rollout"):
             batch = await self.buffer.take()
-        groups, stats = batch.groups, RolloutStats.of(batch.groups, batch.seconds, batch.unused)
+        groups, stats = batch.groups, RolloutStats(batch.groups, batch.seconds, batch.unused)
         metrics = stats.metrics() | batch.metrics | self._results(batch)
         credit = self._credit(groups, [*before, *groups])
         samples, places = self._samples(groups, credit.advantages)
@@ -341,4 +341,4 @@ async def evaluate(collector: Collector, tasks: Sequence[Task]) -> Evaluation:
     """Plays the tasks once sampled at the training temperature and once greedily."""
     started = time.perf_counter()
     sampled, greedy = await collector.collect_evaluation(tasks, seed=0)
-    return Evaluation.of(sampled, greedy, time.perf_counter() - started)
+    return Evaluation(sampled, greedy, time.perf_counter() - started)

@@ -140,7 +140,7 @@ def test_an_episode_that_compacts_computes_about_the_tokens_of_its_tree(forks, c
     episode = forks.compacting(chat)
     computed, distinct = forks.computed_and_distinct(episode)
     assert computed <= 1.3 * distinct
-    stats = RolloutStats.of([Group(task=TASK, episodes=(episode,))], 1.0).metrics()
+    stats = RolloutStats([Group(task=TASK, episodes=(episode,))], 1.0).metrics()
     assert stats["rollout/sequences_per_episode"] == len(episode.sequences)
     if len(episode.sequences) == 5:
         assert stats["rollout/forks/compacted"] == 4

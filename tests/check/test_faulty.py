@@ -73,7 +73,7 @@ def test_training_counts_exactly_what_was_injected(player, tmp_path):
     tasks = [Task(env_id=player.env_id, seed=n) for n in range(8)]
     groups = asyncio.run(collector.collect(tasks, seed=0, group_size=8))
     counts = injected(log)
-    metrics = RolloutStats.of(groups, 1.0).metrics()
+    metrics = RolloutStats(groups, 1.0).metrics()
     assert metrics["rollout/env_timeouts"] == counts["hang"]
     assert metrics["rollout/env_errors"] == counts.total() - counts["hang"] > 5
     failures = metrics["rollout/retried"] + metrics["rollout/lost_episodes"]

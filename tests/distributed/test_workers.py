@@ -134,7 +134,7 @@ def test_groups_faults_and_metrics_are_those_of_one_process(chat, server, fails,
     assert sum(counted.values()) == (12 if fails else 0)
     assert sum(line.startswith("episode of") for line in caplog.messages) == 2 * bool(fails)
     assert {t.weights_version for g in groups for e in g.episodes for t in e.turns} == {4}
-    stats, same = RolloutStats.of(groups, 1.0), RolloutStats.of(alone, 1.0)
+    stats, same = (RolloutStats(played, 1.0).metrics() for played in (groups, alone))
     assert stats == same
     assert essence(groups) == essence(alone)
     assert counts == {

@@ -169,7 +169,7 @@ def test_training_counts_every_kind_of_failure_in_child_processes(player, tmp_pa
     groups = asyncio.run(collector.collect(tasks, seed=0, group_size=4))
     collector.pool.close()
     counts = injected(log)
-    metrics = RolloutStats.of(groups, 1.0).metrics()
+    metrics = RolloutStats(groups, 1.0).metrics()
     assert metrics["rollout/env_timeouts"] == counts["hang"]
     assert metrics["rollout/env_errors"] == counts.total() - counts["hang"] > 0
     assert collector.pool.faults.counts[StopReason.CRASH] == counts["crash"]

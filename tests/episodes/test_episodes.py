@@ -369,7 +369,7 @@ def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
     log = EpisodeLog(tmp_path, EpisodesConfig(), None, attempt)
     one = episode(turn())
     group = Group(task=one.task, episodes=(one,))
-    log.evaluated(0, Evaluation.of([group], [group], 1.0))
+    log.evaluated(0, Evaluation([group], [group], 1.0))
     assert failed == ["episodes/000000-eval.parquet", "episodes/000000-greedy.parquet"]
 
 

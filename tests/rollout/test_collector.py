@@ -116,7 +116,7 @@ def test_the_same_seed_gives_the_same_episodes_and_another_seed_others(player):
 )
 def test_each_limit_ends_an_episode_with_its_name(player, reason, result, limits):
     groups = play(collector(player, lambda: Echo(result), **limits), seed=3)
-    metrics = RolloutStats.of(groups, 1.0).metrics()
+    metrics = RolloutStats(groups, 1.0).metrics()
     assert metrics[f"rollout/stop/{reason}"] > 0.5
     assert sum(v for k, v in metrics.items() if k.startswith("rollout/stop/")) == pytest.approx(1)
     for episode in episodes(groups):
@@ -167,7 +167,7 @@ def test_named_parts_are_summed_over_turns_and_averaged_over_the_episodes_that_h
     # some turns were cut by the token limit
     assert any(n < len(e.turns) for n, e in zip(answered, everything, strict=True))
     expected = 0.25 * np.mean([n for n in answered if n])
-    stats = RolloutStats.of(groups, 1.0)
+    stats = RolloutStats(groups, 1.0)
     assert stats.metrics()["rollout/reward/style"] == pytest.approx(expected)
 
 
@@ -309,7 +309,7 @@ def test_a_declared_outcome_of_cut_episodes_is_found_through_wrappers(player, wr
 def test_an_episode_that_is_cut_before_its_first_action_has_no_turns(player):
     groups = play(collector(player, Long))[::2]
     assert {(e.stop_reason, e.turns) for e in episodes(groups)} == {(StopReason.MAX_CONTEXT, ())}
-    played = RolloutStats.of(groups, 1.0).played
+    played = RolloutStats(groups, 1.0).played
     assert (played.turns, played.mean_return, played.outcome, played.success) == (0, 0, 0, 0)
 
 

@@ -122,7 +122,7 @@ def test_a_fault_costs_one_attempt_and_its_environment_is_closed(player, fault, 
     reached = [e for e in everything if e.faults]
     assert reached
     assert {f.reason for e in reached for f in e.faults} == {REASONS[fault]}
-    metrics = RolloutStats.of(groups, 1.0).metrics()
+    metrics = RolloutStats(groups, 1.0).metrics()
     assert metrics["rollout/env_errors"] == metrics["rollout/retried"] == len(reached)
     assert metrics["rollout/lost_episodes"] == metrics["rollout/env_timeouts"] == 0
     assert all(one.closed == 1 for one in env.made)
@@ -162,7 +162,7 @@ def test_after_the_last_retry_an_episode_is_lost_and_scored_nowhere(player):
     assert 0 < len(lost) <= 4
     assert {e.task.seed for e in lost} == {1}
     assert {len(e.faults) for e in lost} == {4}
-    stats = RolloutStats.of(groups, 1.0)
+    stats = RolloutStats(groups, 1.0)
     metrics = stats.metrics()
     assert metrics["rollout/env_errors"] == 4 * len(lost)
     assert metrics["rollout/retried"] == 3 * len(lost)
@@ -171,7 +171,7 @@ def test_after_the_last_retry_an_episode_is_lost_and_scored_nowhere(player):
     assert metrics["rollout/return"] == pytest.approx(
         sum(e.rewards.sum() for e in played) / len(played)
     )
-    result = Evaluation.of(groups, groups, 1.0)
+    result = Evaluation(groups, groups, 1.0)
     assert result.sampled.success == pytest.approx(sum(e.success for e in played) / len(played))
     assert result.metrics()["eval/env_errors"] == 8 * len(lost)
 
@@ -304,7 +304,7 @@ def test_a_call_that_never_returns_costs_one_attempt_and_is_counted(player):
     running = collector(player, env, episode_timeout=1.0, max_turn_tokens=400)
     try:
         groups = play(running)
-        metrics = RolloutStats.of(groups, 1.0).metrics()
+        metrics = RolloutStats(groups, 1.0).metrics()
         assert (metrics["rollout/env_timeouts"], metrics["rollout/retried"]) == (1, 1)
         (fault,) = [fault for e in episodes(groups) for fault in e.faults]
         assert fault.message.startswith("step(")
@@ -422,5 +422,5 @@ def test_no_estimator_sees_an_episode_that_failed():
         assert rows[0][0] == [-rows[0][2][0]] != [0]
         assert rows[1:] == [[[0, 0], [0]], [[0, 0], [0, 0]], [[0]]]
     assert estimator.seen == [2, 1]
-    metrics = RolloutStats.of(groups, 1.0).metrics()
+    metrics = RolloutStats(groups, 1.0).metrics()
     assert metrics["rollout/lone_groups"] == 2

@@ -186,6 +186,6 @@ def test_malformed_calls_are_the_environments_count_and_a_mean_over_episodes(pla
     env = Asking([{"malformed_calls": 2}, {}, {"malformed_calls": 1}], steps=3)
     episode = collect(env, player.model, player.chat)
     group = Group(task=TASK, episodes=(episode, replace(episode, turns=episode.turns[:1])))
-    metrics = RolloutStats.of([group], 1.0).metrics()
+    metrics = RolloutStats([group], 1.0).metrics()
     assert metrics["rollout/malformed_calls"] == 2.5
     assert "rollout/reward/malformed_calls" not in metrics

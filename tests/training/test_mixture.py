@@ -29,7 +29,7 @@ class Turns(TextEnv):
     \"\"\"Rewards each turn. `stepped` has the tasks that were played.\"\"\"
     blocking = False
     num_tasks = 20
-    gives_outcome = False
+    credit_score = "turns"
     stepped = []
 
     def __init__(self, bonus=0.0):

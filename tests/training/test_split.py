@@ -88,7 +88,7 @@ def test_training_meets_no_task_of_the_evaluation(chat, env_id):
     evaluation = asyncio.run(running.collect(split.tasks, seed=0, group_size=1))
     assert keys(evaluation) == held == set(split.keys)
     moved = [a for a, b in zip(groups, tasks, strict=True) if a.task.seed != b.seed]
-    stats = RolloutStats.of(groups, 1.0)
+    stats = RolloutStats(groups, 1.0)
     assert stats.metrics()["rollout/redrawn_tasks"] >= len(moved) > 0
     assert "held-out tasks" in str(split)
 
