@@ -23,13 +23,13 @@ class Capture:
     model: str = ""
     """A run's folder, a model's folder or a hub id."""
     program: str = ""
-    """The program: `FILE.py:FUNCTION` or `module:FUNCTION`, as `gspo/Program-v0` takes it."""
+    """The program, as in `gspo/Program-v0`: `FILE.py:FUNCTION` or `module:FUNCTION`."""
     command: str = ""
-    """In place of the program, a command with its arguments."""
+    """A command with its arguments, instead of the program."""
     data: str = ""
     """The tasks, such as a .jsonl file."""
     rewards: tuple[str, ...] = ()
-    """Rewards of an episode; by default what the program returns."""
+    """Rewards of an episode; by default, what the program returns."""
     out: str = ""
     """The file to write; it must not exist."""
     episodes: int = 100
@@ -92,8 +92,7 @@ class Capture:
 def to_lines(episode: Episode) -> list[str]:
     """Returns the conversations of an episode as lines of a file.
 
-    There is one for each turn that no other turn continues: with a whole conversation that ends
-    with its answer.
+    There is one for each turn that no other turn continues; it ends with the answer of that turn.
     """
     from gspo_env.env.base import clean
     from gspo_env.recipes.conversations import Conversation
@@ -114,12 +113,12 @@ def to_lines(episode: Episode) -> list[str]:
         answer = Message(role="assistant", content=turn.text)
         if tools or "</think>" in turn.text:
             answer, _ = parse_message(turn.text, tools)
-        told = Conversation(
+        conversation = Conversation(
             messages=(*request.messages, answer),
             tools=tools,
             reward=episode.outcome,
             task_key=episode.reset.task_key,
         )
         more = {"success": episode.success, "agent": request.agent}
-        lines.append(told.line(**more, seed=episode.task.seed))
+        lines.append(conversation.line(**more, seed=episode.task.seed))
     return lines

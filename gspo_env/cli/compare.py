@@ -57,8 +57,8 @@ class Compare(Run):
         from gspo_env.compare.plan import check_table
 
         table = check_table(tree.pop("compare", {}))
-        own = {f.name: table.pop(f.name) for f in dataclasses.fields(cls) if f.name in table}
-        return own | {"tables": table}
+        options = {f.name: table.pop(f.name) for f in dataclasses.fields(cls) if f.name in table}
+        return options | {"tables": table}
 
     def run(self) -> None:
         """Plays the runs without a result and prints the tables."""

@@ -21,17 +21,17 @@ class Envs:
         from gspo_env.env.registration import describe_envs
 
         if self.check:
-            found = check_env(self.check, env_kwargs=self.env_kwargs)
-            print(f"{self.check} has no fault.")
-            print(f"Score: {found.score or 'not decided'}, because {found.reason}.")
-            if not found.declares_success:
+            report = check_env(self.check, env_kwargs=self.env_kwargs)
+            print(f"{self.check} passes all checks.")
+            print(f"Score: {report.score or 'not decided'}, because {report.reason}.")
+            if not report.declares_success:
                 print(
                     "Success: every outcome above 0, because the last `info` has no `success`; "
                     "give it if partial outcomes are no success."
                 )
-            if found.demonstrated:
+            if report.demonstrated:
                 print(
-                    f"Demonstrator: {sum(found.demonstrated)} of {len(found.demonstrated)} "
+                    f"Demonstrator: {sum(report.demonstrated)} of {len(report.demonstrated)} "
                     "episodes succeeded."
                 )
             else:

@@ -69,8 +69,8 @@ class Evaluate:
         else:
             print(f"gspo-env {__version__}: loading {model}", flush=True)
             names = ("model_dtype", "env_kwargs", "engine")
-            given = {name: value for name in names if (value := getattr(self, name))}
-            agent = load_agent("gspo").load(model, one_or_several(self.env), **given)
+            changes = {name: value for name in names if (value := getattr(self, name))}
+            agent = load_agent("gspo").load(model, one_or_several(self.env), **changes)
             split = agent.split(self.tasks)
             print(f"playing {split}, {self.samples} of each, in {agent.env_id}", flush=True)
             groups = agent.evaluate(self.tasks, self.samples, self.seed)

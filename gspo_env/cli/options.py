@@ -189,7 +189,7 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
 
 def _split(command: type[Run], arguments: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Separates settings of the run, by flag, from the options of the command itself."""
-    own = {f.name for f in dataclasses.fields(command)} - {"resume"} | {"help"}
+    own_names = {f.name for f in dataclasses.fields(command)} - {"resume"} | {"help"}
     flags, options = defaultdict[str, list[str]](list), list[str]()
     values = options
     for argument in arguments:
@@ -197,7 +197,7 @@ def _split(command: type[Run], arguments: Sequence[str]) -> tuple[dict[str, list
         name = flag.replace("-", "_")
         if not argument.startswith("--"):
             values.append(argument)
-        elif name in own:
+        elif name in own_names:
             options.append(argument)
             values = options
         else:
@@ -237,9 +237,9 @@ def _base(
     played = {name: value for name, value in saved.tree.items() if name != "env_kwargs"}
     config = override(override(from_dict(played), tree), choices)
     env = tree.get("env", "")
-    given = {**tree, **choices} | {_path(flag, config): True for flag in flags}
-    given["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), env_kwargs, env or saved.env)
-    config = from_dict(saved.settings(given, env=env))
+    changes = {**tree, **choices} | {_path(flag, config): True for flag in flags}
+    changes["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), env_kwargs, env or saved.env)
+    config = from_dict(saved.settings(changes, env=env))
     if recipe is not None:
         config = override(config, {"recipe": recipe})
         config = override(config, config.recipe.changes)
@@ -315,9 +315,9 @@ def _print_page(config: Config, group: str) -> NoReturn:
         raise ConfigError(f"there is no section {group!r}; expected one of: {', '.join(sections)}")
     section: Any = values[group]
     if not dataclasses.fields(section):
-        chosen = f"{group} {name_of(group, section)!r}" if group in BUILTIN else group
+        title = f"{group} {name_of(group, section)!r}" if group in BUILTIN else group
         others = f"; --{group} takes: {', '.join(names(group))}" if group in BUILTIN else ""
-        print(f"{chosen} has no settings{others}")
+        print(f"{title} has no settings{others}")
         raise SystemExit(0)
     page: Any = dataclasses.make_dataclass("Page", [(group, type(section), field(default=section))])
     markers = (tyro.conf.FlagConversionOff,)

@@ -98,8 +98,8 @@ def _begin(now: PolicyInput) -> None:
 
 
 def _tools(now: PolicyInput) -> dict[str, Any]:
-    given = now.prompt.tools if now.request.tools is None else now.request.tools
-    return {tool.name: tool for tool in given}
+    tools = now.prompt.tools if now.request.tools is None else now.request.tools
+    return {tool.name: tool for tool in tools}
 
 
 def _several_lines() -> str:
@@ -157,9 +157,9 @@ def _end(episode: Episode) -> None:
     rewards = " ".join(f"{reward:+.4g}" for reward in episode.rewards)
     count = len(episode.turns)
     # nothing but /quit sets a limit here
-    left = episode.stop_reason == "max_turns"
+    is_quit = episode.stop_reason == "max_turns"
     print(
         f"{'Success' if episode.success else 'No success'}: outcome {episode.outcome:+.4g}, "
         f"{count} turn{'s' * (count != 1)} with rewards {rewards or 'none'}, "
-        f"ended by {'you' if left else episode.stop_reason.value}"
+        f"ended by {'you' if is_quit else episode.stop_reason.value}"
     )

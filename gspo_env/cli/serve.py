@@ -58,8 +58,8 @@ class Serve:
         from gspo_env.serving import PolicyServer
 
         hide_progress_bars()
-        given = self.key or os.environ.get(KEY, "")
-        if not given and not is_loopback(self.host):
+        key = self.key or os.environ.get(KEY, "")
+        if not key and not is_loopback(self.host):
             raise ConfigError(
                 f"host is {self.host!r}, which others can reach, and there is no key; expected "
                 f"--key or the variable {KEY}"
@@ -73,10 +73,10 @@ class Serve:
             address = PolicyServer(self.host, self.port)
             try:
                 name = self.model_name or Path(self.model).resolve().name
-                session = address.open(policy, training=False, model=name, key=given or None)
+                session = address.open(policy, training=False, model=name, key=key or None)
                 print(f"export OPENAI_BASE_URL={session.url}", flush=True)
                 print(f"export ANTHROPIC_BASE_URL={address.url}", flush=True)
-                if not given:
+                if not key:
                     for variable in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):
                         print(f"export {variable}={session.key}", flush=True)
                 threading.Event().wait()
@@ -118,8 +118,8 @@ def settings(options: Serve) -> Config:
         "max_turn_tokens": options.max_tokens or None,
         "max_context": options.max_context or None,
     }
-    given = {name: value for name, value in limits.items() if value is not None}
-    return override(config, {"rollout": given})
+    changed = {name: value for name, value in limits.items() if value is not None}
+    return override(config, {"rollout": changed})
 
 
 @contextmanager

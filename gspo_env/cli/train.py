@@ -27,18 +27,17 @@ class Train(Run):
     """Train a policy with GSPO on a text environment."""
 
     resume: str = ""
-    """Folder of a run to go on with, under its own settings; only `--steps`, `--save-every` and
-    `--keep` may be given with it, and `--env FILE.py:CLASS` if the file of its environment was
-    changed or moved."""
+    """Folder of a run to resume with its settings. Only `--steps`, `--save-every` and `--keep` can
+    change, and `--env FILE.py:CLASS` if the file of its environment was changed or moved."""
 
     @classmethod
     def saved(
-        cls, folder: str, given: Mapping[str, Any], env: str | tuple[str, ...]
+        cls, folder: str, flags: Mapping[str, Any], env: str | tuple[str, ...]
     ) -> dict[str, Any]:
-        """Returns the settings of a run to go on with."""
+        """Returns the settings of a run to resume."""
         from gspo_env.training.resume import saved_settings
 
-        return saved_settings(folder).settings(given, env=env)
+        return saved_settings(folder).settings(flags, env=env)
 
     def run(self) -> None:
         """Trains, in this process or as one of several that torchrun started."""
@@ -77,15 +76,16 @@ class Train(Run):
 
 
 def inherited(config: Config) -> str:
-    """Says which settings a run has from the folder of its model; empty if it has none."""
+    """Describes the settings that a run takes from the folder of its model; may be empty."""
     saved = read_saved(config.model) if config.model else None
     if saved is None:
         return ""
     new, old, usual = (
         flatten(redact(to_dict(each))) for each in (config, from_dict(saved.tree), Config())
     )
-    own = ("model", "output")
-    same = {k: v for k, v in new.items() if old.get(k) == v != usual.get(k) and k not in own}
+    for name in ("model", "output"):
+        new.pop(name)
+    same = {k: v for k, v in new.items() if old.get(k) == v != usual.get(k)}
     first = [f"{name.removesuffix('.name')} {same.pop(name)}" for name in _SHOWN if name in same]
     if same:
         first.append(f"{len(same)} more in {find_saved(config.model)}")

@@ -26,8 +26,8 @@ class WandB:
             import wandb
         who = {**asdict(self), "name": run.name, "group": run.group, "dir": run.folder}
         how = {"config": {**run.tags, **run.params}, "reinit": "create_new"}
-        if known := run.resume.get("wandb"):
-            how |= {"id": known, "resume": "allow"}
+        if run_id := run.resume.get("wandb"):
+            how |= {"id": run_id, "resume": "allow"}
         return WandBTracker(wandb.init(**who, **how, settings={"console": "off"}))
 
 
