@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -10,11 +9,7 @@ import sys
 import pytest
 from cli_errors import refused
 
-from gspo_env.cli.compare import print_markdown
 from gspo_env.cli.main import main, parse
-from gspo_env.compare.plan import check_metric
-from gspo_env.errors import ConfigError
-from gspo_env.model.load import save_model
 
 ARMS = ["--arm", "gamma=1,0.9", "--seeds", "1"]
 
@@ -116,13 +111,6 @@ def test_a_comparison_into_the_folder_of_a_run_is_refused(capsys, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.toml"]
 
 
-def test_a_metric_that_nobody_listed_may_be_compared():
-    check_metric("rollout/reward/mine")
-    check_metric("eval/success")
-    with pytest.raises(ConfigError, match="expected a metric of a run"):
-        check_metric("rollout/")
-
-
 def test_vllm_that_is_not_installed_is_said_before_the_model_is_made(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -169,16 +157,6 @@ def test_what_only_training_needs_is_tried_before_the_folder_is_made(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--tracker", "mlflow", "--tracking-uri", "http://127.0.0.1:9"]]
-)
-def test_an_address_that_does_not_answer_is_tried_before_any_demonstration(
-    capsys, monkeypatch, arguments
-):
-    monkeypatch.setattr("gspo_env.env.registration.load_agent", lambda name: 1 / 0)
-    assert "does not answer" in refused(capsys, "train", *arguments)
-
-
 def test_a_name_without_a_folder_fails_at_once_where_the_hub_does_not_answer(capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: 1 / 0)
@@ -192,14 +170,6 @@ def test_a_class_that_a_file_lacks_is_answered_with_those_that_it_defines(capsys
     assert "'Nothere', it has Own." in refused(capsys, "train", "--env", "own.py:Nothere")
 
 
-def test_wrong_columns_are_named_without_a_place_in_our_own_code(capsys, tmp_path):
-    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
-    flags = ["--env", "gspo/Dataset-v0", "--env-kwargs", "data=a.csv"]
-    said = refused(capsys, "train", *flags)
-    assert "the columns are a, b." in said
-    assert ".py" not in said
-
-
 def test_the_page_of_a_choice_without_settings_says_so(capsys):
     with pytest.raises(SystemExit) as end:
         main(["train", "--help", "curriculum"])
@@ -207,24 +177,3 @@ def test_the_page_of_a_choice_without_settings_says_so(capsys):
     assert (
         "curriculum 'none' has no settings; --curriculum takes: ladder" in capsys.readouterr().out
     )
-
-
-def test_a_table_is_drawn_in_a_terminal_and_markdown_in_a_pipe(capsys, monkeypatch):
-    text = "| arm | success |\n|---|---|\n| gspo | 0.9 |\n"
-    print_markdown(text)
-    assert text in capsys.readouterr().out
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    print_markdown(text)
-    drawn = capsys.readouterr().out
-    assert "---" not in drawn
-    assert "gspo" in drawn
-
-
-def test_doctor_shows_no_loading_bars(capsys, tmp_path, model, tokenizer):
-    save_model(model, tokenizer, tmp_path / "m")
-    capsys.readouterr()
-    with contextlib.suppress(SystemExit):
-        main(["doctor", str(tmp_path / "m")])
-    shown = capsys.readouterr()
-    assert "parameters, chat template" in shown.out
-    assert "Loading" not in shown.out + shown.err

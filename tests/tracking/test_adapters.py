@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_env.errors import OutputError
 from gspo_env.tracking import (
-    MLflow,
     NoTracker,
     RunInfo,
     TensorBoard,
@@ -91,14 +89,6 @@ def test_tensorboard_reads_back_curves_texts_and_pictures(tmp_path: Path) -> Non
     assert text("episodes/step 2.txt") == "    héllo\n    *2*"
     assert text("status") == "FINISHED"
     assert tracker.how_to_look == f"tensorboard --logdir {tmp_path / 'out'}"
-
-
-def test_tensorboard_can_write_to_a_folder_of_its_own_one_for_each_run(tmp_path: Path) -> None:
-    for part in ("a", "b"):
-        record(TensorBoard(log_dir=str(tmp_path / "tb")), tmp_path / part, name="one")
-    found = list((tmp_path / "tb").iterdir())
-    assert [folder.name[:4] for folder in found] == ["one-", "one-"]
-    assert all(len(events(folder).Scalars("train/loss")) == 3 for folder in found)
 
 
 @pytest.mark.parametrize("choice", [TensorBoard(), WandB(mode="offline"), Trackio(project="again")])
@@ -218,25 +208,3 @@ def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path
     assert said == []
     assert len(events(tmp_path / "run").Scalars("x")) == 1
     assert events(tmp_path).Tags()["images"] == ["curve"]
-
-
-def test_one_of_two_trackers_fails_and_the_other_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
-    monkeypatch.setattr(MLflow, "check", lambda self: None)  # it went away after the start
-    choice = combine("mlflow,tensorboard")(mlflow=MLflow(tracking_uri="http://127.0.0.1:9"))
-    with start(choice, RunInfo(name="two", folder=tmp_path)) as tracker:
-        tracker.log({"a": 1.0}, 1)
-    assert tracker.failed == {"mlflow"}
-    assert events(tmp_path).Scalars("a")[0].value == 1
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "none"])
-def test_a_folder_that_cannot_be_written_is_one_sentence_before_the_run(
-    tmp_path: Path, name: str
-) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("not a folder")
-    with pytest.raises(OutputError, match="cannot write"):
-        start(combine(f"{name},mlflow")(), RunInfo(name="r", folder=blocked / "out"))
