@@ -136,7 +136,6 @@ def test_an_unknown_environment_is_named_before_torch_is_imported(env):
             ["--advantage", "turn_plus_outcome", "--score", "turns"],
             "'turn_plus_outcome' does not use",
         ),
-        (["--env", "gspo/Additive-v0", "--score", "sum"], "gspo/Additive-v0 gives no outcome"),
         (["--env-kwargs", "hops=four"], "hops is 'four', expected a whole number"),
         (["--env-kwargs", "hops=[3,"], "is no JSON value"),
         (
