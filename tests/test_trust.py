@@ -244,21 +244,6 @@ def test_a_flag_may_set_what_only_the_class_named_beside_it_has(foreign, flags, 
     assert config.seed == 7
 
 
-def test_a_run_says_which_settings_it_has_from_the_folder_of_its_model(capsys, foreign):
-    settings = {"env": "gspo/Lookup-v0", "learner": {"learning_rate": 0.01}, "steps": 8, "seed": 7}
-    foreign({**settings, "recipe": "tiny", "tracker": "none", "env_kwargs": {"entries": 12}})
-    flags = ["--seed", "9", "--tracker", "mlflow", "--tracking-uri", "nokind://x"]
-    refused(capsys, "train", "--model", "theirs", *flags)
-    with pytest.raises(SystemExit):
-        main(["train", "--model", "theirs", *flags])
-    said = capsys.readouterr().out
-    assert "settings of theirs, unless a flag says otherwise: recipe tiny, " in said
-    assert "learner.learning_rate 0.01, steps 8, " in said
-    assert " more in theirs/gspo_env.json" in said
-    assert "seed" not in said
-    assert "tracker" not in said
-
-
 MINE = """
 from gspo_env import TextEnv
 class Mine(TextEnv):

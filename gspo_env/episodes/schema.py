@@ -306,11 +306,7 @@ def read_table(path: Path) -> pa.Table | None:
     import pyarrow as pa
 
     try:
-        table = _read_bounded(path)
-        for column in schema():
-            if column.nullable and column.name not in table.column_names:  # of an older version
-                table = table.append_column(column, pa.nulls(table.num_rows, column.type))
-        return table.select(schema().names).cast(schema())
+        return _read_bounded(path).select(schema().names).cast(schema())
     except FileNotFoundError:
         return None
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import indent
 
-from gspo_env.episodes.schema import EpisodeRecord
+from gspo_env.episodes.schema import EpisodeRecord, TurnRecord
 from gspo_env.redaction import visible
 from gspo_env.types import Episode, Turn
 
 _WIDTH = 80
-_MOST = 4000
+_MAX_TEXT = 4000
 """Characters of one text of a kept episode."""
+_VERDICTS = {True: "success", False: "no success", None: "no verdict"}
 
 
 def render_episode(episode: Episode) -> str:
     """Renders the task, every turn and how the episode ended; hidden characters as escapes."""
-    prompt = episode.prompt
-    messages = [] if prompt.system is None else [("system prompt", prompt.system)]
-    messages += [
-        (f"earlier {message.role} message", message.content) for message in prompt.messages
-    ]
-    parts = [_header(episode)]
-    parts += [_block(title, text) for title, text in messages]
-    parts += [_turn(number, turn) for number, turn in enumerate(episode.turns, start=1)]
-    parts.append(_footer(episode))
+    prompt, task = episode.prompt, episode.task
+    options = ", ".join(f"{name}={value!r}" for name, value in task.options.items())
+    parts = [_rule(f"{task.env_id}, seed {task.seed}" + (f", {options}" if options else ""))]
+    if prompt.system is not None:
+        parts.append(_block("system prompt", prompt.system))
+    parts += [_block(f"earlier {m.role} message", m.content) for m in prompt.messages]
+    parts += [_turn(number, turn, turn.text) for number, turn in enumerate(episode.turns, start=1)]
+    verdict = "its environment failed" if episode.failed else _VERDICTS[episode.success]
+    end = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"
+    count = f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled"
+    parts.append("\n".join([_rule(end), count, *_ending(episode)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -34,24 +37,11 @@ def render_record(record: EpisodeRecord) -> str:
     options = f", {record.options}" if record.options else ""
     parts = [_rule(f"{record.env}, seed {record.seed}{options}"), *_earlier_messages(record)]
     for number, turn in enumerate(record.turns, start=1):
-        title = f"turn {number}: reward {turn.reward:+.4g}"
         advantages = [value for value in turn.advantages or () if value is not None]
-        if advantages:
-            title += f", mean advantage {sum(advantages) / len(advantages):+.4g}"
-        if turn.action_ids:
-            title += f", {len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
-        blocks = [
-            _block("observation", _cut(turn.observation)),
-            _block("action", _cut(turn.action)),
-        ]
-        parts.append("\n".join([_rule(title, "-"), *blocks]))
-    verdict = {True: "success", False: "no success", None: "no verdict"}[record.success]
-    end = f"{verdict}: return {record.total_reward:+.4g}, outcome {record.outcome:+.4g}"
-    parts.append(_rule(f"{end}, stopped by {record.stop_reason}"))
-    if record.final_observation:
-        parts.append(_block("final observation", _cut(record.final_observation)))
-    if record.error is not None:
-        parts.append(_block("error", _cut(record.error)))
+        parts.append(_turn(number, turn, turn.action, advantages))
+    end = f"return {record.total_reward:+.4g}, outcome {record.outcome:+.4g}"
+    end = f"{_VERDICTS[record.success]}: {end}, stopped by {record.stop_reason}"
+    parts.append("\n".join([_rule(end), *_ending(record)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -60,44 +50,36 @@ def _earlier_messages(record: EpisodeRecord) -> Iterator[str]:
     try:
         messages = json.loads((record.turns[0].messages if record.turns else None) or "[]")
         for message in messages:
-            yield _block(f"{message['role']} message", _cut(str(message.get("content", ""))))
+            yield _block(f"{message['role']} message", str(message.get("content", "")), _MAX_TEXT)
     except (ValueError, TypeError, KeyError, AttributeError):  # of a file that was changed
         yield _block("messages", "(not readable)")
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _MOST else f"{text[:_MOST]}\n({len(text) - _MOST} more characters)"
-
-
-def _header(episode: Episode) -> str:
-    task = episode.task
-    options = ", ".join(f"{name}={value!r}" for name, value in task.options.items())
-    return _rule(f"{task.env_id}, seed {task.seed}" + (f", {options}" if options else ""))
-
-
-def _turn(number: int, turn: Turn) -> str:
+def _turn(
+    number: int, turn: Turn | TurnRecord, action: str, advantages: Sequence[float] = ()
+) -> str:
     title = f"turn {number}: reward {turn.reward:+.4g}"
+    if advantages:
+        title += f", mean advantage {sum(advantages) / len(advantages):+.4g}"
     if turn.action_ids:
         title += f", {len(turn.prompt_ids)} tokens read, {len(turn.action_ids)} sampled"
-    blocks = [_block("observation", turn.observation), _block("action", turn.text)]
+    longest = _MAX_TEXT if isinstance(turn, TurnRecord) else None
+    blocks = [_block("observation", turn.observation, longest), _block("action", action, longest)]
     return "\n".join([_rule(title, "-"), *blocks])
 
 
-def _footer(episode: Episode) -> str:
-    verdict = {True: "success", False: "no success", None: "no verdict"}[episode.success]
-    if episode.failed:
-        verdict = "its environment failed"
-    title = f"{verdict}: outcome {episode.outcome:+.4g}, stopped by {episode.stop_reason.value}"
-    lines = [_rule(title), f"{len(episode.turns)} turns, {episode.model_tokens} tokens sampled"]
+def _ending(episode: Episode | EpisodeRecord) -> Iterator[str]:
+    longest = _MAX_TEXT if isinstance(episode, EpisodeRecord) else None
     if episode.final_observation:
-        lines.append(_block("final observation", episode.final_observation))
+        yield _block("final observation", episode.final_observation, longest)
     if episode.error is not None:
-        lines.append(_block("error", episode.error))
-    return "\n".join(lines)
+        yield _block("error", episode.error, longest)
 
 
-def _block(title: str, text: str) -> str:
+def _block(title: str, text: str, longest: int | None = None) -> str:
     """Indents every line, empty ones too, so that text cannot pass for a heading of this report."""
+    if longest is not None and len(text) > longest:
+        text = f"{text[:longest]}\n({len(text) - longest} more characters)"
     return f"{title}:\n" + indent(visible(text) or "(nothing)", "  | ", lambda _line: True)
 
 

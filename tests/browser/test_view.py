@@ -112,33 +112,6 @@ def test_tokens_show_the_weights_that_sampled_them(page: Any, tmp_path: Path) ->
     assert page.locator("label:has-text('weights')").count() == 0
 
 
-def test_the_attempts_of_a_group_are_side_by_side(page: Any, run: Path) -> None:
-    record = next(iter(read_episodes(run, phases=["train"])))
-    start(page, f"{(run / 'view.html').as_uri()}#attempts={record.episode}")
-    page.wait_for_selector("tbody td.chosen")
-    heads = page.locator("thead th .link").all_inner_texts()
-    assert [text.split()[-1] for text in heads] == [f"{record.group}-{g}" for g in range(3)]
-    page.locator("thead th .link").nth(2).click()
-    page.wait_for_selector(f"h2:has-text('{record.group}-2')")
-
-
-def test_the_theme_changes_and_follows_the_system(chromium: Any, page: Any, run: Path) -> None:
-    start(page, (run / "view.html").as_uri())
-    background = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(background)
-    page.click("#theme")
-    page.wait_for_selector("html[data-theme=dark]")
-    assert page.evaluate(background) != light
-    page.keyboard.press("t")
-    page.wait_for_selector("html[data-theme=light]")
-    assert page.evaluate(background) == light
-    context = chromium.new_context(color_scheme="dark")
-    dark = context.new_page()
-    start(dark, (run / "view.html").as_uri())
-    assert dark.get_attribute("html", "data-theme") == "dark"
-    context.close()
-
-
 def test_everything_is_reached_with_the_keyboard(page: Any, run: Path) -> None:
     start(page, (run / "view.html").as_uri())
     for key in ("e", "j", "j", "k"):
@@ -157,21 +130,6 @@ def test_everything_is_reached_with_the_keyboard(page: Any, run: Path) -> None:
     page.keyboard.press("Escape")
     page.keyboard.press("Escape")
     page.wait_for_selector("text=Choose an episode")
-
-
-def test_every_control_has_a_name(page: Any, run: Path) -> None:
-    record = next(iter(read_episodes(run, phases=["train"])))
-    for view in ("summary", *(f"{v}={record.episode}" for v in ("conversation", "tokens"))):
-        start(page, f"{(run / 'view.html').as_uri()}#{view}")
-        page.reload()
-        page.wait_for_selector("html[data-ready]")
-        nameless = page.evaluate(
-            """[...document.querySelectorAll("button, input, select, a, [role=img], [tabindex]")]
-            .filter((e) => e.tabIndex >= 0 || e.role === "img")
-            .filter((e) => !(e.ariaLabel || e.innerText?.trim() || e.labels?.length))
-            .map((e) => e.outerHTML)"""
-        )
-        assert nameless == []
 
 
 def test_hostile_text_is_shown_as_text(page: Any, tmp_path: Path) -> None:
@@ -218,21 +176,3 @@ def test_shared_and_forked_sequences_are_shown_as_such(page: Any, tmp_path: Path
     ]
     (shared,) = page.locator(".shared summary").all_inner_texts()
     assert shared.startswith("4 tokens of turn 1 are shared")
-
-
-def test_ten_thousand_episodes_are_listed_filtered_and_opened(page: Any, tmp_path: Path) -> None:
-    for step in range(10):
-        tasks = [Task(env_id="test", seed=1000 * step + g) for g in range(1000)]
-        keep(tmp_path, step, *(episode(turn(), task=t, success=t.seed % 2 == 0) for t in tasks))
-    start(page, write_page(tmp_path, tmp_path / "view.html").as_uri())
-    page.click("nav >> text=Episodes")
-    assert count(page) == "10,000 of 10,000 episodes"
-    assert page.locator("[role=option]").count() < 60  # only those in sight
-    page.select_option("label:has-text('Success') select", "true")
-    page.wait_for_selector("output:has-text('5,000 of 10,000')")
-    page.locator(".list").focus()
-    page.keyboard.press("End")
-    page.wait_for_selector("article")
-    assert (
-        page.locator("[aria-selected=true][role=option]").get_attribute("aria-posinset") == "5000"
-    )

@@ -17,8 +17,6 @@ from gspo_env.cli.main import main
 from gspo_env.config import Config, EpisodesConfig, override
 from gspo_env.episodes import read_episodes
 from gspo_env.episodes.schema import (
-    EPISODE_FIELDS,
-    TURN_FIELDS,
     EpisodeFile,
     Episodes,
     episode_files,
@@ -129,13 +127,6 @@ def test_the_text_of_kept_tokens_is_that_of_the_conversation(run: Path) -> None:
             assert said.removesuffix("<|im_end|>") == t.action
 
 
-def test_a_data_frame_has_a_row_for_each_turn(run: Path) -> None:
-    found = read_episodes(run)
-    frame = found.to_pandas()
-    assert list(frame.columns) == [*EPISODE_FIELDS, *TURN_FIELDS]
-    assert len(frame) == sum(max(1, e.num_turns) for e in found)
-
-
 def test_a_run_that_goes_on_has_no_episode_twice_and_the_same_ones(
     run: Path, tmp_path: Path
 ) -> None:
@@ -169,15 +160,6 @@ def test_a_damaged_file_is_named_and_the_others_are_read(
     assert "000001-train.parquet is damaged" in caplog.text
 
 
-def test_a_column_that_an_older_version_did_not_write_is_empty(run: Path, tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
-    (tmp_path / "episodes").mkdir()
-    old = pq.read_table(run / "episodes" / "000001-train.parquet").drop_columns(["fork"])
-    pq.write_table(old, tmp_path / "episodes" / "000001-train.parquet")
-    assert {t.fork for e in read_episodes(tmp_path) for t in e.turns} == {None}
-
-
 def test_an_action_that_several_versions_of_the_weights_sampled_keeps_that_of_each_token() -> None:
     known = {"action_ids": (4, 5, 6), "logprobs": (-0.5, -1.5, -1.0), "weights_version": 3}
     both = turn(**known, weights_versions=((3, 1), (4, 2)))
@@ -197,16 +179,6 @@ def test_the_setting_chooses_what_is_kept(tmp_path: Path, keep: str, phases: set
     if not phases:
         with pytest.raises(OutputError, match="--keep-episodes none"):
             read_episodes(tmp_path / "run")
-
-
-def test_forked_and_shared_sequences_are_those_of_the_episode() -> None:
-    forked = episode(*(turn(parent=parent) for parent in (None, 0, 0, None, 2, 3)))
-    (record,) = kept(forked)
-    assert [t.parent for t in record.turns] == [None, 0, 0, None, 2, 3]
-    assert record.num_sequences == len(forked.sequences) == 3
-    for number, sequence in enumerate(forked.sequences):
-        trained = {k for k in sequence.turn_ids.tolist() if k >= 0}
-        assert {t.turn for t in record.turns if t.sequence == number} == trained
 
 
 @given(st.data())
@@ -373,21 +345,11 @@ def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
     assert failed == ["episodes/000000-eval.parquet", "episodes/000000-greedy.parquet"]
 
 
-def test_view_writes_one_file_and_says_where(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["view", str(run), "--out", str(tmp_path / "page.html"), "--no-browser"])
-    assert "page.html" in capsys.readouterr().out
-    assert (run / "view.html").exists()  # written at the end of the training
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
         [],
         ["nowhere"],
-        [".", "--live", "--out", "x.html"],
-        [".", "--port", "-1"],
         [".", "--mb", "0"],
     ],
 )

@@ -6,9 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from faulty import faulty
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,9 +19,7 @@ from gspo_env.env.tools import ToolCall, tool
 from gspo_env.errors import ConfigError, RolloutError
 from gspo_env.recipes.babble import babble
 from gspo_env.recipes.build import (
-    _is_stuck,
     build,
-    build_model,
     demonstrate,
     imitation_samples,
     warm_up,
@@ -40,13 +36,6 @@ from gspo_env.types import StopReason, Task
 def test_any_text_survives_the_tokenizer(tokenizer, text):
     ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     assert tokenizer.decode(ids) == text
-
-
-def test_each_known_word_and_tool_call_frame_is_one_token(player):
-    ids = player.chat.encode(
-        '<tool_call>{"name": "lookup", "arguments": {"key": "amber"}}</tool_call>'
-    )
-    assert len(ids) == 3
 
 
 IDS = ["Lookup", "Calculator", "GuessNumber", "MiniGrid", "SQL", "Wordle"]
@@ -151,27 +140,6 @@ def test_the_tokenizer_knows_the_prompt_of_every_task():
         assert len(tokenizer.encode(word, add_special_tokens=False)) == 1
 
 
-def test_the_words_of_prompts_are_known_without_a_demonstrator_too():
-    class Silent(Patient):
-        def expert_action(self, noise=0.0):
-            raise NotImplementedError
-
-    config = Tiny(hidden_size=32, demonstrations=30)
-    _, tokenizer, demonstrations = build({"test": Silent()}, config, 0)
-    assert demonstrations == []
-    assert len(tokenizer.encode("stone", add_special_tokens=False)) == 1
-
-
-def test_what_an_environment_says_of_tokens_is_not_about_a_demonstration(chat):
-    class Judge(Patient):
-        def step(self, action):
-            *rest, info = super().step(action)
-            return *rest, info | {"token_mask": [False] * len(action.token_ids)}
-
-    (sample,) = imitation_samples(demonstrate(Judge(), [Task(env_id="test", seed=0)], 0.0), chat)
-    assert sample.mask.sum() > 2
-
-
 def test_demonstrations_that_fail_are_left_out_and_too_many_are_an_error(caplog):
     class Fragile(Patient):
         every = 3
@@ -188,42 +156,6 @@ def test_demonstrations_that_fail_are_left_out_and_too_many_are_an_error(caplog)
     Fragile.every = 1
     with pytest.raises(RolloutError, match=r"60 of 60 episodes failed.*socket closed"):
         demonstrate(Fragile(), tasks, 0.0)
-
-
-def test_demonstrations_none_of_which_succeeds_are_named(caplog):
-    class Hopeless(Patient):
-        def step(self, action):
-            observation, _, *rest = super().step(action)
-            return observation, 0.0, *rest
-
-    tasks = [Task(env_id="test", seed=n) for n in range(3)]
-    demonstrate(Patient(), tasks, 0.0)
-    assert not caplog.text
-    demonstrate(Hopeless(), tasks, 0.0)
-    assert "none of the 3 demonstrations of test succeeded" in caplog.text
-
-
-def test_demonstrations_are_repeated_as_often_as_episodes_of_the_rollout():
-    tasks = [Task(env_id="test", seed=n) for n in range(30)]
-
-    def lost(retries, rate):
-        env = faulty("gspo/Lookup-v0", {"exception": 0.3}, hops=3)
-        limits = RolloutConfig(max_retries=retries, max_env_error_rate=rate)
-        return len(tasks) - len(demonstrate(env, tasks, 0.0, limits))
-
-    assert lost(200, 0.5) == 0
-    assert lost(1, 0.99) > 10
-    with pytest.raises(RolloutError, match="at most 20%"):
-        lost(1, 0.2)
-
-
-def test_failures_of_an_environment_do_not_change_the_model_that_is_made_for_it():
-    def vocabulary(rate):
-        env = faulty("gspo/Lookup-v0", {"exception": rate})
-        limits = RolloutConfig(max_retries=50)
-        return build({"x": env}, Tiny(hidden_size=32, demonstrations=5), 0, limits)[1].get_vocab()
-
-    assert vocabulary(0.3) == vocabulary(0.0)
 
 
 def test_a_tool_without_parameters_has_a_model_too():
@@ -316,14 +248,6 @@ class Mute(Patient):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, 1 / 8), ({"initializer_range": 0.02}, 0.02)])
-def test_random_weights_keep_the_size_of_what_they_multiply_unless_told_otherwise(given, expected):
-    model = build_model(Tiny(hidden_size=64, **given), 500, 1, 0)
-    for name in ("embed_tokens.weight", "layers.0.self_attn.q_proj.weight"):
-        spread = float(model.get_parameter(f"model.{name}").std())
-        assert spread == pytest.approx(expected, rel=0.05)
-
-
 @pytest.mark.parametrize(("rate", "restarts"), [(1e-2, 0), (1e-9, 2)])
 def test_a_warm_up_whose_loss_has_not_fallen_by_its_middle_begins_again(rate, restarts):
     config = Tiny(
@@ -339,20 +263,6 @@ def test_a_warm_up_whose_loss_has_not_fallen_by_its_middle_begins_again(rate, re
     steps = []
     warm_up(model, samples, config, 0, lambda step, loss: steps.append(step))
     assert steps == [*range(1, 21)] * restarts + [*range(1, 41)]
-
-
-@pytest.mark.parametrize(
-    ("points", "stuck"),
-    [
-        ((6.0, 1.05, 1.03, 1.02, 0.97), True),  # look-up, seed 5, which then ended at 0 %
-        ((6.0, 1.06, 1.03, 0.95, 0.72), False),  # look-up, seed 0
-        ((6.0, 0.45, 0.44, 0.42, 0.39), False),  # guess a number: nothing more to learn
-    ],
-)
-def test_only_a_high_loss_that_hardly_falls_is_stuck(points, stuck):
-    losses = np.interp(np.arange(225), [0, 45, 100, 150, 225], points).tolist()
-    assert _is_stuck(losses, 450) is stuck
-    assert not _is_stuck(losses[:3], 6)
 
 
 def test_without_a_demonstrator_the_model_learns_to_end_its_turns():

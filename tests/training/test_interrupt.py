@@ -183,23 +183,6 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(nu
     assert {s for s, name in points() if name == "rollout/return"} == set(range(1, done + 3))
 
 
-@pytest.mark.slow
-def test_a_signal_ends_a_run_that_plays_ahead_and_it_goes_on_without_gaps():
-    process = start("--config", "run.toml", "--max-staleness", "2")
-    until("run/checkpoints/step-000002", process)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
-    done = steps()[-1]
-    assert f"Stopped after step {done} of 500. Resume with" in output
-    assert "Traceback" not in errors
-    assert "was never" not in errors
-    buffer = json.loads(Path(f"run/checkpoints/step-{done:06d}/state.json").read_text())["buffer"]
-    assert [number for number, *_ in buffer["open"]] == list(range(buffer["next"]))[-6:]
-    history = go_on(2)
-    assert [s for s, m in history if "rollout/return" in m] == list(range(1, done + 3))
-
-
 def test_a_killed_run_goes_on_without_gaps_or_doubled_points():
     process = start("--config", "run.toml")
     until("run/checkpoints/step-000003", process)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import shutil
 
 import pytest
@@ -12,13 +11,12 @@ from runs import timeless
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import Config
-from gspo_env.credit import CreditConfig, ReturnsToGo, estimate
 from gspo_env.errors import RolloutError
 from gspo_env.recipes import Tiny
 from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import draw_tasks
-from gspo_env.training.split import Split, join, share_out
+from gspo_env.training.split import Split, join
 from gspo_env.trust import read_saved
 from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Turn
 
@@ -158,13 +156,6 @@ def test_the_weights_draw_the_environments_and_one_environment_draws_as_before()
     assert alone == [Task(env_id="x", seed=seed, options={"hops": 2}) for seed in seeds]
 
 
-def test_shares_add_up_and_every_environment_has_one():
-    for count, weights in itertools.product(range(3, 40), [[1, 1, 1], [0.7, 0.2, 0.1], [98, 1, 1]]):
-        shares = share_out(count, weights)
-        assert sum(shares) == count
-        assert min(shares) >= 1
-
-
 def test_the_first_tasks_of_a_joint_split_are_of_every_environment():
     def split(name, count):
         tasks = tuple(Task(env_id=name, seed=HELD_OUT + n) for n in range(count))
@@ -202,15 +193,6 @@ def group(env_id, rewards, outcome):
         for n, reward in enumerate(rewards)
     )
     return Group(task=task, episodes=episodes)
-
-
-def test_each_group_has_the_score_of_its_environment():
-    groups = [group("a", [0.0, 1.0], -1.0), group("b", [0.0, 1.0], -1.0)]
-    scores = {"a": "turns", "b": "outcome"}
-    credit = estimate(groups, ReturnsToGo(), CreditConfig(), scores)
-    (low, high), (first, second) = credit.advantages
-    assert low[0] < 0 < high[0]
-    assert second[0] < 0 < first[0]
 
 
 def test_a_task_of_no_environment_of_the_pools_is_an_error():

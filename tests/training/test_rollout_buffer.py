@@ -384,14 +384,3 @@ def test_a_learner_that_takes_what_is_ready_first_leaves_no_time_for_the_slow_on
     # with 3 now, 0 and 1 would both have to be in the update after, which has one group
     assert gate.choose({3}) is None
     assert gate.choose({1, 3}) == [1]
-
-
-def test_without_staleness_the_learner_takes_a_whole_batch_of_its_own_version():
-    gate = StalenessGate(3, 0)
-    for number in range(3):
-        gate.admit(number)
-    assert gate.capacity == 0
-    assert gate.choose({0, 2}) is None
-    assert gate.choose({2, 0, 1}) == [0, 1, 2]
-    gate.train([0, 1, 2], 1)
-    assert gate.capacity == 3

@@ -20,7 +20,7 @@ from gspo_env.errors import EnvironmentContractError, RolloutError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.rollout import Collector, EnvPool, RolloutConfig, RolloutStats
 from gspo_env.seeding import HELD_OUT, derive_seed
-from gspo_env.training import Split, hold_out, read_resets
+from gspo_env.training import hold_out, read_resets
 from gspo_env.types import ResetInfo, Task
 
 ROWS = [{"prompt": f"What is {n % 90} + 1?", "completion": str(n % 90 + 1)} for n in range(100)]
@@ -143,13 +143,6 @@ def test_the_evaluation_plays_only_held_out_tasks_and_leaves_half_of_the_draws(
     elif number > 1 and not broken:
         # one task has more than half of the draws, and no other was among the evaluation's
         assert len(set(split.keys)) < max(3, number)
-
-
-def test_a_larger_test_set_than_training_set_is_held_out_whole():
-    train, test = ROWS[:4], ROWS[10:80]
-    env = make_env("gspo/Dataset-v0", data=train, held_out=test)
-    split = split_of(EnvPool(lambda: env), "gspo/Dataset-v0", 256)
-    assert split.distinct > 60
 
 
 class Slow(TextEnv):
@@ -294,12 +287,3 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     main(["evaluate", "--model", "out", "--tasks", "40"])
     assert {task for evaluation, task in played if evaluation} == held
     assert f"12 episodes of {len(held)} held-out tasks" in capsys.readouterr().out
-
-
-def test_every_run_holds_out_the_same_tasks(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "few.py").write_text(FEW)
-    splits = [GSPOAgent(config=few(seed=seed)).split() for seed in (0, 7)]
-    splits.append(ScriptedAgent("few.py:Few").split(12))
-    assert splits[0] == splits[1] == splits[2]
-    assert isinstance(splits[0], Split)

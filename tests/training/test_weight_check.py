@@ -124,17 +124,6 @@ def test_every_copy_is_probed(learner, chat):
     assert engine.asked == [4, 4, 4]
 
 
-@pytest.mark.parametrize("busy", [0, 1, 2])
-def test_every_copy_is_probed_although_one_has_many_requests_of_the_rollout(learner, chat, busy):
-    """Above staleness 0 episodes go on, so that requests do not reach the copies evenly."""
-    engine = Copying(learner.policy, copies=3, missed="q_proj")
-    perturb(learner.policy)
-    engine.running[busy] = 12
-    with pytest.raises(EngineError, match="did not reach it"):
-        probed(engine, learner, chat)
-    assert engine.asked == [4, 4, 4]
-
-
 def test_the_bound_follows_the_less_exact_dtype_unless_one_is_set(learner, chat):
     engine = Copying(learner.policy, missed="v_proj", dtype="bfloat16")
     engine.tolerance = math.inf
