@@ -50,8 +50,8 @@ REMOVED = {
     " then `trace.export_chrome_trace('trace.json')`",
     "view.live": "run `gspo-env view` again, which writes the page anew",
     "view.port": "`gspo-env view` writes a file and opens it",
-    "supply.straggler_quantile": "bound an episode with --episode-timeout, or let the rollout go on"
-    " during updates with --max-staleness",
+    "supply.straggler_quantile": "bound an episode with --episode-timeout, or let the rollout"
+    " continue during updates with --max-staleness",
     "cache": "every run warms up its model anew, which takes seconds",
     "train.processes": "start the processes with `torchrun --standalone --local-addr 127.0.0.1"
     " --nproc-per-node N -m gspo_env train`",
@@ -66,7 +66,7 @@ settings, such as `rollout.NAME`, or the command, such as `view.NAME`.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When a run is saved so that `gspo-env train --resume` can go on with it."""
+    """When a run is saved, so that `gspo-env train --resume` can continue it."""
 
     save_every: Annotated[int, Ge(0)] = 0
     """Steps between checkpoints; 0 saves as often as takes at most 2 % of the time."""

@@ -43,7 +43,7 @@ def check_folder(folder: Path) -> None:
         for path in paths:
             try:
                 mode = path.lstat().st_mode
-            except FileNotFoundError:  # of a run that goes on
+            except FileNotFoundError:  # of a run in progress
                 continue
             best = path.name == "best" and path.parent.name == "checkpoints"
             if stat.S_ISLNK(mode) and best and re.fullmatch(r"step-\d+", os.readlink(path)):

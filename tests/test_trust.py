@@ -270,7 +270,7 @@ def mine(tmp_path, capsys):
     return tmp_path / "run"
 
 
-def test_a_folder_that_the_user_trained_is_evaluated_and_goes_on_without_flags(capsys, mine):
+def test_a_folder_that_the_user_trained_is_evaluated_and_resumes_without_flags(capsys, mine):
     main(["evaluate", "--model", "run", "--tasks", "2"])
     assert "success" in capsys.readouterr().out
     config = parse(["train", "--model", "run"]).resolved
@@ -320,7 +320,7 @@ def test_where_anything_differs_from_the_record_the_flag_is_needed_and_says_why(
         main(["evaluate", "--model", folder, "--tasks", "2", *flags])
 
 
-def test_a_run_goes_on_from_another_working_folder_with_the_flag_that_its_error_names(
+def test_a_run_resumes_from_another_working_folder_with_the_flag_that_its_error_names(
     capsys, mine, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path / "state")
@@ -334,7 +334,7 @@ def test_a_run_goes_on_from_another_working_folder_with_the_flag_that_its_error_
     assert "changed" not in capsys.readouterr().out
 
 
-def test_a_run_that_goes_on_says_that_the_file_of_its_environment_has_changed(capsys, mine):
+def test_a_resumed_run_says_that_the_file_of_its_environment_has_changed(capsys, mine):
     Path("mine.py").write_text(MINE + "# other\n")
     assert "the files changed" in refused(capsys, "train", "--resume", "run", "--steps", "2")
     main(["train", "--resume", "run", "--steps", "2", "--env", "mine.py:Mine"])
@@ -345,7 +345,7 @@ def test_a_run_that_goes_on_says_that_the_file_of_its_environment_has_changed(ca
     assert said not in capsys.readouterr().out
 
 
-def test_a_run_of_somebody_else_goes_on_only_with_the_flag(capsys, mine):
+def test_a_run_of_somebody_else_resumes_only_with_the_flag(capsys, mine):
     main(["train", "--resume", "run", "--steps", "2"])
     Path("state/gspo-env/trained").rename("gone")
     said = refused(capsys, "train", "--resume", "run", "--steps", "3")

@@ -128,7 +128,7 @@ class GSPOAgent:
         """Warms up the embedded model, trains, evaluates, tracks and saves; returns the metrics.
 
         SIGINT and SIGTERM end the training after the step that runs, with a checkpoint; a second
-        one raises KeyboardInterrupt. An agent of `resume` goes on where its run stopped.
+        one raises KeyboardInterrupt. An agent of `resume` continues where its run stopped.
 
         Raises:
             ModelError: No way to run the model gives its own log-probabilities.
@@ -225,7 +225,7 @@ class GSPOAgent:
     def resume(
         cls, path: str | Path, config: Config | None = None, ranks: Ranks | None = None
     ) -> GSPOAgent:
-        """Returns the agent of a run that stopped; `train` goes on after its newest checkpoint.
+        """Returns the agent of a run that stopped; `train` continues after its newest checkpoint.
 
         Until it has trained, no other process can train the run.
 

@@ -58,7 +58,7 @@ class Reporter:
         self._checkpoints = checkpoints
         attempt = checkpoints.attempt
         self.episodes = EpisodeLog(checkpoints.run, config.episodes, tokenizer, attempt)
-        known = checkpoints.run / "warnings.txt"  # of a run that goes on
+        known = checkpoints.run / "warnings.txt"  # of a resumed run
         self._warnings = known.read_text().splitlines() if known.is_file() else []
         self._evaluations: list[EvalSnapshot] = []
         self._best: tuple[float, int] | None = None
@@ -143,7 +143,7 @@ class Reporter:
             snapshot = EvalSnapshot.from_metrics(step, metrics, self.config.eval_tasks)
             self._evaluations.append(snapshot)
         self.take_score(score)
-        self.episodes.go_on(history[-1][0] if history else 0)
+        self.episodes.resume(history[-1][0] if history else 0)
 
     def take_score(self, score: Score | None) -> None:
         """Writes the config with the rewards that the run learns from, None before it decides."""
@@ -151,7 +151,7 @@ class Reporter:
         self.write("config.toml", to_toml(self.config))
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file of the run; on a full disk, training goes on without it."""
+        """Writes a file of the run; on a full disk, training continues without it."""
         path: Path = self._checkpoints.run / name
         self._checkpoints.attempt(name, lambda: write_text(path, text))
 
@@ -179,7 +179,7 @@ class Reporter:
         self._tracker.artifact(folder / MODEL, MODEL)
 
     def end(self, history: History, split: Split, left_out: int) -> None:
-        """Says what the run reached, and where its files are or how to go on with it.
+        """Says what the run reached, and where its files are or how to resume it.
 
         Args:
             history: The metrics of every step.
@@ -245,7 +245,7 @@ def run_info(
         env_id: The environment.
         way: How the model is run.
         folder: Folder of the run.
-        ids: The id of a run that goes on in each tracker, else nothing.
+        ids: The id of a resumed run in each tracker, else nothing.
     """
     estimator = name_of("advantage", config.advantage).rpartition(":")[2]
     return RunInfo(

@@ -276,7 +276,7 @@ def _tuple(value: Any) -> Any:
 def read_episodes(
     run: str | Path, *, phases: Collection[str] = PHASES, steps: Collection[int] | None = None
 ) -> Episodes:
-    """Reads the episodes that a run has kept, also while it goes on.
+    """Reads the episodes that a run has kept, also while it is running.
 
     Args:
         run: Folder of the run.

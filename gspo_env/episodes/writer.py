@@ -53,7 +53,7 @@ _VALUES = {
 class EpisodeLog:
     """The episodes of one run on the disk: a file for each phase of a step, whole or absent.
 
-    A run that goes on writes the same files again, so no episode is there twice.
+    A resumed run writes the same files again, so no episode is there twice.
 
     Args:
         run: Folder of the run.
@@ -93,8 +93,8 @@ class EpisodeLog:
             self._write(step, "eval", dict(enumerate(evaluation.groups)), {})
             self._write(step, "greedy", dict(enumerate(evaluation.greedy_groups)), {})
 
-    def go_on(self, step: int) -> None:
-        """Deletes what a run wrote after the step from which it goes on."""
+    def resume(self, step: int) -> None:
+        """Deletes what a run wrote after the step from which it is resumed."""
         for file in episode_files(self.run):
             if file.step > step:
                 self._attempt(f"{FOLDER}/{file.path.name}", file.path.unlink)

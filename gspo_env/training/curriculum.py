@@ -33,7 +33,7 @@ class Curriculum(Protocol):
     def options(self, results: Sequence[StepResult]) -> Mapping[str, Any]:
         """Returns the options of `reset`, which are JSON values.
 
-        A function of the results alone, so that a resumed run goes on in the same way.
+        A function of the results alone, so that a resumed run continues in the same way.
 
         Args:
             results: All steps before, the last one last.

@@ -127,9 +127,7 @@ def test_the_text_of_kept_tokens_is_that_of_the_conversation(run: Path) -> None:
             assert said.removesuffix("<|im_end|>") == t.action
 
 
-def test_a_run_that_goes_on_has_no_episode_twice_and_the_same_ones(
-    run: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_no_episode_twice_and_the_same_ones(run: Path, tmp_path: Path) -> None:
     half = tmp_path / "half"
     GSPOAgent(config=small(half)).train()
     # as if the process had been killed in the second step

@@ -1,4 +1,4 @@
-"""Real processes that are stopped, killed, or cannot write: what they leave, and how they go on."""
+"""Real processes that are stopped, killed, or cannot write: what is saved, and how they resume."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def steps():
     return sorted(int(p.name[-6:]) for p in Path("run/checkpoints").glob("step-*"))
 
 
-def go_on(more):
+def resume_run(more):
     """Goes on in this process with some more steps; returns the history."""
     done = steps()[-1]
     config = override(load_toml("run/config.toml"), {"steps": done + more})
@@ -175,7 +175,7 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(nu
     assert "stops after this step" in errors
     assert Path("status").read_text() == "KILLED"
     assert not Path("run/model").exists()
-    history = go_on(2)
+    history = resume_run(2)
     assert [s for s, m in history if "rollout/return" in m] == list(range(1, done + 3))
     assert Path("status").read_text() == "FINISHED"
     assert Path("begun").read_text() == "{'notes.py:Notes': 'the first'}"
@@ -183,12 +183,12 @@ def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint_and_exit_code_0(nu
     assert {s for s, name in points() if name == "rollout/return"} == set(range(1, done + 3))
 
 
-def test_a_killed_run_goes_on_without_gaps_or_doubled_points():
+def test_a_killed_run_resumes_without_gaps_or_doubled_points():
     process = start("--config", "run.toml")
     until("run/checkpoints/step-000003", process)
     process.kill()
     process.communicate()
-    history = go_on(2)
+    history = resume_run(2)
     last = history[-1][0]
     assert [s for s, m in history if "rollout/return" in m] == list(range(1, last + 1))
     assert len(points()) == len(set(points()))

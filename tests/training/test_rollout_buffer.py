@@ -261,9 +261,7 @@ def test_a_run_that_was_suspended_goes_on(left):
     seconds=st.lists(st.floats(0.01, 40.0), min_size=1, max_size=9),
     flat=st.sets(st.integers(0, 20), max_size=9),
 )
-def test_a_run_that_goes_on_replays_what_was_in_flight_and_skips_nothing(
-    staleness, cut, seconds, flat
-):
+def test_a_resumed_run_replays_what_was_in_flight_and_skips_nothing(staleness, cut, seconds, flat):
     player = Scripted(seconds, flat)
     buffer = buffer_of(player, staleness, max_resamples=2)
     first = run(train(buffer, player, steps=cut))
