@@ -7,41 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from credits import check, episode, group
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.credit import CreditConfig, Outcome, ReturnsToGo, estimate
 from gspo_env.errors import ConfigError
-from gspo_env.types import Episode, Group, StopReason, Task, Turn
-
-TASK = Task(env_id="test", seed=0)
-FINITE = st.floats(-5, 5).map(lambda value: round(value, 2))
-
-
-def episode(*rewards: float, stop: StopReason = StopReason.TERMINATED) -> Episode:
-    turns = tuple(
-        Turn(prompt_ids=(1,), action_ids=(2,), logprobs=(-1.0,), text="", observation="", reward=r)
-        for r in rewards
-    )
-    return Episode(
-        task=TASK,
-        turns=turns,
-        outcome=sum(rewards),
-        stop_reason=stop,
-        terminated=stop is StopReason.TERMINATED,
-        truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
-    )
-
-
-def group(*episodes: Episode) -> Group:
-    return Group(task=TASK, episodes=episodes)
-
-
-def check(rows: Any, *expected: list[float]) -> None:
-    assert len(rows) == len(expected)
-    for row, values in zip(rows, expected, strict=True):
-        np.testing.assert_allclose(row, values, atol=1e-12)
-
+from gspo_env.types import Group, StopReason
 
 UNEQUAL = group(
     episode(1, 2), episode(3), episode(0, 0, 0, stop=StopReason.MAX_TURNS), episode(6, 0)
@@ -85,6 +57,7 @@ def test_errors_and_nothing_to_compare_get_zeros(function: Any) -> None:
     check([rows[0], rows[2]], list(without[0]), list(without[1]))
 
 
+FINITE = st.floats(-5, 5).map(lambda value: round(value, 2))
 rewards = st.lists(st.lists(FINITE, min_size=3, max_size=3), min_size=3, max_size=6)
 
 
@@ -105,17 +78,6 @@ def test_shift_of_all_rewards_changes_nothing(
         right = ReturnsToGo(scale=scale, gamma=gamma).advantages(after)
         for a, b in zip(left, right, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-8)
-
-
-@given(rewards=rewards, factor=st.floats(0.1, 10))
-def test_std_scaling_makes_the_unit_of_reward_irrelevant(
-    rewards: list[list[float]], factor: float
-) -> None:
-    before = group(*(episode(*row) for row in rewards))
-    after = group(*(episode(*(r * factor for r in row)) for row in rewards))
-    for function in (Outcome(scale="std").advantages, ReturnsToGo(scale="std").advantages):
-        for a, b in zip(function(before), function(after), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_estimate_scales_over_the_batch_and_counts() -> None:

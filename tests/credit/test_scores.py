@@ -113,18 +113,6 @@ def train(tmp_path, source, name, **changes):
     return agent, agent.train()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_environment_that_rewards_its_outcome_alone_trains_with_every_estimator(
-    name, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    _, history = train(tmp_path, COIN, "Coin", advantage=name)
-    (metrics,) = (m for _, m in history if "train/advantage_rms" in m)
-    assert metrics["train/advantage_rms"] > 0
-    assert metrics["rollout/zero_variance_groups"] < 1
-
-
 def last_turns(name, episodes, score):
     """The advantage of the last turn of each episode."""
     rows = find("advantage", name)().advantages(group(*episodes, score=score))
@@ -179,13 +167,6 @@ def test_a_cut_episode_counts_with_the_outcome_that_the_environment_declares():
     assert turn_rewards(cut, "sum").tolist() == [0.2, -0.8]
     empty = replace(played([], stop=StopReason.MAX_CONTEXT), outcome=-1.0)
     assert all(turn_rewards(empty, score).shape == (0,) for score in get_args(Score))
-
-
-def test_a_discount_counts_from_the_last_turn_where_the_outcome_is():
-    episodes = [played([0.0, 0.0], o) for o in (1.0, 0.0, 0.0)]
-    estimator = find("advantage", "returns_to_go")(gamma=0.5, scale="none")
-    (first, *_) = estimator.advantages(group(*episodes, score="outcome"))
-    assert first.tolist() == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from pretend_device import PretendTensor, pretend_gpu
 
-from gspo_env.cli import doctor
 from gspo_env.engines.vllm.local import VLLMEngine, engine_arguments
 from gspo_env.engines.vllm.settings import VLLM, VLLMServer
 from gspo_env.model.export import named_weights
@@ -155,17 +154,3 @@ def test_a_gpu_gets_its_own_arguments_of_vllm():
     assert "block_size" in here
     assert "block_size" not in there
     assert "enable_chunked_prefill" not in there
-
-
-def test_doctor_names_the_gpu_and_its_free_memory():
-    with pretend_gpu():
-        found = {f.name: f for f in doctor.diagnose()}
-    assert found["device"].ok
-    assert found["device"].text == "Pretend 9000, 20.0 of 24.0 GiB free"
-
-
-def test_doctor_says_that_vllm_gets_less_of_the_gpu_than_its_share(monkeypatch):
-    with pretend_gpu():
-        assert doctor._vllm_memory() == ""
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**30, 24 * 2**30))
-        assert "1.0 of 24.0 GiB of the GPU are free, its share is 45%" in doctor._vllm_memory()

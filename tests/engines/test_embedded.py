@@ -43,26 +43,6 @@ async def converse(engine, rng, turns, session, temperature=1.0, seed=0):
     return log
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_equal_a_plain_forward_pass_over_all_rows_of_many_ragged_episodes(
-    model, temperature
-):
-    engine = TransformersEngine(model, max_slots=5, max_context=400, max_step_tokens=37)
-
-    async def play():
-        jobs = [
-            converse(engine, random.Random(n), 1 + n % 5, f"s{n}", temperature) for n in range(16)
-        ]
-        return await asyncio.gather(*jobs)
-
-    for log in asyncio.run(play()):
-        for prompt, done in log:
-            expected = plain_logprobs(
-                model, prompt + list(done.token_ids), len(done.token_ids), temperature
-            )
-            assert torch.tensor(done.logprobs).sub(expected).abs().max() < 1e-5
-
-
 def test_a_request_samples_the_same_alone_and_in_a_crowd(model):
     async def alone():
         engine = TransformersEngine(model, max_slots=4, max_context=200)

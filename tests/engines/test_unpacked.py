@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gspo_env.engines import Sampling, TransformersEngine, UnbatchedEngine
-from gspo_env.errors import EngineError, ModelError
+from gspo_env.errors import EngineError
 from gspo_env.model.check import check_model
 
 
@@ -130,28 +130,6 @@ def test_a_closed_engine_and_a_prompt_that_does_not_fit_are_refused(hybrid):
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         asyncio.run(engine.generate([3], Sampling(max_tokens=3)))
-
-
-def test_a_failing_pass_fails_its_own_request_only(hybrid, monkeypatch):
-    engine = start(hybrid)
-    forward = type(hybrid).forward
-
-    def fails_on_a_nine(self, input_ids, **rest):
-        if 9 in input_ids:
-            raise ModelError("nine")
-        return forward(self, input_ids, **rest)
-
-    monkeypatch.setattr(type(hybrid), "forward", fails_on_a_nine)
-
-    async def play():
-        prompts = ([3, 4], [9, 4])
-        jobs = (engine.generate(p, Sampling(max_tokens=1), str(p)) for p in prompts)
-        return await asyncio.gather(*jobs, return_exceptions=True)
-
-    right, wrong = asyncio.run(play())
-    assert len(right.token_ids) == 1
-    assert isinstance(wrong, ModelError)
-    asyncio.run(engine.update_weights([], 1))
 
 
 def test_activation_checkpointing_keeps_gradients_and_the_cache():

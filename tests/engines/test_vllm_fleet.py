@@ -289,34 +289,6 @@ def test_requests_from_elsewhere_do_not_wait_for_weights_that_nobody_sends(start
     assert before.lost == ""
 
 
-def test_requests_wait_for_a_restarted_server_that_gets_its_weights_now(start, model, monkeypatch):
-    engine = start()
-    asked = []
-
-    def send(server):
-        asked.append(engine.server_list.lost)
-        monkeypatch.setattr(engine, "_transfer", "folder")
-        return real(server)
-
-    async def play():
-        asking = await restarted(engine, monkeypatch)
-        with pytest.raises(EngineError):
-            await asking
-        change(model)
-        await engine.update_in_flight(named_weights(model), 1)
-        return await ask(ServerClient(engine.server_list, 4), 2)
-
-    real = engine._send_to
-    monkeypatch.setattr(engine, "_send_to", send)
-    monkeypatch.setattr(engine, "_prepare_source", lambda named: prepare(engine, named))
-    assert asyncio.run(play()) == [in_folder(engine)] * 2
-    assert asked == [""]
-
-
-def prepare(engine, named):
-    engine._exporter.write(named, engine._folder)
-
-
 def test_an_older_message_does_not_undo_what_a_newer_one_said(start, monkeypatch):
     engine = start(replicas=2)
     first = engine.server_list
@@ -351,13 +323,6 @@ def test_an_answer_that_cannot_be_read_is_an_error_with_the_answer(start):
     fault(engine, "empty")
     with pytest.raises(EngineError, match=r"cannot be read .*choices"):
         asyncio.run(ask(engine, 1))
-
-
-def test_weights_are_updated_while_a_server_still_holds_a_cancelled_request(start, model):
-    engine = start()
-    fault(engine, "held", times=3)
-    asyncio.run(engine.update_weights(named_weights(model), 1))
-    assert engine.servers_lost == 0
 
 
 def test_servers_listen_only_on_a_socket_that_nobody_else_can_reach(start):

@@ -72,20 +72,6 @@ def test_arithmetic_mean_by_hand() -> None:
     np.testing.assert_allclose(gradient, [[-1, 0, 0], [1 / 6, 1 / 6, 8 / 6]], atol=1e-12)
 
 
-def test_the_mean_of_power_one_half_by_hand() -> None:
-    # ratios 1 and 4: s = ((1 + 2) / 2)^2 = 9 / 4, carriers s^(1/2) w^(1/2) = 3/2 and 3
-    inputs = {
-        "logprobs": torch.tensor([[0.0, np.log(4.0)]], dtype=torch.float64),
-        "old_logprobs": torch.zeros(1, 2, dtype=torch.float64),
-        "advantages": torch.tensor([[1.0, -1.0]], dtype=torch.float64),
-        "mask": torch.ones(1, 2, dtype=torch.bool),
-    }
-    output, gradient = evaluate(inputs, ratio_mean=0.5, clip_low=0.5, clip_high=9.0)
-    np.testing.assert_allclose(output.ratio, [[2.25, 2.25]])
-    assert output.loss.item() == pytest.approx(-(1.5 - 3.0) / 2)
-    np.testing.assert_allclose(gradient, [[-0.75, 1.5]])
-
-
 @pytest.mark.parametrize("power", [-3.0, -1.0, 0.3, 1.0, 3.0])
 def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> None:
     far = {k: v.float() if v.is_floating_point() else v for k, v in batch(8, spread=500.0).items()}

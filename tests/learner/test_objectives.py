@@ -18,7 +18,7 @@ from learners import evaluate
 from torch import Tensor
 
 from gspo_env.errors import BatchError, ConfigError
-from gspo_env.learner.losses import importance_weights, packed_policy_loss, policy_loss
+from gspo_env.learner.losses import importance_weights, policy_loss
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "objective_cases.json").read_text())
 TRL_CASES = json.loads((Path(__file__).parents[1] / "data" / "trl_cases.json").read_text())
@@ -44,15 +44,6 @@ batch = partial(learners.batch, rows=4, length=12, spread=4e-3)
 
 def as_numpy(inputs: dict[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.numpy() for name, tensor in inputs.items()}
-
-
-def assert_like_reference(inputs: dict[str, Tensor], **options: Any) -> None:
-    output, gradient = evaluate(inputs, **options)
-    expected = reference.policy_loss(**as_numpy(inputs), **options)
-    np.testing.assert_allclose(output.loss.item(), expected.loss, atol=1e-12)
-    np.testing.assert_allclose(gradient, expected.gradient, atol=1e-12)
-    np.testing.assert_allclose(output.kl, expected.kl, atol=1e-12)
-    np.testing.assert_array_equal(output.clipped, expected.clipped)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,26 +73,6 @@ def test_token_advantages_keep_their_own_gradient() -> None:
     (through_mean,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(output.loss, loss)
     torch.testing.assert_close(through_mean, torch.full((1, 5), -0.4 / 5, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("level", ["sequence", "turn"])
-def test_finite_differences_match_equation_17(level: str) -> None:
-    inputs = batch(2, rows=2, length=6)
-    options = {"ratio_level": level, "clip_low": 0.5, "clip_high": 0.5}
-    output, gradient = evaluate(inputs, **options)
-    base, mask = inputs["logprobs"], inputs["mask"]
-
-    def literal(logprobs: Tensor) -> Tensor:
-        # eq. 14 with the stop-gradient parts frozen at the base point
-        carrier = output.ratio * (logprobs - base).exp()
-        means: Tensor = (carrier * inputs["advantages"] * mask).sum(1) / mask.sum(1)
-        return -means.mean()
-
-    for index in np.ndindex(*base.shape):
-        step = torch.zeros_like(base)
-        step[index] = 1e-5
-        slope = (literal(base + step) - literal(base - step)) / 2e-5
-        assert gradient[index].item() == pytest.approx(slope.item(), abs=1e-9)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -157,43 +128,6 @@ def test_padding_and_masked_content_change_nothing(level: str, seed: int, paddin
     assert torch.equal(again.loss, output.loss)
     assert torch.equal(padded_gradient[:, : gradient.shape[1]], gradient)
     assert not padded_gradient[:, gradient.shape[1] :].any()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=20, deadline=None)
-@given(seed=seeds, cut=st.integers(1, 3))
-def test_permutation_and_microbatches_change_nothing(level: str, seed: int, cut: int) -> None:
-    inputs = batch(seed)
-    output, gradient = evaluate(inputs, ratio_level=level)
-    order = torch.tensor(np.random.default_rng(seed).permutation(4))
-    shuffled, moved = evaluate({k: v[order] for k, v in inputs.items()}, ratio_level=level)
-    torch.testing.assert_close(shuffled.loss, output.loss, atol=1e-12, rtol=0)
-    torch.testing.assert_close(moved, gradient[order], atol=1e-12, rtol=0)
-    total = torch.zeros((), dtype=torch.float64)
-    for rows in (slice(0, cut), slice(cut, 4)):
-        part = {k: v[rows] for k, v in inputs.items()}
-        mask = part["mask"]
-        total += packed_policy_loss(
-            part["logprobs"][mask],
-            part["old_logprobs"][mask],
-            part["advantages"][mask],
-            mask.nonzero()[:, 0],
-            num_sequences=len(mask),
-            ratio_level=level,  # type: ignore[arg-type]
-            turn_ids_N=part["turn_ids"][mask],
-            normaliser=4,
-        ).loss
-    torch.testing.assert_close(total, output.loss, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_dual_clip_kl_and_weights_match_the_reference(level: str) -> None:
-    inputs = batch(5, spread=0.6)
-    inputs["reference_logprobs"] = inputs["old_logprobs"] + 0.1
-    inputs["importance_weights"] = torch.rand(4, 12, dtype=torch.float64)
-    assert_like_reference(inputs, ratio_level=level, clip_low=0.2, clip_high=0.2)
-    options = {"dual_clip": 1.3, "kl_coef": 0.3, "clip_low": 0.2, "clip_high": 0.2}
-    assert_like_reference(inputs, ratio_level=level, **options)
 
 
 def test_half_precision_is_computed_in_float32_and_extremes_stay_finite() -> None:

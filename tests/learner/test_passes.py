@@ -103,14 +103,6 @@ def test_samples_without_a_model_token_change_nothing(model, samples, gradients)
         learner_of(model).update([])
 
 
-def test_one_sample_and_more_minibatches_than_samples(model, samples):
-    metrics = learner_of(model, minibatches=8).update(samples[:1])
-    assert np.isfinite([*metrics.values()]).all()
-    learner = learner_of(model, minibatches=8)
-    assert [m.episodes for m in learner.prepare(samples[:3])] == [1, 1, 1]
-    assert np.isfinite([*learner.update(samples[:3]).values()]).all()
-
-
 def test_unknown_engine_logprobs_of_some_samples_leave_the_others_measured(model, samples):
     mixed = [
         dataclasses.replace(s, engine_logprobs=None) if n == 0 else s for n, s in enumerate(samples)

@@ -188,18 +188,6 @@ def test_sampled_tokens_are_trained_once_and_forks_compute_their_context_once():
     assert batch.episodes == (0,)
 
 
-def test_the_sequences_of_an_episode_share_a_minibatch_and_a_row_if_they_fit(model):
-    played = [e for seed in range(4) for e in episodes(seed)]
-    learner = learner_of(model, GSPO(), minibatches=4, microbatch_tokens=300)
-    parts = learner.prepare(to_samples(played, credit(played)), seed=2)
-    seen = [{n for m in part.microbatches for n in m.row.episodes} for part in parts]
-    assert sorted(n for found in seen for n in found) == list(range(len(played)))
-    assert [part.episodes for part in parts] == [5, 5, 5, 5]
-    for part in parts:
-        places = [n for m in part.microbatches for n in m.row.episodes]
-        assert len(places) == len(set(places))
-
-
 def test_policy_loss_takes_rows_of_one_episode():
     rng = np.random.default_rng(0)
     new, old, adv = (torch.tensor(rng.standard_normal((3, 4))) for _ in range(3))

@@ -164,17 +164,6 @@ def test_an_exported_adapter_is_the_model_that_was_trained(settings, tied, tmp_p
     check(adapted(copy.deepcopy(base), **settings), base, tmp_path / "model")
 
 
-@pytest.mark.parametrize("parameters", [["gate_up_proj"], ["gate_up_proj", "down_proj"]])
-@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "GptOss"])
-def test_an_adapter_of_fused_experts_reaches_every_expert(name, parameters, tmp_path):
-    base = tiny(name, intermediate_size=16, moe_intermediate_size=16)
-    targets = [f"mlp.experts.{each}" for each in parameters]
-    peft = adapted(
-        copy.deepcopy(base), target_modules=["q_proj"], target_parameters=targets, lora_dropout=0.0
-    )
-    check(peft, base, tmp_path / "model")
-
-
 def test_bfloat16_weights_are_rounded_once_and_keep_their_dtype():
     base = tiny("Llama").bfloat16()
     peft = adapted(copy.deepcopy(base).float(), target_modules="all-linear")
