@@ -61,8 +61,8 @@ class EngineLoop:
             ConfigError: It is called on the loop of `run`, which cannot wait for itself.
             EngineError: The run ended, or there was no answer in time.
         """
-        loop, own = self._loop, _running()
-        if loop is not None and loop is own:
+        loop, current = self._loop, _running()
+        if loop is not None and loop is current:
             coroutine.close()
             raise ConfigError(
                 "act was called on the event loop of the rollout, which cannot wait for itself: "
@@ -72,7 +72,7 @@ class EngineLoop:
             if loop is not None:
                 return asyncio.run_coroutine_threadsafe(coroutine, loop).result(seconds)
             with self._alone:  # each use takes at most `seconds`
-                if own is not None:
+                if current is not None:
                     return run(coroutine, _LOOP, seconds)
                 return asyncio.run(asyncio.wait_for(coroutine, seconds))
         except TimeoutError as error:

@@ -58,11 +58,9 @@ class Reporter:
         self._checkpoints = checkpoints
         attempt = checkpoints.attempt
         self.episodes = EpisodeLog(checkpoints.run, config.episodes, tokenizer, attempt)
-        known = checkpoints.run / "warnings.txt"  # of a resumed run
-        self._warnings = known.read_text().splitlines() if known.is_file() else []
+        path = checkpoints.run / "warnings.txt"  # of a resumed run
+        self._warnings = path.read_text().splitlines() if path.is_file() else []
         self._evaluations: list[EvalSnapshot] = []
-        self._best: tuple[float, int] | None = None
-        """The best success of an evaluation, and its step."""
         self._system = SystemMetrics()
         self._num_tasks: dict[str, int | None] = {}
         """The number of tasks that each environment declares."""
@@ -88,9 +86,14 @@ class Reporter:
     def trained(self, step: int, stats: RolloutStats, metrics: Mapping[str, float]) -> None:
         """Reports an update, with every metric of the step."""
         self._tracker.log({**metrics, **self._system.take()}, step)
-        speed, clipped = stats.tokens / stats.seconds, metrics.get("train/clipped_fraction")
-        more = {"tokens_per_second": speed, "clipped": clipped}
-        self._show("train", step, stats.played, lost=stats.lost or None, **more)
+        self._show(
+            "train",
+            step,
+            stats.played,
+            lost=stats.lost or None,
+            tokens_per_second=stats.tokens / stats.seconds,
+            clipped=metrics.get("train/clipped_fraction"),
+        )
         every, last = self.config.eval_every, self.config.steps
         if step == last or (every and step % every == 0):
             self._progress.begin("evaluate", step, last)
@@ -98,8 +101,7 @@ class Reporter:
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Reports an evaluation and keeps its episodes."""
         self._tracker.log(evaluation.metrics(), step)
-        if self._best is None or evaluation.sampled.success > self._best[0]:
-            self._best = evaluation.sampled.success, step
+        self._evaluations.append(EvalSnapshot.of(step, evaluation))
         if step == 0:
             for source in inputs(self.config, evaluation.groups, self._num_tasks):
                 self._tracker.input(source)
@@ -107,7 +109,6 @@ class Reporter:
                 self.warned(finding)
         self._show("evaluate", step, evaluation.sampled, lost=evaluation.lost or None)
         self._progress.begin("train", step, self.config.steps)
-        self._evaluations.append(EvalSnapshot.of(step, evaluation))
         warned = any(line.startswith("collapse:") for line in self._warnings)
         if not warned and (finding := find_collapse(self._evaluations)):
             self.warned(finding)
@@ -136,12 +137,11 @@ class Reporter:
 
     def resume(self, history: History, score: Score | None) -> None:
         """Restores the evaluations and the score of a resumed run."""
-        evaluations = [(step, m) for step, m in history if "eval/success" in m]
-        scores = [(m["eval/success"], step) for step, m in evaluations]
-        self._best = max(scores, key=lambda pair: pair[0], default=None)
-        for step, metrics in evaluations:
-            snapshot = EvalSnapshot.from_metrics(step, metrics, self.config.eval_tasks)
-            self._evaluations.append(snapshot)
+        self._evaluations += [
+            EvalSnapshot.from_metrics(step, metrics, self.config.eval_tasks)
+            for step, metrics in history
+            if "eval/success" in metrics
+        ]
         self.take_score(score)
         self.episodes.resume(history[-1][0] if history else 0)
 
@@ -178,13 +178,13 @@ class Reporter:
             self._tracker.artifact(folder / name)
         self._tracker.artifact(folder / MODEL, MODEL)
 
-    def end(self, history: History, split: Split, left_out: int) -> None:
+    def end(self, history: History, split: Split, skipped_demonstrations: int) -> None:
         """Says what the run reached, and where its files are or how to resume it.
 
         Args:
             history: The metrics of every step.
             split: The tasks of the evaluation.
-            left_out: Demonstrations of held-out tasks.
+            skipped_demonstrations: Demonstrations of held-out tasks.
         """
         step, steps = history[-1][0], self.config.steps
         if step < steps:
@@ -193,7 +193,7 @@ class Reporter:
                 f"{self._checkpoints.resume_command}"
             ]
         else:
-            lines = _results(history, split, left_out)
+            lines = _results(history, split, skipped_demonstrations)
             folder = self._checkpoints.run
             lines.append(f"Model, config and learning curve: {folder}")
             lines += closing(history, folder, self._progress.encoding, tasks=len(split.tasks))
@@ -228,7 +228,7 @@ class Reporter:
             step,
             self.config.steps,
             success=what.success,
-            best=self._best[0] if self._best else None,
+            best=max((e.success for e in self._evaluations), default=None),
             mean_return=what.mean_return,
             return_std=what.return_std,
             **more,
@@ -257,7 +257,7 @@ def run_info(
     )
 
 
-def _results(history: History, split: Split, left_out: int) -> list[str]:
+def _results(history: History, split: Split, skipped_demonstrations: int) -> list[str]:
     def total(name: str) -> float:
         return sum(metrics.get(name, 0.0) for _, metrics in history)
 
@@ -271,9 +271,9 @@ def _results(history: History, split: Split, left_out: int) -> list[str]:
     if skipped := total("train/skipped_steps"):
         lines.append(f"Optimiser steps skipped, because a number was not finite: {skipped:.0f}.")
     redrawn = total("rollout/redrawn_tasks")
-    if redrawn or left_out:
+    if redrawn or skipped_demonstrations:
         lines.append(
-            f"Not trained on, because their tasks are held out: draws {redrawn:.0f} (each was "
-            f"repeated), demonstrations {left_out}."
+            f"Held out for evaluation: {skipped_demonstrations} demonstrations skipped, "
+            f"{redrawn:.0f} training tasks redrawn."
         )
     return lines

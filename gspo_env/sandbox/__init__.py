@@ -207,8 +207,8 @@ def find_missing_for_commands() -> str | None:
         return str(error)
     if ended is not None and ended.stdout == "isolated\n":
         return None
-    told = "it did not end" if ended is None else (ended.stdout or ended.stderr).strip()
-    return f"a trial command was not isolated: {told or 'it printed nothing'}"
+    output = "it did not end" if ended is None else (ended.stdout or ended.stderr).strip()
+    return f"a trial command was not isolated: {output or 'it printed nothing'}"
 
 
 @functools.cache

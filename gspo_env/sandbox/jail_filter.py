@@ -91,8 +91,8 @@ def deny(
     """
     machine = os.uname().machine
     if machine not in ARCHITECTURES or sys.maxsize < 2**32:
-        known = " and ".join(ARCHITECTURES)
-        raise OSError(errno.ENOSYS, f"seccomp: the processor is {machine}; expected {known}")
+        supported = " and ".join(ARCHITECTURES)
+        raise OSError(errno.ENOSYS, f"seccomp: the processor is {machine}; expected {supported}")
     column, audit = ARCHITECTURES[machine]
     map_shared, map_anonymous = 1, 0x20
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_GIVE, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
@@ -125,8 +125,10 @@ def deny(
 def _allow(terms: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int, int]]:
     """Returns the steps that allow a call if each of the arguments has its value."""
     steps: list[tuple[int, int, int, int]] = []
-    for left, (argument, mask, value) in zip(range(len(terms) - 1, -1, -1), terms, strict=True):
-        test = (_EQUAL, 0, 3 * left + 1, value)
+    for remaining, (argument, mask, value) in zip(
+        range(len(terms) - 1, -1, -1), terms, strict=True
+    ):
+        test = (_EQUAL, 0, 3 * remaining + 1, value)
         steps += [(_LOAD, 0, 0, 16 + 8 * argument), (_AND, 0, 0, mask), test]
     return [*steps, (_GIVE, 0, 0, _ALLOW)]
 

@@ -149,8 +149,8 @@ def _map_ids(pid: int) -> bool:
     Root is mapped to an unused id, because the kernel does not limit the processes of root.
     """
     user, group = os.geteuid(), os.getegid()
-    known = Path("/proc/self/uid_map").read_text().splitlines()
-    last = max(int(first) + int(count) - 1 for first, _, count in map(str.split, known))
+    ranges = Path("/proc/self/uid_map").read_text().splitlines()
+    last = max(int(first) + int(count) - 1 for first, _, count in map(str.split, ranges))
     unused = user == 0 and last >= 65534
     if unused:
         nobody = 65534 if last < 1 << 31 else (1 << 30) + secrets.randbelow(1 << 20)

@@ -139,16 +139,6 @@ def test_a_tower_of_hanoi_is_won_and_paid_at_the_end() -> None:
 
 
 @adapters
-def test_nothing_of_an_episode_reaches_the_next() -> None:
-    env = make_env("gspo/TextArena-v0", game="TowerOfHanoi-v0")
-    first, _ = env.reset(seed=0)
-    env.step("[A C] remember the password amber")
-    again, _ = env.reset(seed=0)
-    assert again == first
-    assert "amber" not in env.step("[A C]")[0]
-
-
-@adapters
 def test_textarena_counts_invalid_moves_and_pays_what_is_done() -> None:
     env = make_env("gspo/TextArena-v0", game="TowerOfHanoi-v0", num_disks=2)
     steps = play(env, 0, "[B C]", "[B C]")
@@ -242,15 +232,6 @@ def test_reasoning_gym_pays_what_an_attempt_adds() -> None:
     observation, rest, terminated, _, info = env.step(right)
     assert (observation, terminated, info["success"]) == ("correct", True, True)
     assert part + rest == pytest.approx(1.0)
-
-
-@adapters
-def test_reasoning_gym_has_a_new_task_for_each_seed_and_ends_when_attempts_do() -> None:
-    env = make_env("gspo/ReasoningGym-v0", task="chain_sum", feedback=False, attempts=2)
-    assert len({env.reset(seed=seed)[0] for seed in range(20)}) == 20
-    steps = play(env, 0, "<answer>x</answer>", "<answer>y</answer>")
-    assert steps[0][0] == "That is not right. 1 attempt left."
-    assert steps[1] == ("wrong", 0.0, True, False)
 
 
 @adapters

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -198,15 +197,6 @@ def test_the_demonstrator_solves_what_has_a_table_of_transitions(
             ended = any(ends)
         assert info["success"] is True
         assert best is None or total == best
-
-
-def test_nested_spaces_are_json() -> None:
-    env = make_env("gspo/GymText-v0", env="tests/Gears-v0")
-    action = '{"gear": 4, "hands": [[0, 1], [1, 1]]}'
-    env.reset(seed=0)
-    observation, reward, *_ = env.step(f"<action>{action}</action>")
-    assert json.loads(observation) == {"last": json.loads(action), "note": "done"}
-    assert math.isclose(reward, 1.0)
 
 
 @pytest.mark.parametrize(

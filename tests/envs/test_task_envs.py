@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from gspo_env import format_tool_call, make_env
-from gspo_env.check.environment import check_env
 from gspo_env.errors import ConfigError
 from gspo_env.sandbox import Sandbox, find_missing
 from gspo_envs.adapters.minigrid import describe
@@ -21,11 +20,6 @@ from gspo_envs.tools.sqlite import Database, SQLError
 def call(env: Any, name: str, **arguments: str) -> tuple[str, float]:
     observation, reward, *_ = env.step(format_tool_call(name, arguments))
     return observation, reward
-
-
-@pytest.mark.parametrize("env_id", ["gspo/MiniGrid-v0", "gspo/SQL-v0", "gspo/Wordle-v0"])
-def test_the_checker_accepts(env_id: str) -> None:
-    check_env(env_id)
 
 
 # SQL
@@ -325,10 +319,6 @@ def tool_env() -> Any:
     if missing is not None and os.environ.get("GSPO_ENV_NO_SANDBOX") == "1":
         pytest.skip(f"the Python tool is NOT tested, GSPO_ENV_NO_SANDBOX is set: {missing}")
     return make_env("gspo/PythonTool-v0")
-
-
-def test_the_checker_accepts_the_python_tool(tool_env: Any) -> None:
-    check_env(tool_env, episodes=1)
 
 
 def test_programs_print_what_another_way_works_out(tool_env: Any) -> None:

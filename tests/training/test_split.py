@@ -279,10 +279,10 @@ def test_a_run_trains_on_no_evaluated_task_and_its_folder_evaluates_the_same(
     assert not held & {task for evaluation, task in played if not evaluation}
     said = " ".join(capsys.readouterr().out.split())
     assert f"Success on 12 episodes of {len(held)} held-out tasks" in said
-    assert "Not trained on, because their tasks are held out:" in said
+    assert "Held out for evaluation:" in said
     redrawn = sum(m.get("rollout/redrawn_tasks", 0) for _, m in history)
     assert redrawn > 0
-    assert f"draws {redrawn:.0f} (each was repeated), demonstrations {agent._skipped}." in said
+    assert f"{agent._skipped} demonstrations skipped, {redrawn:.0f} training tasks redrawn." in said
     played.clear()
     main(["evaluate", "--model", "out", "--tasks", "40"])
     assert {task for evaluation, task in played if evaluation} == held

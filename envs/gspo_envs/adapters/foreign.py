@@ -224,13 +224,13 @@ def making(name: str, how: str, *refusals: type[Exception]) -> Iterator[None]:
         raise
 
 
-def check_name(package: str, name: str, known: Iterable[str]) -> None:
+def check_name(package: str, name: str, names: Iterable[str]) -> None:
     """Rejects a name that a package does not have.
 
     Raises:
         ConfigError: The name is unknown; the message lists the nearest.
     """
-    names = list(known)
+    names = list(names)
     if name not in names:
         near = difflib.get_close_matches(str(name), names, n=3) or names[:3]
         raise ConfigError(f"{package} has no {name!r}, did you mean {' or '.join(near)}?")

@@ -54,12 +54,12 @@ class GEMEnv(ForeignEnv):
 
     def act(self, action: str) -> StepResult:
         """Takes an action."""
-        said, reward, terminated, truncated, info = self._inner.step(action)
+        observation, reward, terminated, truncated, info = self._inner.step(action)
         reward = float(reward)
         if not (terminated or truncated):
-            return _with_frame(said, info), reward, False, False, {}
-        said = "" if _END in str(said) else str(said)
-        return said, reward, terminated, truncated, {"success": reward >= 1.0}
+            return _with_frame(observation, info), reward, False, False, {}
+        observation = "" if _END in str(observation) else str(observation)
+        return observation, reward, terminated, truncated, {"success": reward >= 1.0}
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Returns GEM's own random action, which demonstrates only the format.

@@ -30,7 +30,7 @@ MAX_NUMBERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Known:
+class _Facts:
     """Facts about an environment that its spaces do not contain."""
 
     rules: str
@@ -63,26 +63,26 @@ def _taxi(env: Any, observation: Any) -> str:
     )
 
 
-_KNOWN = {
-    "FrozenLakeEnv": _Known(
+_FACTS = {
+    "FrozenLakeEnv": _Facts(
         rules="Walk over the frozen lake from S to G; F is ice, H a hole, @ is you.",
         actions=("left", "down", "right", "up"),
         success=1.0,
         describe=lambda env, observation: _place(env.ncol, observation),
     ),
-    "CliffWalkingEnv": _Known(
+    "CliffWalkingEnv": _Facts(
         rules="Walk to T without stepping on C, the cliff; o is ground, x is you.",
         actions=("up", "right", "down", "left"),
         success=-1.0,
         describe=lambda env, observation: _place(env.shape[1], observation),
     ),
-    "TaxiEnv": _Known(
+    "TaxiEnv": _Facts(
         rules="Fetch the passenger and set them down at the destination; | is a wall, @ the taxi.",
         actions=("south", "north", "east", "west", "pickup", "dropoff"),
         success=20.0,
         describe=_taxi,
     ),
-    "BlackjackEnv": _Known(
+    "BlackjackEnv": _Facts(
         rules="Come closer to 21 than the dealer without going over.",
         actions=("stick", "hit"),
         success=1.0,
@@ -135,15 +135,15 @@ class GymTextEnv(TextEnv):
         limit = self.inner.spec.max_episode_steps if self.inner.spec else None
         self.max_turns = max_turns or limit or 100
         self.invalid_reward, self.invalid_steps = invalid_reward, invalid_steps
-        self._known = _KNOWN.get(type(self.inner.unwrapped).__name__)
-        self._names = tuple(action_names) or (self._known.actions if self._known else ())
+        self._facts = _FACTS.get(type(self.inner.unwrapped).__name__)
+        self._names = tuple(action_names) or (self._facts.actions if self._facts else ())
         count = getattr(self._actions, "n", 0)
         if self._names and len(self._names) != count:
             raise ConfigError(
                 f"GymText: action_names is {self._names}, expected {count} for {self._actions}."
             )
         self._grammar = f"<action>{_grammar(self._actions, self._names)}</action>"
-        rules = self._known.rules if self._known else f"Act in {env}."
+        rules = self._facts.rules if self._facts else f"Act in {env}."
         self.system_prompt = f"{rules} Each turn, write one action as {self._grammar}."
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
@@ -165,20 +165,20 @@ class GymTextEnv(TextEnv):
         tagged = extract_tag(action, "action")
         space = self._actions
         value = read_action(space, action.strip() if tagged is None else tagged, self._names)
-        said, penalty, gained, info = [], 0.0, 0.0, {}
+        lines, penalty, game_reward, info = [], 0.0, 0.0, {}
         terminated = truncated = False
         if value is None:
-            said, penalty = [f"Write one action as {self._grammar}."], self.invalid_reward
+            lines, penalty = [f"Write one action as {self._grammar}."], self.invalid_reward
             info["invalid_action"] = True
             value = space.sample() if self.invalid_steps else None
         if value is not None:
             self._seen, reward, terminated, truncated, _ = self.inner.step(value)
-            said, gained = [*said, self._show(self._seen)], float(reward)
+            lines, game_reward = [*lines, self._show(self._seen)], float(reward)
         terminated, truncated = self.end_turn(terminated, truncated)
         info |= self._info(self._seen)
-        if (terminated or truncated) and self._known is not None:
-            info["success"] = bool(terminated and gained >= self._known.success)
-        return "\n".join(said), gained + penalty, terminated, truncated, info
+        if (terminated or truncated) and self._facts is not None:
+            info["success"] = bool(terminated and game_reward >= self._facts.success)
+        return "\n".join(lines), game_reward + penalty, terminated, truncated, info
 
     def close(self) -> None:
         """Closes the inner environment; `reset` may still be called."""
@@ -206,8 +206,8 @@ class GymTextEnv(TextEnv):
     def _task(self, observation: Any, info: dict[str, Any]) -> dict[str, Any]:
         """Returns the inner environment's own task key, or that of a known environment."""
         key = info.get("task_key")
-        if key is None and self._known is not None:
-            key = self._known.task(self.inner.unwrapped, observation)
+        if key is None and self._facts is not None:
+            key = self._facts.task(self.inner.unwrapped, observation)
         return {} if key is None else {"task_key": key}
 
     def _write(self, action: Any) -> str:
@@ -220,8 +220,8 @@ class GymTextEnv(TextEnv):
         parts = []
         if self.inner.render_mode == "ansi":
             parts.append(_plain(str(self.inner.render())))
-        if self._known is not None:
-            parts.append(self._known.describe(self.inner.unwrapped, observation))
+        if self._facts is not None:
+            parts.append(self._facts.describe(self.inner.unwrapped, observation))
         text = "\n".join(parts) or write_value(self.inner.observation_space, observation)
         return clean(text, self.observation_space.max_length)
 

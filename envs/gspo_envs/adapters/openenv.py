@@ -135,8 +135,8 @@ class OpenEnvEnv(ForeignEnv):
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _function(given: Any) -> Any:
-    return load_function(given, "function") if isinstance(given, str) and ":" in given else given
+def _function(value: Any) -> Any:
+    return load_function(value, "function") if isinstance(value, str) and ":" in value else value
 
 
 async def _close(client: Any) -> None:

@@ -55,20 +55,20 @@ class ReasoningGymEnv(ForeignEnv):
         """Draws a data set of one entry."""
         self._data = self._create(self.task, seed=seed, size=1, **self._kwargs)
         self._entry = self._data[0]
-        self._left, self._best = self.attempts, 0.0
+        self._remaining, self._best = self.attempts, 0.0
         question = str(self._entry["question"])
         return question, {"task_key": fingerprint(question, str(self._entry["answer"]))}
 
     def act(self, action: str) -> StepResult:
         """Scores an answer."""
-        self._left -= 1
+        self._remaining -= 1
         answer = extract_tag(action, "answer")
         info: dict[str, Any] = {}
         score = 0.0 if answer is None else self._score(answer, info)
         reward = max(0.0, score - self._best)
         self._best = max(self._best, score)
         right = score >= _RIGHT
-        if right or self._left == 0:
+        if right or self._remaining == 0:
             info["success"] = right
             return ("correct" if right else "wrong"), reward, True, False, info
         return self._hint(answer, score), reward, False, False, info
@@ -91,8 +91,8 @@ class ReasoningGymEnv(ForeignEnv):
         return score if math.isfinite(score) else 0.0
 
     def _hint(self, answer: str | None, score: float) -> str:
-        left = f"{self._left} {'attempt' if self._left == 1 else 'attempts'} left."
+        remaining = f"{self._remaining} {'attempt' if self._remaining == 1 else 'attempts'} left."
         if answer is None:
-            return f"Write your answer as <answer>answer</answer>. {left}"
-        told = f" (score {score:.2f})" if self.feedback else ""
-        return f"That is not right{told}. {left}"
+            return f"Write your answer as <answer>answer</answer>. {remaining}"
+        score_note = f" (score {score:.2f})" if self.feedback else ""
+        return f"That is not right{score_note}. {remaining}"

@@ -77,12 +77,12 @@ class SkyRLEnv(RowEnv):
     def act(self, action: str) -> StepResult:
         """Takes an action; messages of several roles are joined into one observation."""
         result = self._game.step(action)
-        said = "\n".join(str(message["content"]) for message in result["observations"])
+        observation = "\n".join(str(message["content"]) for message in result["observations"])
         info = {
             "skyrl_metadata": result.get("metadata") or {},
             "skyrl_metrics": self._game.get_metrics(),
         }
-        return said, float(result["reward"]), bool(result["done"]), False, info
+        return observation, float(result["reward"]), bool(result["done"]), False, info
 
     def close(self) -> None:
         """Closes the running environment."""

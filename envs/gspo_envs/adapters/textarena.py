@@ -147,10 +147,10 @@ class TextArenaEnv(ForeignEnv):
     def _say(self, messages: Any, reader: int) -> str:
         """Joins messages, without the player's own actions, which the transcript already has."""
         game = self._textarena.GAME_ID
-        own = (reader, game) if self.players == 1 else (reader,)
+        silent = (reader, game) if self.players == 1 else (reader,)
         lines = []
         for sender, text, kind in messages:
-            if sender in own and kind is self._textarena.ObservationType.PLAYER_ACTION:
+            if sender in silent and kind is self._textarena.ObservationType.PLAYER_ACTION:
                 continue
             speaker = "" if sender == game else f"[Player {sender}] "
             lines.append(f"{speaker}{text}")

@@ -56,38 +56,38 @@ class VerifiersEnv(RowEnv):
         settings = json.dumps(config or {}, sort_keys=True)
         self._play, tasks = _load_tasks(taskset, settings, limit)
         self._rows = TaskRows(tasks, held_out=held_out)
-        self._talk: _Conversation | None = None
+        self._conversation: _Conversation | None = None
 
     def open(self, row: Any, index: int, seed: int) -> Any:
         """Begins the conversation of a task."""
-        self._talk = _Conversation(row)
-        asked = loops.run(self._talk.begin(self._play), _LOOP)
-        if asked is None:
+        self._conversation = _Conversation(row)
+        messages = loops.run(self._conversation.begin(self._play), _LOOP)
+        if messages is None:
             raise ConfigError(f"verifiers: task {index} ended before its agent was asked anything.")
         system = row.data.system_prompt
-        told = [{"role": "system", "content": system}] if system else []
-        return [*told, *_plain(asked)]
+        opening = [{"role": "system", "content": system}] if system else []
+        return [*opening, *_plain(messages)]
 
     def act(self, action: str) -> StepResult:
         """Answers; at the end of the conversation the task and its environment score it."""
-        if self._talk is None:
+        if self._conversation is None:
             raise RuntimeError("the conversation was closed")
-        asked = loops.run(self._talk.answer(action), _LOOP)
-        cut = asked is not None and self._turn + 1 == self.max_turns
-        if asked is not None and not cut:
-            return "\n".join(m["content"] for m in _plain(asked)), 0.0, False, False, {}
+        messages = loops.run(self._conversation.answer(action), _LOOP)
+        cut = messages is not None and self._turn + 1 == self.max_turns
+        if messages is not None and not cut:
+            return "\n".join(m["content"] for m in _plain(messages)), 0.0, False, False, {}
         if cut:
-            loops.run(self._talk.answer(None), _LOOP)
-        trace = self._talk.trace
+            loops.run(self._conversation.answer(None), _LOOP)
+        trace = self._conversation.trace
         parts = {name: float(r.score) for name, r in trace.rewards.items() if r is not None}
         parts |= {name: float(m) for name, m in trace.metrics.items() if m is not None}
         return "", float(trace.reward), not cut, cut, {"reward_parts": parts}
 
     def close(self) -> None:
         """Ends the running conversation."""
-        if self._talk is not None:
-            loops.run(self._talk.leave(), _LOOP)
-            self._talk = None
+        if self._conversation is not None:
+            loops.run(self._conversation.leave(), _LOOP)
+            self._conversation = None
 
 
 Play = Callable[[Any, Any], Awaitable[None]]
@@ -103,7 +103,7 @@ class _Conversation:
     def __init__(self, task: Any) -> None:
         self.task = task
         self.trace: Any = None
-        self._asked: asyncio.Queue[list[Any]] = asyncio.Queue()
+        self._requests: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._answer: asyncio.Future[str | None]
         self._playing: asyncio.Task[None]
 
@@ -157,13 +157,13 @@ class _Conversation:
         for one in new:
             self._note(vf.UserMessage(content=one["content"]) if isinstance(one, dict) else one)
         self._answer = asyncio.get_running_loop().create_future()
-        self._asked.put_nowait(new)
+        self._requests.put_nowait(new)
         answer = await self._answer
         if answer is None:
             return vf.Segment(messages=[], terminated=True)
-        said = vf.AssistantMessage(content=answer)
-        self._note(said, sampled=True)
-        return vf.Segment(messages=[said])
+        reply = vf.AssistantMessage(content=answer)
+        self._note(reply, sampled=True)
+        return vf.Segment(messages=[reply])
 
     def _note(self, message: Any, *, sampled: bool = False) -> None:
         import verifiers.v1 as vf
@@ -173,11 +173,11 @@ class _Conversation:
         nodes.append(vf.MessageNode(parent=parent, message=message, sampled=sampled))
 
     async def _next(self) -> list[Any] | None:
-        asked = asyncio.ensure_future(self._asked.get())
-        await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        asked.cancel()
+        request = asyncio.ensure_future(self._requests.get())
+        await asyncio.wait({request, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+        if request.done():
+            return request.result()
+        request.cancel()
         self._playing.result()  # raises what the environment or a reward raised
         return None
 
@@ -220,14 +220,14 @@ def _taskset(vf: ModuleType, name: str, settings: dict[str, Any]) -> tuple[Play,
     if ":" in name:
         from verifiers.v1.utils.generic import concrete_type
 
-        made: Any = load_function(name, "taskset")
-        kind = concrete_type(made, vf.TasksetConfig) or vf.TasksetConfig
-        return _answer_once, made(kind.model_validate(settings))
-    given = {"id": name, **settings}
+        taskset_class: Any = load_function(name, "taskset")
+        kind = concrete_type(taskset_class, vf.TasksetConfig) or vf.TasksetConfig
+        return _answer_once, taskset_class(kind.model_validate(settings))
+    fields = {"id": name, **settings}
     if vf.environment_class(name) is vf.SingleAgentEnv:
         kind = vf.taskset_config_type(name)
-        return _answer_once, vf.load_taskset(kind.model_validate(given))
-    env = vf.load_environment(vf.resolve_env_config({"taskset": given}))
+        return _answer_once, vf.load_taskset(kind.model_validate(fields))
+    env = vf.load_environment(vf.resolve_env_config({"taskset": fields}))
     return _player(vf, env), env.taskset
 
 

@@ -99,16 +99,22 @@ class DatasetEnv(ToolEnv):
         super().reset(seed=seed, options=options)
         self._row, index = self._rows.pick(self.np_random, seed, (options or {}).get("row"))
         prompt = self._read_prompt(index)
-        self._asked: deque[str] = deque()
+        self._questions: deque[str] = deque()
         if self.chat == "turns":
-            asked = [m["content"] for m in prompt if m["role"] == "user"]
-            prompt, self._asked = [{"role": "user", "content": asked[0]}], deque(asked[1:])
-        told = self.system_prompt
-        system = [] if told is None else [{"role": "system", "content": told}]
-        self._prompt = (*system, *prompt)
+            questions = [m["content"] for m in prompt if m["role"] == "user"]
+            prompt, self._questions = (
+                [{"role": "user", "content": questions[0]}],
+                deque(questions[1:]),
+            )
+        system = self.system_prompt
+        self._prompt = tuple(prompt)
+        if system is not None:
+            self._prompt = ({"role": "system", "content": system}, *prompt)
         self._messages: list[Message] = []
         self._token_ids: tuple[int, ...] = ()
-        self.max_turns = self._limit or (8 if self.reply or self.tools else len(self._asked) + 1)
+        self.max_turns = self._limit or (
+            8 if self.reply or self.tools else len(self._questions) + 1
+        )
         return begin_chat(prompt, index, self._row)
 
     def step(self, action: str) -> StepResult:
@@ -130,7 +136,7 @@ class DatasetEnv(ToolEnv):
 
     def on_final(self, text: str) -> tuple[str, float, bool]:
         """Returns the user's next message, if there is one."""
-        following = self._asked.popleft() if self._asked else self._reply()
+        following = self._questions.popleft() if self._questions else self._reply()
         return following or "", 0.0, following is None
 
     def expert_action(self, noise: float = 0.0) -> str:
@@ -145,8 +151,8 @@ class DatasetEnv(ToolEnv):
         answers = _answers(row, self._column(row), every=self.chat == "turns")
         if not answers:
             raise NotImplementedError("the dataset holds no answers: no completion, no assistant")
-        given = sum(m["role"] == "assistant" for m in self._messages)
-        return answers[min(given, len(answers) - 1)]
+        answered = sum(m["role"] == "assistant" for m in self._messages)
+        return answers[min(answered, len(answers) - 1)]
 
     def _reply(self) -> str | None:
         if self.reply is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import queue
@@ -20,8 +21,6 @@ from gspo_env.runtime import loops
 from gspo_envs.data.rows import Message
 
 Ids = list[int]
-_IDLE = 0.005
-"""Seconds without a new request after which a reward model runs its batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,17 +173,17 @@ def _trl(function: Callable[..., Any]) -> Callable[[Attempt], Any]:
 
     def call(attempt: Attempt) -> Any:
         messages = list(attempt.completion)
-        given: dict[str, Any] = {key: [value] for key, value in attempt.row.items()}
-        given |= {"trainer_state": None, "log_extra": _nothing, "log_metric": _nothing}
+        arguments: dict[str, Any] = {key: [value] for key, value in attempt.row.items()}
+        arguments |= {"trainer_state": None, "log_extra": _nothing, "log_metric": _nothing}
         prompt = attempt.prompt[-1]["content"] if attempt.plain else list(attempt.prompt)
-        given |= {
+        arguments |= {
             "prompts": [attempt.row.get("prompt", prompt)],
             "completions": [attempt.text if attempt.plain else messages],
             "completion_ids": [list(attempt.token_ids)],
         }
-        given.pop("prompt", None)
-        given.pop("completion", None)
-        return function(**{k: v for k, v in given.items() if takes_all or k in parameters})
+        arguments.pop("prompt", None)
+        arguments.pop("completion", None)
+        return function(**{k: v for k, v in arguments.items() if takes_all or k in parameters})
 
     return call
 
@@ -239,7 +238,7 @@ class RewardModel:
     """
 
     def __init__(self, path: str, *, name: str = "", label: str = "", batch_size: int = 32) -> None:
-        """Loads the model; a separate thread serves it from the first request on."""
+        """Loads the model."""
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -263,19 +262,17 @@ class RewardModel:
         self.tokenizer.padding_side = "right"
         most = getattr(self.model.config, "max_position_embeddings", None)
         self._encode = conversation_encoder(self.tokenizer, most)
-        self._requests: queue.SimpleQueue[tuple[Ids, Future[float]]] = queue.SimpleQueue()
-        self._serving = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._pending: queue.SimpleQueue[tuple[Ids, Future[float]]] = queue.SimpleQueue()
+        self._running = threading.Lock()
 
     def __call__(self, attempt: Attempt) -> float:
-        """Scores the whole conversation."""
-        with self._serving:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-                self._thread.start()
-        request: tuple[Ids, Future[float]] = (self._encode(attempt), Future())
-        self._requests.put(request)
-        return request[1].result()
+        """Scores the whole conversation, in one batch with those that wait at the same time."""
+        score: Future[float] = Future()
+        self._pending.put((self._encode(attempt), score))
+        with self._running:
+            while not score.done():
+                self._score_batch()
+        return score.result()
 
     def score(self, conversations: Sequence[Ids]) -> list[float]:
         """Scores the ids of conversations in one forward pass."""
@@ -301,19 +298,16 @@ class RewardModel:
             )
         return names[label]
 
-    def _serve(self) -> None:
-        while True:
-            requests = [self._requests.get()]
-            try:
-                while len(requests) < self.batch_size:
-                    requests.append(self._requests.get(timeout=_IDLE))
-            except queue.Empty:
-                pass
-            try:
-                scores = self.score([ids for ids, _ in requests])
-            except Exception as error:  # only the episodes of this batch fail
-                for _, future in requests:
-                    future.set_exception(error)
-                continue
-            for (_, future), score in zip(requests, scores, strict=True):
-                future.set_result(score)
+    def _score_batch(self) -> None:
+        batch: list[tuple[Ids, Future[float]]] = []
+        with contextlib.suppress(queue.Empty):
+            while len(batch) < self.batch_size:
+                batch.append(self._pending.get_nowait())
+        try:
+            scores = self.score([ids for ids, _ in batch])
+        except Exception as error:  # only the episodes of this batch fail
+            for _, future in batch:
+                future.set_exception(error)
+            return
+        for (_, future), score in zip(batch, scores, strict=True):
+            future.set_result(score)

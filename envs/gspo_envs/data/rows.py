@@ -173,17 +173,17 @@ def _open_path(source: str, split: str, subset: str | None, stamp: int) -> Rows:
         ) from error
     saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
-        found = load_from_disk(source) if saved else load_dataset(source, subset, split=split)
-        return found[split] if isinstance(found, DatasetDict) else found  # type: ignore[no-any-return]
+        loaded = load_from_disk(source) if saved else load_dataset(source, subset, split=split)
+        return loaded[split] if isinstance(loaded, DatasetDict) else loaded  # type: ignore[no-any-return]
     except (OSError, ValueError, KeyError, ConnectionError) as error:
         raise ConfigError(f"data: {source!r} cannot be loaded: {error}.") from error
 
 
 def _read_json(path: Path) -> Rows:
     """Reads a list of objects, alone or as the only list of an object."""
-    found = json.loads(path.read_text(encoding="utf-8-sig"))
-    lists = [v for v in found.values() if isinstance(v, list)] if isinstance(found, dict) else []
-    rows = lists[0] if len(lists) == 1 else found
+    loaded = json.loads(path.read_text(encoding="utf-8-sig"))
+    lists = [v for v in loaded.values() if isinstance(v, list)] if isinstance(loaded, dict) else []
+    rows = lists[0] if len(lists) == 1 else loaded
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"data: {path} is no list of JSON objects.")
     return rows

@@ -130,7 +130,7 @@ class ProgramEnv(TextEnv):
         self._ends = _read_ends(ends)
         self.rewards = Rewards("Program", rewards, weights)
         self._rows = TaskRows(data, split=split, subset=subset, held_out=held_out)
-        self._started: RunningProgram | None = None
+        self._running: RunningProgram | None = None
 
     @property
     def num_tasks(self) -> int:  # type: ignore[override]
@@ -155,8 +155,8 @@ class ProgramEnv(TextEnv):
         self._row, index = self._rows.pick(self.np_random, seed, (options or {}).get("row"))
         self._exchanges: list[Exchange] = []
         self._token_ids: tuple[int, ...] = ()
-        self._left = self.timeout
-        self._started = RunningProgram(partial(self._start, self._row), self)
+        self._seconds_left = self.timeout
+        self._running = RunningProgram(partial(self._start, self._row), self)
         event = self._next()
         if not isinstance(event, PendingRequest):
             self.abandon()
@@ -165,8 +165,8 @@ class ProgramEnv(TextEnv):
             )
         self._ended = False
         _, info = begin_chat([{"role": "user", "content": ""}], index, self._row)
-        observation, asked = self._observe(event)
-        return observation, info | asked
+        observation, request_info = self._observe(event)
+        return observation, info | request_info
 
     def step(self, action: str) -> StepResult:
         """Answers the request and waits for the next one, or the end.
@@ -178,15 +178,15 @@ class ProgramEnv(TextEnv):
             Exception: What the program raised.
         """
         self.require_episode()
-        assert self._started is not None
-        reply, malformed = to_reply(action, self._asked.request.tools)
+        assert self._running is not None
+        reply, malformed = to_reply(action, self._pending.request.tools)
         refused = reply.finish_reason == "context"
         if not refused:
             answer = Message(role="assistant", content=clean(str(action)))
-            self._exchanges.append((self._asked.request.messages, answer))
+            self._exchanges.append((self._pending.request.messages, answer))
         self._token_ids += tuple(getattr(action, "token_ids", ()))
-        self._started.rewards.begin(self._asked.request.id)
-        self._asked.answer(reply)
+        self._running.rewards.begin(self._pending.request.id)
+        self._pending.answer(reply)
         try:
             observation, reward, terminated, truncated, info = self._advance(refused)
         except BaseException:
@@ -198,9 +198,9 @@ class ProgramEnv(TextEnv):
 
     def _advance(self, refused: bool) -> StepResult:
         """Waits for what follows an answer, or the refusal of a prompt that did not fit."""
-        assert self._started is not None
+        assert self._running is not None
         event = self._next()
-        reward = self._started.rewards.finish()
+        reward = self._running.rewards.finish()
         failure = None if refused else self._failure(event)
         if failure is not None:
             raise failure
@@ -218,9 +218,9 @@ class ProgramEnv(TextEnv):
     def abandon(self) -> None:
         """Ends the running program, if there is one: its requests, and its processes."""
         self._ended = True
-        if self._started is not None:
-            self._started.end()
-            self._started = None
+        if self._running is not None:
+            self._running.end()
+            self._running = None
 
     def close(self) -> None:
         """Ends the running program."""
@@ -228,18 +228,18 @@ class ProgramEnv(TextEnv):
 
     def _next(self) -> PendingRequest | ProgramEnd | str:
         """Waits for the program; returns its next request, its end, or the limit that it passed."""
-        assert self._started is not None
+        assert self._running is not None
         began = time.monotonic()
-        event = self._started.inbox.next(min(self.silence, self._left))
-        self._left -= time.monotonic() - began
+        event = self._running.inbox.next(min(self.silence, self._seconds_left))
+        self._seconds_left -= time.monotonic() - began
         if event is None:
-            self._started.run.look()
-            return "timeout" if self._left <= 0 else "silence"
+            self._running.run.look()
+            return "timeout" if self._seconds_left <= 0 else "silence"
         return event
 
-    def _observe(self, asked: PendingRequest) -> tuple[str, dict[str, Any]]:
+    def _observe(self, pending: PendingRequest) -> tuple[str, dict[str, Any]]:
         """Returns the observation and the keys of `info` of a request."""
-        self._asked, request = asked, asked.request
+        self._pending, request = pending, pending.request
         last = request.messages[-1]
         info: dict[str, Any] = {
             "messages": request.messages,
@@ -265,10 +265,10 @@ class ProgramEnv(TextEnv):
             return None if _is_listed(event.error, self._ends) else event.error
         if event.code == 0 or event.code in self._ends:
             return None
-        told = " ".join(event.stderr.split())[-_SHOWN:] or "nothing"
+        stderr = " ".join(event.stderr.split())[-_SHOWN:] or "nothing"
         return EnvironmentCrashError(
             f"Program: its exit code is {event.code}, expected 0; the end of its standard error: "
-            f"{told}"
+            f"{stderr}"
         )
 
     def _judge(self, result: Any, posted: float) -> tuple[float, dict[str, Any]]:

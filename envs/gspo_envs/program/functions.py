@@ -55,10 +55,10 @@ class ThreadRun(Run):
 
     def _work(self) -> None:
         try:
-            ended = ProgramEnd(result=attempt(self._result))
+            end = ProgramEnd(result=attempt(self._result))
         except Exception as error:
-            ended = _ended_by(error)
-        self._inbox.end(ended)
+            end = _end_by(error)
+        self._inbox.end(end)
 
     def _result(self) -> Any:
         result = self._call()
@@ -105,14 +105,10 @@ class LoopRun(Run):
 
     async def _work(self) -> None:
         try:
-            ended = ProgramEnd(result=await self._call())
-        except asyncio.CancelledError as error:
-            ended = _ended_by(foreign(error))
-        except Exception as error:
-            ended = _ended_by(error)
+            end = ProgramEnd(result=await self._call())
         except BaseException as error:  # such as SystemExit, which would end the loop
-            ended = _ended_by(foreign(error), error)
-        self._inbox.end(ended)
+            end = _end_by(error)
+        self._inbox.end(end)
         self._cancel()
 
 
@@ -192,13 +188,13 @@ class _DaemonThreads(ThreadPoolExecutor):
         return future
 
 
-def _ended_by(error: Exception, cause: BaseException | None = None) -> ProgramEnd:
+def _end_by(error: BaseException) -> ProgramEnd:
     """Returns the end by an exception; `SystemExit` is an exit code, as of a command."""
-    cause = error.__cause__ if isinstance(error, ForeignError) and cause is None else cause
+    cause = error.__cause__ if isinstance(error, ForeignError) else error
     if isinstance(cause, SystemExit):
         code = cause.code
         text = code if isinstance(code, str) else ""
         return ProgramEnd(
             code=code if isinstance(code, int) else int(code is not None), stderr=text
         )
-    return ProgramEnd(error=error)
+    return ProgramEnd(error=error if isinstance(error, Exception) else foreign(error))

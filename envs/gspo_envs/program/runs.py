@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
+import queue
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -83,55 +82,44 @@ class Inbox:
     """What a program sends, in the order of its arrival."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._asked: deque[PendingRequest] = deque()
-        self._ended: ProgramEnd | None = None
+        self._requests: queue.SimpleQueue[PendingRequest | None] = queue.SimpleQueue()
+        self._end: ProgramEnd | None = None
         self._closed = False
 
     def ask(self, request: Request) -> Future[Reply]:
         """Takes a request; returns the future of its answer, which may be cancelled."""
         reply: Future[Reply] = Future()
-        with self._changed:
-            if self._closed:
-                reply.cancel()
-            else:
-                self._asked.append(PendingRequest(request=request, reply=reply))
-                self._changed.notify()
+        self._requests.put(PendingRequest(request=request, reply=reply))
+        if self._closed:
+            reply.cancel()
         return reply
 
-    def end(self, ended: ProgramEnd) -> None:
+    def end(self, end: ProgramEnd) -> None:
         """Takes the end of the program."""
-        with self._changed:
-            self._ended = ended
-            self._changed.notify()
+        self._end = end
+        self._requests.put(None)
 
     def next(self, seconds: float) -> PendingRequest | ProgramEnd | None:
         """Waits for the end of the program or its next request; None if neither comes in time.
 
-        Requests that the program has given up, and those that others left behind at its end, are
+        Requests that the program has given up, and those that are still open at its end, are
         dropped.
         """
         deadline = time.monotonic() + seconds
-        with self._changed:
-            while True:
-                if self._ended is not None:
-                    return self._ended
-                while self._asked:
-                    asked = self._asked.popleft()
-                    if not asked.reply.cancelled():
-                        return asked
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and (
-                    time.monotonic() >= deadline
-                ):
-                    return None
+        with contextlib.suppress(queue.Empty):
+            while self._end is None:
+                pending = self._requests.get(timeout=max(0.0, deadline - time.monotonic()))
+                if self._end is None and pending is not None and not pending.reply.cancelled():
+                    return pending
+        return self._end
 
     def close(self) -> None:
         """Cancels the requests that wait; later ones are cancelled at once."""
-        with self._changed:
-            self._closed = True
-            waiting, self._asked = self._asked, deque()
-        for asked in waiting:
-            asked.reply.cancel()
+        self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (pending := self._requests.get_nowait()) is not None:
+                    pending.reply.cancel()
 
 
 class Run:

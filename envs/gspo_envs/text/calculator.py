@@ -53,8 +53,8 @@ class CalculatorEnv(ChainEnv):
         for index in range(count):
             name = names[int(self.np_random.integers(len(names)))]
             operand = int(self.np_random.integers(2, 4 if name == "multiply" else 10))
-            left = f"({text})" if index else text
-            text = f"{left} {_SYMBOLS[name]} {operand}"
+            inner = f"({text})" if index else text
+            text = f"{inner} {_SYMBOLS[name]} {operand}"
             self._steps.append((name, value, operand))
             value = _FUNCTIONS[name](value, operand)
             self._values.append(value)
@@ -100,9 +100,9 @@ class CalculatorEnv(ChainEnv):
         if self._left == 0:
             return 0.0
         name, a, b = self._steps[self._progress]
-        given = (call.arguments["a"], call.arguments["b"])
-        swapped = name != "subtract" and given == (b, a)
-        if call.name != name or not (given == (a, b) or swapped):
+        operands = (call.arguments["a"], call.arguments["b"])
+        swapped = name != "subtract" and operands == (b, a)
+        if call.name != name or not (operands == (a, b) or swapped):
             return 0.0
         return self._advance()
 

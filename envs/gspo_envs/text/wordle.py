@@ -64,8 +64,8 @@ class WordleEnv(TaskEnv):
         right = {place for place in range(5) if marks[place] == "G"}
         reward = 0.1 * len(right - self._places)
         self._places |= right
-        left = self._limit - self._turn - 1
-        return f"{guess} {marks} ({left} left)", reward, False
+        remaining = self._limit - self._turn - 1
+        return f"{guess} {marks} ({remaining} left)", reward, False
 
     def expert_action(self, noise: float = 0.0) -> str:
         """Guesses the most informative word, or with probability `noise` any word."""
@@ -96,12 +96,12 @@ def mark(word: str, guess: str) -> str:
         'GY-Y-'
     """
     right = [a == b for a, b in zip(word, guess, strict=True)]
-    left = Counter(a for a, hit in zip(word, right, strict=True) if not hit)
+    remaining = Counter(a for a, hit in zip(word, right, strict=True) if not hit)
     marks = ""
     for letter, hit in zip(guess, right, strict=True):
-        found = not hit and left[letter] > 0
-        left[letter] -= found
-        marks += "G" if hit else "Y" if found else "-"
+        elsewhere = not hit and remaining[letter] > 0
+        remaining[letter] -= elsewhere
+        marks += "G" if hit else "Y" if elsewhere else "-"
     return marks
 
 

@@ -102,15 +102,15 @@ class SQLEnv(AnswerEnv):
     def blocks(self, action: str) -> bool:
         """Returns whether a query of the action may take long."""
         calls = self.parse_calls(action)
-        given = [call.arguments.get("sql") for call in calls if isinstance(call, ToolCall)]
-        queries = given if calls else [extract_tag(action, "answer")]
+        arguments = [call.arguments.get("sql") for call in calls if isinstance(call, ToolCall)]
+        queries = arguments if calls else [extract_tag(action, "answer")]
         return not all(is_short(sql) for sql in queries if isinstance(sql, str))
 
     def draw(self, options: dict[str, Any]) -> str:
         """Draws a new database and a question that has an answer."""
         self._seen: set[str] = set()
         self._queried: set[str] = set()
-        self._found = self._listed = False
+        self._solved = self._listed = False
         while not self._draw():
             pass
         return self._problem.question
@@ -167,10 +167,10 @@ class SQLEnv(AnswerEnv):
             if table in self._schemas:
                 self._seen.add(table)
             return 0.1 * new
-        if call.name != "query" or self._found:
+        if call.name != "query" or self._solved:
             return 0.0
-        self._found = self._returned == self._expected[0]
-        return 0.2 * self._found
+        self._solved = self._returned == self._expected[0]
+        return 0.2 * self._solved
 
     def is_right(self, text: str) -> bool:
         """Compares the rows of the answer on this database and on the hidden one."""
@@ -188,7 +188,7 @@ class SQLEnv(AnswerEnv):
         for table in self._problem.tables:
             if table not in self._seen:
                 return format_tool_call("schema", {"table": table})
-        answers = self._found or early
+        answers = self._solved or early
         return f"<answer>{sql}</answer>" if answers else format_tool_call("query", {"sql": sql})
 
     @property

@@ -56,17 +56,17 @@ class MCPTools(ToolEnv):
             ToolServerError: A tool to offer has no usable name or schema.
             ConfigError: Two tools have one name, or one of `mcp_only` is missing.
         """
-        made = list(super().tools)
+        tools = list(super().tools)
         for server in self._servers:
             for one in list_tools(server, self._session(server), self.mcp_timeout):
                 if not self.mcp_only or one.name in self.mcp_only:
-                    made.append(_as_tool(server, one, partial(self._call, server, one.name)))
-        names = [one.name for one in made]
+                    tools.append(_as_tool(server, one, partial(self._call, server, one.name)))
+        names = [one.name for one in tools]
         if missing := sorted(set(self.mcp_only) - set(names)):
             raise ConfigError(f"MCP: no server has a tool {missing[0]!r}.")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"MCP: there are two tools {twice[0]!r}, choose with mcp_only.")
-        return tuple(made)
+        return tuple(tools)
 
     def reset(self, *, seed: int | None = None, options: Options = None) -> ResetResult:
         """Begins an episode; with `mcp_session="episode"` every server restarts too."""
@@ -89,10 +89,10 @@ class MCPTools(ToolEnv):
     def _sessions(self) -> dict[MCPServer, MCPSession]:
         if self.mcp_session == "process":
             return _PROCESS_SESSIONS
-        made: dict[MCPServer, MCPSession] = {}
+        sessions: dict[MCPServer, MCPSession] = {}
         # the rollout drops an environment whose episode timed out
-        weakref.finalize(self, _forget, made)
-        return made
+        weakref.finalize(self, _forget, sessions)
+        return sessions
 
     def _session(self, server: MCPServer) -> MCPSession:
         return self._sessions.setdefault(server, MCPSession(server))

@@ -51,7 +51,7 @@ def _forward(server: subprocess.Popen[bytes], limit: int) -> int:
     assert server.stdout is not None
     assert server.stderr is not None
     out, err = server.stdout.fileno(), server.stderr.fileno()
-    open_ends, line, gate = {out, err}, 0, _Gate()
+    open_ends, line = {out, err}, 0
     while open_ends:
         ready = select.select(open_ends, [], [], 1.0)[0]
         if not ready and server.poll() is not None:
@@ -69,24 +69,9 @@ def _forward(server: subprocess.Popen[bytes], limit: int) -> int:
                 if max(lengths) > limit:
                     _note(b"a message has more than %d bytes" % limit)
                     _kill_group()
-                gate.wait(data.count(b"\n"))
                 _write(data)
+                time.sleep(data.count(b"\n") / _MESSAGES)
     return server.wait()
-
-
-class _Gate:
-    """Lets a number of messages a second through."""
-
-    def __init__(self) -> None:
-        self._begun, self._count = time.monotonic(), 0
-
-    def wait(self, messages: int) -> None:
-        self._count += messages
-        while self._count > _MESSAGES:
-            time.sleep(max(0.0, self._begun + 1.0 - time.monotonic()))
-            self._begun, self._count = time.monotonic(), self._count - _MESSAGES
-        if time.monotonic() - self._begun > 1.0:
-            self._begun, self._count = time.monotonic(), messages
 
 
 def _note(data: bytes) -> None:

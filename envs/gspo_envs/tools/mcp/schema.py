@@ -46,7 +46,7 @@ def checker(schema: dict[str, Any]) -> Check:
         raise ValueError(f"its schema is wrong: {_first_line(error)}") from error
 
     def check(arguments: dict[str, Any]) -> dict[str, Any]:
-        _work.left = _MOST_WORK
+        _work.remaining = _MOST_WORK
         try:
             fault = next(validator.iter_errors(arguments), None)
         except Exception as error:  # the server's schema may make any part of the check fail
@@ -121,8 +121,8 @@ def _validator(incomplete: bool) -> Any:
     def counted(name: str, apply: Any) -> Any:
         def run(validator: Any, value: Any, instance: Any, schema: Any) -> Any:
             compares = name == "uniqueItems" and isinstance(instance, list)
-            _work.left -= len(instance) ** 2 if compares else 1
-            if _work.left < 0:
+            _work.remaining -= len(instance) ** 2 if compares else 1
+            if _work.remaining < 0:
                 raise ValueError("it takes too much work")
             if name == "additionalProperties" and "patternProperties" in schema:
                 return ()  # which are additional, the server's patterns say
@@ -130,9 +130,9 @@ def _validator(incomplete: bool) -> Any:
 
         return run
 
-    left = _LEFT_TO_THE_SERVER + (_TURNED if incomplete else ())
+    remaining = _LEFT_TO_THE_SERVER + (_TURNED if incomplete else ())
     kept = {
-        name: _pass if name in left else counted(name, apply)
+        name: _pass if name in remaining else counted(name, apply)
         for name, apply in Draft202012Validator.VALIDATORS.items()
     }
     return validators.extend(Draft202012Validator, kept)

@@ -59,11 +59,11 @@ class MCPServer:
         Raises:
             ConfigError: It is none of these, or a variable that it names is not set.
         """
-        table = spec if isinstance(spec, Mapping) else {}
-        if isinstance(spec, str):
-            table = {"url": spec}
-        elif isinstance(spec, Sequence) and spec:
-            table = {"command": spec[0], "args": spec[1:]}
+        table: Any = {"url": spec} if isinstance(spec, str) else spec
+        if isinstance(table, Sequence) and table:
+            table = {"command": table[0], "args": table[1:]}
+        elif not isinstance(table, Mapping):
+            table = {}
         unknown = set(table) - {"command", "args", "env", "cwd", "url", "headers"}
         url, command = str(table.get("url", "")), table.get("command", "")
         wrong = bool(url) == bool(command) or (url and not url.startswith(("http://", "https://")))
@@ -168,8 +168,8 @@ class MCPSession:
                         await end.wait()
             except Exception as error:
                 log.seek(0)
-                told = f"{_reason(error)} {log.read()[-_LONGEST_REASON:].strip()}".strip()
-                words = shorten(told, 2 * _LONGEST_REASON)
+                reason = f"{_reason(error)} {log.read()[-_LONGEST_REASON:].strip()}".strip()
+                words = shorten(reason, 2 * _LONGEST_REASON)
                 if opened.done():
                     logger.warning("MCP server %s: %s", self.server.name, words)
                 else:
