@@ -244,6 +244,15 @@ def test_a_flag_may_set_what_only_the_class_named_beside_it_has(foreign, flags, 
     assert config.seed == 7
 
 
+def test_a_run_names_the_file_of_the_settings_that_it_takes_from_a_folder(capsys, foreign):
+    foreign({"env": "gspo/Lookup-v0", "recipe": "tiny", "tracker": "none"})
+    flags = ["--tracker", "mlflow", "--tracking-uri", "nokind://x"]
+    with pytest.raises(SystemExit):
+        main(["train", "--model", "theirs", *flags])
+    shown = capsys.readouterr().out
+    assert "settings of theirs/gspo_env.json apply, unless a flag says otherwise" in shown
+
+
 MINE = """
 from gspo_env import TextEnv
 class Mine(TextEnv):

@@ -9,17 +9,9 @@ from typing import Any
 
 from gspo_env import __version__
 from gspo_env.cli.options import Run
-from gspo_env.config import Config, from_dict, to_dict
-from gspo_env.redaction import redact, visible
+from gspo_env.redaction import visible
 from gspo_env.registry import load_function
-from gspo_env.tracking.base import flatten
-from gspo_env.trust import find_saved, read_saved
-
-_SHOWN = (
-    *("env", "recipe.name", "advantage.name", "loss.name", "engine.name", "tracker.name"),
-    *("learner.learning_rate", "steps", "seed"),
-)
-"""Settings that are named first where a run takes them from a folder."""
+from gspo_env.trust import find_saved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +46,8 @@ class Train(Run):
         if not self.resume:
             for member in config.environments:  # before the imports, which take seconds
                 resolve_env(member.spec)
-            if text := inherited(config):
-                print(text)
+            if config.model and (file := find_saved(config.model)):
+                print(visible(f"settings of {file} apply, unless a flag says otherwise"))
         check_trackers(config.tracker)  # before demonstrations, which may take long
         print(f"gspo-env {__version__}: loading PyTorch and transformers", flush=True)
         kind = load_agent("gspo")
@@ -73,21 +65,3 @@ class Train(Run):
             print(f"{run} is finished: all {steps} steps are done; --steps adds more")
         else:
             agent.train()
-
-
-def inherited(config: Config) -> str:
-    """Describes the settings that a run takes from the folder of its model; may be empty."""
-    saved = read_saved(config.model) if config.model else None
-    if saved is None:
-        return ""
-    new, old, usual = (
-        flatten(redact(to_dict(each))) for each in (config, from_dict(saved.tree), Config())
-    )
-    for name in ("model", "output"):
-        new.pop(name)
-    same = {k: v for k, v in new.items() if old.get(k) == v != usual.get(k)}
-    first = [f"{name.removesuffix('.name')} {same.pop(name)}" for name in _SHOWN if name in same]
-    if same:
-        first.append(f"{len(same)} more in {find_saved(config.model)}")
-    text = ", ".join(first) or "all as by default"
-    return visible(f"settings of {config.model}, unless a flag says otherwise: {text}")

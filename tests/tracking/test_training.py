@@ -53,7 +53,7 @@ def test_two_trackers_by_name_of_which_one_always_fails(
     [
         ("http://127.0.0.1:9", "does not answer"),
         ("http://no-such-host.invalid:5000", "does not answer"),
-        ("postgresql://me:secret-word-9@127.0.0.1:9/runs", "does not answer"),
+        ("http://me:secret-word-9@127.0.0.1:9/runs", "does not answer"),
         ("nonsense://store", "expected one of: http"),
         ("http://[bad", "is no address"),
         ("http://127.0.0.1:99999", "is no address"),
