@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from itertools import product
 
 import numpy as np
 
 from gspo_env.batch.sample import Sample
-from gspo_env.engines.base import (
-    Completion,
-    Engine,
-    Sampling,
-    check_completion,
-)
+from gspo_env.engines.base import Engine, Sampling, check_completion
 from gspo_env.errors import EngineError
 from gspo_env.learner.settings import Trainer
 from gspo_env.rollout.collector import Collector
@@ -74,34 +68,25 @@ async def difference(
         Mean absolute difference of the log-probabilities over all sampled tokens (natural log).
     """
     requests = [
-        (generate, prompt, Sampling(max_tokens=max_tokens, temperature=temperature, seed=n))
-        for n, (generate, prompt) in enumerate(product(_copies(engine), prompts))
+        (copy, prompt, Sampling(max_tokens=max_tokens, temperature=temperature, seed=n))
+        for n, (copy, prompt) in enumerate(product(range(max(1, engine.copies)), prompts))
     ]
-    completions = await asyncio.gather(
-        *(generate(prompt, sampling) for generate, prompt, sampling in requests)
-    )
+    completions = await asyncio.gather(*(engine.generate_on(*request) for request in requests))
     samples = []
     for (_, prompt, sampling), done in zip(requests, completions, strict=True):
         check_completion(done, sampling, vocab_size)
-        samples.append(_sample(prompt, done))
+        count = len(done.token_ids)
+        samples.append(
+            Sample(
+                token_ids=np.asarray([*prompt, *done.token_ids], dtype=np.int64),
+                turn_ids=np.asarray([-1] * len(prompt) + [0] * count, dtype=np.int64),
+                advantages=np.zeros(count),
+                engine_logprobs=np.asarray(done.logprobs),
+            )
+        )
     scores = await run(lambda: [score(sample) for sample in samples])
-    pairs = zip(completions, scores, strict=True)
-    differences = [np.abs(np.asarray(done.logprobs) - values) for done, values in pairs]
-    return float(np.mean(np.concatenate(differences)))
-
-
-def _copies(engine: Engine) -> list[Callable[[Sequence[int], Sampling], Awaitable[Completion]]]:
-    """Returns a function for each copy of the engine, which samples with it if it can be chosen."""
-    return [partial(engine.generate_on, copy) for copy in range(max(1, engine.copies))]
-
-
-def _sample(prompt: Sequence[int], done: Completion) -> Sample:
-    return Sample(
-        token_ids=np.asarray([*prompt, *done.token_ids], dtype=np.int64),
-        turn_ids=np.asarray([-1] * len(prompt) + [0] * len(done.token_ids), dtype=np.int64),
-        advantages=np.zeros(len(done.token_ids)),
-        engine_logprobs=np.asarray(done.logprobs),
-    )
+    engine_logprobs = [np.asarray(done.logprobs) for done in completions]
+    return float(np.mean(np.abs(np.concatenate(engine_logprobs) - np.concatenate(scores))))
 
 
 async def check_sync(
