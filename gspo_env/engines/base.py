@@ -63,6 +63,24 @@ class Completion:
     weights_versions: VersionRuns = ()
     """The version of each id, where the weights changed while the action was sampled."""
 
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish_reason: Any,
+        version_starts: Sequence[tuple[int, int]],
+    ) -> Completion:
+        """Makes a completion; see `version_runs` for `version_starts`."""
+        lowest, runs = version_runs(version_starts, len(token_ids))
+        return cls(
+            token_ids=tuple(token_ids),
+            logprobs=tuple(logprobs),
+            finish_reason=finish_reason,
+            weights_version=lowest,
+            weights_versions=runs,
+        )
+
 
 class Engine:
     """Samples actions from a policy, as token ids. An engine never sees an environment.
@@ -189,14 +207,8 @@ async def sample_parts(
         ends = (n for n in range(start + 1, len(ids) + 1) if sampling.ended(ids[:n]))
         end = next(ends, None)
         if end is not None or len(ids) >= sampling.max_tokens:
-            lowest, runs = version_runs(starts, len(ids[:end]))
-            return Completion(
-                token_ids=ids[:end],
-                logprobs=logprobs[:end],
-                finish_reason="length" if end is None else "stop",
-                weights_version=lowest,
-                weights_versions=runs,
-            )
+            reason = "length" if end is None else "stop"
+            return Completion.of(ids[:end], logprobs[:end], reason, starts)
 
 
 def version_starts(done: Completion, before: int = 0) -> list[tuple[int, int]]:

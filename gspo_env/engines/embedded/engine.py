@@ -24,7 +24,6 @@ from gspo_env.engines.base import (
     Sampling,
     check_room,
     drained,
-    version_runs,
 )
 from gspo_env.engines.embedded.kv_cache import KVCache
 from gspo_env.engines.embedded.slots import Request, Sequences, Slot
@@ -47,6 +46,8 @@ class TransformersEngine(Engine):
         max_step_tokens: Maximum tokens of one forward pass; a longer prompt takes several.
     """
 
+    updates_in_flight = True
+
     def __init__(
         self,
         model: Any,
@@ -67,8 +68,6 @@ class TransformersEngine(Engine):
         self._closed = False
         self.weights_version = 0
         self.fed_tokens = 0
-
-    updates_in_flight = True
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
@@ -225,15 +224,10 @@ class TransformersEngine(Engine):
         stopped = request.sampling.ended(request.token_ids)
         if not stopped and len(request.token_ids) < request.sampling.max_tokens:
             return False
-        lowest, runs = version_runs(request.versions, len(request.token_ids))
-        completion = Completion(
-            token_ids=tuple(request.token_ids),
-            logprobs=tuple(request.logprobs),
-            finish_reason="stop" if stopped else "length",
-            weights_version=lowest,
-            weights_versions=runs,
+        reason = "stop" if stopped else "length"
+        request.future.set_result(
+            Completion.of(request.token_ids, request.logprobs, reason, request.versions)
         )
-        request.future.set_result(completion)
         return True
 
 
@@ -254,8 +248,6 @@ def sample(
         draws: (B,) uniform numbers in [0, 1).
         rows: (B,) the row of each; None for one of each row.
     """
-    if logits.device.type == "mps":  # it has no float64
-        logits = logits.cpu()
     rows = range(len(draws)) if rows is None else rows
     row_D, temperature_D, index_B, nth_B = _distributions(rows, temperatures)
     draw_DN = np.zeros((len(row_D), nth_B.max() + 1))

@@ -19,7 +19,6 @@ from gspo_env.engines.base import (
     Sampling,
     check_room,
     drained,
-    version_runs,
 )
 from gspo_env.engines.embedded.engine import sample
 from gspo_env.engines.embedded.own_cache import OwnCache
@@ -40,6 +39,8 @@ class UnbatchedEngine(Engine):
             one token at a time.
     """
 
+    updates_in_flight = True
+
     def __init__(
         self, model: Any, *, max_slots: int = 128, max_context: int = 4096, whole_turns: bool = True
     ) -> None:
@@ -54,8 +55,6 @@ class UnbatchedEngine(Engine):
         self._closed = False
         self.weights_version = 0
         self.fed_tokens = 0
-
-    updates_in_flight = True
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str | None = None
@@ -116,14 +115,8 @@ class UnbatchedEngine(Engine):
                     break
                 pending = [token]
             await asyncio.sleep(0)
-        lowest, runs = version_runs(versions, len(token_ids))
-        completion = Completion(
-            token_ids=tuple(token_ids),
-            logprobs=tuple(logprobs),
-            finish_reason="stop" if stopped else "length",
-            weights_version=lowest,
-            weights_versions=runs,
-        )
+        reason = "stop" if stopped else "length"
+        completion = Completion.of(token_ids, logprobs, reason, versions)
         return completion, cache if updates == self._updates else None
 
     def _feed(self, cache: OwnCache, pending: list[int]) -> list[int]:

@@ -24,7 +24,6 @@ from gspo_env.engines.base import (
     check_room,
     drained,
     sample_parts,
-    version_runs,
 )
 from gspo_env.engines.vllm.process import DIE_WITH_PARENT
 from gspo_env.engines.vllm.requests import sampling_fields
@@ -326,15 +325,7 @@ class VLLMEngine(Engine):
         ids = tuple(sampled.token_ids)
         logprobs = tuple(entry[i].logprob for entry, i in zip(sampled.logprobs, ids, strict=True))
         starts = [(int(span.version), span.start) for span in sampled.weight_versions]
-        lowest, runs = version_runs(starts, len(ids))
-        completion = Completion(
-            token_ids=ids,
-            logprobs=logprobs,
-            finish_reason=sampled.finish_reason,
-            weights_version=lowest,
-            weights_versions=runs,
-        )
-        request.future.set_result(completion)
+        request.future.set_result(Completion.of(ids, logprobs, sampled.finish_reason, starts))
 
 
 def check_loaded(reports: Sequence[dict[str, list[str]]]) -> None:

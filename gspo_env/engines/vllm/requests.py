@@ -20,7 +20,6 @@ from gspo_env.engines.base import (
     Sampling,
     check_room,
     sample_parts,
-    version_runs,
 )
 from gspo_env.engines.vllm.process import Server, State
 from gspo_env.engines.vllm.settings import EXTENSION
@@ -347,17 +346,14 @@ def read_completion(server: Server, response: httpx.Response) -> Completion | st
         choice = response.json()["choices"][0]
         if choice["finish_reason"] == "abort":  # as a server does when it is stopped
             return "aborted a request"
-        ids = tuple(choice["token_ids"])
         spans = [(span["version"], span["start"]) for span in choice["weight_versions"]]
         if others := [version for version, _ in spans if not version.isdecimal()]:
             return f"has the weights {others[0]!r}, which this run did not send"
-        lowest, runs = version_runs([(int(version), n) for version, n in spans], len(ids))
-        return Completion(
-            token_ids=ids,
-            logprobs=tuple(place["logprob"] for place in choice["logprobs"]["content"]),
-            finish_reason=choice["finish_reason"],
-            weights_version=lowest,
-            weights_versions=runs,
+        return Completion.of(
+            choice["token_ids"],
+            [place["logprob"] for place in choice["logprobs"]["content"]],
+            choice["finish_reason"],
+            [(int(version), start) for version, start in spans],
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise EngineError(
