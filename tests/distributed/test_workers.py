@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from worker_parts import TASKS, Engine, essence, fleet, pretend_server, settings
@@ -26,7 +23,7 @@ from gspo_agents.setup import check_engine
 from gspo_env.config import Config
 from gspo_env.distributed import pool as workers
 from gspo_env.distributed.pool import WorkerCollector, WorkerDied, WorkerPool
-from gspo_env.distributed.worker import Worker, WorkerSetup
+from gspo_env.distributed.worker import Worker, WorkerSetup, WorkerStatus
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
@@ -213,55 +210,37 @@ def test_a_worker_that_does_not_answer_is_ended_and_replaced(chat, server, caplo
     assert collector.workers.restarts == 1
 
 
-SUSPENDED = """
-import sys, threading, time
-from concurrent.futures import Future
-from types import SimpleNamespace
-from gspo_env.distributed import pool as workers
-from gspo_env.rollout.settings import RolloutConfig
-from gspo_env.distributed.worker import WorkerStatus
+class Suspended:
+    """Answers after a while; at one question, the whole process stands still."""
 
-class Slow:  # answers in 0.2 s of the time in which this process runs
-    asked = killed = 0
+    def __init__(self, question):
+        self.question, self.questions = question, 0
 
     def status(self, servers):
-        answer = Future()
-        threading.Thread(target=self.answer, args=(answer,), daemon=True).start()
-        self.asked += 1
-        if self.asked == int(sys.argv[1]):
-            print("asked", flush=True)
+        self.questions += 1
+        if self.questions == self.question:
+            time.sleep(1.5)
+        answer, status = Future(), WorkerStatus(pid=1, idle=0.0, stalled=0.0, waits="")
+        threading.Timer(0.2, answer.set_result, [status]).start()
         return answer
 
-    def answer(self, answer):
-        for _ in range(40):
-            time.sleep(0.005)
-        answer.set_result(WorkerStatus(pid=1, idle=0.0, stalled=0.0, waits=""))
+    def close(self):
+        return Future()
 
     def kill(self, pid=0):
-        self.killed += 1
-
-workers._STATUS_SECONDS = 0.05
-handle = Slow()
-crew = workers.WorkerPool(
-    lambda number: handle, SimpleNamespace(server_list=None), RolloutConfig(workers="ray:1"),
-    start_timeout=1.0, answer_timeout=1.0,
-)
-deadline = time.monotonic() + 60
-while handle.asked < int(sys.argv[1]) + 3 and not crew.lost and time.monotonic() < deadline:
-    time.sleep(0.01)
-print(crew.lost, crew.metrics()["rollout/workers"], flush=True)
-"""
+        pass
 
 
 @pytest.mark.parametrize("question", [1, 3])
-def test_a_trainer_that_was_suspended_takes_no_worker_for_dead(question):
-    command = [sys.executable, "-c", SUSPENDED, str(question)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout.readline() == "asked\n"
-        os.kill(trainer.pid, signal.SIGSTOP)
-        time.sleep(1.5)
-        os.kill(trainer.pid, signal.SIGCONT)
-        assert trainer.stdout.readline() == "0 1.0\n"
+def test_a_trainer_that_was_suspended_takes_no_worker_for_dead(question, monkeypatch):
+    monkeypatch.setattr(workers, "_STATUS_SECONDS", 0.05)
+    monkeypatch.setattr(workers, "_CLOSE_SECONDS", 0.0)
+    handle, engine = Suspended(question), SimpleNamespace(server_list=None)
+    limits, times = RolloutConfig(workers="ray:1"), {"start_timeout": 1.0, "answer_timeout": 1.0}
+    with closing(WorkerPool(lambda number: handle, engine, limits, **times)) as pool:
+        while handle.questions < question + 3 and not pool.lost:
+            time.sleep(0.01)
+        assert (pool.lost, pool.metrics()["rollout/workers"]) == (0, 1.0)
 
 
 def test_restarts_are_bounded_and_the_error_names_the_last_task(chat, server):

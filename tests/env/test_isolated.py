@@ -12,14 +12,10 @@ import time
 
 import psutil
 import pytest
-from faulty import injected
 
-from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import ConfigError, UnknownEnvironmentError
-from gspo_env.rollout.collector import Collector, RolloutConfig
-from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.play import demonstrator, play_now
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import StopReason, Task
@@ -145,35 +141,6 @@ def test_a_child_dies_with_its_parent_even_if_it_hangs(tmp_path):
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_training_counts_every_kind_of_failure_in_child_processes(player, tmp_path):
-    log = str(tmp_path / "log")
-    rates = {"exception": 0.05, "nan": 0.05, "long": 0.03, "hang": 0.04, "crash": 0.05}
-    kwargs = {"env": player.env_id, "rates": rates, "log": log}
-
-    def make():
-        return IsolatedEnv("faulty.faulty:Faulty", kwargs)
-
-    settings = RolloutConfig(
-        max_turn_tokens=32,
-        max_context=512,
-        episode_timeout=15.0,
-        concurrency=4,
-        max_env_error_rate=1.0,  # 5 to 8 of 16 episodes are lost, by the order of processes
-    )
-    engine = TransformersEngine(player.model, max_slots=4, max_context=512)
-    collector = Collector(engine, player.chat, EnvPool(make), settings)
-    tasks = [Task(env_id=player.env_id, seed=n) for n in range(4)]
-    groups = asyncio.run(collector.collect(tasks, seed=0, group_size=4))
-    collector.pool.close()
-    counts = injected(log)
-    metrics = RolloutStats(groups, 1.0).metrics()
-    assert metrics["rollout/env_timeouts"] == counts["hang"]
-    assert metrics["rollout/env_errors"] == counts.total() - counts["hang"] > 0
-    assert collector.pool.faults.counts[StopReason.CRASH] == counts["crash"]
-    assert not [c for c in psutil.Process().children() if "gspo_env.env.child" in c.cmdline()]
 
 
 def test_the_start_of_a_process_does_not_count_as_time_of_an_episode():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gspo_env import TextEnv, ToolEnv, UnicodeText, tool
+from gspo_env import ToolEnv, tool
 from gspo_env.check import check_env
 from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.env.registration import make_env
@@ -74,19 +74,6 @@ def test_an_environment_in_its_own_process_has_the_same_limit(book):
         assert played(env).error is None
     finally:
         env.close()
-
-
-def test_a_class_declares_its_own_limit():
-    class Short(TextEnv):
-        """Its observations are short."""
-
-        observation_space = UnicodeText(4)
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            return "12345", {}
-
-    assert "5 characters long; expected at most 4" in str(played(Short()).error)
 
 
 def test_the_answers_of_tools_are_cut_at_the_limit():

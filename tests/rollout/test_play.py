@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 import re
-import signal
-import subprocess
 import sys
-import time
 
 import gymnasium
 import numpy as np
@@ -266,57 +262,3 @@ def test_what_an_environment_declares_of_its_outcomes_is_true(env_id):
         episode = play_now(env, TASK, policy)
         given = episode.turns[-1].info.episodic_reward is not None
         assert given == env.get_wrapper_attr("gives_outcome")
-
-
-SUSPENDED = """
-import asyncio, sys, time
-from gspo_env.env.base import TextEnv
-from gspo_env.rollout.play import play
-from gspo_env.rollout.pool import EnvPool
-from gspo_env.types import Task
-
-def wait():
-    print("waiting", flush=True)
-    for _ in range(50):
-        time.sleep(0.01)
-
-class Slow(TextEnv):
-    blocking = sys.argv[1] != "policy"
-    def __init__(self):
-        super().__init__()
-        if sys.argv[1] == "constructor":
-            wait()
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return "go", {}
-    def step(self, action):
-        if sys.argv[1] == "environment":
-            wait()
-        return "", 1.0, True, False, {"success": True}
-
-async def policy(now):
-    if sys.argv[1] == "policy":
-        print("waiting", flush=True)
-        for _ in range(50):
-            await asyncio.sleep(0.01)
-    return "yes"
-
-async def main():
-    pool = EnvPool(Slow)
-    env = await pool.acquire(timeout=2.0)
-    episode = await play(env, Task(env_id="slow", seed=1), policy, timeout=2.0, call=pool.call)
-    print(episode.stop_reason, episode.success)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("slow", ["policy", "environment", "constructor"])
-def test_the_clock_stands_still_while_the_process_is_suspended(slow):
-    command = [sys.executable, "-c", SUSPENDED, slow]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout.readline() == "waiting\n"
-        os.kill(run.pid, signal.SIGSTOP)
-        time.sleep(2.5)
-        os.kill(run.pid, signal.SIGCONT)
-        assert run.stdout.readline() == "terminated True\n"

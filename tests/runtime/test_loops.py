@@ -1,10 +1,12 @@
-"""Searches for garbage during a rollout."""
+"""Time limits and garbage collection of a rollout."""
 
+import asyncio
 import gc
+import time
 
 import pytest
 
-from gspo_env.runtime.loops import rare_garbage_collection
+from gspo_env.runtime.loops import ActiveTimeout, rare_garbage_collection
 
 
 def fails_after_many_objects():
@@ -25,3 +27,14 @@ def test_a_rollout_makes_many_objects_without_a_search_and_leaves_the_users_sett
     assert error.value.args == (0, 20_000)
     assert gc.get_threshold() == before
     assert gc.get_freeze_count() == 0
+
+
+def test_a_time_limit_stands_still_while_the_event_loop_does():
+    async def suspended(then):
+        async with ActiveTimeout(0.8):
+            time.sleep(1.5)  # as Ctrl-Z would stop the process
+            await asyncio.sleep(then)
+
+    asyncio.run(suspended(0.3))
+    with pytest.raises(TimeoutError):
+        asyncio.run(suspended(2.0))
