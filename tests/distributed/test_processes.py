@@ -211,13 +211,14 @@ def test_ranks_that_play_ahead_go_on_after_a_kill_and_train_on_each_group_once(t
     (where / "slow").unlink()
     finish(process, where)
     assert gone(children)
-    found = json.loads((where / "run/checkpoints/step-000004/state.json").read_text())
-    assert found["buffer"] == {"next": 12, "open": []}
-    log = [m for _, m in found["history"] if "rollout/return" in m]
+    saved = json.loads((where / "run/checkpoints/step-000004/state.json").read_text())
+    assert saved["buffer"] == {"next": 12, "open": []}
+    log = [m for _, m in saved["history"] if "rollout/return" in m]
     assert [m["rollout/episodes_before"] for m in log] == [0, 9, 18, 27]
     assert 0 < max(m["rollout/staleness_max"] for m in log) <= 2
     assert max(m["train/sync_logprob_diff"] for m in log) < 1e-4
-    assert not list(temporary.iterdir())
+    # torchrun itself leaves an empty folder for its logs
+    assert not [path for path in temporary.rglob("*") if path.is_file()]
 
 
 def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path):
