@@ -333,7 +333,7 @@ def _hint(config: Config, name: str, paths: list[str]) -> str:
 
 
 def _owners(kind: str, choice: Any, setting: str) -> str:
-    """Says which choices of a kind have a setting, and what the present one takes."""
+    """Returns which choices of a kind have a setting, and what the present one takes."""
     owners = [n for n in BUILTIN[kind] if any(f.name == setting for f in _settings(kind, n))]
     takes = ", ".join(f.name for f in dataclasses.fields(choice)) or "nothing"
     other = f"{kind} is {name_of(kind, choice)!r}, which takes {takes}"

@@ -219,9 +219,9 @@ def needs_flags(config: Config) -> dict[str, Any]:
 
 
 def record(folder: Path, config: Config) -> None:
-    """Notes in the user's state directory that the user trains in this folder with these settings.
+    """Records in the user's state directory that they train in this folder with these settings.
 
-    Settings that need no flag are not noted.
+    Settings that need no flag are left out.
     """
     untrusted = needs_flags(config)
     if not untrusted:

@@ -76,6 +76,7 @@ class Fault:
     """
 
     reason: StopReason
+    """One of `FAILURES`."""
     message: str
     """What it did, in one sentence, with the file and the line that raised."""
     where: str
@@ -94,8 +95,11 @@ class Task:
     """
 
     env_id: str
+    """The registered id of the environment, or its name among several."""
     seed: int
+    """The `seed` of `reset`."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """The `options` of `reset`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +112,9 @@ class ToolCall:
     """
 
     name: str
+    """Name of the tool."""
     arguments: dict[str, Any]
+    """The arguments by name."""
     id: str = ""
     """Name of the call in a conversation, to which the message with its result refers."""
 
@@ -124,7 +130,9 @@ class Message:
     """
 
     role: Literal["system", "user", "assistant", "tool"]
+    """Who speaks."""
     content: str
+    """The text."""
     reasoning: str | None = None
     """What the assistant thought before its answer, where a template keeps it apart."""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -235,7 +243,9 @@ class Timing:
     """
 
     generate: float = 0.0
+    """Time in which the action was sampled."""
     step: float = 0.0
+    """Time of the environment's `step`."""
     began: float = 0.0
     """When the turn began, in seconds since 1970; 0 if that is not known."""
 
@@ -271,6 +281,7 @@ class Turn:
     observation: str
     """The observation before the action."""
     reward: float
+    """The reward of the step."""
     info: StepInfo = field(default_factory=StepInfo)
     """The `info` of `step`; empty if the environment did not see the action."""
     timing: Timing = field(default_factory=Timing)
@@ -311,13 +322,19 @@ class Episode:
     """
 
     task: Task
+    """The task that was played."""
     prompt: Prompt = field(default_factory=Prompt)
+    """What the policy read before the first observation."""
     turns: tuple[Turn, ...]
+    """The turns in order of time."""
     outcome: float
     """The episodic reward; see `gspo_env.rollout.play.conclude`."""
     stop_reason: StopReason
+    """Why it ended."""
     terminated: bool
+    """Whether the environment reached a terminal state."""
     truncated: bool
+    """Whether the episode was cut, by the environment or the rollout."""
     error: str | None = None
     """How the environment failed, if it did."""
     faults: tuple[Fault, ...] = ()
@@ -412,7 +429,9 @@ class Group:
     """
 
     task: Task
+    """The task that all episodes play."""
     episodes: tuple[Episode, ...]
+    """(G,) the episodes."""
     score: Score = "turns"
     """The rewards to learn from, for `gspo_env.credit.turn_rewards`; `estimate` sets it."""
     redrawn: int | None = None

@@ -278,7 +278,7 @@ class CheckpointWriter:
 
     checkpoints: Checkpoints
     interrupt: Interrupt
-    """Says when the loop should stop."""
+    """Whether the loop should stop."""
     facts: Mapping[str, Any]
     """See `gspo_env.training.resume.run_facts`."""
     tracker_ids: Callable[[], Mapping[str, str]]

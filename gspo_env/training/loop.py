@@ -88,7 +88,7 @@ class Loop:
     writer: CheckpointWriter | None = None
     """Saves the run; None saves nothing."""
     buffer: RolloutBuffer = field(init=False)
-    """Gives the groups of each step."""
+    """Plays the groups of each step."""
     history: History = field(default_factory=list)
     declared: Mapping[str, Score | None] = field(default_factory=dict)
     """The scores that environments declare, used if the config has none."""
@@ -105,7 +105,7 @@ class Loop:
     _warned: bool = False
 
     def __post_init__(self) -> None:
-        """Takes the score of the config, if it has one."""
+        """Chooses the score and builds the rollout buffer."""
         setting = self.config.credit.score
         scores = self.declared if setting == "auto" else dict.fromkeys(self.weights, setting)
         self.score = Scores({name: ScoreChoice(name, scores.get(name)) for name in self.weights})
@@ -182,7 +182,7 @@ class Loop:
             await self._save()
 
     def _results(self, batch: Batch) -> dict[str, float]:
-        """Notes what the curriculum sees of a batch; returns the metrics.
+        """Records the results of a batch for the curriculum; returns the metrics.
 
         There is one result for each of the options with which its groups were played.
         """
@@ -214,7 +214,7 @@ class Loop:
     async def _save(self, must: bool = False) -> None:
         """Saves the run if it must be saved, if that is due, or if it is the best so far.
 
-        The state is that of the call, also if episodes go on while it is written.
+        The state is captured at the call; episodes may continue while it is written.
         """
         if self.writer is None:
             return
@@ -243,7 +243,7 @@ class Loop:
         }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Takes over the state of a checkpoint of the same run."""
+        """Restores the state from a checkpoint of the same run."""
         state = checkpoint.numbers
         self.step, self.played = int(state["step"]), int(state["played"])
         self.best = dict(state["best"])

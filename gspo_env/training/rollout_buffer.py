@@ -1,4 +1,4 @@
-"""Gives the learner its groups: in turn with the updates, or ahead of them within a staleness.
+"""Plays groups for the learner: in turn with the updates, or ahead of them within a staleness.
 
 The version of the weights is the number of updates that are done. A group that was admitted at
 version v and is part of the update that ends version u is u - v versions old.
@@ -109,7 +109,7 @@ class StalenessGate:
         return version - self.ages[number] <= self.max_staleness
 
     def train(self, numbers: Collection[int], version: int) -> None:
-        """Notes that an update trained on groups and ended in a version."""
+        """Records an update that trained on groups and ended in a version."""
         for number in numbers:
             del self.ages[number]
         self.version = version
@@ -242,7 +242,7 @@ class RolloutBuffer:
         return await asyncio.wrap_future(future)
 
     def advance(self, version: int) -> None:
-        """Notes that the last batch was trained on, and that the engine has the new weights."""
+        """Records that the last batch was trained on and that the engine has the new weights."""
         for number in self._batch:
             del self._attempts[number]
         self.gate.train(self._batch, version)
@@ -268,7 +268,7 @@ class RolloutBuffer:
         }
 
     def restore(self, state: Mapping[str, Any], version: int) -> None:
-        """Takes over a `state`; the groups that were lost are played first."""
+        """Restores a `state`; the groups that were lost are played first."""
         self._next = int(state["next"])
         self._waiting = [
             TaskAttempt(number=int(number), attempt=int(attempt), task=Task(**task))
@@ -330,7 +330,7 @@ class RolloutBuffer:
         return not low <= float(np.mean(successes)) <= high or self._is_flat(group)
 
     def _resample(self, attempt: TaskAttempt, group: Group) -> None:
-        """Gives the place of a group back, for another task of the same environment."""
+        """Frees the place of a group for another task of the same environment."""
         self._resampled.append(group)
         seed = derive_seed("again", attempt.task.seed) % HELD_OUT
         task = replace(attempt.task, seed=seed)

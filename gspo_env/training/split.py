@@ -57,7 +57,7 @@ class Split:
         return min(len(set(self.keys)), self.num_tasks or len(self.keys))
 
     def __str__(self) -> str:
-        """Says what the tasks are to training, and how many are different.
+        """Describes the tasks: how many are different, and whether training plays them.
 
         Example:
             >>> tasks = (Task(env_id="x", seed=8), Task(env_id="x", seed=9))

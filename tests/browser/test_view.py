@@ -112,26 +112,6 @@ def test_tokens_show_the_weights_that_sampled_them(page: Any, tmp_path: Path) ->
     assert page.locator("label:has-text('weights')").count() == 0
 
 
-def test_everything_is_reached_with_the_keyboard(page: Any, run: Path) -> None:
-    start(page, (run / "view.html").as_uri())
-    for key in ("e", "j", "j", "k"):
-        page.keyboard.press(key)
-    page.wait_for_selector("article")
-    first = page.locator("h2").inner_text().split()[-1]
-    page.keyboard.press("2")
-    page.wait_for_selector(".flow")
-    page.keyboard.press("3")
-    page.wait_for_selector("table")
-    page.locator(".list").focus()
-    page.keyboard.press("ArrowDown")
-    page.wait_for_selector(f"h2:not(:has-text('{first}'))")
-    page.keyboard.press("/")
-    page.wait_for_selector("#search:focus")
-    page.keyboard.press("Escape")
-    page.keyboard.press("Escape")
-    page.wait_for_selector("text=Choose an episode")
-
-
 def test_hostile_text_is_shown_as_text(page: Any, tmp_path: Path) -> None:
     hostile = turn(
         text=f"<think>{HOSTILE}</think>{HOSTILE}", observation=HOSTILE, info=StepInfo(agent=HOSTILE)

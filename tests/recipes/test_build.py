@@ -220,16 +220,6 @@ def test_a_demonstrator_that_never_ends_is_cut_at_the_turns_of_the_rollout_and_s
     assert shown == [("demonstrations", n, 3) for n in (1, 2, 3)]
 
 
-def test_a_demonstration_that_takes_too_long_is_cut():
-    class Slow(Endless):
-        pause = 0.02
-
-    limits = RolloutConfig(max_turns=10_000, episode_timeout=0.2)
-    [episode] = demonstrate(Slow(), TASKS[:1], 0.0, limits)
-    assert episode.stop_reason is StopReason.TIMEOUT
-    assert 1 <= len(episode.turns) <= 10
-
-
 def test_turns_that_do_not_fit_the_context_are_not_imitated(chat):
     demonstrations = demonstrate(Endless(), TASKS, 0.0, RolloutConfig(max_turns=9))
     whole = imitation_samples(demonstrations, chat)

@@ -122,11 +122,6 @@ def test_a_malformed_line_is_one_sentence_with_its_number(tmp_path, line, told):
         read_conversations(str(path))
 
 
-def test_a_file_that_is_missing_is_one_sentence():
-    with pytest.raises(ConfigError, match="cannot read the conversations"):
-        read_conversations("nowhere.jsonl")
-
-
 @pytest.mark.parametrize(
     "family",
     ["qwen3", "qwen2_5", "qwen3_coder", "llama3", "mistral", "deepseek", "harmony", "gemma"],

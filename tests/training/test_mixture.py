@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 
 import pytest
@@ -11,9 +10,7 @@ from runs import timeless
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
 from gspo_env.config import Config
-from gspo_env.errors import RolloutError
 from gspo_env.recipes import Tiny
-from gspo_env.rollout.pool import EnvPool, EnvPools
 from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import draw_tasks
 from gspo_env.training.split import Split, join
@@ -193,9 +190,3 @@ def group(env_id, rewards, outcome):
         for n, reward in enumerate(rewards)
     )
     return Group(task=task, episodes=episodes)
-
-
-def test_a_task_of_no_environment_of_the_pools_is_an_error():
-    pools = EnvPools({"a": EnvPool(lambda: None)})
-    with pytest.raises(RolloutError, match="env_id 'c'; expected one of a"):
-        asyncio.run(asyncio.sleep(0, pools.of("c")))

@@ -209,17 +209,6 @@ def test_a_checkpoint_of_another_version_is_refused_in_one_sentence(done):
         GSPOAgent.resume("run")
 
 
-def test_a_run_may_resume_with_other_workers_and_no_other_limits(done):
-    cut(done, 3, Path("run"))
-    saved = Checkpoints(Path("run"), CheckpointConfig()).newest()
-    now = load_toml("run/config.toml")
-    moved = dataclasses.replace(now, rollout=dataclasses.replace(now.rollout, workers="ray:2"))
-    assert changed_config(Path("run"), saved, moved).rollout == moved.rollout
-    other = dataclasses.replace(now, rollout=dataclasses.replace(now.rollout, max_turns=3))
-    with pytest.raises(ConfigError, match=r"rollout\.max_turns is 3, and \d+ in the run that is"):
-        changed_config(Path("run"), saved, other)
-
-
 def test_a_run_whose_environment_decided_the_score_resumes_with_the_settings_it_began_with(done):
     """Ranks that start again have the command line of the start, in which the score is `auto`."""
     cut(done, 3, Path("run"))
@@ -298,6 +287,7 @@ def test_only_the_number_of_steps_and_the_checkpoints_may_change(done):
     for changes, said in [
         ({"seed": 1}, "seed is 1, and 0 in the run that is resumed"),
         ({"learner": {"learning_rate": 0.5}}, "learner.learning_rate is 0.5"),
+        ({"rollout": {"max_turns": 3}}, "rollout.max_turns is 3, and"),
         ({"steps": 1}, "steps is 1; expected at least 2"),
     ]:
         with pytest.raises(ConfigError, match=said):

@@ -10,7 +10,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_agents.scripted import ScriptedAgent
 from gspo_env.cli.main import main
 from gspo_env.config import Config
 from gspo_env.engines.base import Completion
@@ -91,14 +90,6 @@ def test_training_meets_no_task_of_the_evaluation(chat, env_id):
     stats = RolloutStats(groups, 1.0)
     assert stats.metrics()["rollout/redrawn_tasks"] >= len(moved) > 0
     assert "held-out tasks" in str(split)
-
-
-@pytest.mark.parametrize("env_id", ONE)
-def test_an_environment_with_one_task_holds_out_nothing_and_says_so(env_id):
-    split = ScriptedAgent(env_id).split(16)
-    assert not split.held_out
-    assert split.distinct == 1
-    assert str(split) == "16 episodes of the training tasks, 1 different task"
 
 
 def test_without_a_key_the_overlap_is_unknown():
