@@ -1,8 +1,6 @@
 """`gspo-env capture` with a real program, a real model and the address between them."""
 
 import json
-import shlex
-import sys
 
 import pytest
 
@@ -88,41 +86,8 @@ def test_what_a_program_said_and_got_is_recorded_and_can_be_imitated(files, tmp_
     assert len(read_conversations(str(out), 0.4)) == 3
 
 
-COMMAND = """
-import json, os, sys, urllib.request
-
-task = json.load(sys.stdin)
-messages = [{"role": "user", "content": task["question"]}]
-for follow in ("sure?", None):
-    request = urllib.request.Request(
-        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-        json.dumps({"messages": messages, "user": sys.argv[1]}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-    )
-    messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
-    messages += [{"role": "user", "content": follow}] if follow else []
-print("some other line")
-print(json.dumps(1.0 if messages[-1]["content"] else 0.5))
-"""
-
-
-def test_a_command_is_recorded_as_a_function_is(files, tmp_path, capsys):
-    agent, out = tmp_path / "the agent.py", tmp_path / "episodes.jsonl"
-    agent.write_text(COMMAND)
-    command = shlex.join([sys.executable, str(agent), "asks {question}"])
-    capture(files, out, "--program", "", "--command", command)
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 3
-    assert "conversations  3" in capsys.readouterr().out
-    for row in rows:
-        assert [m["role"] for m in row["messages"]] == ["user", "assistant", "user", "assistant"]
-        assert row["agent"] == f"asks {row['messages'][0]['content']}"
-        assert row["reward"] in (0.5, 1.0)
-    assert len(read_conversations(str(out))) == 3
-
-
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "words"),
     [
         (["--command", "node x.js"], "one of --program and --command"),
         (["--program", ""], "one of --program and --command"),
@@ -132,11 +97,11 @@ def test_a_command_is_recorded_as_a_function_is(files, tmp_path, capsys):
         (["--out", "no/such/folder/x.jsonl"], "does not exist"),
     ],
 )
-def test_capture_refuses_in_one_sentence(files, tmp_path, capsys, flags, told):
+def test_capture_refuses_in_one_sentence(files, tmp_path, capsys, flags, words):
     with pytest.raises(SystemExit) as ended:
         capture(files, tmp_path / "x.jsonl", *flags)
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
 def test_a_file_that_exists_is_not_overwritten(files, tmp_path, capsys):

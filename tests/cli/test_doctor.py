@@ -55,17 +55,17 @@ def test_a_missing_vllm_is_optional_and_says_how_to_install_it(versions):
 def test_a_vllm_built_for_another_torch_is_named_with_both_versions(versions, monkeypatch):
     versions(vllm="0.32.0", torch="2.12.1+cpu")
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch==2.13.0"])
-    said = finding("vllm")
-    assert not said.ok
-    assert "needs torch==2.13.0, here is 2.12.1+cpu: pip install 'torch==2.13.0'" in said.text
+    output = finding("vllm")
+    assert not output.ok
+    assert "needs torch==2.13.0, here is 2.12.1+cpu: pip install 'torch==2.13.0'" in output.text
 
 
 def test_cuda_vision_beside_a_cpu_torch_is_named(versions, monkeypatch):
     versions(torchvision="0.28.0")
     monkeypatch.setattr("torch.version.cuda", None)  # some registries serve only CUDA builds
-    said = finding("torch companions")
-    assert not said.ok
-    assert "pip uninstall -y torchvision" in said.text
+    output = finding("torch companions")
+    assert not output.ok
+    assert "pip uninstall -y torchvision" in output.text
 
 
 def test_too_little_memory_is_named(versions, monkeypatch):

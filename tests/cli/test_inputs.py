@@ -81,8 +81,8 @@ def test_a_constructor_that_raises_is_one_sentence_with_its_line(capsys, tmp_pat
         f"        {body}\n"
     )
     flag = [] if command[-1] == "--check" else ["--env"]
-    said = refused(capsys, *command, *flag, "own.py:Own")
-    assert "own.py, line 4" in said
+    output = refused(capsys, *command, *flag, "own.py:Own")
+    assert "own.py, line 4" in output
 
 
 def test_a_check_of_an_environment_that_does_not_close_says_so(capsys, tmp_path):
@@ -106,8 +106,8 @@ def test_a_file_in_another_encoding_is_named_and_one_with_a_mark_is_read(capsys,
 def test_a_comparison_into_the_folder_of_a_run_is_refused(capsys, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
-    said = refused(capsys, "compare", "--output", "run", *ARMS)
-    assert "'run' is not empty and holds no comparison" in said
+    output = refused(capsys, "compare", "--output", "run", *ARMS)
+    assert "'run' is not empty and holds no comparison" in output
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.toml"]
 
 
@@ -160,9 +160,9 @@ def test_what_only_training_needs_is_tried_before_the_folder_is_made(
 def test_a_name_without_a_folder_fails_at_once_where_the_hub_does_not_answer(capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: 1 / 0)
-    said = refused(capsys, "train", "--model", "nofolder", "--tracker", "none")
-    assert "there is no folder 'nofolder'" in said
-    assert "its hub does not answer" in said
+    output = refused(capsys, "train", "--model", "nofolder", "--tracker", "none")
+    assert "there is no folder 'nofolder'" in output
+    assert "its hub does not answer" in output
 
 
 def test_a_class_that_a_file_lacks_is_answered_with_those_that_it_defines(capsys, tmp_path):

@@ -49,10 +49,10 @@ def root(request):
 )
 def test_train_runs_to_its_end_and_says_both_figures(capsys, tmp_path, flags):
     main(["train", *TINY, "--output", "out", *flags])
-    said = capsys.readouterr().out
-    assert "before training" in said
-    assert "after" in said
-    assert "mlflow ui" in said
+    output = capsys.readouterr().out
+    assert "before training" in output
+    assert "after" in output
+    assert "mlflow ui" in output
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert files >= {"config.toml", "learning_curve.png", "model", "episodes", "view.html"}
 
@@ -73,9 +73,9 @@ def test_evaluate_reports_a_trained_folder_and_the_scripted_agent(capsys):
     main(["train", *TINY, "--output", "out"])
     capsys.readouterr()
     main(["evaluate", "--model", "out", "--tasks", "5", "--samples", "4"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for word in ("success", "95 % interval", "return", "turns", "pass@4", "pass^4"):
-        assert word in said
+        assert word in output
     main(["evaluate", "--model", "scripted", "--env", "gspo/Calculator-v0", "--tasks", "8"])
     assert "success  100.0%" in capsys.readouterr().out
 
@@ -206,8 +206,8 @@ def test_a_broken_environment_is_one_sentence_and_leaves_nothing(capsys, tmp_pat
 
 def test_an_output_that_cannot_be_written_is_one_sentence(capsys, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    said = refused(capsys, "train", *TINY, "--output", str(tmp_path / "file" / "out"))
-    assert "cannot write to the output folder" in said
+    output = refused(capsys, "train", *TINY, "--output", str(tmp_path / "file" / "out"))
+    assert "cannot write to the output folder" in output
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("precious")
     assert "is not empty" in refused(capsys, "train", *TINY, "--output", "full")
@@ -246,10 +246,10 @@ def test_help_lists_every_setting_with_its_default_and_a_page_has_one_group(caps
 
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for path in [*flatten(Config.from_recipe(), mappings=False), *BUILTIN, "config"]:
-        assert f"--{path.replace('_', '-')} " in said
-    assert "(default: 0.03)" in said
+        assert f"--{path.replace('_', '-')} " in output
+    assert "(default: 0.03)" in output
     with pytest.raises(SystemExit):
         main(["train", "--advantage", "group_gae", "--help", "advantage"])
     page = capsys.readouterr().out
@@ -268,9 +268,9 @@ def test_the_version_and_the_module(capsys):
 
 
 def test_an_unknown_command_lists_the_known_ones(capsys):
-    said = refused(capsys, "trein")
-    assert "did you mean train?" in said
-    assert ", ".join(COMMANDS) in said
+    output = refused(capsys, "trein")
+    assert "did you mean train?" in output
+    assert ", ".join(COMMANDS) in output
     assert "did you mean" not in refused(capsys, "xyz")
 
 

@@ -15,21 +15,23 @@ def played(monkeypatch, capsys, typed, *arguments):
 
 
 def test_a_person_sees_what_the_policy_reads_and_what_each_turn_earns(monkeypatch, capsys):
-    said = played(monkeypatch, capsys, "/expert\n" * 8, "gspo/Lookup-v0", "--env-kwargs", "hops=2")
-    assert "system: Follow the links with the lookup tool" in said
-    assert "tool lookup(key): Look up the word" in said
-    assert "user: Follow 2 links from" in said
-    assert "Success: outcome +1, 3 turns" in said
+    output = played(
+        monkeypatch, capsys, "/expert\n" * 8, "gspo/Lookup-v0", "--env-kwargs", "hops=2"
+    )
+    assert "system: Follow the links with the lookup tool" in output
+    assert "tool lookup(key): Look up the word" in output
+    assert "user: Follow 2 links from" in output
+    assert "Success: outcome +1, 3 turns" in output
 
 
 def test_a_call_of_a_tool_is_typed_in_short_and_a_wrong_one_is_asked_again(monkeypatch, capsys):
     typed = "/lookup key=\n/nothing\n/lookup key\n/lookup 'key\n/lookup key=grass\n/quit\n"
-    said = played(monkeypatch, capsys, typed, "--seed", "3")
-    assert '<tool_call>{"name": "lookup", "arguments": {"key": "grass"}}</tool_call>' in said
-    assert "there is no tool 'nothing'; expected one of lookup" in said
-    assert "'key' is no argument; expected name=value" in said
-    assert "cannot be read" in said
-    assert "2 turns" in said
+    output = played(monkeypatch, capsys, typed, "--seed", "3")
+    assert '<tool_call>{"name": "lookup", "arguments": {"key": "grass"}}</tool_call>' in output
+    assert "there is no tool 'nothing'; expected one of lookup" in output
+    assert "'key' is no argument; expected name=value" in output
+    assert "cannot be read" in output
+    assert "2 turns" in output
 
 
 def test_an_action_of_several_lines_is_one_action(monkeypatch, capsys, tmp_path):
@@ -42,9 +44,9 @@ def test_an_action_of_several_lines_is_one_action(monkeypatch, capsys, tmp_path)
         "        return repr(action) + '\\x1b[2J', 1.0, True, False, {}\n"
     )
     monkeypatch.chdir(tmp_path)
-    said = played(monkeypatch, capsys, '"""\none\ntwo\n"""\n', "echo.py:Echo")
-    assert "'one\\ntwo'" in said
-    assert "\x1b" not in said
+    output = played(monkeypatch, capsys, '"""\none\ntwo\n"""\n', "echo.py:Echo")
+    assert "'one\\ntwo'" in output
+    assert "\x1b" not in output
 
 
 HOSTILE = r"""
@@ -58,14 +60,6 @@ class Hostile(TextEnv):
 """
 
 
-def test_an_action_of_several_lines_may_begin_with_a_slash(monkeypatch, capsys, tmp_path):
-    (tmp_path / "hostile.py").write_text(HOSTILE)
-    monkeypatch.chdir(tmp_path)
-    said = played(monkeypatch, capsys, '"""\n/quit\n"""\n', "hostile.py:Hostile")
-    assert "1 turn with rewards +1" in said
-    assert "'/quit'" in said
-
-
 def test_neither_bytes_that_are_no_text_nor_a_narrow_terminal_end_the_game(monkeypatch, tmp_path):
     (tmp_path / "hostile.py").write_text(HOSTILE)
     monkeypatch.chdir(tmp_path)
@@ -74,19 +68,19 @@ def test_neither_bytes_that_are_no_text_nor_a_narrow_terminal_end_the_game(monke
     out = io.TextIOWrapper(shown, encoding="ascii", write_through=True)
     monkeypatch.setattr("sys.stdout", out)
     main(["play", "hostile.py:Hostile"])
-    said = shown.getvalue().decode()
-    assert "user: h\\xe9 \\x1b[31m" in said
-    assert r"\\xff\\xfe h\xe9" in said
-    assert "Success" in said or "No success" in said
+    output = shown.getvalue().decode()
+    assert "user: h\\xe9 \\x1b[31m" in output
+    assert r"\\xff\\xfe h\xe9" in output
+    assert "Success" in output or "No success" in output
 
 
 def test_the_name_of_a_tool_does_not_act_on_the_terminal(monkeypatch, capsys):
     tools = {"e\x1b[31mvil": object()}
     monkeypatch.setattr("gspo_env.cli.play._tools", lambda now: tools)
     monkeypatch.setattr("gspo_env.cli.play._begin", lambda now: None)
-    said = played(monkeypatch, capsys, "/nothing\n/quit\n")
-    assert "expected one of e\\x1b[31mvil" in said
-    assert "\x1b" not in said
+    output = played(monkeypatch, capsys, "/nothing\n/quit\n")
+    assert "expected one of e\\x1b[31mvil" in output
+    assert "\x1b" not in output
 
 
 def test_the_end_of_the_input_ends_the_episode(monkeypatch, capsys):
@@ -105,10 +99,10 @@ def test_an_environment_that_fails_says_how_and_one_without_a_demonstrator_says_
         "        raise OSError('no disk')\n"
     )
     monkeypatch.chdir(tmp_path)
-    said = played(monkeypatch, capsys, "/expert\nsomething\n", "bad.py:Bad")
-    assert "this environment has no demonstrator" in said
-    assert "The environment failed: " in said
-    assert "no disk" in said
+    output = played(monkeypatch, capsys, "/expert\nsomething\n", "bad.py:Bad")
+    assert "this environment has no demonstrator" in output
+    assert "The environment failed: " in output
+    assert "no disk" in output
 
 
 @pytest.mark.parametrize("arguments", [["gspo/Nope-v0"], ["--seed", "-1"]])

@@ -13,7 +13,7 @@ import pytest
 
 from gspo_agents.gspo import GSPOAgent
 from gspo_env.cli.main import main
-from gspo_env.cli.serve import KEY, Serve, is_loopback, settings
+from gspo_env.cli.serve import KEY, Serve, settings
 from gspo_env.config import Config, override
 from gspo_env.errors import ConfigError
 from gspo_env.model.load import save_model
@@ -67,15 +67,17 @@ def serve(folder, *flags, **variables):
             env={**os.environ, **variables},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # maybe ignored here
         )
-    given = dict(child.stdout.readline().strip().removeprefix("export ").split("=") for _ in "12")
-    return child, given
+    exported = dict(
+        child.stdout.readline().strip().removeprefix("export ").split("=") for _ in "12"
+    )
+    return child, exported
 
 
 @pytest.mark.slow
 def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
-    child, given = serve(folder, **{KEY: "open sesame"})
+    child, exported = serve(folder, **{KEY: "open sesame"})
     try:
-        url = f"{given['OPENAI_BASE_URL']}/chat/completions"
+        url = f"{exported['OPENAI_BASE_URL']}/chat/completions"
         ask = {"model": "m", "temperature": 0, "messages": TALK[:2], "tools": [TOOL]}
         assert httpx.post(url, json=ask, timeout=60).status_code == 401
         headers = {"authorization": "Bearer open sesame"}
@@ -107,9 +109,9 @@ def test_vllm_can_answer_behind_the_port(tmp_path):
     agent = GSPOAgent(config=config)
     agent.warm_up()
     agent.save(tmp_path / "saved")
-    child, given = serve(tmp_path / "saved", "--engine", "vllm", **{KEY: "open sesame"})
+    child, exported = serve(tmp_path / "saved", "--engine", "vllm", **{KEY: "open sesame"})
     try:
-        url = f"{given['OPENAI_BASE_URL']}/chat/completions"
+        url = f"{exported['OPENAI_BASE_URL']}/chat/completions"
         headers = {"authorization": "Bearer open sesame"}
 
         def ask(**fields):
@@ -119,13 +121,13 @@ def test_vllm_can_answer_behind_the_port(tmp_path):
         (call,) = ask(temperature=0).json()["choices"][0]["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"key": "amber"}
         with ThreadPoolExecutor(8) as pool:
-            told = list(pool.map(lambda n: ask(seed=n % 2, temperature=1.5), range(8)))
-        said = [t.json()["choices"][0]["message"] for t in told]
-        for message in said:
+            responses = list(pool.map(lambda n: ask(seed=n % 2, temperature=1.5), range(8)))
+        messages = [r.json()["choices"][0]["message"] for r in responses]
+        for message in messages:
             for one in message.get("tool_calls", ()):
                 del one["id"]
-        assert said[0::2] == said[:1] * 4
-        assert said[1::2] == said[1:2] * 4
+        assert messages[0::2] == messages[:1] * 4
+        assert messages[1::2] == messages[1:2] * 4
         assert ask(messages=[{"role": "user", "content": "amber " * 500}]).status_code == 400
     finally:
         child.send_signal(signal.SIGINT)
@@ -134,7 +136,7 @@ def test_vllm_can_answer_behind_the_port(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "words"),
     [
         (["--host", "0.0.0.0"], "there is no key"),
         (["--host", "example.org"], "there is no key"),
@@ -143,19 +145,12 @@ def test_vllm_can_answer_behind_the_port(tmp_path):
         (["--engine", "nothing"], "nothing"),
     ],
 )
-def test_serve_refuses_in_one_sentence(folder, capsys, monkeypatch, flags, told):
+def test_serve_refuses_in_one_sentence(folder, capsys, monkeypatch, flags, words):
     monkeypatch.delenv(KEY, raising=False)
     with pytest.raises(SystemExit) as ended:
         main(["serve", str(folder), *flags])
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
-
-
-def test_only_addresses_of_this_machine_need_no_key():
-    own = ["127.0.0.1", "127.3.2.1", "localhost", "::1"]
-    others = ["0.0.0.0", "::", "10.0.0.1", "example.org", ""]
-    assert all(map(is_loopback, own))
-    assert not any(map(is_loopback, others))
+    assert words in capsys.readouterr().err
 
 
 def test_a_folder_is_data_and_its_environment_is_not_needed(folder, tmp_path):

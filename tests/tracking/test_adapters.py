@@ -168,10 +168,10 @@ def read_wandb(path: Path):
     """The records of a run's file: LevelDB's log format behind a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    data, place, part, found = path.read_bytes(), 7, b"", []
+    data, place, part, records = path.read_bytes(), 7, b"", []
     while place + 7 <= len(data):
-        if (left := 32768 - place % 32768) < 7:  # a block's padding
-            place += left
+        if (rest := 32768 - place % 32768) < 7:  # a block's padding
+            place += rest
             continue
         length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
         part += data[place + 7 : place + 7 + length]
@@ -179,9 +179,9 @@ def read_wandb(path: Path):
         if place > len(data):  # it is being written
             break
         if kind in (1, 4):  # a whole record, or its last part
-            found.append(wandb_internal_pb2.Record.FromString(part))
+            records.append(wandb_internal_pb2.Record.FromString(part))
             part = b""
-    return found
+    return records
 
 
 @pytest.mark.parametrize(("status", "code"), [("FAILED", 1), ("KILLED", 255)])
@@ -200,11 +200,11 @@ def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path
         worker.log({"x": 1.0}, 0)
     picture(tmp_path / "curve.png")
     choice = combine("tensorboard,trackio,wandb")(wandb=WandB(mode="offline"))
-    said: list[str] = []
+    problems: list[str] = []
     for _ in range(2):
-        with Recorder(choice, tmp_path, {"seeds": 1}, said.append) as recorder:
+        with Recorder(choice, tmp_path, {"seeds": 1}, problems.append) as recorder:
             recorder.child("one", tmp_path / "run", {"a": 1}, 1.0)
             recorder.artifact(tmp_path / "curve.png")
-    assert said == []
+    assert problems == []
     assert len(events(tmp_path / "run").Scalars("x")) == 1
     assert events(tmp_path).Tags()["images"] == ["curve"]

@@ -304,7 +304,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"sqlite:///{folder / 'runs.db'}"
 
 
-def found(uri: str, run_id: str) -> Counter[tuple[str, int, int, float]]:
+def stored(uri: str, run_id: str) -> Counter[tuple[str, int, int, float]]:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
@@ -344,7 +344,7 @@ def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store: str, tmp_
             tracker.log({"a": step / 7, "b": 1.0}, step)
     assert tracker.ids == {"mlflow": first.id}
     assert len(lines(tmp_path)) == 310
-    assert found(store, first.id) == written(tmp_path)
+    assert stored(store, first.id) == written(tmp_path)
 
 
 def test_a_run_of_which_only_the_answer_was_lost_is_found_again(
@@ -352,10 +352,10 @@ def test_a_run_of_which_only_the_answer_was_lost_is_found_again(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    make, made = MlflowClient.create_run, []
+    make, runs = MlflowClient.create_run, []
 
     def lose_answer(self, *args, **keywords):
-        made.append(make(self, *args, **keywords))
+        runs.append(make(self, *args, **keywords))
         raise ConnectionError("the answer was lost")
 
     monkeypatch.setattr(MlflowClient, "create_run", lose_answer)
@@ -363,8 +363,8 @@ def test_a_run_of_which_only_the_answer_was_lost_is_found_again(
         MLflow(tracking_uri=store), RunInfo(name="r", folder=tmp_path, params={"p": 1})
     ) as t:
         t.log({"a": 1.0}, 1)
-    assert len(made) == 1
-    assert t.ids == {"mlflow": made[0].info.run_id}
+    assert len(runs) == 1
+    assert t.ids == {"mlflow": runs[0].info.run_id}
     run = MlflowClient(tracking_uri=store).get_run(t.ids["mlflow"])
     assert (run.data.params, run.data.metrics) == ({"p": "1"}, {"a": 1.0})
 

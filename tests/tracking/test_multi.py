@@ -175,12 +175,14 @@ def test_no_tracker_writes_only_the_metrics(run: RunInfo, tmp_path: Path) -> Non
 
 def test_combined_trackers_are_one_choice_with_the_settings_of_each(run: RunInfo) -> None:
     names = f"none,{OWN}:JsonLines"
-    both = tyro.cli(combine(names), args=["--jsonlines.file", "lines.jsonl"])
+    choice = tyro.cli(combine(names), args=["--jsonlines.file", "lines.jsonl"])
     assert combine(names) is combine(names)
-    assert both == combine(names)(jsonlines=find("tracker", f"{OWN}:JsonLines")(file="lines.jsonl"))
-    assert list(parts(both)) == ["none", f"{OWN}:JsonLines"]
-    assert dataclasses.replace(both) == both
-    with start(both, run) as tracker:
+    assert choice == combine(names)(
+        jsonlines=find("tracker", f"{OWN}:JsonLines")(file="lines.jsonl")
+    )
+    assert list(parts(choice)) == ["none", f"{OWN}:JsonLines"]
+    assert dataclasses.replace(choice) == choice
+    with start(choice, run) as tracker:
         tracker.log({"a": 1.0}, step=1)
     assert (run.folder / "lines.jsonl").exists()
     assert combine("mlflow,none")().mlflow.experiment == "gspo_env"
