@@ -1,8 +1,8 @@
 from .policy import ChatPolicy as ChatPolicy
-from .records import LateRewardError as LateRewardError
-from .records import RefusedError as RefusedError
-from .records import Reply as Reply
-from .records import Request as Request
 from .server import PolicyServer as PolicyServer
 from .server import address as address
+from .session import LateRewardError as LateRewardError
+from .session import RefusedError as RefusedError
+from .session import Reply as Reply
+from .session import Request as Request
 from .session import Session as Session

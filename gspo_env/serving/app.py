@@ -1,4 +1,4 @@
-"""The ASGI app of the address: routes, keys, limits of bodies, errors."""
+"""The ASGI app of the policy server: routes, keys, limits of bodies, errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gspo_env.serving.connection import SCOPE
 from gspo_env.serving.dialects.chat import Chat, openai_fault
 from gspo_env.serving.dialects.messages import Messages
 from gspo_env.serving.dialects.responses import Responses
-from gspo_env.serving.fields import Ask, Fields, Json, Wire, agent_name, parse_json
-from gspo_env.serving.records import LateRewardError, RefusedError, Reply
+from gspo_env.serving.fields import Dialect, Fields, Json, agent_name, parse_json
+from gspo_env.serving.session import LateRewardError, RefusedError, Reply, Request
 
 if TYPE_CHECKING:
     from gspo_env.serving.server import PolicyServer
@@ -39,20 +39,20 @@ _CLOSING = (401, 408, 410, 413)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
-def make_app(address: PolicyServer) -> Starlette:
-    """Returns the app that serves the sessions of an address."""
-    wires: dict[str, Wire] = {
+def make_app(server: PolicyServer) -> Starlette:
+    """Returns the app that serves the sessions of a server."""
+    dialects: dict[str, Dialect] = {
         "/v1/chat/completions": Chat(),
         "/v1/messages": Messages(),
         "/v1/responses": Responses(),
     }
     routes = [
-        Route(path, _guarded(_endpoint(address, wire), wire.fault), methods=["POST"])
-        for path, wire in wires.items()
+        Route(path, _guarded(_endpoint(server, dialect), dialect.fault), methods=["POST"])
+        for path, dialect in dialects.items()
     ]
 
     async def models(http: HttpRequest) -> Response:
-        session = _session(address, http)
+        session = _session(server, http)
         name = http.path_params.get("name", session.model)
         model = {"id": name, "object": "model", "created": 0, "owned_by": "gspo_env"}
         if "name" in http.path_params:
@@ -60,7 +60,7 @@ def make_app(address: PolicyServer) -> Starlette:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def reward(http: HttpRequest) -> Response:
-        return _reward(_session(address, http), parse_json(await _body(http)))
+        return _reward(_session(server, http), parse_json(await _body(http)))
 
     routes += [
         Route("/v1/models", _guarded(models, openai_fault), methods=["GET"]),
@@ -70,18 +70,19 @@ def make_app(address: PolicyServer) -> Starlette:
     return Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
 
 
-def _endpoint(address: PolicyServer, wire: Wire) -> Handler:
+def _endpoint(server: PolicyServer, dialect: Dialect) -> Handler:
     async def endpoint(http: HttpRequest) -> Response:
-        session = _session(address, http)
+        session = _session(server, http)
         body = parse_json(await _body(http))
-        ask = wire.read(body, session.new_id(wire.prefix), agent_name(http.headers.get("x-agent")))
-        reply = await _or_hung_up(http, session.ask(ask.request))
-        return Response() if reply is None else _write(wire, ask, reply)
+        agent = agent_name(http.headers.get("x-agent"))
+        request = dialect.read(body, session.new_id(dialect.prefix), agent)
+        reply = await _or_hung_up(http, session.reply(request))
+        return Response() if reply is None else _write(dialect, request, reply)
 
     return endpoint
 
 
-def _write(wire: Wire, ask: Ask, reply: Reply) -> Response:
+def _write(dialect: Dialect, request: Request, reply: Reply) -> Response:
     if reply.finish_reason == "context":
         raise RefusedError(
             f"prompt is too long: {reply.prompt_tokens} tokens are more than the maximum context "
@@ -89,10 +90,10 @@ def _write(wire: Wire, ask: Ask, reply: Reply) -> Response:
             code="context_length_exceeded",
             param="messages",
         )
-    if not ask.stream:
-        return JSONResponse(wire.write(ask, reply))
+    if not request.stream:
+        return JSONResponse(dialect.write(request, reply))
     lines = []
-    for name, data in wire.events(ask, reply):
+    for name, data in dialect.events(request, reply):
         text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
         lines.append(f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n")
     headers = {"cache-control": "no-cache"}
@@ -124,11 +125,11 @@ def _reward(session: Session, body: Json) -> Response:
     return JSONResponse({"completion_id": name, "reward": value})
 
 
-def _session(address: PolicyServer, http: HttpRequest) -> Session:
+def _session(server: PolicyServer, http: HttpRequest) -> Session:
     scheme, _, bearer = http.headers.get("authorization", "").partition(" ")
     key = bearer.strip() if scheme.lower() == "bearer" else http.headers.get("x-api-key", "")
     connection = http.scope.get(SCOPE)
-    session = address.find(key, None if connection is None else connection.only)
+    session = server.find(key, None if connection is None else connection.only)
     if connection is not None:
         connection.use(session)
     return session
@@ -174,7 +175,7 @@ async def _hung_up(http: HttpRequest) -> None:
 
 
 def _guarded(handler: Handler, fault: Callable[[RefusedError], Json]) -> Handler:
-    """Returns a handler whose errors have the wire format; none of them stops the server."""
+    """Returns a handler whose errors have the dialect format; none of them stops the server."""
 
     async def guarded(http: HttpRequest) -> Response:
         try:
@@ -184,7 +185,7 @@ def _guarded(handler: Handler, fault: Callable[[RefusedError], Json]) -> Handler
         except ClientDisconnect:
             return Response()
         except Exception as failure:
-            logger.exception("A request to the address failed.")
+            logger.exception("A request to the policy server failed.")
             error = RefusedError(f"the policy failed: {type(failure).__name__}", status=500)
         headers = {"connection": "close"} if error.status in _CLOSING else None
         return JSONResponse(fault(error), error.status, headers)
@@ -193,9 +194,9 @@ def _guarded(handler: Handler, fault: Callable[[RefusedError], Json]) -> Handler
 
 
 async def _not_found(http: HttpRequest, error: Any) -> Response:
-    told = RefusedError(
+    refused = RefusedError(
         f"{http.method[:16]} {http.url.path[:80]} is not served; expected /v1/chat/completions, "
         "/v1/messages, /v1/responses, /v1/reward or /v1/models",
         status=error.status_code,
     )
-    return JSONResponse(openai_fault(told), error.status_code)
+    return JSONResponse(openai_fault(refused), error.status_code)

@@ -6,12 +6,14 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from functools import cache
+from typing import Annotated, Any, NoReturn, Protocol
+
+from pydantic import AfterValidator, TypeAdapter
 
 from gspo_env.env.base import clean
 from gspo_env.env.tools import Tool
-from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.serving.session import RefusedError, Reply, Request
 from gspo_env.tool_calls import levels
 from gspo_env.types import Message, ToolCall
 
@@ -23,24 +25,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
-    """A request as its wire format had it."""
-
-    request: Request
-    model: str
-    stream: bool = False
-    usage: bool = False
-    """Whether a stream ends with the numbers of tokens."""
-
-
-class Wire(Protocol):
+class Dialect(Protocol):
     """A wire format."""
 
     prefix: str
     """How the ids of its answers begin."""
 
-    def read(self, body: Json, name: str, agent: str | None = None) -> Ask:
+    def read(self, body: Json, name: str, agent: str | None = None) -> Request:
         """Reads a body.
 
         Args:
@@ -52,10 +43,10 @@ class Wire(Protocol):
             RefusedError: The body is malformed, or asks for what cannot be done.
         """
 
-    def write(self, ask: Ask, reply: Reply) -> Json:
+    def write(self, request: Request, reply: Reply) -> Json:
         """Returns a whole answer."""
 
-    def events(self, ask: Ask, reply: Reply) -> Iterator[tuple[str, Json | str]]:
+    def events(self, request: Request, reply: Reply) -> Iterator[tuple[str, Json | str]]:
         """Yields the events of a streamed answer: names, which may be empty, and data."""
 
     def fault(self, error: RefusedError) -> Json:
@@ -212,8 +203,8 @@ class Fields:
 
     def done(self) -> None:
         """Refuses the fields that nobody has read."""
-        if left := sorted(self.values):
-            name = self.name(left[0])
+        if self.values:
+            name = self.name(min(self.values))
             raise RefusedError(
                 f"{short(name)} is no known field of a request; leave it out",
                 code="unknown_parameter",
@@ -281,7 +272,7 @@ def check_conversation(messages: Sequence[Message]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def make_ask(
+def make_request(
     fields: Fields,
     name: str,
     agent: str | None,
@@ -290,7 +281,7 @@ def make_ask(
     tools: Sequence[Tool],
     hottest: float = 2.0,
     **terms: Any,
-) -> Ask:
+) -> Request:
     """Returns a request; takes the fields that all wire formats have.
 
     Args:
@@ -304,16 +295,16 @@ def make_ask(
     """
     metadata = fields.values.get("metadata")
     named = metadata.get("agent") if isinstance(metadata, dict) else None
-    request = Request(
+    return Request(
         messages=check_conversation(messages),
         tools=tuple(tools) if _may_call(fields) else (),
         agent=agent_name(agent, named, fields.values.get("user")),
         id=name,
         temperature=fields.number("temperature", 0, hottest),
+        model=fields.text("model"),
+        stream=bool(fields.take("stream", bool, "true or false")),
         **terms,
     )
-    stream = bool(fields.take("stream", bool, "true or false"))
-    return Ask(request=request, model=fields.text("model"), stream=stream)
 
 
 def _may_call(fields: Fields) -> bool:
@@ -329,11 +320,74 @@ def _may_call(fields: Fields) -> bool:
 
 
 def agent_name(*names: Any) -> str | None:
-    """Returns the first name of an agent that was given."""
-    found = next((n for n in names if isinstance(n, str) and n.strip()), None)
-    return None if found is None else found.strip()[:LONGEST_NAME]
+    """Returns the first name that is one."""
+    first = next((n for n in names if isinstance(n, str) and n.strip()), None)
+    return None if first is None else first.strip()[:LONGEST_NAME]
 
 
 def format_arguments(call: ToolCall) -> str:
     """Returns the arguments of a call as JSON."""
     return json.dumps(call.arguments, ensure_ascii=False)
+
+
+def make_tool(fields: Fields, schema: str) -> Tool:
+    """Returns a tool from its name, its description and the field with its JSON schema."""
+    name = fields.tool()
+    description = fields.text("description")
+    parameters = fields.take(schema, dict, "a JSON schema") or {}
+    parameters = {"type": "object", "properties": {}, **parameters}
+    strict = bool(fields.take("strict", bool, "true or false"))
+    return Tool(
+        name=name,
+        description=description,
+        parameters=parameters,
+        function=_run_by_the_program,
+        validator=_schema_validator(parameters, fields.name("strict"))
+        if strict
+        else _any_arguments(),
+        strict=strict,
+    )
+
+
+@cache
+def _any_arguments() -> TypeAdapter[dict[str, Any]]:
+    return TypeAdapter(dict[str, Any])
+
+
+def _schema_validator(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
+    """Returns the validator of a strict tool: JSON schema, with references inside of it only.
+
+    Raises:
+        RefusedError: The schema is none, or `jsonschema` is not installed.
+    """
+    try:
+        from jsonschema import Draft202012Validator, SchemaError
+        from jsonschema_specifications import REGISTRY
+    except ImportError:
+        raise RefusedError(
+            f"{where} is true, which needs the package jsonschema; expected false, or "
+            "pip install 'gspo-env[agents]' for the trainer",
+            code="unsupported_parameter",
+            param=where,
+        ) from None
+    try:
+        Draft202012Validator.check_schema(schema)
+    except (SchemaError, RecursionError) as error:
+        reason = getattr(error, "message", "it is nested too deeply")
+        raise RefusedError(f"the schema of a strict tool is none: {reason[:200]}") from None
+    checker = Draft202012Validator(schema, registry=REGISTRY)
+
+    def check(arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            fits = checker.is_valid(arguments)
+        except Exception as error:  # a reference leads nowhere: jsonschema raises many kinds
+            raise ValueError(f"the schema cannot be used: {error}") from None
+        if not fits:
+            raise ValueError("they do not fit the schema")
+        return arguments
+
+    return TypeAdapter(Annotated[dict[str, Any], AfterValidator(check)])
+
+
+def _run_by_the_program(**arguments: Any) -> NoReturn:
+    raise RefusedError("the tools of a request are run by the program that made it")

@@ -17,19 +17,19 @@ from gspo_env.engines import Engine, Sampling, check_completion
 from gspo_env.errors import ChatTemplateError
 from gspo_env.rollout import RolloutConfig
 from gspo_env.seeding import derive_seed
-from gspo_env.serving.records import RefusedError, Reply, Request
+from gspo_env.serving.session import RefusedError, Reply, Request
 from gspo_env.tool_calls import read_action
 from gspo_env.types import Message, Prompt, StepInfo
 
 _KEPT = 256
-"""Conversations whose sampled ids are kept, so that the next request continues them."""
+"""Conversations whose sampled ids are kept, so that later requests can continue them."""
 _END_SECONDS = 10.0
-_MOST_RESENT = 64
+_MOST_TURNS = 64
 """Turns of one transcript, after which it begins anew, so that each request takes bounded time."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _Talk:
+class _Conversation:
     """A conversation that the policy has answered."""
 
     transcript: Transcript
@@ -41,13 +41,13 @@ class _Talk:
 class ChatPolicy:
     """Answers any number of requests at the same time, batched by the engine.
 
-    A request that goes on with an earlier answer continues its sampled ids, as in training.
+    A request that follows an earlier answer continues its sampled ids, as in training.
 
     Args:
         engine: Samples the answers; it is used in a thread of this object's own.
         chat: The tokenizer.
         limits: The temperature, and the limits of an answer and of the context.
-        vocab_size: Number of ids of the model; None if it is not known.
+        vocab_size: Number of ids of the model, if known.
         seed: Seed of requests that have none.
     """
 
@@ -62,7 +62,7 @@ class ChatPolicy:
         self._engine, self._chat, self._limits = engine, chat, limits
         self._size, self._seed = vocab_size, seed
         self._numbers = itertools.count()
-        self._talks: OrderedDict[str, _Talk] = OrderedDict()
+        self._conversations: OrderedDict[str, _Conversation] = OrderedDict()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="gspo-env-policy", daemon=True)
         self._thread.start()
@@ -87,75 +87,75 @@ class ChatPolicy:
 
     async def _answer(self, request: Request) -> Reply:
         number = next(self._numbers)
-        talk = self._take(request, number)
+        conversation = self._take(request, number)
         try:
-            return await self._continue(talk, request, number)
+            return await self._continue(conversation, request, number)
         except BaseException:  # such as a program that hangs up
-            self._release(talk)
+            self._release(conversation)
             raise
 
-    async def _continue(self, talk: _Talk, request: Request, number: int) -> Reply:
+    async def _continue(self, conversation: _Conversation, request: Request, number: int) -> Reply:
         """Answers a request in its conversation, which is kept unless there is no answer."""
         try:
-            opening = talk.transcript.read(
+            prompt = conversation.transcript.read(
                 "",
                 request=StepInfo(messages=request.messages, tools=request.tools, stop=request.stop),
             )
         except ChatTemplateError as error:
             raise RefusedError(str(error), param="messages") from None
-        most = self._limits.max_turn_tokens
-        limit = most if request.max_tokens is None else min(request.max_tokens, most)
-        if len(opening.ids) + limit > self._limits.max_context:
-            self._release(talk)
+        limit = self._limits.max_turn_tokens
+        limit = min(request.max_tokens or limit, limit)
+        if len(prompt.ids) + limit > self._limits.max_context:
+            self._release(conversation)
             nothing = Message(role="assistant", content="")
-            return Reply(message=nothing, finish_reason="context", prompt_tokens=len(opening.ids))
-        heat, seed = request.temperature, request.seed
+            return Reply(message=nothing, finish_reason="context", prompt_tokens=len(prompt.ids))
+        temperature, seed = request.temperature, request.seed
         sampling = Sampling(
             max_tokens=limit,
-            temperature=self._limits.temperature if heat is None else heat,
+            temperature=self._limits.temperature if temperature is None else temperature,
             stop_ids=self._chat.stop_ids,
             ends=self._chat.ends(request.stop),
             seed=derive_seed("serve", self._seed, number) if seed is None else seed % 2**63,
         )
-        name = f"{talk.session}/{opening.session}"
-        talk.caches.add(name)
-        done = await self._engine.generate(opening.ids, sampling, name)
-        check_completion(done, sampling, self._size)
-        saying = talk.transcript.write(done.token_ids)
-        message, _ = read_action(saying.text, request.tools, saying.message)
-        self._keep(request, message, talk)
+        name = f"{conversation.session}/{prompt.session}"
+        conversation.caches.add(name)
+        completion = await self._engine.generate(prompt.ids, sampling, name)
+        check_completion(completion, sampling, self._size)
+        action = conversation.transcript.write(completion.token_ids)
+        message, _ = read_action(action.text, request.tools, action.message)
+        self._keep(request, message, conversation)
         return Reply(
             message=message,
-            finish_reason="length" if done.finish_reason == "length" else "stop",
-            prompt_tokens=len(opening.ids),
-            completion_tokens=len(done.token_ids),
+            finish_reason="length" if completion.finish_reason == "length" else "stop",
+            prompt_tokens=len(prompt.ids),
+            completion_tokens=len(completion.token_ids),
         )
 
-    def _take(self, request: Request, number: int) -> _Talk:
+    def _take(self, request: Request, number: int) -> _Conversation:
         """Returns the conversation that a request continues, or a new one."""
         for key in reversed(list(_keys(request.messages))):
-            if (talk := self._talks.pop(key, None)) is not None:
-                if talk.turns < _MOST_RESENT:
-                    return talk
-                self._release(talk)
+            if (conversation := self._conversations.pop(key, None)) is not None:
+                if conversation.turns < _MOST_TURNS:
+                    return conversation
+                self._release(conversation)
                 break
         prompt = Prompt(tools=request.tools)
-        return _Talk(transcript=Transcript(self._chat, prompt), session=f"serve:{number}")
+        return _Conversation(transcript=Transcript(self._chat, prompt), session=f"serve:{number}")
 
-    def _keep(self, request: Request, message: Message, talk: _Talk) -> None:
+    def _keep(self, request: Request, message: Message, conversation: _Conversation) -> None:
         """Keeps a conversation for the request that continues it."""
-        talk.turns += 1
+        conversation.turns += 1
         *_, key = _keys((*request.messages, message))
-        if (other := self._talks.pop(key, None)) is not None:
+        if (other := self._conversations.pop(key, None)) is not None:
             self._release(other)
-        self._talks[key] = talk
-        while len(self._talks) > _KEPT:
-            self._release(self._talks.popitem(last=False)[1])
+        self._conversations[key] = conversation
+        while len(self._conversations) > _KEPT:
+            self._release(self._conversations.popitem(last=False)[1])
 
-    def _release(self, talk: _Talk) -> None:
-        for name in talk.caches:
+    def _release(self, conversation: _Conversation) -> None:
+        for name in conversation.caches:
             self._engine.release(name)
-        talk.caches.clear()
+        conversation.caches.clear()
 
 
 def _keys(messages: tuple[Message, ...]) -> Iterator[str]:
@@ -163,7 +163,7 @@ def _keys(messages: tuple[Message, ...]) -> Iterator[str]:
     digest = hashlib.sha256()
     for message in messages:
         calls = [[call.name, call.arguments] for call in message.tool_calls]
-        told = [message.role, message.content.strip(), calls]
-        digest.update(json.dumps(told, sort_keys=True).encode())
+        fields = [message.role, message.content.strip(), calls]
+        digest.update(json.dumps(fields, sort_keys=True).encode())
         if message.role == "assistant":
             yield digest.hexdigest()

@@ -1,11 +1,10 @@
-"""The address of the policy: one HTTP server a process, with a key for each session."""
+"""The policy server: one HTTP server a process, with a key for each session."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import hashlib
-import hmac
 import logging
 import os
 import secrets
@@ -16,8 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 from gspo_env.errors import ConfigError
-from gspo_env.serving.records import Answer, RefusedError, Reward
-from gspo_env.serving.session import ANSWER_SECONDS, Session, gone
+from gspo_env.serving.session import (
+    ANSWER_SECONDS,
+    Answer,
+    RefusedError,
+    Reward,
+    Session,
+    session_closed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +50,6 @@ class PolicyServer:
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
-        self._nobody = _digest(secrets.token_hex(32))
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._socket = socket.create_server((host, port), family=family, backlog=1024)
@@ -56,7 +60,7 @@ class PolicyServer:
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._loop = asyncio.new_event_loop()
         self._server = self._make_server()
-        self._thread = threading.Thread(target=self._run, name="gspo-env-address", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="gspo-env-server", daemon=True)
         self._thread.start()
 
     @property
@@ -89,11 +93,12 @@ class PolicyServer:
             ConfigError: The key is in use.
         """
         key = key or f"gspo-{secrets.token_hex(24)}"
-        terms = {"training": training, "model": model, "seconds": seconds}
-        session = Session(self, answer, reward, key, **terms)
+        session = Session(
+            self, answer, reward, key=key, training=training, model=model, seconds=seconds
+        )
         with self._lock:
             if self._sessions.setdefault(_digest(key), session) is not session:
-                raise ConfigError("another session of this address has the same key")
+                raise ConfigError("another session of this server has the same key")
             self._closed.pop(_digest(key), None)
         return session
 
@@ -126,15 +131,12 @@ class PolicyServer:
         Raises:
             RefusedError: No session has it, or its session has ended.
         """
-        name = _digest(key)  # a digest tells nothing of how much of a guess is right
-        if only is not None and name != _digest(only.key):
-            name = self._nobody
-        session = self._sessions.get(name)
-        known = hmac.compare_digest(name, name if session is not None else self._nobody)
-        if known and session is not None:
+        digest = _digest(key)  # its time of look-up says nothing about a guess of the key
+        session = self._sessions.get(digest)
+        if session is not None and only in (None, session):
             return session
-        if name in self._closed:
-            raise gone()
+        if digest in self._closed and (only is None or digest == _digest(only.key)):
+            raise session_closed()
         raise RefusedError(
             "the key is wrong or missing; expected the header `Authorization: Bearer KEY` or "
             "`x-api-key: KEY`",
@@ -156,7 +158,7 @@ class PolicyServer:
         self._call(session.end)
 
     def close(self) -> None:
-        """Closes all sessions and ends the server; may be called again."""
+        """Closes all sessions and ends the server. Safe to call twice."""
         for session in list(self._sessions.values()):
             session.close()
         self._server.should_exit = True
@@ -180,7 +182,7 @@ class PolicyServer:
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:  # the loop has ended, and with it all requests
-            logger.debug("the address has ended already")
+            logger.debug("the server has ended already")
 
     def _make_server(self) -> Any:
         import uvicorn
@@ -218,7 +220,7 @@ _SHARED: list[PolicyServer] = []
 
 
 def address() -> PolicyServer:
-    """Returns the address of this process on 127.0.0.1, which starts at the first call."""
+    """Returns the server of this process on 127.0.0.1, which starts at the first call."""
     with _LOCK:
         if not _SHARED:
             _SHARED.append(PolicyServer())

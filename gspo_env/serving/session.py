@@ -1,4 +1,4 @@
-"""A session of the address: a key, and what answers the requests with it."""
+"""A session of the policy server: a key, and what answers the requests made with it."""
 
 from __future__ import annotations
 
@@ -7,51 +7,133 @@ import itertools
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from gspo_env.serving.records import Answer, RefusedError, Reply, Request, Reward
+from gspo_env.env.tools import Tool
+from gspo_env.errors import GspoEnvError
+from gspo_env.types import Message
 
 if TYPE_CHECKING:
     from gspo_env.serving.server import PolicyServer
 
 logger = logging.getLogger(__name__)
 
+Finish = Literal["stop", "length", "tool_calls", "context"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """A program's request: a conversation whose next message the policy writes."""
+
+    messages: tuple[Message, ...]
+    """The whole conversation; the last message is not the assistant's."""
+    tools: tuple[Tool, ...] = ()
+    """The tools that the policy may call; none if the request forbids calls."""
+    max_tokens: int | None = None
+    """Most tokens of the answer; None leaves it to the answering side."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer and are not part of it."""
+    agent: str | None = None
+    """Name of the agent that asks: header `X-Agent`, `metadata.agent` or `user`."""
+    id: str
+    """Name of the answer, which `/v1/reward` takes as `completion_id`."""
+    temperature: float | None = None
+    """The requested temperature; None in training, where the rollout's applies."""
+    seed: int | None = None
+    """The requested seed; None in training, where the rollout's applies."""
+    model: str = ""
+    """The requested model, which answers repeat."""
+    stream: bool = False
+    """Whether the answer is a stream of events."""
+    stream_usage: bool = False
+    """Whether a stream ends with the numbers of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reply:
+    """The answer to a request."""
+
+    message: Message
+    """The assistant's message. Calls without an id get one."""
+    finish_reason: Finish = "stop"
+    """"length": cut at the limit of tokens; "context": the prompt did not fit, there is no answer.
+    "stop" with calls counts as "tool_calls"."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    id: str = ""
+    """Name of the answer; by default that of the request."""
+
+
+Answer = Callable[[Request], Awaitable[Reply] | Future[Reply]]
+"""Answers a request. It is called in the thread of the server; an awaitable runs there too. It is
+cancelled when the program hangs up and when the session closes."""
+Reward = Callable[[str, float], None]
+"""Takes the reward of an answer by its id; raises `KeyError` or `LateRewardError`."""
+
+
+class RefusedError(GspoEnvError, ValueError):
+    """A request that is refused with an HTTP status.
+
+    Attributes:
+        status: The status.
+        code: A short name of the reason, such as `context_length_exceeded`.
+        param: The field of the request that is at fault.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
+        """Stores the parts."""
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class LateRewardError(GspoEnvError, ValueError):
+    """A reward for a turn whose step has returned."""
+
+
 ANSWER_SECONDS = 3600.0
 """Default of the time in which an answer has to come."""
-_SAID: set[str] = set()
-"""What the log has said once."""
+_LOGGED: set[str] = set()
+"""The ignored fields of requests that the log has named."""
 
 
 class Session:
-    """One place of the address: a key, and what answers the requests with it.
+    """A key, and what answers the requests made with it.
 
     Attributes:
         url: The base URL of OpenAI's clients, which ends with `/v1`.
         key: The key of all requests.
         model: The model's name in `/v1/models`.
-        counts: Requests by what they asked for without effect, such as `temperature`.
+        counts: Requests by the field that had no effect, such as `temperature`.
         connections: Those with a request in flight, or with an answer that is not read yet.
         opened: All connections of sockets that serve this session only.
     """
 
     def __init__(
-        self, address: PolicyServer, answer: Answer, reward: Reward | None, key: str, **terms: Any
+        self,
+        server: PolicyServer,
+        answer: Answer,
+        reward: Reward | None,
+        *,
+        key: str,
+        training: bool,
+        model: str,
+        seconds: float,
     ) -> None:
         """Makes a session; use `PolicyServer.open`."""
-        self.url, self.key = f"{address.url}/v1", key
-        self.training: bool = terms["training"]
-        self.model: str = terms["model"]
-        self.seconds: float = terms["seconds"]
+        self.url, self.key = f"{server.url}/v1", key
+        self.training, self.model, self.seconds = training, model, seconds
         self.counts: Counter[str] = Counter()
         self.connections: set[Any] = set()
         self.opened: set[Any] = set()
         self.listeners: list[tuple[socket.socket, asyncio.Server]] = []
         self.closed = False
         self.reward = reward
-        self._address, self._answer = address, answer
+        self._server, self._answer = server, answer
         self._tasks: set[asyncio.Future[Reply]] = set()
         self._numbers, self._calls = itertools.count(1), itertools.count(1)
         self._answered: set[str] = set()
@@ -63,15 +145,15 @@ class Session:
             listener: It listens already, such as in another network namespace. It is closed with
                 the session.
         """
-        self._address.listen(self, listener)
+        self._server.listen(self, listener)
 
     def environment(self, root: str | None = None) -> dict[str, str]:
-        """Returns the variables in which programs look for an address and a key.
+        """Returns the variables in which programs look for a server and a key.
 
         Args:
             root: Where the program reaches the server; by default its own address.
         """
-        base = root or self._address.url
+        base = root or self._server.url
         return {
             "OPENAI_BASE_URL": f"{base}/v1",
             "OPENAI_API_BASE": f"{base}/v1",
@@ -81,14 +163,14 @@ class Session:
         }
 
     def close(self) -> None:
-        """Ends the open requests and refuses later ones; may be called again, from any thread."""
-        self._address.forget(self)
+        """Ends the open requests and refuses later ones. Safe to call twice, from any thread."""
+        self._server.forget(self)
 
     def new_id(self, prefix: str) -> str:
         """Returns the id of the next answer; the same requests get the same ids."""
         return f"{prefix}{next(self._numbers):06d}"
 
-    async def ask(self, request: Request) -> Reply:
+    async def reply(self, request: Request) -> Reply:
         """Gets the answer to a request, in the event loop of the server.
 
         Raises:
@@ -96,10 +178,10 @@ class Session:
         """
         if self.training:
             if request.temperature is not None:
-                self._count("temperature")
+                self._count_ignored("temperature")
             request = replace(request, temperature=None, seed=None)
         if self.closed:
-            raise gone()
+            raise session_closed()
         future = _as_future(self._answer(request))
         self._tasks.add(future)
         try:
@@ -112,7 +194,7 @@ class Session:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self.closed or task is None or not task.cancelling():
-                raise gone() from None
+                raise session_closed() from None
             raise
         finally:
             self._tasks.discard(future)
@@ -143,12 +225,12 @@ class Session:
         for connection in self.opened - self.connections:
             connection.transport.abort()
 
-    def _count(self, name: str) -> None:
+    def _count_ignored(self, name: str) -> None:
         self.counts[name] += 1
-        if name not in _SAID:
-            _SAID.add(name)
+        if name not in _LOGGED:
+            _LOGGED.add(name)
             logger.warning(
-                "A program asked for a %s; in training the rollout's holds (said once).", name
+                "A program requested a %s; training uses the rollout's instead (logged once).", name
             )
 
     def _finish(self, request: Request, reply: Reply) -> Reply:
@@ -170,7 +252,7 @@ class Session:
         return reply
 
 
-def gone() -> RefusedError:
+def session_closed() -> RefusedError:
     """Returns the error of a request to a session that has ended."""
     return RefusedError("the episode of this key has ended", status=410, code="session_closed")
 

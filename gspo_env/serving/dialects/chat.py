@@ -9,18 +9,17 @@ from typing import Any
 
 from gspo_env.env.tools import Tool
 from gspo_env.serving.fields import (
-    Ask,
     Fields,
     Json,
     format_arguments,
-    make_ask,
+    make_request,
+    make_tool,
     stops,
 )
-from gspo_env.serving.records import RefusedError, Reply
-from gspo_env.serving.tools import make_tool
+from gspo_env.serving.session import RefusedError, Reply, Request
 from gspo_env.types import Message, ToolCall
 
-DISTRIBUTION = "it changes the distribution of answers, which the address takes as the policy's own"
+DISTRIBUTION = "it changes the distribution of answers, which the server takes as the policy's own"
 FORMAT = "answers are not constrained to a schema or grammar"
 HARMLESS = (
     *("user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options"),
@@ -47,12 +46,12 @@ class Chat:
 
     prefix = "chatcmpl-"
 
-    def read(self, body: Json, name: str, agent: str | None = None) -> Ask:
-        """See `Wire.read`."""
+    def read(self, body: Json, name: str, agent: str | None = None) -> Request:
+        """See `Dialect.read`."""
         fields = Fields(body)
         tools = read_tools(fields.items("tools"))
         newer, older = fields.count("max_completion_tokens"), fields.count("max_tokens")
-        ask = make_ask(
+        request = make_request(
             fields,
             name,
             agent,
@@ -68,20 +67,20 @@ class Chat:
         fields.only(NEUTRAL, DISTRIBUTION)
         fields.only(_PLAIN, "answers are text without log-probabilities")
         fields.done()
-        return replace(ask, usage=usage)
+        return replace(request, stream_usage=usage)
 
-    def write(self, ask: Ask, reply: Reply) -> Json:
-        """See `Wire.write`."""
+    def write(self, request: Request, reply: Reply) -> Json:
+        """See `Dialect.write`."""
         message = {**write_message(reply.message), "refusal": None}
         choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason}
         choice["logprobs"] = None
-        head = _head(ask, reply, "chat.completion")
+        head = _head(request, reply, "chat.completion")
         return {**head, "choices": [choice], "usage": _usage(reply)}
 
-    def events(self, ask: Ask, reply: Reply) -> Iterator[tuple[str, Json | str]]:
-        """See `Wire.events`."""
-        head = _head(ask, reply, "chat.completion.chunk")
-        none = {"usage": None} if ask.usage else {}
+    def events(self, request: Request, reply: Reply) -> Iterator[tuple[str, Json | str]]:
+        """See `Dialect.events`."""
+        head = _head(request, reply, "chat.completion.chunk")
+        none = {"usage": None} if request.stream_usage else {}
 
         def chunk(delta: Json, finish: str | None = None) -> tuple[str, Json]:
             choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
@@ -100,12 +99,12 @@ class Chat:
             pieces = {"arguments": written["function"]["arguments"]}
             yield chunk({"tool_calls": [{"index": index, "function": pieces}]})
         yield chunk({}, reply.finish_reason)
-        if ask.usage:
+        if request.stream_usage:
             yield "", {**head, "choices": [], "usage": _usage(reply)}
         yield "", "[DONE]"
 
     def fault(self, error: RefusedError) -> Json:
-        """See `Wire.fault`."""
+        """See `Dialect.fault`."""
         return openai_fault(error)
 
 
@@ -114,8 +113,8 @@ def openai_fault(error: RefusedError) -> Json:
     kinds = {401: "authentication_error", 404: "not_found_error", 410: "session_closed"}
     kind = kinds.get(error.status, "invalid_request_error")
     kind = "server_error" if error.status >= 500 else kind
-    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return {"error": told}
+    fields = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": fields}
 
 
 def read_messages(values: Sequence[Any]) -> list[Message]:
@@ -139,17 +138,17 @@ def read_tools(values: Sequence[Any]) -> list[Tool]:
 def write_message(message: Message) -> Json:
     """Returns a message in OpenAI's format."""
     calls = [_write_call(call) for call in message.tool_calls]
-    told: Json = {"role": message.role, "content": message.content or (None if calls else "")}
+    fields: Json = {"role": message.role, "content": message.content or (None if calls else "")}
     if message.reasoning is not None:
-        told["reasoning_content"] = message.reasoning
+        fields["reasoning_content"] = message.reasoning
     if calls:
-        told["tool_calls"] = calls
+        fields["tool_calls"] = calls
     names = {"tool_call_id": message.tool_call_id, "name": message.name}
-    return told | {key: value for key, value in names.items() if value is not None}
+    return fields | {key: value for key, value in names.items() if value is not None}
 
 
-def _head(ask: Ask, reply: Reply, kind: str) -> Json:
-    return {"id": reply.id, "object": kind, "created": int(time.time()), "model": ask.model}
+def _head(request: Request, reply: Reply, kind: str) -> Json:
+    return {"id": reply.id, "object": kind, "created": int(time.time()), "model": request.model}
 
 
 def _usage(reply: Reply) -> Json:

@@ -7,16 +7,15 @@ from typing import Any
 
 from gspo_env.serving.dialects.chat import DISTRIBUTION, FORMAT
 from gspo_env.serving.fields import (
-    Ask,
     Fields,
     Json,
     content,
     format_arguments,
-    make_ask,
+    make_request,
+    make_tool,
     stops,
 )
-from gspo_env.serving.records import RefusedError, Reply
-from gspo_env.serving.tools import make_tool
+from gspo_env.serving.session import RefusedError, Reply, Request
 from gspo_env.types import Message, ToolCall
 
 _HARMLESS = ("metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id")
@@ -43,8 +42,8 @@ class Messages:
 
     prefix = "msg_"
 
-    def read(self, body: Json, name: str, agent: str | None = None) -> Ask:
-        """See `Wire.read`."""
+    def read(self, body: Json, name: str, agent: str | None = None) -> Request:
+        """See `Dialect.read`."""
         fields = Fields(body)
         tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
         system = fields.content("system", _TEXT)
@@ -54,7 +53,7 @@ class Messages:
         most = fields.count("max_tokens")
         if most is None:
             raise RefusedError("max_tokens is missing; expected an integer", param="max_tokens")
-        ask = make_ask(
+        request = make_request(
             fields,
             name,
             agent,
@@ -68,17 +67,17 @@ class Messages:
         fields.only({"output_config": ({},), "output_format": ()}, FORMAT)
         fields.only(_NEUTRAL, DISTRIBUTION)
         fields.done()
-        return ask
+        return request
 
-    def write(self, ask: Ask, reply: Reply) -> Json:
-        """See `Wire.write`."""
-        head = _head(ask, reply)
+    def write(self, request: Request, reply: Reply) -> Json:
+        """See `Dialect.write`."""
+        head = _head(request, reply)
         end = _end(reply)
         return {**head, "content": _blocks(reply.message), **end, "usage": _usage(reply)}
 
-    def events(self, ask: Ask, reply: Reply) -> Iterator[tuple[str, Json | str]]:
-        """See `Wire.events`."""
-        start = {**_head(ask, reply), "content": [], "stop_reason": None, "stop_sequence": None}
+    def events(self, request: Request, reply: Reply) -> Iterator[tuple[str, Json | str]]:
+        """See `Dialect.events`."""
+        start = {**_head(request, reply), "content": [], "stop_reason": None, "stop_sequence": None}
         start["usage"] = {**_usage(reply), "output_tokens": 0}
         yield _event("message_start", message=start)
         for index, block in enumerate(_blocks(reply.message)):
@@ -92,7 +91,7 @@ class Messages:
         yield _event("message_stop")
 
     def fault(self, error: RefusedError) -> Json:
-        """See `Wire.fault`."""
+        """See `Dialect.fault`."""
         kind = _KINDS.get(error.status, "invalid_request_error")
         kind = "api_error" if error.status >= 500 else kind
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
@@ -102,8 +101,8 @@ def _event(name: str, **data: Any) -> tuple[str, Json]:
     return name, {"type": name, **data}
 
 
-def _head(ask: Ask, reply: Reply) -> Json:
-    return {"id": reply.id, "type": "message", "role": "assistant", "model": ask.model}
+def _head(request: Request, reply: Reply) -> Json:
+    return {"id": reply.id, "type": "message", "role": "assistant", "model": request.model}
 
 
 def _end(reply: Reply) -> Json:
@@ -121,8 +120,8 @@ def _blocks(message: Message) -> list[Json]:
     if message.content:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
-        told = {"id": call.id, "name": call.name, "input": call.arguments}
-        blocks.append({"type": "tool_use", **told})
+        use = {"id": call.id, "name": call.name, "input": call.arguments}
+        blocks.append({"type": "tool_use", **use})
     return blocks
 
 
@@ -151,27 +150,27 @@ def _tool(value: Any, where: str) -> Any:
 def _messages(value: Any, where: str) -> list[Message]:
     """Returns a message as one, or as several where it holds results of tools."""
     fields = Fields(value, where)
-    role, said = fields.text("role"), fields.values.pop("content", None)
+    role, blocks = fields.text("role"), fields.values.pop("content", None)
     fields.done()
     if role == "assistant":
-        return [_assistant(said, f"{where}.content")]
+        return [_assistant(blocks, f"{where}.content")]
     if role != "user":
         fields.refuse("role", role, '"user" or "assistant"')
-    if not isinstance(said, list):
-        return [Message(role="user", content=content(said, f"{where}.content", _TEXT))]
-    found: list[Message] = []
+    if not isinstance(blocks, list):
+        return [Message(role="user", content=content(blocks, f"{where}.content", _TEXT))]
+    messages: list[Message] = []
     texts: list[Any] = []
-    for n, block in enumerate(said):
+    for n, block in enumerate(blocks):
         if not isinstance(block, dict) or block.get("type") != "tool_result":
             texts.append(block)
             continue
-        found += _user(texts, where)
+        messages += _user(texts, where)
         texts = []
         place = Fields(block, f"{where}.content[{n}]")
         call = place.need("tool_use_id", str, "the id of a call")
         text = place.content("content", _TEXT)
-        found.append(Message(role="tool", content=text, tool_call_id=call))
-    return found + _user(texts, where)
+        messages.append(Message(role="tool", content=text, tool_call_id=call))
+    return messages + _user(texts, where)
 
 
 def _user(blocks: list[Any], where: str) -> list[Message]:
@@ -180,11 +179,11 @@ def _user(blocks: list[Any], where: str) -> list[Message]:
     return [Message(role="user", content=content(blocks, f"{where}.content", _TEXT))]
 
 
-def _assistant(said: Any, where: str) -> Message:
-    if not isinstance(said, list):
-        return Message(role="assistant", content=content(said, where, _TEXT))
+def _assistant(blocks: Any, where: str) -> Message:
+    if not isinstance(blocks, list):
+        return Message(role="assistant", content=content(blocks, where, _TEXT))
     texts, calls, thoughts = [], [], []
-    for n, block in enumerate(said):
+    for n, block in enumerate(blocks):
         fields = Fields(block, f"{where}[{n}]")
         kind = fields.text("type")
         if kind == "thinking":

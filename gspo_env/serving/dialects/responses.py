@@ -9,17 +9,16 @@ from typing import Any, Literal
 
 from gspo_env.serving.dialects.chat import DISTRIBUTION, FORMAT, HARMLESS, openai_fault
 from gspo_env.serving.fields import (
-    Ask,
     Fields,
     Json,
     format_arguments,
-    make_ask,
+    make_request,
+    make_tool,
 )
-from gspo_env.serving.records import RefusedError, Reply
-from gspo_env.serving.tools import make_tool
+from gspo_env.serving.session import RefusedError, Reply, Request
 from gspo_env.types import Message
 
-_STATE = "the address keeps no conversations: send the whole input"
+_STATE = "the server keeps no conversations: send the whole input"
 _FORGOTTEN: Mapping[str, Sequence[Any]] = {
     **{"previous_response_id": (), "conversation": (), "background": (False,), "prompt": ()},
     **{"truncation": ("disabled",), "context_management": ([],)},
@@ -39,15 +38,15 @@ class Responses:
 
     prefix = "resp_"
 
-    def read(self, body: Json, name: str, agent: str | None = None) -> Ask:
-        """See `Wire.read`."""
+    def read(self, body: Json, name: str, agent: str | None = None) -> Request:
+        """See `Dialect.read`."""
         fields = Fields(body)
         tools = [_tool(tool, f"tools[{n}]") for n, tool in enumerate(fields.items("tools"))]
-        told = fields.text("instructions")
-        given = fields.need("input", (str, list), "a string or a list of items")
-        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-        messages = [Message(role="system", content=told)] if told else []
-        ask = make_ask(
+        instructions = fields.text("instructions")
+        value = fields.need("input", (str, list), "a string or a list of items")
+        items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        messages = [Message(role="system", content=instructions)] if instructions else []
+        request = make_request(
             fields,
             name,
             agent,
@@ -60,24 +59,24 @@ class Responses:
         fields.only(_FORGOTTEN, _STATE)
         fields.only(_NEUTRAL, DISTRIBUTION)
         fields.done()
-        return ask
+        return request
 
-    def write(self, ask: Ask, reply: Reply) -> Json:
-        """See `Wire.write`."""
+    def write(self, request: Request, reply: Reply) -> Json:
+        """See `Dialect.write`."""
         cut = reply.finish_reason == "length"
         return {
-            **_head(ask, reply),
+            **_head(request, reply),
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": _items(reply),
             "usage": _usage(reply),
         }
 
-    def events(self, ask: Ask, reply: Reply) -> Iterator[tuple[str, Json | str]]:
-        """See `Wire.events`."""
-        begun = {**_head(ask, reply), "status": "in_progress", "incomplete_details": None}
+    def events(self, request: Request, reply: Reply) -> Iterator[tuple[str, Json | str]]:
+        """See `Dialect.events`."""
+        begun = {**_head(request, reply), "status": "in_progress", "incomplete_details": None}
         begun |= {"output": [], "usage": None}
-        whole = self.write(ask, reply)
+        whole = self.write(request, reply)
         events: list[Json] = [
             {"type": "response.created", "response": begun},
             {"type": "response.in_progress", "response": begun},
@@ -89,12 +88,11 @@ class Responses:
             yield event["type"], {**event, "sequence_number": number}
 
     def fault(self, error: RefusedError) -> Json:
-        """See `Wire.fault`."""
+        """See `Dialect.fault`."""
         return openai_fault(error)
 
 
-def _head(ask: Ask, reply: Reply) -> Json:
-    request = ask.request
+def _head(request: Request, reply: Reply) -> Json:
     tools = [
         {"type": "function", **tool.schema["function"], "strict": tool.strict}
         for tool in request.tools
@@ -103,7 +101,7 @@ def _head(ask: Ask, reply: Reply) -> Json:
         "id": reply.id,
         "object": "response",
         "created_at": int(time.time()),
-        "model": ask.model,
+        "model": request.model,
         "error": None,
         "instructions": None,
         "metadata": {},
@@ -141,9 +139,9 @@ def _items(reply: Reply) -> list[Json]:
         head = {"id": f"msg_{name}", "type": "message", "role": "assistant"}
         items.append({**head, "status": "completed", "content": [text]})
     for call in message.tool_calls:
-        told = {"call_id": call.id, "name": call.name, "arguments": format_arguments(call)}
+        call_fields = {"call_id": call.id, "name": call.name, "arguments": format_arguments(call)}
         head = {"id": f"fc_{call.id}", "type": "function_call", "status": "completed"}
-        items.append({**head, **told})
+        items.append({**head, **call_fields})
     return items
 
 
