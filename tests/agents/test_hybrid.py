@@ -11,7 +11,7 @@ from hybrid import Hybrid, train
 
 from gspo_env.batch.sample import Sample
 from gspo_env.engines import Transformers
-from gspo_env.engines.embedded.own_cache import OwnCache
+from gspo_env.engines.embedded.model_cache import ModelCache
 from gspo_env.errors import ModelError
 from gspo_env.model import check
 
@@ -74,7 +74,7 @@ def as_sample(log):
 def test_a_model_that_the_engine_refuses_stops_the_run_before_it_has_a_folder(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(OwnCache, "feed", None)
+    monkeypatch.setattr(ModelCache, "feed", None)
     with pytest.raises(ModelError, match=r"Lfm2ForCausalLM.*expected the engine vllm"):
         short("lfm2", tmp_path)
     assert not (tmp_path / "run").exists()

@@ -15,7 +15,7 @@ from gspo_env.engines.base import (
     Transformers,
     check_completion,
 )
-from gspo_env.engines.embedded.copy import OwnWeights
+from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 
@@ -64,7 +64,7 @@ def engine(request, model):
             return TransformersEngine(model, max_slots=4, max_context=300, max_step_tokens=40)
         return UnbatchedEngine(model, max_slots=4, max_context=300)
 
-    return OwnWeights(model, start) if own else start(model)
+    return CopyEngine(model, start) if own else start(model)
 
 
 async def play(engine, model, models, updates, requests=6, turns=1):

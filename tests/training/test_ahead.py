@@ -20,7 +20,7 @@ from gspo_env.batch.sample import to_samples
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.config import Config, load_toml, override
 from gspo_env.engines import Completion, Engine
-from gspo_env.engines.embedded.copy import OwnWeights
+from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import ConfigError
 from gspo_env.learner.learner import Learner
@@ -236,7 +236,7 @@ def test_weights_change_between_two_turns_and_each_turn_has_the_log_probabilitie
     tokenizer = build_tokenizer(["say more yes no 0 1 2 3"])
     model = build_model(Tiny(hidden_size=16, layers=1, heads=2), len(tokenizer), 2, 0)
     engine = start_engine(model, config, ahead=True)
-    assert isinstance(engine, OwnWeights)
+    assert isinstance(engine, CopyEngine)
     assert engine.copies
     pool = EnvPool(Gated)
     collector = Collector(engine, ChatTokenizer(tokenizer), pool, config.rollout)

@@ -15,7 +15,7 @@ from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.errors import EngineError
 
 
-class OwnWeights(Engine):
+class CopyEngine(Engine):
     """An engine with a copy of the learner's model, adapters included.
 
     The engine samples while the learner updates its weights in another thread. The learner must not

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from gspo_env.engines.base import Engine
-from gspo_env.engines.embedded.copy import OwnWeights
+from gspo_env.engines.embedded.copy import CopyEngine
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.engines.embedded.kv_cache import KVCache
-from gspo_env.engines.embedded.own_cache import OwnCache
+from gspo_env.engines.embedded.model_cache import ModelCache
 from gspo_env.engines.embedded.unpacked import UnbatchedEngine
 from gspo_env.errors import ModelError
 from gspo_env.model.check import (
@@ -48,7 +48,7 @@ def start_embedded(model: Any, *, max_slots: int, max_context: int, copy: bool =
             model, max_slots=max_slots, max_context=max_context, whole_turns=check.whole_turns
         )
 
-    return OwnWeights(model, start) if copy else start(model)
+    return CopyEngine(model, start) if copy else start(model)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class EngineCheck:
     """Why no faster mode is taken; empty for the fastest."""
     batches: Difference | None = None
     """Of continuous batching."""
-    own_cache: Difference | None = None
+    model_cache: Difference | None = None
     """Of the model's own cache; None if it is not used."""
     whole_turns: bool = True
     """Whether the own cache takes several new tokens in one pass."""
@@ -112,20 +112,20 @@ def _measure(model: Any, check: ModelCheck, prepared: bool) -> EngineCheck:
         note_check(model, check)
     probe.use_own_attention()
     whole = True
-    own_cache = probe.measure(lambda: _continue(probe, [22, 23, 28, 29, 30]))
-    if not own_cache.within(probe.bound):
+    model_cache = probe.measure(lambda: _continue(probe, [22, 23, 28, 29, 30]))
+    if not model_cache.within(probe.bound):
         whole = False
-        own_cache = probe.measure(lambda: _continue(probe, list(range(22, 31))))
-    if not own_cache.within(probe.bound):
+        model_cache = probe.measure(lambda: _continue(probe, list(range(22, 31))))
+    if not model_cache.within(probe.bound):
         raise ModelError(
             f"{model_name(model)} cannot be sampled by the embedded engine: {check.reason}, and "
-            f"turns with its own cache {own_cache}; expected the engine vllm, or another model"
+            f"turns with its own cache {model_cache}; expected the engine vllm, or another model"
         )
     return EngineCheck(
         mode=check.mode,
         reason=check.reason,
         batches=batches,
-        own_cache=own_cache,
+        model_cache=model_cache,
         whole_turns=whole,
     )
 
@@ -157,7 +157,7 @@ def _step(probe: ModelProbe) -> float:
 
 def _continue(probe: ModelProbe, stops: list[int]) -> float:
     """Feeds a prompt to the model's own cache, then the tokens up to each stop."""
-    cache, differences = OwnCache(probe.model), []
+    cache, differences = ModelCache(probe.model), []
     for start, stop in zip([0, *stops], stops, strict=False):
         with probe.traced(np.arange(start, stop)):
             logits = cache.feed(probe.ids[0][start:stop].tolist())

@@ -21,7 +21,7 @@ from gspo_env.engines.base import (
     drained,
 )
 from gspo_env.engines.embedded.engine import sample
-from gspo_env.engines.embedded.own_cache import OwnCache
+from gspo_env.engines.embedded.model_cache import ModelCache
 from gspo_env.errors import EngineError
 
 _Key = TypeVar("_Key")
@@ -48,8 +48,8 @@ class UnbatchedEngine(Engine):
         self._max_slots, self._max_context = max_slots, max_context
         self._whole_turns = whole_turns
         # of sessions that wait for their next turn, and after first prompts; the oldest first
-        self._caches: dict[str, OwnCache] = {}
-        self._prompts: dict[tuple[int, ...], OwnCache] = {}
+        self._caches: dict[str, ModelCache] = {}
+        self._prompts: dict[tuple[int, ...], ModelCache] = {}
         self._running = 0
         self._updates = 0
         self._closed = False
@@ -81,17 +81,17 @@ class UnbatchedEngine(Engine):
             _keep(self._caches, session, cache, self._max_slots)
         return completion
 
-    def _cache_for(self, prompt: list[int], session: str | None) -> OwnCache:
+    def _cache_for(self, prompt: list[int], session: str | None) -> ModelCache:
         """Returns a cache of the prompt's first tokens, or of all of them."""
         held = self._caches.pop(session, None) if session else None
         if held is not None and held.tokens == prompt[: min(len(held.tokens), len(prompt) - 1)]:
             return held  # another prompt starts again, because the state cannot go back
         computed = self._prompts.get(tuple(prompt))
-        return OwnCache(self._model) if computed is None else computed.copy()
+        return ModelCache(self._model) if computed is None else computed.copy()
 
     async def _sample(
-        self, cache: OwnCache, prompt: list[int], sampling: Sampling
-    ) -> tuple[Completion, OwnCache | None]:
+        self, cache: ModelCache, prompt: list[int], sampling: Sampling
+    ) -> tuple[Completion, ModelCache | None]:
         """Returns the action and the cache; no cache if the weights changed after the last id."""
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -101,7 +101,7 @@ class UnbatchedEngine(Engine):
         updates, versions = self._updates, [(self.weights_version, 0)]
         while len(token_ids) < sampling.max_tokens:
             if updates != self._updates:
-                updates, cache = self._updates, OwnCache(self._model)
+                updates, cache = self._updates, ModelCache(self._model)
                 pending = prompt + token_ids
                 versions.append((self.weights_version, len(token_ids)))
             if pending:
@@ -119,7 +119,7 @@ class UnbatchedEngine(Engine):
         completion = Completion.of(token_ids, logprobs, reason, versions)
         return completion, cache if updates == self._updates else None
 
-    def _feed(self, cache: OwnCache, pending: list[int]) -> list[int]:
+    def _feed(self, cache: ModelCache, pending: list[int]) -> list[int]:
         """Runs one pass; returns the ids that remain."""
         first = not cache.tokens
         size = len(pending) if first or self._whole_turns else 1
@@ -166,7 +166,7 @@ class UnbatchedEngine(Engine):
         self._prompts.clear()
 
 
-def _keep(caches: dict[_Key, OwnCache], key: _Key, cache: OwnCache, most: int) -> None:
+def _keep(caches: dict[_Key, ModelCache], key: _Key, cache: ModelCache, most: int) -> None:
     """Adds a cache; drops the oldest beyond `most`."""
     caches[key] = cache
     while len(caches) > most:

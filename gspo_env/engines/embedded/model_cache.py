@@ -14,10 +14,10 @@ from gspo_env.errors import ModelError
 from gspo_env.model.upload import upload
 
 _NAMES = ("past_key_values", "cache_params")
-"""How models of `transformers` call their cache."""
+"""The names that models of `transformers` use for their cache."""
 
 
-class OwnCache:
+class ModelCache:
     """The state of one sequence: keys and values, and convolution and recurrent states.
 
     It cannot go back: a prompt that does not continue `tokens` needs a new cache.
@@ -56,9 +56,9 @@ class OwnCache:
         self.logits = logits
         return logits
 
-    def copy(self) -> OwnCache:
+    def copy(self) -> ModelCache:
         """Returns an independent copy, to continue the same tokens in another way."""
-        other = OwnCache(self._model)
+        other = ModelCache(self._model)
         other._state, other.tokens = copy.deepcopy(self._state), list(self.tokens)
         other.logits = self.logits
         return other
