@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
+import psutil
 
 from gspo_env.errors import EngineError, MissingExtraError
 from gspo_env.runtime.processes import Guard, spawn
@@ -176,7 +177,7 @@ def _command(folder: Path) -> list[str]:
 
 
 def _listener(path: str, guard: int) -> int:
-    """Returns the id of the process that listens on a Unix socket; Linux tells it.
+    """Returns the id of the process that listens on a Unix socket.
 
     Raises:
         EngineError: It does not descend from the guard.
@@ -186,14 +187,8 @@ def _listener(path: str, guard: int) -> int:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.connect(path)
         credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid = listener = int(struct.unpack("3i", credentials)[0])
-    while pid > 1 and pid != guard:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
-        except OSError:
-            break
-        pid = int(stat.rpartition(b")")[2].split()[1])
-    if pid != guard:
+    listener = int(struct.unpack("3i", credentials)[0])
+    if guard not in (parent.pid for parent in psutil.Process(listener).parents()):
         raise EngineError(
             f"process {listener} listens on {path!r}; expected the server started there"
         )
