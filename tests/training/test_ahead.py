@@ -43,15 +43,12 @@ SHORT = Tiny(hidden_size=32, demonstrations=64, imitation_steps=40, imitation_le
 TALK = '''
 import asyncio
 import zlib
-from pathlib import Path
 
 from gspo_env import TextEnv
 
 
 class Talk(TextEnv):
     """Three turns with a reward for each text; some of its tools are slow."""
-
-    steps = 0
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -60,12 +57,6 @@ class Talk(TextEnv):
 
     async def step(self, action):
         self.turn += 1
-        if Path("hang").exists() and getattr(action, "token_ids", ()):
-            raise SystemError("out of order")
-        type(self).steps += 1
-        if Path("fails").exists() and self.steps % 9 == 0 and getattr(action, "token_ids", ()):
-            Path("fails").open("a").write("x")
-            raise OSError("lost")
         if getattr(action, "token_ids", ()) and self.seed % 5 == 0:
             await asyncio.sleep(0.2)
         return "more", zlib.crc32(action.encode()) % 5 / 4, self.turn == 3, False, {}
