@@ -49,6 +49,7 @@ COMMANDS = {
     "diagnose": ["diagnose", "run"],
     "resume": ["train", "--resume", "run"],
     "sync": ["sync", "run"],
+    "compare": ["compare", "--output", "run", "--arm", "advantage=outcome,returns_to_go"],
 }
 LINKS = {
     "view.html": "precious/file",

@@ -22,6 +22,7 @@ from gspo_env.compare.record import Recorder
 from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
+from gspo_env.files import check_folder
 from gspo_env.health.startup import check_comparison
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
@@ -247,6 +248,7 @@ def _claim(comparison: Comparison, output: Path) -> None:
     note = output / "comparison.json"
     try:
         output.mkdir(parents=True, exist_ok=True)
+        check_folder(output)
         if not note.exists() and any(output.iterdir()):
             raise OutputError(
                 f"{str(output)!r} is not empty and holds no comparison; name a new folder with "
