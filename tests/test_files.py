@@ -138,6 +138,7 @@ def test_a_manifest_names_files_of_its_own_folder(run, name):
 
 
 def test_a_file_of_episodes_does_not_unpack_to_more_than_the_bounds(run, caplog, monkeypatch):
+    monkeypatch.setattr("gspo_env.episodes.schema._MAX_UNPACKED", 1 << 26)
     indices = pa.array([0] * 20_000, pa.int32())
     column = pa.DictionaryArray.from_arrays(indices, ["x" * 50_000])  # a gigabyte
     path = run / "episodes/000001-train.parquet"

@@ -241,9 +241,9 @@ class Episodes(Sequence[EpisodeRecord]):
 
 
 _AT_ONCE = 256
-_MAX_UNPACKED = 1 << 29
+_MAX_UNPACKED = 1 << 31
 """Bytes of a file of episodes, packed and unpacked."""
-_MAX_VALUES = 1 << 28
+_MAX_VALUES = 1 << 29
 """Values of a file of episodes: those of each row and column, and of each token."""
 _MAX_TOKENS = 1 << 26
 """Bytes of the file with the texts of tokens."""
