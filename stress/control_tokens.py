@@ -122,17 +122,17 @@ def channels(tokenizer: Any) -> dict[str, Callable[[str], Sequence[int]]]:
 
     question = Message(role="user", content="a")
 
-    def talk(answer: Message, result: Message = question) -> Sequence[int]:
+    def converse(answer: Message, result: Message = question) -> Sequence[int]:
         request = StepInfo(messages=(question, answer, result))
         return Transcript(chat, Prompt()).read("", "user", request).ids
 
     def call(text: str) -> Sequence[int]:
         calls = (ToolCall(name=f"look{text}", arguments={text: [text, {"a": text}]}, id=text),)
-        answer = Message(role="assistant", content=text, reasoning=text, tool_calls=calls)
-        return talk(answer, Message(role="tool", content=text, tool_call_id=text, name=text))
+        answer = Message(role="assistant", content="", reasoning=text, tool_calls=calls)
+        return converse(answer, Message(role="tool", content=text, tool_call_id=text, name=text))
 
     return {
-        "message of a conversation": lambda t: talk(Message(role="assistant", content=t)),
+        "message of a conversation": lambda t: converse(Message(role="assistant", content=t)),
         "call of a conversation": call,
         "system": lambda t: chat.start("a", Prompt(system=t)),
         "first observation": chat.start,
@@ -150,9 +150,11 @@ def channels(tokenizer: Any) -> dict[str, Callable[[str], Sequence[int]]]:
     }
 
 
-def attack(name: str, count: int, seed: int = 0) -> Iterator[tuple[str, int, list[str]]]:
+def attack(
+    name: str, count: int, seed: int = 0, tokenizer: Any = None
+) -> Iterator[tuple[str, int, list[str]]]:
     """Yields each channel with the number of strings tried and those that gave control tokens."""
-    tokenizer = FAMILIES[name]()
+    tokenizer = tokenizer or FAMILIES[name]()
     controls = control_ids(tokenizer)
     texts = hostile(tokenizer, random.Random(f"{name} {seed}"))
 

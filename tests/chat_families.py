@@ -97,7 +97,7 @@ def _plain(text: str, *, normalized: bool = False) -> AddedToken:
     return AddedToken(text, special=False, normalized=normalized)
 
 
-def _made(
+def _build(
     backend: Tokenizer, template: str, added: Sequence[AddedToken], **roles: str
 ) -> PreTrainedTokenizerFast:
     backend.add_tokens([t for t in added if not t.special])
@@ -131,7 +131,7 @@ def _qwen(default: str = "", tools: str = _HERMES_TOOLS) -> PreTrainedTokenizerF
     added = [_special(t) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
     words = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response> <|fim_pad|>"
     added += [_plain(t) for t in words.split()]
-    return _made(
+    return _build(
         _byte_level(normalizers.NFC()),
         template,
         added,
@@ -171,11 +171,11 @@ _SENTENCE: dict[str, str] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token
 
 
 def llama2() -> PreTrainedTokenizerFast:
-    return _made(_sentence_piece("prepend"), _LLAMA2, [], **_SENTENCE)
+    return _build(_sentence_piece("prepend"), _LLAMA2, [], **_SENTENCE)
 
 
 def llama2_metaspace() -> PreTrainedTokenizerFast:
-    return _made(_sentence_piece("metaspace"), _LLAMA2, [], **_SENTENCE)
+    return _build(_sentence_piece("metaspace"), _LLAMA2, [], **_SENTENCE)
 
 
 def zephyr() -> PreTrainedTokenizerFast:
@@ -184,7 +184,7 @@ def zephyr() -> PreTrainedTokenizerFast:
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token }}\n{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
-    return _made(_sentence_piece("metaspace"), template, [], **_SENTENCE)
+    return _build(_sentence_piece("metaspace"), template, [], **_SENTENCE)
 
 
 def mistral() -> PreTrainedTokenizerFast:
@@ -201,7 +201,7 @@ def mistral() -> PreTrainedTokenizerFast:
         "{% else %}{{ ' ' + m.content.strip() + eos_token }}{% endif %}{% endfor %}"
     )
     backend = _sentence_piece("metaspace", names.split())
-    return _made(backend, template, [_special(n) for n in names.split()], **_SENTENCE)
+    return _build(backend, template, [_special(n) for n in names.split()], **_SENTENCE)
 
 
 def gemma() -> PreTrainedTokenizerFast:
@@ -216,7 +216,7 @@ def gemma() -> PreTrainedTokenizerFast:
     )
     backend = _sentence_piece("replace", [*plain, *names])
     added = [_plain(t) for t in plain] + [_special(n) for n in names]
-    return _made(backend, template, added, **_SENTENCE)
+    return _build(backend, template, added, **_SENTENCE)
 
 
 def llama3() -> PreTrainedTokenizerFast:
@@ -231,7 +231,7 @@ def llama3() -> PreTrainedTokenizerFast:
         "<|eot_id|>{% endfor %}{% if add_generation_prompt %}"
         "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
     )
-    return _made(
+    return _build(
         _byte_level(),
         template,
         [_special(f"<|{name}|>") for name in names.split()],
@@ -248,7 +248,7 @@ def phi3() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     added = [_special(n, rstrip=True) for n in names]
-    return _made(_sentence_piece("prepend"), template, added, **_SENTENCE)
+    return _build(_sentence_piece("prepend"), template, added, **_SENTENCE)
 
 
 def phi4() -> PreTrainedTokenizerFast:
@@ -261,7 +261,7 @@ def phi4() -> PreTrainedTokenizerFast:
     added = [_plain(" " * n, normalized=True) for n in range(2, 9)]
     added += [_plain("\t" * n, normalized=True) for n in range(2, 5)]
     added += [_special(t) for t in ("<|im_start|>", "<|im_sep|>", "<|im_end|>")]
-    return _made(_byte_level(), template, added, eos_token="<|im_end|>")
+    return _build(_byte_level(), template, added, eos_token="<|im_end|>")
 
 
 def deepseek() -> PreTrainedTokenizerFast:
@@ -280,7 +280,7 @@ def deepseek() -> PreTrainedTokenizerFast:
     names = f"<{bar}User{bar}> <{bar}Assistant{bar}> <{bar}tool{bar}> </{bar}tool{bar}>"
     added = [_special(t) for t in ends]
     added += [_plain(t) for t in [*names.split(), "<think>", "</think>"]]
-    return _made(_byte_level(), template, added, bos_token=ends[0], eos_token=ends[1])
+    return _build(_byte_level(), template, added, bos_token=ends[0], eos_token=ends[1])
 
 
 def glm4() -> PreTrainedTokenizerFast:
@@ -298,7 +298,7 @@ def glm4() -> PreTrainedTokenizerFast:
     names = "<|endoftext|> [gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>"
     words = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response>"
     added = [_special(t) for t in names.split()] + [_plain(t) for t in words.split()]
-    return _made(_byte_level(), template, added, eos_token="<|endoftext|>")
+    return _build(_byte_level(), template, added, eos_token="<|endoftext|>")
 
 
 def harmony() -> PreTrainedTokenizerFast:
@@ -323,7 +323,7 @@ def harmony() -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
     )
     added = [_special(f"<|{name}|>") for name in names.split()]
-    return _made(_byte_level(), template, added, eos_token="<|return|>")
+    return _build(_byte_level(), template, added, eos_token="<|return|>")
 
 
 def granite() -> PreTrainedTokenizerFast:
@@ -337,7 +337,7 @@ def granite() -> PreTrainedTokenizerFast:
     names = "end_of_text fim_prefix start_of_role end_of_role tool_call"
     added = [_special(f"<|{name}|>") for name in names.split()]
     added += [_plain(t) for t in ("  ", "    ")]
-    return _made(_byte_level(), template, added, eos_token="<|end_of_text|>")
+    return _build(_byte_level(), template, added, eos_token="<|end_of_text|>")
 
 
 def cohere() -> PreTrainedTokenizerFast:
@@ -354,7 +354,7 @@ def cohere() -> PreTrainedTokenizerFast:
     names = "BOS START END USER CHATBOT SYSTEM"
     added = [_special(f"<|{name}|>") for name in names.split()]
     backend = _byte_level(normalizers.NFC())
-    return _made(backend, template, added, bos_token="<|BOS|>", eos_token="<|END|>")
+    return _build(backend, template, added, bos_token="<|BOS|>", eos_token="<|END|>")
 
 
 def unigram() -> PreTrainedTokenizerFast:
@@ -377,7 +377,7 @@ def unigram() -> PreTrainedTokenizerFast:
     ).replace("{{ who }}", "{{ 'user' if who == 'tool' else who }}")
     added = [_special(names[0])]
     added += [AddedToken(name, special=True, normalized=True) for name in names[1:]]
-    return _made(backend, template, added, eos_token="<|end|>", unk_token="<unk>")
+    return _build(backend, template, added, eos_token="<|end|>", unk_token="<unk>")
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
@@ -394,7 +394,7 @@ def wordpiece() -> PreTrainedTokenizerFast:
         "{{ '[' + who | upper + ']' + m.content + '[SEP]' }}{% endfor %}"
         "{% if add_generation_prompt %}[BOT]{% endif %}"
     )
-    return _made(backend, template, [], cls_token="[CLS]", eos_token="[SEP]", unk_token="[UNK]")
+    return _build(backend, template, [], cls_token="[CLS]", eos_token="[SEP]", unk_token="[UNK]")
 
 
 def smollm3() -> PreTrainedTokenizerFast:
@@ -415,7 +415,7 @@ def smollm3() -> PreTrainedTokenizerFast:
     )
     added = [_special(t) for t in ("<|im_start|>", "<|im_end|>", "<|end_of_text|>")]
     added += [_plain(t) for t in ("<think>", "</think>")]
-    return _made(_byte_level(), template, added, eos_token="<|im_end|>")
+    return _build(_byte_level(), template, added, eos_token="<|im_end|>")
 
 
 def _editing(edit: str, tools: str = "tools | tojson") -> PreTrainedTokenizerFast:
@@ -428,7 +428,7 @@ def _editing(edit: str, tools: str = "tools | tojson") -> PreTrainedTokenizerFas
     )
     added = [_special(t) for t in ("<|im_start|>", "<|im_end|>", "<|END|>", "<s>")]
     template = template.replace("EDIT", edit).replace("TOOLS", tools)
-    return _made(_byte_level(), template, added, eos_token="<|im_end|>")
+    return _build(_byte_level(), template, added, eos_token="<|im_end|>")
 
 
 def edits_tags() -> PreTrainedTokenizerFast:
@@ -468,12 +468,12 @@ def composes() -> PreTrainedTokenizerFast:
     )
     names = "<|user|> <|assistant|> <|system|> <|tool|> <|end|> <s> </s> <note>"
     added = [_special(name) for name in names.split()]
-    return _made(_byte_level(), template, added, eos_token="<|end|>")
+    return _build(_byte_level(), template, added, eos_token="<|end|>")
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
-    made.__name__: cache(made)
-    for made in (
+    maker.__name__: cache(maker)
+    for maker in (
         qwen3, qwen2_5, qwen3_coder, llama2, llama2_metaspace, llama3, gemma, mistral, zephyr, phi3,
         phi4, deepseek, glm4, harmony, granite, cohere, unigram, wordpiece,
         smollm3, edits_tags, edits_pieces, edits_symbols, edits_case, edits_length, edits_order,

@@ -94,19 +94,19 @@ class Harness(TextEnv):
 
     def step(self, action):
         """Takes an action as an answer and asks again."""
-        talk = self.talks[self.agent]
+        conversation = self.talks[self.agent]
         self.count += 1
         if action.finish_reason == "context":
-            del talk[1:-1]  # compacts
-            talk[-1] = {"role": "user", "content": "summary"}
+            del conversation[1:-1]  # compacts
+            conversation[-1] = {"role": "user", "content": "summary"}
         else:
             reasoning, _, content = action.rpartition("</think>")
             answer = {"role": "assistant", "content": content}
             if reasoning and self.rng.random() < 0.5:
                 answer["reasoning"] = reasoning.rpartition("<think>")[2]
-            self.past.append((self.agent, list(talk)))
-            talk.append(answer)
-            self._go_on(talk)
+            self.past.append((self.agent, list(conversation)))
+            conversation.append(answer)
+            self._go_on(conversation)
         info = {"messages": self._shown(), "agent": self.agent}
         if self.rng.random() < 0.2:
             info["stop"] = [self.rng.choice(WORDS.split())]
@@ -114,7 +114,7 @@ class Harness(TextEnv):
             info["max_tokens"] = self.rng.randint(1, 20)
         return "", 0.0, self.count >= self.turns, False, info
 
-    def _go_on(self, talk) -> None:
+    def _go_on(self, conversation) -> None:
         kind = self.rng.choice(
             ["append", "append", "tool", "edit", "compact", "back", "repeat", "other"]
         )
@@ -124,23 +124,23 @@ class Harness(TextEnv):
             return
         if kind == "other":
             self.agent = "birch" if self.agent == "amber" else "amber"
-            talk = self.talks[self.agent]
+            conversation = self.talks[self.agent]
         elif kind == "edit":
-            place = self.rng.randrange(len(talk))
-            talk[place] = {**talk[place], "content": self._text()}
+            place = self.rng.randrange(len(conversation))
+            conversation[place] = {**conversation[place], "content": self._text()}
         elif kind == "compact":
-            talk[1:-2] = [{"role": "user", "content": f"summary {self._text()}"}]
-        elif kind == "back" and len(talk) > 3:
-            del talk[self.rng.randrange(2, len(talk)) :]
-        role = "tool" if kind == "tool" and talk[-1]["role"] == "assistant" else "user"
-        if talk[-1]["role"] == "assistant" or self.rng.random() < 0.3:
-            talk.append({"role": role, "content": self._text()})
+            conversation[1:-2] = [{"role": "user", "content": f"summary {self._text()}"}]
+        elif kind == "back" and len(conversation) > 3:
+            del conversation[self.rng.randrange(2, len(conversation)) :]
+        role = "tool" if kind == "tool" and conversation[-1]["role"] == "assistant" else "user"
+        if conversation[-1]["role"] == "assistant" or self.rng.random() < 0.3:
+            conversation.append({"role": role, "content": self._text()})
 
     def _shown(self):
-        talk = self.talks[self.agent]
-        if talk[-1]["role"] == "assistant":
-            talk.append({"role": "user", "content": self._text()})
-        return [Message(**message) for message in talk]
+        conversation = self.talks[self.agent]
+        if conversation[-1]["role"] == "assistant":
+            conversation.append({"role": "user", "content": self._text()})
+        return [Message(**message) for message in conversation]
 
     def _text(self) -> str:
         words = self.rng.choices(WORDS.split(), k=self.rng.randint(1, 6))
@@ -164,13 +164,13 @@ def differences(model, episodes) -> np.ndarray:
     config = LearnerConfig(minibatches=1, warmup_steps=0, microbatch_tokens=4096)
     learner = Learner(model, GSPO(), config, total_steps=1)
     samples = to_samples(episodes, [np.zeros(len(e.turns)) for e in episodes])
-    found = []
+    values_found = []
     with torch.no_grad():
         for rows in microbatches(samples, 4096, share=True):
             batch = pack(rows)
             scored = learner.scorer(batch)[0].logprobs_N
-            found.append((scored - batch.engine_logprobs_N).abs().numpy())
-    return np.concatenate(found)
+            values_found.append((scored - batch.engine_logprobs_N).abs().numpy())
+    return np.concatenate(values_found)
 
 
 def in_wrong_context(episode: Episode) -> Episode:
@@ -188,9 +188,9 @@ def compacting(chat, turns: int = 40, every: int = 8, words: int = 12) -> Episod
     text = lambda n: " ".join(rng.choices(WORDS.split(), k=n))  # noqa: E731
     transcript = Transcript(chat, Prompt(messages=()))
     head = [Message(role="system", content=text(60)), Message(role="user", content=text(30))]
-    talk, records = list(head), []
+    conversation, records = list(head), []
     for k in range(turns):
-        opening = transcript.read("", "user", StepInfo(messages=tuple(talk)))
+        opening = transcript.read("", "user", StepInfo(messages=tuple(conversation)))
         action = (*chat.encode(text(words)), chat.end_of_turn)
         saying = transcript.write(action)
         records.append(
@@ -205,12 +205,12 @@ def compacting(chat, turns: int = 40, every: int = 8, words: int = 12) -> Episod
                 reward=0.0,
             )
         )
-        talk += [
+        conversation += [
             Message(role="assistant", content=saying.text),
             Message(role="user", content=text(words)),
         ]
         if k % every == every - 1:
-            talk = [*head, Message(role="user", content=f"summary {text(20)}")]
+            conversation = [*head, Message(role="user", content=f"summary {text(20)}")]
     return Episode(
         task=Task(env_id="Harness", seed=0),
         turns=tuple(records),

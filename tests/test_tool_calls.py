@@ -325,8 +325,8 @@ def strict(schema, kind="chat"):
             Responses(),
         ),
     }[kind]
-    talk = {"input": hi} if kind == "responses" else {"messages": hi}
-    return wire.read({"model": "m", **talk, **body}, "id").request.tools
+    conversation = {"input": hi} if kind == "responses" else {"messages": hi}
+    return wire.read({"model": "m", **conversation, **body}, "id").request.tools
 
 
 KEY = {

@@ -63,7 +63,9 @@ class ChatTemplate:
         self._nonce = f"{secrets.randbits(64):020d}"
         self._compile = lru_cache(8)(lambda source: BoundedTemplate(source, self._mark))
         special = tokenizer.special_tokens_map
-        self._variables = {"documents": None} | {k: self._own(v) for k, v in special.items()}
+        self._variables = {"documents": None} | {
+            k: self._with_stand_ins(v) for k, v in special.items()
+        }
         names = self.text.control_ids
         self._longest = max(map(len, names), default=0)
         self._beginnings = {n[:k].casefold() for n in names for k in range(1, len(n))}
@@ -197,12 +199,12 @@ class ChatTemplate:
             beginnings = (tail[:n] for n in range(min(self._longest, len(tail)), 0, -1))
             name = next((b for b in beginnings if b in self.text.control_ids), "")
             composed += [name] if name else []
-            pieces += [self._own(name), tail[len(name) :]]
+            pieces += [self._with_stand_ins(name), tail[len(name) :]]
         return _HALF_STAND_IN.sub("", "".join(pieces)), composed
 
     def _mark(self, text: str, is_output: bool) -> str:
         """Returns a text of the template with stand-ins and marks."""
-        text = self._own(text)
+        text = self._with_stand_ins(text)
         if not is_output:
             return text
         # a place for a value, as in `<|{}|>` and `<|%s|>`, ends a piece too
@@ -215,7 +217,7 @@ class ChatTemplate:
         }
         return "".join(_GLUE * (n in starts) + char for n, char in enumerate(text))
 
-    def _own(self, text: Any) -> Any:
+    def _with_stand_ins(self, text: Any) -> Any:
         return self.text.to_rendering(text) if isinstance(text, str) else text
 
     def _separate(self, tree: Any) -> Any:

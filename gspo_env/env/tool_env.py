@@ -105,13 +105,13 @@ class ToolEnv(TextEnv):
         raise NotImplementedError(f"{type(self).__name__} must define on_final()")
 
     def _final(self, action: str) -> tuple[str, float, bool]:
-        given: object = self.on_final(action)
-        if not isinstance(given, tuple) or len(given) != 3:
+        result: object = self.on_final(action)
+        if not isinstance(result, tuple) or len(result) != 3:
             raise EnvironmentContractError(
-                f"{type(self).__name__}: on_final() returned {reprlib.repr(given)}, expected a "
+                f"{type(self).__name__}: on_final() returned {reprlib.repr(result)}, expected a "
                 "tuple (observation, reward, terminated); step_info() adds keys to info."
             )
-        return given
+        return result
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
         """Returns the turn's reward for a call that succeeded; its arguments are validated."""
@@ -151,15 +151,15 @@ class ToolEnv(TextEnv):
         except EnvironmentContractError:
             raise
         except Exception as error:  # a tool may raise anything; the policy reads it
-            told = foreign(error)
+            failure = foreign(error)
             log_once(f"tool {tool.name}", error, "the policy reads it, and ")
-            return self._error(f"{tool.name} failed: {told.name}: {told.text}")
+            return self._error(f"{tool.name} failed: {failure.name}: {failure.text}")
         reward = self.on_tool_result(ToolCall(name=tool.name, arguments=arguments), text)
         return _Answer(text, reward, error=False)
 
     def _unknown_tool(self, name: str) -> str:
-        known = [tool.name for tool in self.tools]
-        near = difflib.get_close_matches(name[:64], known, n=3) or known
+        names = [tool.name for tool in self.tools]
+        near = difflib.get_close_matches(name[:64], names, n=3) or names
         return f"unknown tool {clean(name[:64])!r}, tools are: {', '.join(near) or 'none'}."
 
     def _error(self, message: str) -> _Answer:

@@ -47,8 +47,8 @@ class Tool:
     @property
     def schema(self) -> dict[str, Any]:
         """The schema in OpenAI's function format."""
-        told = {"name": self.name, "description": self.description}
-        return {"type": "function", "function": {**told, "parameters": self.parameters}}
+        fields = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**fields, "parameters": self.parameters}}
 
     def validate(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Returns the validated keyword arguments of a call.
@@ -89,10 +89,10 @@ def as_tool(function: Callable[..., Any]) -> Tool:
     Raises:
         ConfigError: The function was not decorated.
     """
-    made = getattr(function, _MARK, None)
-    if not isinstance(made, Tool):
+    definition = getattr(function, _MARK, None)
+    if not isinstance(definition, Tool):
         raise ConfigError(f"{function!r} is not a tool, decorate it with @tool.")
-    return made
+    return definition
 
 
 def format_tool_call(name: str, arguments: dict[str, Any]) -> str:

@@ -92,9 +92,9 @@ def test_no_part_of_a_text_is_lost_that_the_tokenizer_itself_keeps(name, text):
     tokenizer = FAMILIES[name]()
     assume(harmless(tokenizer, text))
     chat = chats(name)
-    own = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert list(chat.template.text.encode(text, first=True)) == own
-    assert chat.decode_all(chat.encode(text)).split() == tokenizer.decode(own).split()
+    tokenizer_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert list(chat.template.text.encode(text, first=True)) == tokenizer_ids
+    assert chat.decode_all(chat.encode(text)).split() == tokenizer.decode(tokenizer_ids).split()
 
 
 def test_line_breaks_and_spaces_that_are_added_tokens_stay_in_observations():

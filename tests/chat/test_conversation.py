@@ -47,7 +47,7 @@ def chat(forks, request):
     return forks.make_chat(request.param)
 
 
-def said(chat, text):
+def sampled(chat, text):
     """The ids of an action: `<think>` and `</think>` are control tokens in it."""
     return [*chat.text.encode_rendering(chat.text.to_rendering(text)), chat.end_of_turn]
 
@@ -65,8 +65,10 @@ def ask(transcript, *messages, **fields):
 
 
 def rendered(chat, *messages):
-    talk = [{"role": m.role, "content": m.content} for m in messages]
-    return chat.tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    messages_in = [{"role": m.role, "content": m.content} for m in messages]
+    return chat.tokenizer.apply_chat_template(
+        messages_in, add_generation_prompt=True, return_dict=False
+    )
 
 
 @pytest.mark.parametrize("template", ["appends", "thinking"])
@@ -160,12 +162,12 @@ def test_reasoning_that_a_message_lacks_is_shown_where_the_template_shows_it(for
     chat = forks.make_chat("thinking")
     transcript = Transcript(chat, Prompt())
     first = ask(transcript, user("amber"))
-    action = said(chat, "<think>two links</think>stone")
+    action = sampled(chat, "<think>two links</think>stone")
     transcript.write(action)
     tool = Message(role="tool", content="river")
     second = ask(transcript, user("amber"), assistant("stone"), tool)
     assert second.ids[: len(first.ids) + len(action)] == [*first.ids, *action]
-    transcript.write(said(chat, "cedar"))
+    transcript.write(sampled(chat, "cedar"))
     third = ask(
         transcript, user("amber"), assistant("stone"), tool, assistant("cedar"), user("again")
     )
@@ -178,29 +180,29 @@ def test_reasoning_that_differs_is_not_the_sampled_action(forks):
     chat = forks.make_chat("thinking")
     transcript = Transcript(chat, Prompt())
     ask(transcript, user("amber"))
-    transcript.write(said(chat, "<think>two links</think>stone"))
+    transcript.write(sampled(chat, "<think>two links</think>stone"))
     tool = Message(role="tool", content="river")
     other = assistant("stone", reasoning="follow")
     assert ask(transcript, user("amber"), other, tool).parent is None
 
 
 @pytest.mark.parametrize(
-    ("talk", "reason"),
+    ("messages_in", "reason"),
     [
         ([user("amber"), assistant("cedar"), user("birch")], "edited"),
         ([user("amber"), user("birch")], "compacted"),
         ([user("summary"), user("birch")], "new"),
     ],
 )
-def test_a_new_sequence_names_its_reason(chat, talk, reason):
+def test_a_new_sequence_names_its_reason(chat, messages_in, reason):
     transcript = Transcript(chat, Prompt())
     ask(transcript, user("amber"))
-    transcript.write(said(chat, "stone"))
+    transcript.write(sampled(chat, "stone"))
     ask(transcript, user("amber"), assistant("stone"), user("river"))
-    transcript.write(said(chat, "stone"))
-    opening = ask(transcript, *talk)
+    transcript.write(sampled(chat, "stone"))
+    opening = ask(transcript, *messages_in)
     assert (opening.parent, opening.fork) == (None, reason)
-    assert opening.ids == rendered(chat, *talk)
+    assert opening.ids == rendered(chat, *messages_in)
 
 
 def test_agents_that_take_turns_continue_their_own_sequences(forks):
@@ -212,7 +214,7 @@ def test_agents_that_take_turns_continue_their_own_sequences(forks):
         name = ("amber", "birch")[k % 2]
         opening = ask(transcript, *talks[name])
         parents.append(opening.parent)
-        transcript.write(said(chat, "stone"))
+        transcript.write(sampled(chat, "stone"))
         talks[name] += [assistant("stone"), user("again")]
     assert parents == [None, None, 0, 1, 2, 3]
     assert len(transcript.session_ids()) == 2
@@ -220,13 +222,13 @@ def test_agents_that_take_turns_continue_their_own_sequences(forks):
 
 def test_a_question_asked_twice_is_two_branches_of_one_turn(chat):
     transcript = Transcript(chat, Prompt())
-    talk = [user("amber"), assistant("stone"), user("birch")]
-    ask(transcript, *talk[:1])
-    transcript.write(said(chat, "stone"))
+    messages_in = [user("amber"), assistant("stone"), user("birch")]
+    ask(transcript, *messages_in[:1])
+    transcript.write(sampled(chat, "stone"))
     openings = []
     for _ in range(2):
-        openings.append(ask(transcript, *talk))
-        transcript.write(said(chat, "cedar"))
+        openings.append(ask(transcript, *messages_in))
+        transcript.write(sampled(chat, "cedar"))
     assert [o.parent for o in openings] == [0, 0]
     assert [o.fork for o in openings] == [None, "edited"]
     assert openings[0].ids == openings[1].ids
@@ -238,14 +240,14 @@ def test_no_text_of_a_conversation_becomes_a_control_token(chat, text):
     calls = (ToolCall(name="look" + text, arguments={"key" + text: [text, {"a": text}]}, id=text),)
 
     def count(shown):
-        talk = [
+        messages_in = [
             Message(role="system", content=shown),
             user(shown),
             assistant(shown, reasoning=shown, tool_calls=calls if shown == text else ()),
             Message(role="tool", content=shown, tool_call_id=shown, name=shown),
             user(shown),
         ]
-        ids = ask(Transcript(chat, Prompt()), *talk).ids
+        ids = ask(Transcript(chat, Prompt()), *messages_in).ids
         return sum(i in controls for i in ids)
 
     assert count(text) == count("stone")
@@ -256,11 +258,11 @@ def test_a_sampled_control_token_stays_one_and_its_text_does_not_become_one(fork
     controls = chat.text.controls
     transcript = Transcript(chat, Prompt())
     ask(transcript, user("amber"))
-    transcript.write(said(chat, "<think>birch</think>stone"))
-    talk = [user("amber"), assistant("<think>birch</think>stone"), user("again")]
-    grown = ask(transcript, *talk)
+    transcript.write(sampled(chat, "<think>birch</think>stone"))
+    messages_in = [user("amber"), assistant("<think>birch</think>stone"), user("again")]
+    grown = ask(transcript, *messages_in)
     assert grown.parent == 0
-    other = ask(Transcript(chat, Prompt()), *talk)
+    other = ask(Transcript(chat, Prompt()), *messages_in)
     inside = [chat.tokenizer.convert_tokens_to_ids(t) for t in ("<think>", "</think>")]
     assert sum(i in inside for i in grown.ids) == 2
     assert not set(inside) & set(other.ids)
@@ -272,7 +274,7 @@ def test_a_call_that_comes_back_as_a_field_is_the_sampled_action(forks):
     transcript = Transcript(chat, Prompt())
     ask(transcript, user("amber"))
     text = '<tool_call>{"name": "look", "arguments": {"key": "two"}}</tool_call>'
-    transcript.write(said(chat, f"<think>river</think>then {text}"))
+    transcript.write(sampled(chat, f"<think>river</think>then {text}"))
     call = ToolCall(name="look", arguments={"key": "two"})
     same = assistant("then", tool_calls=(call,))
     saying = transcript._turns[0].action
@@ -287,7 +289,7 @@ def test_sampled_calls_keep_their_form_where_the_template_has_none(forks):
     transcript = Transcript(chat, Prompt())
     ask(transcript, user("amber"))
     text = '<tool_call>{"name":"look","arguments":{"key":  "two"}}</tool_call>'
-    transcript.write(said(chat, text))
+    transcript.write(sampled(chat, text))
     call = ToolCall(name="look", arguments={"key": "two"})
     tool = Message(role="tool", content="river")
     assert ask(transcript, user("amber"), assistant("", tool_calls=(call,)), tool).parent == 0
@@ -308,21 +310,21 @@ def test_a_plain_environment_of_a_template_that_appends_has_one_sequence(forks, 
         opening = transcript.read(text, "tool" if k % 2 else "user")
         assert opening.ids[: len(before)] == before
         kept.append((opening.parent, opening.prompt_ids))
-        transcript.write(said(chat, "birch"))
+        transcript.write(sampled(chat, "birch"))
     other = Transcript(forks.make_chat("appends", "keep"), Prompt(system="stone"))
     rng = random.Random(0)
     for k, (parent, ids) in enumerate(kept):
         text = " ".join(rng.choices(forks.WORDS.split(), k=3)) + rng.choice(forks.HOSTILE)
         opening = other.read(text, "tool" if k % 2 else "user")
         assert (opening.parent, opening.prompt_ids) == (parent, ids)
-        other.write(said(chat, "birch"))
+        other.write(sampled(chat, "birch"))
 
 
 def test_keep_keeps_a_conversation_that_grows_and_begins_again_otherwise(forks):
     chat = forks.make_chat("thinking", "keep")
     transcript = Transcript(chat, Prompt())
     first = ask(transcript, user("amber"))
-    action = said(chat, "<think>two</think>stone")
+    action = sampled(chat, "<think>two</think>stone")
     transcript.write(action)
     second = ask(transcript, user("amber"), assistant("stone"), user("birch"))
     assert second.ids[: len(first.ids) + len(action)] == [*first.ids, *action]
@@ -331,7 +333,7 @@ def test_keep_keeps_a_conversation_that_grows_and_begins_again_otherwise(forks):
         .strip()
         .endswith("birch<|im_end|>\n<|im_start|>assistant")
     )
-    transcript.write(said(chat, "cedar"))
+    transcript.write(sampled(chat, "cedar"))
     assert ask(transcript, user("summary")).parent is None
 
 
@@ -349,14 +351,19 @@ def test_demonstrations_have_the_sequences_of_rollouts(forks):
     )
     shown = tokenize(episode, chat)
     assert shown.turns[0].parent is None
-    found = chat.decode_all(shown.sequences[-1].token_ids.tolist())
-    assert "stone" in found
+    text_of_ids = chat.decode_all(shown.sequences[-1].token_ids.tolist())
+    assert "stone" in text_of_ids
 
 
 def test_a_first_conversation_of_reset_is_the_first_prompt(chat):
-    talk = (Message(role="system", content="say"), user("amber"), assistant("stone"), user("birch"))
-    prompt = Prompt(system="say", messages=talk[1:])
-    assert Transcript(chat, prompt).read("ignored").ids == rendered(chat, *talk)
+    messages_in = (
+        Message(role="system", content="say"),
+        user("amber"),
+        assistant("stone"),
+        user("birch"),
+    )
+    prompt = Prompt(system="say", messages=messages_in[1:])
+    assert Transcript(chat, prompt).read("ignored").ids == rendered(chat, *messages_in)
 
 
 def test_an_episode_keeps_a_few_caches_at_most(forks):
@@ -364,7 +371,7 @@ def test_an_episode_keeps_a_few_caches_at_most(forks):
     transcript = Transcript(chat, Prompt())
     for k in range(12):
         ask(transcript, user(f"amber {k}"))
-        transcript.write(said(chat, "stone"))
+        transcript.write(sampled(chat, "stone"))
         assert len(transcript.session_ids()) <= 4
 
 

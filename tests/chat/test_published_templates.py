@@ -16,6 +16,7 @@ from gspo_env.chat.conversation import Transcript
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.env.tools import as_tool, tool
 from gspo_env.types import Message, Prompt, StepInfo, ToolCall
+from stress import control_tokens as ATTACK
 
 pytestmark = pytest.mark.adapters
 
@@ -45,17 +46,17 @@ TAGLESS = re.compile("gemma4|diffusion_gemma|gptoss|muse")
 def tokenizer_of(name):
     """A byte-level tokenizer with the control tokens that a template names."""
     source = TEMPLATES[name].read_text(encoding="utf-8")
-    found = sorted(set(re.findall(CONTROLS, source)))
+    control_texts = sorted(set(re.findall(CONTROLS, source)))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    end = next((e for e in ENDS if e in found), "<|eos|>")
-    names = [*found, end, "<|bos|>"]
+    end = next((e for e in ENDS if e in control_texts), "<|eos|>")
+    names = [*control_texts, end, "<|bos|>"]
     backend.add_special_tokens([AddedToken(n, special=True, normalized=False) for n in names])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, bos_token="<|bos|>")
-    made.chat_template = source
-    return made
+    result = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, bos_token="<|bos|>")
+    result.chat_template = source
+    return result
 
 
 def with_response_template(tokenizer):
@@ -67,20 +68,20 @@ def with_response_template(tokenizer):
 
 def as_dict(message):
     """The message as the documentation of `apply_chat_template` has it."""
-    made = {"role": message.role, "content": message.content}
+    result = {"role": message.role, "content": message.content}
     if message.reasoning:
-        made |= dict.fromkeys(KEYS, message.reasoning)
+        result |= dict.fromkeys(KEYS, message.reasoning)
     if message.tool_calls:
         calls = [{"name": c.name, "arguments": c.arguments} for c in message.tool_calls]
-        made["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        result["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     if message.name:
-        made["name"] = message.name
-    return made
+        result["name"] = message.name
+    return result
 
 
-def render(tokenizer, talk, generation=True, tools=None):
+def render(tokenizer, conversation, generation=True, tools=None):
     shown = tokenizer.apply_chat_template(
-        [as_dict(m) for m in talk],
+        [as_dict(m) for m in conversation],
         add_generation_prompt=generation,
         tokenize=False,
         tools=[t.schema for t in tools] if tools else None,
@@ -108,20 +109,26 @@ def test_each_prompt_of_a_plain_environment_is_what_the_template_renders(chat, r
     name = request.node.callspec.params["chat"]
     transcript = Transcript(chat, Prompt())
     thinks = chat.parser.splits_reasoning and not TAGLESS.search(name)
-    talk, role = [Message(role="user", content="observation 0")], "user"
+    conversation, role = [Message(role="user", content="observation 0")], "user"
     for k in range(4):
-        opening = transcript.read(talk[-1].content, role)
-        text = render(chat.tokenizer, talk)
+        opening = transcript.read(conversation[-1].content, role)
+        text = render(chat.tokenizer, conversation)
         assert opening.ids == ids_of(chat.tokenizer, text)
         before = "" if text.rstrip().endswith("<think>") else "<think>\n"
         reasoning = f"because {k}" if thinks else None
         action = f"{before}{reasoning}\n</think>\n\nanswer {k}" if thinks else f"answer {k}"
         end = [chat.stop_ids[0] if chat.end_of_turn is None else chat.end_of_turn]
         transcript.write([*ids_of(chat.tokenizer, action), *end])
-        talk += [
+        conversation += [
             Message(role="assistant", content=f"answer {k}", reasoning=reasoning),
             Message(role="user", content=f"observation {k + 1}"),
         ]
+
+
+def test_no_text_becomes_a_control_token(chat, request):
+    name = request.node.callspec.params["chat"]
+    attack = ATTACK.attack(name, 25, tokenizer=chat.tokenizer)
+    assert {channel: texts for channel, _, texts in attack if texts} == {}
 
 
 CALL = ToolCall(name="look", arguments={"key": "amber", "n": 2})
@@ -156,8 +163,8 @@ def test_each_prompt_of_a_conversation_with_calls_is_what_the_template_renders(
         pytest.skip("without a response template, nothing says what is reasoning")
     if not chat.template.shows_calls or not chat.template.takes_tool_role:
         pytest.skip("the template shows no calls")
-    talk = [Message(role="user", content="find it")]
-    told = list(talk)
+    conversation = [Message(role="user", content="find it")]
+    returned_messages = list(conversation)
     transcript = Transcript(chat, Prompt(tools=(LOOK,)))
     answers = [
         Message(role="assistant", content="", reasoning="I look", tool_calls=(CALL,)),
@@ -167,11 +174,11 @@ def test_each_prompt_of_a_conversation_with_calls_is_what_the_template_renders(
     ]
     compared = 0
     for answer in answers:
-        opening = transcript.read("", "user", StepInfo(messages=tuple(told)))
-        prompt = render(tokenizer, talk, tools=[LOOK])
+        opening = transcript.read("", "user", StepInfo(messages=tuple(returned_messages)))
+        prompt = render(tokenizer, conversation, tools=[LOOK])
         assert opening.ids == ids_of(tokenizer, prompt)
         compared += 1
-        whole = render(tokenizer, [*talk, answer], generation=False, tools=[LOOK])
+        whole = render(tokenizer, [*conversation, answer], generation=False, tools=[LOOK])
         if not whole.startswith(prompt):
             prompt = prompt.removesuffix("<think>\n").removesuffix("<think>")
         if not whole.startswith(prompt):
@@ -180,9 +187,9 @@ def test_each_prompt_of_a_conversation_with_calls_is_what_the_template_renders(
         transcript.write(action)
         after = Message(role="tool", content="cedar", name="look")
         after = after if answer.tool_calls else Message(role="user", content="and now?")
-        talk += [answer, after]
+        conversation += [answer, after]
         lost = Message(role="assistant", content=answer.content, tool_calls=answer.tool_calls)
-        told += [lost if returned == "without" else answer, after]
+        returned_messages += [lost if returned == "without" else answer, after]
     assert compared
 
 
@@ -200,9 +207,11 @@ def test_an_action_is_parsed_with_the_response_template_of_its_tokenizer():
     )
     before, after = map(chat.text.to_rendering, text.split("<|im_end|>"))
     ids = chat.text.encode_rendering(f"{before}<|im_end|>{after}")
-    said = transcript.write([*ids, chat.end_of_turn])
-    assert said.message.reasoning == "I look"
-    assert said.message.tool_calls == (ToolCall(name="look", arguments={"key": "a<|im_end|>"}),)
+    action_parsed = transcript.write([*ids, chat.end_of_turn])
+    assert action_parsed.message.reasoning == "I look"
+    assert action_parsed.message.tool_calls == (
+        ToolCall(name="look", arguments={"key": "a<|im_end|>"}),
+    )
     transcript.read("", "user", StepInfo(messages=(Message(role="user", content="other"),)))
     assert (
         transcript.write(

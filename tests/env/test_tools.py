@@ -140,11 +140,11 @@ def _unresolved(key: Missing) -> str:  # type: ignore[name-defined]  # noqa: F82
     return str(key)
 
 
-@pytest.mark.parametrize("given", [("", 1.0, True, {"success": True}), ("", 1.0), None])
-def test_a_final_answer_of_another_form_is_named_with_the_hook_for_info(given):
+@pytest.mark.parametrize("final", [("", 1.0, True, {"success": True}), ("", 1.0), None])
+def test_a_final_answer_of_another_form_is_named_with_the_hook_for_info(final):
     class Wrong(ShopEnv):
         def on_final(self, text: str) -> Any:
-            return given
+            return final
 
     env = Wrong()
     env.reset(seed=0)
@@ -191,11 +191,11 @@ def test_frames_and_values_make_up_the_formatted_call() -> None:
 
 
 def test_integers_pass_for_floats_and_strict_types_hold() -> None:
-    made = as_tool(scale)
-    assert made.validate({"x": 2, "unit": "m", "label": ""})["x"] == 2.0
+    subject = as_tool(scale)
+    assert subject.validate({"x": 2, "unit": "m", "label": ""})["x"] == 2.0
     for wrong in ({"x": "2"}, {"unit": "cm"}, {"label": 3}, {"more": 1}, {"x": None}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            made.validate({"x": 2, "unit": "m", "label": ""} | wrong)
+            subject.validate({"x": 2, "unit": "m", "label": ""} | wrong)
 
 
 @tool
@@ -235,17 +235,17 @@ _NAMES = st.sampled_from(["first", "second", "word", "other", "name", "greeting"
 
 
 @given(
-    made=st.sampled_from([join, spell, shout, choose, greet]),
+    subject=st.sampled_from([join, spell, shout, choose, greet]),
     arguments=st.dictionaries(_NAMES, _VALUES, max_size=3),
     texts=st.lists(_VALUES, min_size=2, max_size=2),
 )
-@example(made=join, arguments={}, texts=["", "\ud800"])  # no JSON text, so it is refused
+@example(subject=join, arguments={}, texts=["", "\ud800"])  # no JSON text, so it is refused
 def test_arguments_that_are_texts_are_what_the_validator_returns(
-    made: Any, arguments: dict[str, Any], texts: list[Any]
+    subject: Any, arguments: dict[str, Any], texts: list[Any]
 ) -> None:
-    checked = as_tool(made)
-    own = dict(zip(checked.parameters["properties"], texts, strict=False))
-    for given_arguments in (arguments, own):
+    checked = as_tool(subject)
+    by_name = dict(zip(checked.parameters["properties"], texts, strict=False))
+    for given_arguments in (arguments, by_name):
         try:
             expected = checked.validator.validate_json(json.dumps(given_arguments))
         except ValidationError:
@@ -257,8 +257,8 @@ def test_arguments_that_are_texts_are_what_the_validator_returns(
 
 def test_only_required_texts_without_other_checks_need_no_validator() -> None:
     assert as_tool(join).texts == {"first", "second"}
-    for made in (spell, shout, choose, greet, scale, ShopEnv.price):
-        assert not as_tool(made).texts
+    for subject in (spell, shout, choose, greet, scale, ShopEnv.price):
+        assert not as_tool(subject).texts
 
 
 def test_a_result_is_observed_and_paid(shop: ShopEnv) -> None:
@@ -319,7 +319,7 @@ def test_step_before_reset_is_an_error() -> None:
 
 
 def test_tools_are_bound_in_order_of_definition(shop: ShopEnv) -> None:
-    assert [made.name for made in shop.tools] == ["price", "fail", "leave", "echo"]
+    assert [subject.name for subject in shop.tools] == ["price", "fail", "leave", "echo"]
     assert shop.tools[3].function(text="hi") == "hi"
 
 

@@ -6,25 +6,25 @@ from gspo_env.serving import PolicyServer
 
 @pytest.fixture(scope="module")
 def address():
-    made = PolicyServer()
-    yield made
-    made.close()
+    resources = PolicyServer()
+    yield resources
+    resources.close()
 
 
 @pytest.fixture
 def opened(address):
     """Opens a session and returns a client that posts to it."""
-    made = []
+    resources = []
 
     def make(policy, **terms):
         session = address.open(policy, **terms)
         headers = {"authorization": f"Bearer {session.key}"}
         client = httpx.Client(base_url=session.url, headers=headers, timeout=10)
-        made.append((session, client))
+        resources.append((session, client))
         client.session = session
         return client
 
     yield make
-    for session, client in made:
+    for session, client in resources:
         client.close()
         session.close()

@@ -44,10 +44,10 @@ def test_calls_and_results_make_the_round(opened):
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"key": "ämber"}
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "7"}
     post(client, {**HI, "messages": [*HI["messages"], message, result], "tools": [TOOL]})
-    _, said, got = policy.seen[1].messages
-    assert said.tool_calls[0].arguments == {"key": "ämber"}
-    assert said.reasoning == "so"
-    assert got.tool_call_id == said.tool_calls[0].id != ""
+    _, call_message, response = policy.seen[1].messages
+    assert call_message.tool_calls[0].arguments == {"key": "ämber"}
+    assert call_message.reasoning == "so"
+    assert response.tool_call_id == call_message.tool_calls[0].id != ""
     assert policy.seen[1].tools[0].schema["function"]["name"] == "look"
 
 
@@ -65,12 +65,12 @@ def test_a_future_of_another_thread_is_an_answer(opened):
 def test_a_cut_reply_goes_on_and_a_prompt_that_does_not_fit_is_an_error(
     opened, reply, status, reason
 ):
-    got = post(opened(Policy(**reply)))
-    assert got.status_code == status
+    response = post(opened(Policy(**reply)))
+    assert response.status_code == status
     if reason:
-        assert got.json()["choices"][0]["finish_reason"] == reason
+        assert response.json()["choices"][0]["finish_reason"] == reason
     else:
-        assert got.json()["error"]["code"] == "context_length_exceeded"
+        assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_a_cut_reply_goes_on_and_a_prompt_that_does_not_fit_is_an_error(
 )
 def test_what_cannot_be_done_is_refused_with_the_name_of_the_field(opened, field):
     policy = Policy()
-    got = post(opened(policy), {**HI, **field})
-    assert got.status_code == 400
-    error = got.json()["error"]
+    response = post(opened(policy), {**HI, **field})
+    assert response.status_code == 400
+    error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert next(iter(field)) in error["message"] + str(error["param"])
     assert not policy.seen
@@ -154,9 +154,9 @@ def test_a_failure_of_the_policy_is_an_error_of_the_server(opened):
     async def fail(request):
         raise RuntimeError("secret of the policy")
 
-    got = post(opened(fail))
-    assert got.status_code == 500
-    assert "secret" not in got.text
+    response = post(opened(fail))
+    assert response.status_code == 500
+    assert "secret" not in response.text
 
     async def refuse(request):
         raise RefusedError("not today", status=400)

@@ -17,39 +17,41 @@ ITEMS = {"model": "m", "input": "hi"}
 def events(response):
     """Returns the names and the data of a stream."""
     assert response.headers["content-type"].startswith("text/event-stream")
-    found = []
+    events_read = []
     for block in response.text.strip().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
         data = fields["data"]
-        found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
-    return found
+        events_read.append(
+            (fields.get("event", ""), data if data == "[DONE]" else json.loads(data))
+        )
+    return events_read
 
 
 def test_a_stream_of_chat_chunks_gives_the_whole_message(opened):
     client = opened(Policy(CALLS, completion_tokens=3))
     body = {**HI, "stream": True, "stream_options": {"include_usage": True}}
-    found = [data for _, data in events(client.post("/chat/completions", json=body))]
-    assert found[-1] == "[DONE]"
-    assert found[-2]["usage"]["completion_tokens"] == 3
-    deltas = [chunk["choices"][0]["delta"] for chunk in found[:-2]]
+    events_read = [data for _, data in events(client.post("/chat/completions", json=body))]
+    assert events_read[-1] == "[DONE]"
+    assert events_read[-2]["usage"]["completion_tokens"] == 3
+    deltas = [chunk["choices"][0]["delta"] for chunk in events_read[:-2]]
     assert "".join(delta.get("content") or "" for delta in deltas) == "wait"
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
     assert json.loads("".join(c["function"]["arguments"] for c in calls)) == CALL.arguments
-    assert found[-3]["choices"][0]["finish_reason"] == "tool_calls"
+    assert events_read[-3]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_anthropic_messages_reach_the_policy(opened):
     policy = Policy(CALLS)
     client = opened(policy)
     tool = {"name": "look", "input_schema": {"type": "object"}}
-    said = [{"type": "text", "text": "ok"}]
-    said += [{"type": "tool_use", "id": "c1", "name": "look", "input": {"key": "a"}}]
-    result = [{"type": "tool_result", "tool_use_id": "c1", "content": said[:1]}]
+    content_blocks = [{"type": "text", "text": "ok"}]
+    content_blocks += [{"type": "tool_use", "id": "c1", "name": "look", "input": {"key": "a"}}]
+    result = [{"type": "tool_result", "tool_use_id": "c1", "content": content_blocks[:1]}]
     body = {
-        **{**HI, "system": said[:1], "tools": [tool], "stop_sequences": ["X"]},
+        **{**HI, "system": content_blocks[:1], "tools": [tool], "stop_sequences": ["X"]},
         "messages": [
             {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": said},
+            {"role": "assistant", "content": content_blocks},
             {"role": "user", "content": [*result, {"type": "text", "text": "go on"}]},
         ],
     }
@@ -64,12 +66,12 @@ def test_anthropic_messages_reach_the_policy(opened):
 
 
 def test_a_stream_of_anthropic_events_gives_the_whole_message(opened):
-    found = events(opened(Policy(CALLS)).post("/messages", json={**HI, "stream": True}))
-    assert [name for name, _ in found][:2] == ["message_start", "content_block_start"]
-    deltas = [data["delta"] for name, data in found if name == "content_block_delta"]
+    events_read = events(opened(Policy(CALLS)).post("/messages", json={**HI, "stream": True}))
+    assert [name for name, _ in events_read][:2] == ["message_start", "content_block_start"]
+    deltas = [data["delta"] for name, data in events_read if name == "content_block_delta"]
     assert deltas[0]["text"] == "wait"
     assert json.loads(deltas[1]["partial_json"]) == CALL.arguments
-    assert found[-1][0] == "message_stop"
+    assert events_read[-1][0] == "message_stop"
 
 
 def test_items_of_one_answer_become_one_message(opened):
@@ -77,9 +79,19 @@ def test_items_of_one_answer_become_one_message(opened):
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"key": "a"}'}
     output = {"type": "function_call_output", "call_id": "c1", "output": "7"}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "r", "text": "so"}]}
-    said = {"role": "assistant", "content": [{"type": "output_text", "text": "wait"}]}
+    content_blocks = {"role": "assistant", "content": [{"type": "output_text", "text": "wait"}]}
     user = {"role": "user", "content": "hi"}
-    items = [user, thought, said, call, {**call, "call_id": "c2"}, output, call, output, said]
+    items = [
+        user,
+        thought,
+        content_blocks,
+        call,
+        {**call, "call_id": "c2"},
+        output,
+        call,
+        output,
+        content_blocks,
+    ]
     got = opened(policy).post("/responses", json={"model": "m", "input": [*items, user]})
     assert got.json()["output"][0]["content"][0]["text"] == "ok"
     messages = policy.seen[0].messages
@@ -90,10 +102,10 @@ def test_items_of_one_answer_become_one_message(opened):
 
 
 def test_a_stream_of_response_events_gives_the_whole_answer(opened):
-    found = events(opened(Policy(CALLS)).post("/responses", json={**ITEMS, "stream": True}))
-    assert [data["sequence_number"] for _, data in found] == list(range(len(found)))
-    assert all(name == data["type"] for name, data in found)
-    whole = found[-1][1]["response"]
+    events_read = events(opened(Policy(CALLS)).post("/responses", json={**ITEMS, "stream": True}))
+    assert [data["sequence_number"] for _, data in events_read] == list(range(len(events_read)))
+    assert all(name == data["type"] for name, data in events_read)
+    whole = events_read[-1][1]["response"]
     assert [item["type"] for item in whole["output"]] == ["message", "function_call"]
 
 

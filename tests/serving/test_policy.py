@@ -77,22 +77,22 @@ def test_the_next_request_continues_the_sampled_ids(served, chat):
     (first, _, done), (second, _, _) = served.engine.asked
     assert second[: len(first) + len(done.token_ids)] == [*first, *done.token_ids]
     transcript = Transcript(chat, Prompt())
-    said = Message(role="assistant", content=message["content"])
+    answer = Message(role="assistant", content=message["content"])
     start = Message(role="user", content="amber")
     transcript.read("", request=StepInfo(messages=(start,), tools=()))
     transcript.write(done.token_ids)
-    asked = StepInfo(messages=(start, said, Message(role="user", content="birch")), tools=())
-    assert transcript.read("", request=asked).ids == second
+    request = StepInfo(messages=(start, answer, Message(role="user", content="birch")), tools=())
+    assert transcript.read("", request=request).ids == second
 
 
 def test_requests_of_many_programs_are_batched_and_each_seed_gives_its_answer(served):
-    def ask(seed):
+    def answer_for_seed(seed):
         return post(served, temperature=1.0, seed=seed).json()["choices"][0]["message"]["content"]
 
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(ask, range(8)))
+        together = list(pool.map(answer_for_seed, range(8)))
     assert served.engine.most > 1
-    assert together == [ask(seed) for seed in range(8)]
+    assert together == [answer_for_seed(seed) for seed in range(8)]
     assert len(set(together)) > 1
 
 

@@ -40,21 +40,21 @@ def post(client, path="/chat/completions", body=HI, **more):
 
 
 def test_a_reward_reaches_its_turn_while_the_step_runs(opened):
-    given, late = {}, []
+    rewards, late = {}, []
 
     def reward(name, value):
         if name in late:
             raise LateRewardError("too late")
-        given[name] = value
+        rewards[name] = value
 
     client = opened(Policy(), reward=reward)
     name = post(client).json()["id"]
-    ask = {"completion_id": name, "reward": 0.25}
-    assert post(client, "/reward", ask).json() == ask
-    assert given == {name: 0.25}
-    assert post(client, "/reward", {**ask, "completion_id": "other"}).status_code == 404
+    reward_body = {"completion_id": name, "reward": 0.25}
+    assert post(client, "/reward", reward_body).json() == reward_body
+    assert rewards == {name: 0.25}
+    assert post(client, "/reward", {**reward_body, "completion_id": "other"}).status_code == 404
     late.append(name)
-    assert post(client, "/reward", ask).status_code == 409
+    assert post(client, "/reward", reward_body).status_code == 409
 
 
 @pytest.mark.parametrize("value", [None, "1", True, 10**400, [1], {}])
@@ -85,8 +85,8 @@ def test_a_wrong_key_is_refused_and_the_key_of_a_closed_session_is_gone(opened):
 def test_one_session_does_not_see_the_answers_of_another(opened):
     mine, other = opened(Policy(), reward=print), opened(Policy(), reward=print)
     name = post(mine).json()["id"]
-    ask = {"completion_id": name, "reward": 1}
-    assert post(other, "/reward", ask).status_code == 404
+    reward_body = {"completion_id": name, "reward": 1}
+    assert post(other, "/reward", reward_body).status_code == 404
 
 
 def test_the_end_of_a_session_ends_its_open_requests(opened):
@@ -220,9 +220,9 @@ def test_a_huge_body_is_refused_before_it_is_read(opened, monkeypatch):
 def raw(session, data):
     """Sends bytes and returns the open socket."""
     host, port = session.url.removeprefix("http://").removesuffix("/v1").split(":")
-    made = socket.create_connection((host, int(port)), timeout=10)
-    made.sendall(data)
-    return made
+    resource = socket.create_connection((host, int(port)), timeout=10)
+    resource.sendall(data)
+    return resource
 
 
 def head(session, *lines):
@@ -230,10 +230,10 @@ def head(session, *lines):
     return "\r\n".join([*start, *lines, "", ""]).encode()
 
 
-def closed(made):
+def closed(resource):
     """Returns whether the server ends a connection."""
     try:
-        while made.recv(65536):
+        while resource.recv(65536):
             pass
     except ConnectionError:
         pass
@@ -243,16 +243,16 @@ def closed(made):
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/chat", b"POST /v1/chat HTTP/1.1\r\nA: b\r\n"])
 def test_a_client_that_sends_no_head_is_cut_off(opened, monkeypatch, sent):
     monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
-    with raw(opened(Policy()).session, sent) as made:
-        assert closed(made)
+    with raw(opened(Policy()).session, sent) as resource:
+        assert closed(resource)
 
 
 def test_a_client_whose_body_is_slow_is_cut_off(opened, monkeypatch):
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     session = opened(Policy()).session
-    with raw(session, head(session, "Content-Length: 100") + b"{") as made:
-        assert made.recv(100).startswith(b"HTTP/1.1 408")
-        assert closed(made)
+    with raw(session, head(session, "Content-Length: 100") + b"{") as resource:
+        assert resource.recv(100).startswith(b"HTTP/1.1 408")
+        assert closed(resource)
 
 
 def test_a_stream_that_is_never_read_ends_with_a_limit(opened, address, monkeypatch):
@@ -278,10 +278,12 @@ def test_connections_are_limited(opened, address, monkeypatch):
     state = address._server.server_state
     with monkeypatch.context() as patch:
         patch.setattr(connection, "MOST", 3)
-        made = [raw(client.session, b"") for _ in range(6)]
-        until(lambda: len(select.select(made, [], [], 0)[0]) == 3)  # the server has closed three
+        resource = [raw(client.session, b"") for _ in range(6)]
+        until(
+            lambda: len(select.select(resource, [], [], 0)[0]) == 3
+        )  # the server has closed three
         assert len(state.connections) <= 3
-        for one in made:
+        for one in resource:
             one.close()
     until(lambda: not state.connections)
     assert post(client).status_code == 200
@@ -295,8 +297,8 @@ def test_names_with_line_breaks_reach_no_header(opened):
         assert "x-evil" not in got.headers
     assert "x-evil" not in client.get("/models").headers
     session = client.session
-    with raw(session, head(session, "X-Agent: a\x00b")) as made:
-        assert made.recv(100).startswith(b"HTTP/1.1 400")
+    with raw(session, head(session, "X-Agent: a\x00b")) as resource:
+        assert resource.recv(100).startswith(b"HTTP/1.1 400")
 
 
 def test_what_is_not_served_is_an_error_in_json(opened):
@@ -322,11 +324,11 @@ def test_the_address_starts_at_its_first_use_and_ends_with_the_process():
 
 def sockets():
     """Returns the open sockets of this process, by inode."""
-    found = set()
+    links_open = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-    return {link for link in found if link.startswith("socket:")}
+            links_open.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {link for link in links_open if link.startswith("socket:")}
 
 
 def fork_and_look(pipe, url, shared):
@@ -376,11 +378,11 @@ def test_an_address_that_cannot_be_had_is_one_error(address):
 
 
 def test_the_end_of_an_address_ends_its_thread():
-    made = PolicyServer()
-    session = made.open(Policy())
-    made.close()
-    made.close()
-    assert not made._thread.is_alive()
+    resource = PolicyServer()
+    session = resource.open(Policy())
+    resource.close()
+    resource.close()
+    assert not resource._thread.is_alive()
     session.close()
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{session.url}/models")
