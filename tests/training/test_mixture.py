@@ -86,7 +86,7 @@ def test_a_run_of_two_environments_has_the_tasks_scores_and_metrics_of_each(fold
     agent = GSPOAgent(config=mixed(output="out", env_kwargs={"Turns": {"bonus": 0.5}}))
     assert {e.task.env_id for e in agent._start.episodes} == {"Turns", "last"}
     envs = agent.environments.envs
-    assert agent.environments.scores == {"Turns": None, "last": "outcome"}
+    assert agent.environments.scores == {"Turns": "turns", "last": "outcome"}
     agent.warm_up()
     for env in envs.values():
         env.unwrapped.stepped.clear()
