@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gspo_env.chat.encode import BoundedCache, TextEncoder, map_texts
+from gspo_env.chat.encode import BoundedCache, TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
 from gspo_env.types import Message, ToolCall
 
@@ -186,7 +186,7 @@ class ActionParser:
             return encoder.to_text(encoder.break_controls(rendering, _BREAK))
 
         def to_rendering(text: str) -> str:
-            return encoder.to_rendering(text).replace(_BREAK, "")
+            return drop_marks(encoder.to_rendering(text))
 
         prefix = to_text(encoder.decode_rendering(prompt_ids))
         try:

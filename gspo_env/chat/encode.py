@@ -33,6 +33,9 @@ _CACHE_BYTES = 1 << 26
 _RARE = "\U00013000"
 """A letter that no small vocabulary has."""
 _STAND_IN = re.compile("([\ud800-\udbff][\udc00-\udfff])")
+_HALF_STAND_IN = re.compile(
+    "[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]"
+)
 _LOW = 1000
 """Number of low surrogates that stand-ins use; the others mark text for `ChatTemplate`."""
 # what `rstrip` and `lstrip` of an added token remove
@@ -261,6 +264,11 @@ class BoundedCache(Generic[R]):
 def _bytes(value: Any) -> int:
     """Returns about the bytes of a text, a number, or a tuple of numbers."""
     return 40 * len(value) if isinstance(value, tuple) else value.__sizeof__()
+
+
+def drop_marks(text: str) -> str:
+    """Returns a text without lone surrogates that are no stand-in."""
+    return _HALF_STAND_IN.sub("", text)
 
 
 def map_texts(tree: Any, change: Callable[[str], str]) -> Any:

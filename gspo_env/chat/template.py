@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from gspo_env.chat.bounds import BoundedTemplate, check_template
-from gspo_env.chat.encode import TextEncoder, map_texts
+from gspo_env.chat.encode import TextEncoder, drop_marks, map_texts
 from gspo_env.env.base import clean
 from gspo_env.errors import ChatTemplateError
 
@@ -34,9 +34,6 @@ Schemas = Sequence[Mapping[str, Any]]
 
 _GLUE, _SEPARATOR = "\udfff", "\udffe"
 """Marks what may begin a control token in a template, and the letters of texts; in no rendering."""
-_HALF_STAND_IN = re.compile(
-    "[\ud800-\udbff](?![\udc00-\udfff])|(?<![\ud800-\udbff])[\udc00-\udfff]"
-)
 _LETTER = re.compile("[\ud800-\udbff][\udc00-\udfff]|\\S")
 _SCHEMA_WORDS = """type function name description parameters object properties required string
 number integer boolean array null items enum default title format anyOf oneOf allOf const $ref
@@ -200,7 +197,7 @@ class ChatTemplate:
             name = next((b for b in beginnings if b in self.text.control_ids), "")
             composed += [name] if name else []
             pieces += [self._with_stand_ins(name), tail[len(name) :]]
-        return _HALF_STAND_IN.sub("", "".join(pieces)), composed
+        return drop_marks("".join(pieces)), composed
 
     def _mark(self, text: str, is_output: bool) -> str:
         """Returns a text of the template with stand-ins and marks."""
