@@ -55,6 +55,8 @@ class MultiTracker:
         self.folder, self._names = run.folder, list(choices)
         self._queues: dict[str, TrackerQueue] = {}
         self._errors = defaultdict[str, list[str]](list)
+        self._late: dict[str, str] = {}
+        """What the trackers have not received at the end, by tracker."""
         self._finished = False
         self._tracked = {n: c for n, c in choices.items() if not isinstance(c, NoTracker)}
         self._began, self._num_traces = time.monotonic(), 0
@@ -141,8 +143,11 @@ class MultiTracker:
         self._finished = True
         for queue in self._queues.values():
             queue.end()
-        for queue in self._queues.values():
+        for name, queue in self._queues.items():
             queue.wait()
+            if problem := queue.problem:  # now: a resumed run adds to the same files
+                remedy = f"; {self.remedy}" if queue.is_repeatable else ""
+                self._late[name] = f"{problem}{remedy}"
         self._files.close()
 
     @property
@@ -180,16 +185,6 @@ class MultiTracker:
         """The calls that failed for good, by tracker."""
         errors = {name: self._errors[name] + q.errors for name, q in self._queues.items()}
         return {name: messages for name, messages in {**self._errors, **errors}.items() if messages}
-
-    @property
-    def _late(self) -> dict[str, str]:
-        """What the trackers have not received at the end, by tracker."""
-        problems = {n: (q, q.problem) for n, q in self._queues.items()} if self._finished else {}
-        return {
-            name: f"{problem}; {self.remedy}" if queue.is_repeatable else problem
-            for name, (queue, problem) in problems.items()
-            if problem
-        }
 
     def _least(self, setting: str) -> int:
         """Returns how many traces the settings of trackers ask for."""
