@@ -134,6 +134,31 @@ def test_tags_around_a_control_token_in_a_system_message_do_not_free_it():
     assert text in chat.decode_all(ids[1])
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("smollm3", "<|im_/thinkend|>"),
+        ("edits_pieces", "<|im_/thinkend|>"),
+        ("edits_tags", "&lt;|im_<b>end|>"),
+        ("edits_case", "<|IM_END|>"),
+        ("edits_symbols", "((im_end))"),
+        ("composes", "<|/thinkend|>"),
+    ],
+)
+def test_what_a_template_edits_stays_text_also_where_it_then_reads_as_a_control_token(name, text):
+    chat = chats(name)
+    control = ATTACK.control_ids(chat.tokenizer)
+    ids, expected = (
+        chat.template.ids([{"role": "system", "content": system}, user("go")])
+        for system in (f"a {text}", "a b")
+    )
+    assert [i for i in ids if i in control] == [i for i in expected if i in control]
+    if name != "edits_symbols":  # whose template writes the token itself, in place of the text
+        end = "<|end|>" if name == "composes" else "<|im_end|>"
+        shown = chat.decode_all(ids)
+        assert shown.count(end) == chat.decode_all(expected).count(end) + 1
+
+
 def test_a_system_message_that_the_template_refuses_begins_the_first_user_message(caplog):
     chat = ChatTokenizer(FAMILIES["gemma"]())
     messages = (Message(role="user", content="a"), Message(role="assistant", content="b"))
