@@ -1,5 +1,5 @@
 import json
-import math
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from gspo_env import ToolEnv
 from gspo_env.env.base import Action
-from gspo_env.env.tools import Tool, as_tool, format_tool_call, tool
-from gspo_env.errors import ConfigError
+from gspo_env.env.tools import Tool, format_tool_call, tool
 from gspo_env.serving import RefusedError
 from gspo_env.serving.dialects.chat import Chat
 from gspo_env.serving.dialects.messages import Messages
@@ -230,6 +229,7 @@ def test_a_megabyte_of_hostile_text_is_read_once(unit):
         ),
         (hermes([ToolCall(name="a", arguments={"x": "\ud800"})]), "lone surrogate"),
         ('<tool_call>{"name": "a", "arguments": {"x": 1e999}}</tool_call>', "too large"),
+        ('<tool_call>{"name": "a", "arguments": {"x": [1e400]}}</tool_call>', "too large"),
         ("<function=a>", "no closing </function>"),
         ("<function=a>stray</function>", "<parameter=KEY>"),
         ("<function=a><parameter=b>1</function>", "<parameter=KEY>"),
@@ -289,22 +289,6 @@ def test_reasoning_is_split_off_and_has_no_calls(text, reasoning, content):
 def test_mistral_gives_the_ids_of_its_calls():
     message, _ = parse_message('[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{"x": 1}')
     assert message.tool_calls == (ToolCall(name="f", arguments={"x": 1}, id="abc123def"),)
-
-
-@pytest.mark.parametrize("number", ["1" + "0" * 400, '{"x": [1e400]}'])
-def test_a_number_that_is_infinite_is_an_error_for_the_policy(number):
-    @tool
-    def scale(by: float) -> str:
-        """Scale."""
-        return str(by)
-
-    (call,) = parse_tool_calls(
-        f'<tool_call>{{"name": "scale", "arguments": {{"by": {number}}}}}</tool_call>'
-    )
-    if isinstance(call, ToolCall):
-        assert not math.isfinite(float("1e400"))
-        with pytest.raises(ConfigError, match="wrong arguments for scale"):
-            as_tool(scale).validate(call.arguments)
 
 
 def strict(schema, kind="chat"):
@@ -369,6 +353,6 @@ def test_a_reference_out_of_the_schema_of_a_strict_tool_is_not_followed(place):
 
 
 def test_strict_without_the_package_is_refused_and_not_ignored(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "jsonschema", None)
+    monkeypatch.setitem(sys.modules, "jsonschema", None)
     with pytest.raises(RefusedError, match="jsonschema"):
         strict(KEY)

@@ -375,13 +375,6 @@ def test_an_episode_keeps_a_few_caches_at_most(forks):
         assert len(transcript.session_ids()) <= 4
 
 
-def test_a_template_by_itself_is_not_changed(forks):
-    chat = forks.make_chat()
-    before = copy.deepcopy(chat.tokenizer.chat_template)
-    ask(Transcript(chat, Prompt()), user("amber"))
-    assert chat.tokenizer.chat_template == before
-
-
 def test_a_tokenizer_is_named_by_what_it_does_with_earlier_turns(forks):
     assert forks.make_chat("appends").appends
     assert not forks.make_chat("thinking").appends
