@@ -148,7 +148,7 @@ def faulty(
     Example:
         >>> env = faulty("gspo/Lookup-v0", {"exception": 0.1, "nan": 0.1})
 
-    On the command line: `gspo-env train --env faulty.faulty:Faulty --env-kwargs
+    On the command line: `gspo-env train --env faulty:Faulty --env-kwargs
     env=gspo/Lookup-v0 rates='{"exception": 0.1}' log=faults.txt`.
     """
     return Faulty(env, rates, **settings)

@@ -432,8 +432,9 @@ class TrackerQueue:
 
     def _send_in_order(self) -> None:
         """Makes each call once, in the order of the run."""
+        # The calls first: the points before each of them are in their file by then.
+        calls = [(call.after, end, call) for end, call in self._calls()]
         points: _Ordered = ((end, end, point) for end, point in self._points())
-        calls: _Ordered = ((call.after, end, call) for end, call in self._calls())
         for _, end, record in heapq.merge(points, calls, key=lambda item: item[0]):
             if isinstance(record, Point):
                 self._call("log", self._log_point, record)

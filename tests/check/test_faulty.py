@@ -49,9 +49,9 @@ def test_impossible_rates_are_refused(rates):
 
 
 def test_it_is_made_by_name_as_a_command_line_would():
-    env = make_env("faulty.faulty:Faulty", env="gspo/Lookup-v0", rates={"nan": 1.0}, hops=3)
+    env = make_env("faulty:Faulty", env="gspo/Lookup-v0", rates={"nan": 1.0}, hops=3)
     assert env.reset(seed=0)[0] is None
-    assert make_env("faulty.faulty:Faulty", env="gspo/Lookup-v0", rates={}).reset(seed=0)[0]
+    assert make_env("faulty:Faulty", env="gspo/Lookup-v0", rates={}).reset(seed=0)[0]
 
 
 @pytest.mark.slow

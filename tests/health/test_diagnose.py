@@ -334,12 +334,13 @@ def test_a_learner_that_waits_is_no_fault_before_groups_are_played_ahead(
     assert findings(folder) == names
 
 
-def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["config.toml", "failure.txt"])
+def test_a_pipe_in_the_folder_is_refused_without_waiting(name: str, tmp_path: Path) -> None:
     folder = write(tmp_path)
-    (folder / "config.toml").unlink()
-    os.mkfifo(folder / "config.toml")
-    os.mkfifo(folder / "failure.txt")
-    assert read_run(folder).settings == {}
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(OutputError, match="is no regular file"):
+        read_run(folder)
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path: Path, capsys: Any) -> None:

@@ -53,8 +53,8 @@ def run_in_terminal(end: str) -> tuple[str, int]:
     [
         ("pass", 0),
         ("sys.exit(3)", 3),
-        ("os.kill(os.getpid(), signal.SIGINT)", 1),
-        ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("signal.raise_signal(signal.SIGINT)", 1),
+        ("signal.raise_signal(signal.SIGTERM)", -signal.SIGTERM),
     ],
 )
 def test_a_terminal_has_a_live_line_and_its_cursor_however_the_program_ends(
