@@ -9,7 +9,7 @@ import torch
 
 from gspo_env.batch.prefix import build_tree, sort_by_prefix
 from gspo_env.batch.sample import PackedBatch, Sample
-from gspo_env.model.upload import upload
+from gspo_env.batch.upload import upload
 
 LEAST_TOKENS = 512
 """Tokens of a row for which it is worth a pass of its own."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from gspo_env.batch.upload import upload
 from gspo_env.errors import ModelError
 from gspo_env.model import flash as varlen
-from gspo_env.model.upload import upload
 
 RAGGED = "gspo_ragged"
 _WASTE = 1.25

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from gspo_env.batch.prefix import Run
+from gspo_env.batch.upload import upload
 from gspo_env.model import flash as varlen
 from gspo_env.model.attention import PackedAttention, buckets, sdpa
-from gspo_env.model.upload import upload
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -12,10 +12,10 @@ import torch
 from device_cases import LOSSES, adapted, with_prefix
 from pretend_device import pretend_gpu
 
+from gspo_env.batch.upload import upload
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.learner import GSPO, Learner, LearnerConfig
-from gspo_env.model.upload import upload
 
 STEPS = 3
 

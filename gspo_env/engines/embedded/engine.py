@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.upload import upload
 from gspo_env.engines.base import (
     Completion,
     Engine,
@@ -30,7 +31,6 @@ from gspo_env.engines.embedded.slots import Request, Sequences, Slot
 from gspo_env.errors import EngineError
 from gspo_env.model.attention import use_ragged_attention
 from gspo_env.model.threads import keep_memory
-from gspo_env.model.upload import upload
 
 _MOST_LOGITS = 1 << 19
 """Logits that a CPU samples from at the same time: more do not fit into its cache."""

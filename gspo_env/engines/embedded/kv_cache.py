@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.upload import upload
 from gspo_env.engines.embedded.kv_attention import Queries
 from gspo_env.errors import EngineError
-from gspo_env.model.upload import upload
 
 _FIRST_CAPACITY = 128
 _PLACES = 16

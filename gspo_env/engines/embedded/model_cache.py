@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.upload import upload
 from gspo_env.errors import ModelError
-from gspo_env.model.upload import upload
 
 _NAMES = ("past_key_values", "cache_params")
 """The names that models of `transformers` use for their cache."""
