@@ -52,6 +52,11 @@ REMOVED = {
     "view.port": "`gspo-env view` writes a file and opens it",
     "supply.straggler_quantile": "bound an episode with --episode-timeout, or let the rollout"
     " continue during updates with --max-staleness",
+    "compare.until": "choose --seeds; the report says which differences they can show",
+    "compare.budget": "Ctrl-C stops a comparison, and the same command resumes it",
+    "compare.most_seeds": "choose --seeds",
+    "compare.like": "the report of the earlier comparison says which differences its seeds show",
+    "compare.difference": "the report says which differences the seeds can show",
     "cache": "every run warms up its model anew, which takes seconds",
     "train.processes": "start the processes with `torchrun --standalone --local-addr 127.0.0.1"
     " --nproc-per-node N -m gspo_env train`",

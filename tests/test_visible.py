@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.cli.main import main
+from gspo_env.config import Config
 from gspo_env.episodes.text import render_episode
 from gspo_env.errors import ConfigError
+from gspo_env.health.record import RunRecord
 from gspo_env.redaction import visible
-from gspo_env.report.curves import learning_curve
+from gspo_env.report import learning_curve
 from gspo_env.types import Episode, StopReason, Task, Turn
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\rsuccess\u202e\u2028== forged ==\x85\x9b31m"
@@ -63,8 +65,8 @@ def test_the_log_and_the_errors_of_the_command_line_have_no_escape_sequence(caps
 
 @pytest.mark.parametrize("name", [r"$\frac$", "$", r"\$x$", "$x$ $", HOSTILE, "a_b^c \\"])
 def test_a_name_that_looks_like_a_formula_is_drawn_as_it_is(tmp_path, name):
-    figure = learning_curve([(0, {"eval/success": 0.5})], name)
-    figure.savefig(tmp_path / "curve.png")
-    (axes,) = figure.axes
-    _, maths = axes.title._preprocess_math(axes.get_title(loc="left"))
-    assert not maths
+    run = RunRecord.in_progress(Config(), [(0, {"eval/success": 0.5})])
+    figure = learning_curve(run, name)
+    figure.savefig(tmp_path / "curve.png")  # a broken formula would raise
+    title = figure.get_suptitle()
+    assert title == visible(name).replace("$", r"\$")

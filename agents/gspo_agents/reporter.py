@@ -16,15 +16,12 @@ from gspo_env.episodes.writer import EpisodeLog
 from gspo_env.errors import OutputError
 from gspo_env.health.collapse import EvalSnapshot, find_collapse
 from gspo_env.health.findings import Finding
+from gspo_env.health.record import RunRecord
 from gspo_env.health.startup import check_success
 from gspo_env.learner.stats import TokenValues
 from gspo_env.model.check import RunMode
 from gspo_env.redaction import write_text
-from gspo_env.registry import name_of
-from gspo_env.report.curves import learning_curve
-from gspo_env.report.inputs import inputs
-from gspo_env.report.run import closing, opening
-from gspo_env.report.traces import traces
+from gspo_env.registry import load_function, name_of
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.metrics import EpisodeStats, Evaluation, RolloutStats
 from gspo_env.tracking.base import MODEL, RunInfo
@@ -70,6 +67,7 @@ class Reporter:
         """Says what is trained, where, and what is wrong with the settings."""
         look = self._tracker.how_to_look
         folder = self._checkpoints.run
+        opening = _load("terminal:opening")
         self._progress.line(opening(self.config, env_id, model, folder, look))
         self._progress.begin("start", 0, self.config.steps)
         for finding in findings:
@@ -103,7 +101,7 @@ class Reporter:
         self._tracker.log(evaluation.metrics(), step)
         self._evaluations.append(EvalSnapshot.of(step, evaluation))
         if step == 0:
-            for source in inputs(self.config, evaluation.groups, self._num_tasks):
+            for source in _load("inputs:inputs")(self.config, evaluation.groups, self._num_tasks):
                 self._tracker.input(source)
             if finding := check_success(evaluation.groups):
                 self.warned(finding)
@@ -169,7 +167,9 @@ class Reporter:
         folder = self._checkpoints.run
         if not self._checkpoints.attempt("the trained model", lambda: write(folder)):
             raise OutputError(f"the trained model cannot be written to {str(folder)!r}")
-        curve = learning_curve(history, f"{env_id}, seed {self.config.seed}")
+        record = RunRecord.in_progress(self.config, history)
+        title = f"{env_id}, seed {self.config.seed}"
+        curve = _load("plots:learning_curve")(record, title)
         path = folder / "learning_curve.png"
         self._checkpoints.attempt(path.name, lambda: curve.savefig(path))
         page = folder / PAGE
@@ -196,6 +196,7 @@ class Reporter:
             lines = _results(history, split, skipped_demonstrations)
             folder = self._checkpoints.run
             lines.append(f"Model, config and learning curve: {folder}")
+            closing = _load("terminal:closing")
             lines += closing(history, folder, self._progress.encoding, tasks=len(split.tasks))
         lines += self._tracker.problems
         if self._tracker.how_to_look:
@@ -219,7 +220,8 @@ class Reporter:
                     self._tracker.artifact(self._checkpoints.run / name)
 
     def _trace(self, step: int, phase: Phase, groups: Mapping[int, Group]) -> None:
-        for trace in traces(step, phase, groups, self._tracker.traces(phase)):
+        most = self._tracker.traces(phase)
+        for trace in _load("traces:traces")(step, phase, groups, most) if most else ():
             self._tracker.trace(trace)
 
     def _show(self, phase: str, step: int, what: EpisodeStats, **more: float | None) -> None:
@@ -233,6 +235,11 @@ class Reporter:
             return_std=what.return_std,
             **more,
         )
+
+
+def _load(name: str) -> Callable[..., Any]:
+    """Loads a part of the report when it is needed."""
+    return load_function(f"gspo_env.report.{name}", "report")
 
 
 def run_info(

@@ -35,20 +35,6 @@ class Compare(Run):
     """Also count the episodes until the metric reaches this; 0 turns this off."""
     workers: int = 0
     """Worker processes; 0 is one per core."""
-    difference: float = 0.05
-    """The difference whose number of seeds is said before the runs, from the spread of earlier
-    results, or else of the first seeds."""
-    like: str = ""
-    """Folder of an earlier comparison whose spread is used."""
-    until: float = 0.0
-    """Add seeds, in place of playing `seeds`, until each interval of a difference from the first
-    arm reaches no further than this from its middle; 0 turns this off. An arm that cannot win gets
-    no more seeds."""
-    budget: str = ""
-    """With `until`: no seeds are added that would be played after this time, such as 90s, 30m or
-    2h. The same command goes on."""
-    most_seeds: int = 64
-    """With `until`: seeds at which the comparison ends in any case."""
     tables: tyro.conf.Suppress[tyro.conf.Fixed[dict[str, Any]]] = field(default_factory=dict)
 
     @classmethod
@@ -65,7 +51,6 @@ class Compare(Run):
         from pathlib import Path
 
         from gspo_env.compare import compare, parse
-        from gspo_env.compare.rounds import Rounds
         from gspo_env.report.comparison import write_report
 
         names = ("seeds", "first_seed", "metric", "target", "workers")
@@ -74,48 +59,19 @@ class Compare(Run):
         base = next(iter(comparison.problems.values()))
         folder = Path(base.output or "comparisons/comparison")
         command = shlex.join(["gspo-env", *sys.argv[1:]])
-        strategy = self._strategy(comparison)
-        looks = strategy.found if isinstance(strategy, Rounds) else None
         try:
             compare(
                 comparison,
                 folder,
                 base.tracker,
                 lambda line: print(line, flush=True),
-                lambda results: write_report(comparison, results, folder, command, looks),
-                strategy,
+                lambda results: write_report(comparison, results, folder, command),
             )
         except KeyboardInterrupt:
-            print(f"Stopped. The same command goes on with the results in {folder}.")
+            print(f"Stopped. The same command resumes with the results in {folder}.")
             raise
-        print_markdown((folder / "tables.md").read_text())
+        print_markdown((folder / "report.md").read_text())
         print(f"Page: {folder / 'report.html'}")
-
-    def _strategy(self, comparison: Any) -> Any:
-        """Returns what decides about the runs; says what an earlier comparison's spread means."""
-        from math import inf
-        from pathlib import Path
-
-        from gspo_env.compare import power
-        from gspo_env.compare.rounds import Planned, Rounds, comparisons
-        from gspo_env.compare.sequential import Sequential, seconds
-        from gspo_env.errors import ConfigError
-
-        if not self.until and self.budget:
-            raise ConfigError(f"budget is {self.budget!r} without until; expected both, or neither")
-        if not self.difference > 0:
-            raise ConfigError(f"difference is {self.difference!r}; expected a number above 0")
-        seeds = self.most_seeds if self.until else self.seeds
-        if self.like:
-            spread = power.spreads(power.earlier(Path(self.like), self.metric))
-            count = comparisons(comparison, with_first=not self.until)
-            for line in power.lines(spread, self.difference, seeds, count):
-                print(f"{self.like}: {line}", flush=True)
-        if not self.until:
-            return Planned(difference=self.difference)
-        budget = seconds(self.budget) if self.budget else inf
-        plan = Sequential(until=self.until, budget=budget, most=self.most_seeds)
-        return Rounds(plan=plan, difference=self.difference)
 
 
 def print_markdown(text: str) -> None:

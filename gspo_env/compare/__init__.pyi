@@ -3,12 +3,8 @@ from .plan import Comparison as Comparison
 from .plan import change as change
 from .plan import grid as grid
 from .plan import parse as parse
-from .rounds import Planned as Planned
-from .rounds import Rounds as Rounds
 from .runner import Result as Result
 from .runner import Run as Run
 from .runner import compare as compare
 from .runner import planned as planned
 from .runner import read as read
-from .sequential import Difference as Difference
-from .sequential import Sequential as Sequential

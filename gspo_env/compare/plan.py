@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_env.config import Config, check_score, override, resolve, to_dict
+from gspo_env.config import REMOVED, Config, check_score, override, resolve, to_dict
 from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError
 
@@ -119,8 +119,7 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
 
 
 _OPTIONS: dict[str, Any] = {
-    **{"seeds": int, "workers": int, "target": float, "metric": str, "difference": float},
-    **{"first_seed": int, "like": str, "until": float, "budget": str, "most_seeds": int},
+    **{"seeds": int, "first_seed": int, "workers": int, "target": float, "metric": str},
 }
 _TABLES = {"grid": (list, "lists"), "arms": (dict, "tables"), "problems": (dict, "tables")}
 
@@ -133,14 +132,16 @@ def check_table(table: Any) -> dict[str, Any]:
     """
     if not isinstance(table, dict):
         raise ConfigError(f"compare is {table!r}; expected a table")
+    allowed = [*_OPTIONS, *_TABLES]
     for name, value in table.items():
         if name in _TABLES:
             kind, plural = _TABLES[name]
             if not isinstance(value, dict) or not all(isinstance(v, kind) for v in value.values()):
                 raise ConfigError(f"compare.{name} is {value!r}; expected {plural} by name")
         elif name not in _OPTIONS:
-            allowed = ", ".join([*_OPTIONS, *_TABLES])
-            raise ConfigError(f"unknown field compare.{name!r}; expected one of: {allowed}")
+            instead = REMOVED.get(f"compare.{name}")
+            expected = f"in its place, {instead}" if instead else "one of: " + ", ".join(allowed)
+            raise ConfigError(f"unknown field compare.{name!r}; expected {expected}")
         elif isinstance(value, bool) or not isinstance(
             value, (int, float) if _OPTIONS[name] is float else _OPTIONS[name]
         ):
@@ -165,7 +166,7 @@ def parse(
     """
     lists = {**tables.get("grid", {}), **dict(map(_axis, axes))}
     arms = list(grid(lists)) if lists else []
-    arms += [Arm(name=name, changes=said) for name, said in tables.get("arms", {}).items()]
+    arms += [Arm(name=name, changes=changes) for name, changes in tables.get("arms", {}).items()]
     named = tables.get("problems") or {label(base.env): {}}
     problems = {name: override(base, tree) for name, tree in named.items()}
     return Comparison(problems=problems, arms=tuple(arms), axes=tuple(lists), **options)

@@ -18,20 +18,22 @@ from typing import Any
 
 from gspo_env.compare.plan import Arm, Comparison, check_metric, start_settings
 from gspo_env.compare.processes import in_processes
-from gspo_env.compare.record import Recorder
-from gspo_env.config import CheckpointConfig, Config, read_toml, to_toml
+from gspo_env.config import CheckpointConfig, Config, read_toml, to_dict, to_toml
 from gspo_env.env.registration import load_agent, resolve_env
 from gspo_env.errors import ConfigError, OutputError
 from gspo_env.files import check_folder
 from gspo_env.health.startup import check_comparison
 from gspo_env.model.load import load_model
 from gspo_env.redaction import redact, redact_text, write_text
-from gspo_env.tracking.base import TrackerChoice
+from gspo_env.tracking.base import RunInfo, TrackerChoice
 from gspo_env.tracking.console import Progress
-from gspo_env.tracking.multi import check_trackers
+from gspo_env.tracking.multi import MultiTracker, check_trackers, parts
 from gspo_env.training.interrupt import stop_on_signals
 
 logger = logging.getLogger(__name__)
+
+_RESULT = "result.json"
+"""File of a run that has ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,10 +77,66 @@ class Result:
         return float(step * config.tasks_per_step * config.rollout.group_size)
 
 
-Play = Callable[[Sequence[Run]], list[Result]]
-"""Plays the runs that have no result, and returns the results of all of them."""
-Strategy = Callable[[Play, Comparison, Path, Callable[[str], None]], list[Result]]
-"""Decides which runs of a comparison are played; returns the results to report."""
+class Recorder(MultiTracker):
+    """Records each run once in each tracker, also when the comparison is resumed later.
+
+    A tracker that failed gets no further runs; the next start of the comparison records them.
+    """
+
+    remedy = "start the comparison again to send them"
+
+    def __init__(
+        self, tracker: TrackerChoice, folder: Path, params: Any, say: Callable[[str], None]
+    ) -> None:
+        """Starts the parent run, or resumes the one that was started in the folder."""
+        self._path = folder / "tracked.json"
+        self._recorded: dict[str, list[str]] = (
+            json.loads(self._path.read_text()) if self._path.exists() else {}
+        )
+        self._choices, self._say = parts(tracker), say
+        self._failed: set[str] = set()
+        tags = {"gspo_env.kind": "comparison"}
+        ids = dict.fromkeys(self._choices, "")
+        super().__init__(
+            self._choices,
+            RunInfo(name=folder.name, folder=folder, params=params, tags=tags, resume=ids),
+        )
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        """Ends the parent run and reports what was not recorded."""
+        super().__exit__(exc_type, error)
+        for problem in self.problems:
+            self._say(problem)
+
+    def child(self, result: Result) -> None:
+        """Records a run that ended, in each tracker that has not recorded it yet."""
+        run, error = result.run, result.error
+        waiting = {
+            key: choice
+            for key, choice in self._choices.items()
+            if key not in self._failed and run.name not in self._recorded.get(key, [])
+        }
+        if not waiting:
+            return
+        info = RunInfo(
+            name=run.name,
+            folder=run.folder,
+            params=to_dict(run.config),
+            tags={"error": error} if error else {},
+            parent=self.folder,
+            resume=dict.fromkeys(self._choices, ""),
+            started=(run.folder / _RESULT).stat().st_mtime - result.seconds,
+        )
+        child = MultiTracker(waiting, info)
+        child.finish("FAILED" if error else "FINISHED", error)
+        for problem in child.problems:
+            self._say(f"{run.name}: {problem}")
+        self._failed |= child.failed
+        for key in {*waiting} - child.failed:
+            self._recorded.setdefault(key, []).append(run.name)
+        self._path.write_text(json.dumps(self._recorded, indent=1))
 
 
 def compare(
@@ -87,7 +145,6 @@ def compare(
     tracker: TrackerChoice,
     say: Callable[[str], None] = print,
     report: Callable[[list[Result]], Sequence[Path]] = lambda results: (),
-    strategy: Strategy | None = None,
 ) -> list[Result]:
     """Plays the runs without a result; returns all results, including failed runs.
 
@@ -97,7 +154,6 @@ def compare(
         tracker: Records a parent run and a child for each run.
         say: Called with a line for each run.
         report: Called at the end; the files that it returns are kept with the parent run.
-        strategy: Decides which runs are played, in which order; by default all planned seeds.
 
     Raises:
         OutputError: The folder cannot be written, or holds another comparison.
@@ -113,15 +169,13 @@ def compare(
     for name in comparison.problems:
         check_comparison([comparison.config(name, arm, 0) for arm in comparison.arms])
     check_trackers(tracker)
-    strategy = strategy or all_seeds
     _claim(comparison, output)
+    runs = list(planned(comparison, output))
     with Recorder(tracker, output, _describe(comparison), say) as record:
-        kept: set[str] = set()
-
-        def play(runs: Sequence[Run]) -> list[Result]:
-            return _complete(runs, comparison, record, kept, say)
-
-        results = strategy(play, comparison, output, say)
+        for result in _results(runs, comparison.workers or os.cpu_count() or 1, say):
+            say(f"{result.run.name}: {_score(result, comparison.metric)}")
+            record.child(result)
+        results = [read(run) for run in runs]
         for line in mixed_scores(results):
             say(line)
         for path in report(results):
@@ -129,64 +183,33 @@ def compare(
     return results
 
 
-def _complete(
-    runs: Sequence[Run],
-    comparison: Comparison,
-    record: Recorder,
-    kept: set[str],
-    say: Callable[[str], None],
-) -> list[Result]:
-    """Plays the runs that have no result; records each run once and returns all results."""
-    played = [run for run in runs if has_result(run)]
+def _results(
+    runs: Sequence[Run], workers: int, say: Callable[[str], None]
+) -> Generator[Result, None, None]:
+    """Plays the runs without a result, each from its start; yields all results as they come."""
     waiting = [run for run in runs if not has_result(run)]
-    known = [run for run in played if run.name not in kept]
-    if known:
-        say(f"{len(played)} of {len(runs)} runs have a result already")
-    for run in known:
-        result = read(run)
-        _score(result, comparison.metric)
-        _keep(record, result)
-    workers = comparison.workers or os.cpu_count() or 1
-    # closed at once, because a traceback would keep the workers alive
-    with stop_on_signals(), closing(_played(waiting, workers, say)) as finished:
-        for run in finished:
-            result = read(run)
-            _keep(record, result)
-            say(f"{run.name}: {_score(result, comparison.metric)}")
-    kept.update(run.name for run in runs)
-    return [read(run) for run in runs]
-
-
-def all_seeds(
-    play: Play, comparison: Comparison, output: Path, say: Callable[[str], None]
-) -> list[Result]:
-    """Plays every run of the planned seeds."""
-    return play(list(planned(comparison, output)))
-
-
-def _played(
-    waiting: Sequence[Run], workers: int, say: Callable[[str], None]
-) -> Generator[Run, None, None]:
-    """Makes the starts that are missing, then plays the runs; yields each that is done."""
-    # The first run of each missing start makes it.
+    if len(waiting) < len(runs):
+        say(f"{len(runs) - len(waiting)} of {len(runs)} runs have a result already")
+        yield from (read(run) for run in runs if has_result(run))
+    # the first run of each missing start makes it
     starts = {r.start: r for r in reversed(waiting) if r.start and not r.start.exists()}
     if waiting:
         say(f"{len(waiting)} runs to play, warm-ups before: {len(starts)}, {workers} at a time")
-    names = {run.name: run for run in starts.values()}
-    for done, _ in enumerate(in_processes(_prepare, names, workers, _lose, say), 1):
-        say(f"warmed up {done}/{len(starts)}")
-    begun = time.perf_counter()
-    names = {run.name: run for run in waiting}
-    for done, run in enumerate(in_processes(_play, names, workers, _lose, say), 1):
-        left = (time.perf_counter() - begun) / done * (len(waiting) - done) / 60
-        say(f"played {done}/{len(waiting)}  ({left:.0f} min left)")
-        yield run
+    began = time.perf_counter()
+    # closed at once, because a traceback would keep the workers alive
+    with stop_on_signals(), closing(_played(list(starts.values()), waiting, workers)) as played:
+        for done, run in enumerate(played, 1):
+            minutes = (time.perf_counter() - began) / done * (len(waiting) - done) / 60
+            say(f"played {done}/{len(waiting)}  ({minutes:.0f} min left)")
+            yield read(run)
 
 
-def _keep(record: Recorder, result: Result) -> None:
-    run = result.run
-    ended = (run.folder / "result.json").stat().st_mtime
-    record.child(run.name, run.folder, run.config, ended - result.seconds, result.error)
+def _played(
+    starts: Sequence[Run], waiting: Sequence[Run], workers: int
+) -> Generator[Run, None, None]:
+    for _ in in_processes(_prepare, starts, workers, _lose):
+        pass
+    yield from in_processes(_play, waiting, workers, _lose)
 
 
 def _score(result: Result, metric: str) -> str:
@@ -199,31 +222,31 @@ def _score(result: Result, metric: str) -> str:
         return f"failed: {result.error}"
     _, values = result.curve(metric)
     if not values:
-        known = sorted({name for _, metrics in result.history for name in metrics})
-        near = ", ".join(difflib.get_close_matches(metric, known) or known)
+        names = sorted({name for _, metrics in result.history for name in metrics})
+        near = ", ".join(difflib.get_close_matches(metric, names) or names)
         raise ConfigError(f"metric is {metric!r}; expected one of: {near}")
     return f"{values[-1]:.3f}"
 
 
 def has_result(run: Run) -> bool:
     """Returns whether a run ended."""
-    return (run.folder / "result.json").exists()
+    return (run.folder / _RESULT).exists()
 
 
 def read(run: Run) -> Result:
     """Reads the result of a run."""
-    return Result(run=run, **json.loads((run.folder / "result.json").read_text()))
+    return Result(run=run, **json.loads((run.folder / _RESULT).read_text()))
 
 
 def mixed_scores(results: Sequence[Result]) -> Iterator[str]:
     """Yields a warning for each problem whose runs decided to learn from different rewards."""
-    found: dict[str, dict[str, str]] = {}
+    scores: dict[str, dict[str, str]] = {}
     for result in results:
         run = result.run
         if run.config.credit.score == "auto" and not result.error:
             score = read_toml(run.folder / "config.toml")["credit"]["score"]
-            found.setdefault(run.problem, {}).setdefault(score, run.name)
-    for problem, runs in found.items():
+            scores.setdefault(run.problem, {}).setdefault(score, run.name)
+    for problem, runs in scores.items():
         decided = {score: name for score, name in runs.items() if score != "auto"}
         if len(decided) > 1:
             examples = ", ".join(f"{score} ({name})" for score, name in decided.items())
@@ -244,7 +267,7 @@ def _claim(comparison: Comparison, output: Path) -> None:
     """Makes the folder, or checks that it belongs to this comparison."""
     tomls = {name: to_toml(config) for name, config in comparison.problems.items()}
     arms = [[arm.name, redact(dict(arm.changes))] for arm in comparison.arms]
-    said = redact_text(json.dumps({"problems": tomls, "arms": arms}, indent=1))
+    plan = redact_text(json.dumps({"problems": tomls, "arms": arms}, indent=1))
     note = output / "comparison.json"
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -254,11 +277,11 @@ def _claim(comparison: Comparison, output: Path) -> None:
                 f"{str(output)!r} is not empty and holds no comparison; name a new folder with "
                 "--output"
             )
-        if note.exists() and note.read_text() != said:
+        if note.exists() and note.read_text() != plan:
             raise OutputError(
                 f"{str(output)!r} holds another comparison; name a new folder with --output"
             )
-        write_text(note, said)
+        write_text(note, plan)
     except OSError as error:
         raise OutputError(f"cannot write to {str(output)!r}: {error.strerror}") from error
 
@@ -300,7 +323,7 @@ def _prepare(run: Run) -> None:
 
 def _play(run: Run) -> None:
     """Plays one training run; writes a result even if it fails."""
-    begun = time.perf_counter()
+    began = time.perf_counter()
     history: list[Any] = []
     error = ""
     shutil.rmtree(run.folder, ignore_errors=True)
@@ -316,15 +339,15 @@ def _play(run: Run) -> None:
     except Exception as problem:
         logger.exception("%s failed", run.name)
         error = f"{type(problem).__name__}: {problem}"
-    _leave(run, history, time.perf_counter() - begun, error)
+    _write(run, history, time.perf_counter() - began, error)
 
 
 def _lose(run: Run) -> None:
-    _leave(run, [], 0.0, "the worker process died")
+    _write(run, [], 0.0, "the worker process died")
 
 
-def _leave(run: Run, history: Sequence[Any], seconds: float, error: str) -> None:
+def _write(run: Run, history: Sequence[Any], seconds: float, error: str) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
-    part = run.folder / "result.json.part"
+    part = run.folder / f"{_RESULT}.part"
     write_text(part, json.dumps({"history": history, "seconds": seconds, "error": error}))
-    part.replace(run.folder / "result.json")
+    part.replace(run.folder / _RESULT)

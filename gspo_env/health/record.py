@@ -10,8 +10,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from gspo_env.config import Config
+from gspo_env.config import Config, to_dict
 from gspo_env.health.collapse import EvalSnapshot, return_fall, success_fall
+from gspo_env.tracking.base import flatten
 from gspo_env.types import FloatArray, IntArray
 
 _SOLVED = 0.9
@@ -25,6 +26,8 @@ _FEWEST = 3
 _MAX_STEP = 1 << 53
 """Every step below is exact as a float; only a damaged file has a higher one."""
 
+History = Sequence[tuple[int, Mapping[str, float]]]
+"""The metrics of each step."""
 Points = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """Steps and values of each metric."""
 
@@ -84,6 +87,17 @@ class RunRecord:
             window=window,
             **fields,
         )
+
+    @classmethod
+    def in_progress(cls, config: Config, history: History) -> Self:
+        """Makes a record of the metrics that a run has logged so far."""
+        points: dict[str, tuple[list[float], list[float]]] = {}
+        for step, metrics in sorted(history, key=lambda entry: entry[0]):
+            for name, value in metrics.items():
+                steps, values = points.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+        return cls.of(flatten(to_dict(config)), points)
 
     def number(self, name: str) -> float | None:
         """Returns a setting that is a finite number, else None."""

@@ -7,10 +7,10 @@ last quarter of the steps, so a run that wobbled and recovered is not blamed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from gspo_env.config import Config, to_dict
+from gspo_env.config import Config
 from gspo_env.health.collapse import (
     EvalSnapshot,
     describe_fall,
@@ -19,8 +19,7 @@ from gspo_env.health.collapse import (
     success_fall,
 )
 from gspo_env.health.findings import Finding
-from gspo_env.health.record import SIGNIFICANT, RunRecord
-from gspo_env.tracking.base import flatten
+from gspo_env.health.record import SIGNIFICANT, History, RunRecord
 
 Explanation = tuple[str, str]
 """What is wrong, and what to try."""
@@ -65,17 +64,9 @@ class Rule:
         return Finding(name=self.name, text=explanation[0], advice=explanation[1])
 
 
-def find_in_first_steps(
-    config: Config, history: Sequence[tuple[int, Mapping[str, float]]]
-) -> Finding | None:
+def find_in_first_steps(config: Config, history: History) -> Finding | None:
     """Applies the rules for the first steps to the metrics of a run in progress."""
-    points: dict[str, tuple[list[float], list[float]]] = {}
-    for step, metrics in history:
-        for name, value in metrics.items():
-            steps, values = points.setdefault(name, ([], []))
-            steps.append(step)
-            values.append(value)
-    run = RunRecord.of(flatten(to_dict(config)), points)
+    run = RunRecord.in_progress(config, history)
     run = replace(run, window=len(run.steps))
     for each in RULES:
         if each.at_start is not None and (finding := each.find(run, each.at_start)):

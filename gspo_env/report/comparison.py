@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,14 +12,10 @@ import numpy as np
 
 import gspo_env
 from gspo_env.compare import Arm, Comparison, Result, stats
-from gspo_env.compare.areas import areas as areas_of
-from gspo_env.compare.areas import by_arm, curves
-from gspo_env.compare.sequential import Difference
 from gspo_env.config import to_toml
-from gspo_env.env.registration import format_env
-from gspo_env.episodes import page_html
 from gspo_env.redaction import redact, redact_text, write_text
-from gspo_env.report.comparison_figure import curves_figure
+from gspo_env.report import plots
+from gspo_env.report.page import Section, html_page, markdown_page
 from gspo_env.types import BoolArray, FloatArray
 
 _TAIL = 0.1
@@ -29,14 +24,21 @@ _TAIL = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """An interquartile mean over seeds with its 95 % bootstrap interval."""
+    """A value with its 95 % interval."""
 
     middle: float
     low: float
     high: float
 
+    @classmethod
+    def of(cls, values: FloatArray) -> Score:
+        """Returns the interquartile mean over seeds with its bootstrap interval."""
+        low, high = stats.interquartile_interval(values)
+        middle = float(stats.interquartile_mean(values))
+        return cls(middle=middle, low=float(low), high=float(high))
+
     def __str__(self) -> str:
-        """Formats the score with three decimals and its interval."""
+        """Formats the value with three decimals and its interval."""
         return f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
@@ -45,16 +47,8 @@ class Row:
     """One arm on one problem."""
 
     arm: Arm
-    final: Score
-    """The mean of the curve's end, over seeds."""
-    area: Score
-    """The mean of the curve, over seeds."""
-    difference: Difference
-    """The paired difference in area from the first arm, with its 95 % interval."""
-    sequential: bool
-    """Whether the interval holds for all looks of a comparison that added seeds."""
     finals: FloatArray
-    """(S,) final score of each seed."""
+    """(S,) the mean of the end of each seed's curve."""
     areas: FloatArray
     """(S,) mean of each seed's curve."""
     curves: FloatArray
@@ -65,75 +59,95 @@ class Row:
     to_target: tuple[float, ...]
     """Episodes until each seed first reached the target; infinite if it never did. Empty without a
     target."""
+    difference: Score
+    """The paired difference in area from the first arm, with Student's interval."""
     improvement: float
     """Probability that a run has a larger area than a run of the first arm."""
     p_value: float
     """P-value of the paired difference in area to the first arm, after Holm's correction."""
 
     @property
-    def shown(self) -> int:
+    def direction(self) -> int:
         """1 if the arm is shown to be better than the first, -1 if worse, else 0."""
-        if not self.sequential and self.p_value >= 0.05:
+        if self.p_value >= 0.05:
             return 0
         return int(self.difference.low > 0) - int(self.difference.high < 0)
 
 
-def summarise(
-    comparison: Comparison,
-    results: Sequence[Result],
-    looks: Mapping[str, Sequence[Difference]] | None = None,
-) -> dict[str, list[Row]]:
-    """Returns the rows of each problem, one per arm.
-
-    Args:
-        comparison: What was compared.
-        results: Its runs.
-        looks: The differences from the first arm, by problem, if seeds were added by looks.
-    """
-    return {
-        name: _rows(comparison, name, results, None if looks is None else looks.get(name, ()))
-        for name in comparison.problems
-    }
+def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, list[Row]]:
+    """Returns the rows of each problem, one per arm."""
+    return {name: _rows(comparison, name, results) for name in comparison.problems}
 
 
-def _rows(
-    comparison: Comparison,
-    problem: str,
-    results: Sequence[Result],
-    looks: Sequence[Difference] | None,
-) -> list[Row]:
-    runs = by_arm(comparison, problem, results)
-    failed = [np.array([bool(r.error) for r in arm]) for arm in runs]
-    episodes, curves_A = curves(runs, comparison.metric)
-    areas = areas_of(curves_A)
-    # a pruned arm has fewer seeds
-    pairs = [(a, areas[0][: len(a)]) for a in areas]
-    p_values = stats.holm([stats.paired_permutation_test(*pair) for pair in pairs[1:]])
-    tail = max(1, round(_TAIL * len(episodes)))
-    finals = [rows[:, -tail:].mean(axis=1) for rows in curves_A]
-    first = comparison.arms[0].name
-    known = {d.arm: d for d in looks or ()}
-    ranks: list[FloatArray] = [
-        np.where(lost, -np.inf, area) for lost, area in zip(failed, areas, strict=True)
+def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> list[Row]:
+    runs = [
+        [r for r in results if r.run.problem == problem and r.run.arm.name == arm.name]
+        for arm in comparison.arms
     ]
-    return [
-        Row(
+    failed = [np.array([bool(r.error) for r in arm]) for arm in runs]
+    episodes, curves_A = _curves(runs, comparison.metric)
+    # rounded, so that errors of rounding decide nothing
+    size = max(float(np.abs(rows).max()) for rows in curves_A) or 1.0
+    areas = [np.round(rows.mean(axis=1) / size, 12) * size for rows in curves_A]
+    tests = [stats.paired_permutation_test(area, areas[0]) for area in areas[1:]]
+    p_values = [1.0, *stats.holm(tests)]
+    tail = max(1, round(_TAIL * len(episodes)))
+    ranks = [np.where(f, -np.inf, area) for f, area in zip(failed, areas, strict=True)]
+    rows = []
+    for n, arm in enumerate(comparison.arms):
+        differences = areas[n] - areas[0]
+        low, high = stats.paired_interval(differences)
+        row = Row(
             arm=arm,
-            final=_score(finals[n]),
-            area=_score(areas[n]),
-            difference=known.get(arm.name) or _difference(arm.name, first, *pairs[n]),
-            sequential=looks is not None,
-            finals=finals[n],
+            finals=curves_A[n][:, -tail:].mean(axis=1),
             areas=areas[n],
             curves=curves_A[n],
             episodes=episodes,
             failed=int(failed[n].sum()),
             to_target=_to_target(curves_A[n], failed[n], episodes, comparison.target),
+            difference=Score(middle=float(differences.mean()), low=low, high=high),
             improvement=stats.probability_of_improvement(ranks[n], ranks[0]),
-            p_value=[1.0, *p_values][n],
+            p_value=p_values[n],
         )
-        for n, arm in enumerate(comparison.arms)
+        rows.append(row)
+    return rows
+
+
+def _curves(
+    runs: Sequence[Sequence[Result]], metric: str
+) -> tuple[tuple[float, ...], list[FloatArray]]:
+    """Returns the points that all arms are compared at, and the curves of each arm's runs.
+
+    A failed run is constant, and lower than all values of the others by a hair.
+
+    Shapes:
+        points: (points,) training episodes; curves: (S, points) for each arm.
+    """
+    curves = [[None if r.error else r.curve(metric) for r in arm] for arm in runs]
+    points = [sorted({x for curve in arm if curve for x in curve[0]}) for arm in curves]
+    episodes = _common_points([xs for xs in points if xs])
+    values = [np.interp(episodes, *curve) for arm in curves for curve in arm if curve]
+    low, high = (float(np.min(values)), float(np.max(values))) if values else (0.0, 0.0)
+    hair = max(1e-6 * (high - low), 1e-9 * max(abs(low), abs(high))) or 1e-6
+    lost = np.full(len(episodes), low - hair)
+    return episodes, [
+        np.array([np.interp(episodes, *curve) if curve else lost for curve in arm])
+        for arm in curves
     ]
+
+
+def _common_points(points: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Returns the points of the arm that has the fewest, within the range that all arms cover.
+
+    A curve with more points says more between the points of the others, which would be taken for
+    better or worse learning.
+    """
+    if not points:
+        return (0.0,)
+    last = min(xs[-1] for xs in points)
+    first = min(last, max(xs[0] for xs in points))
+    inside = [[x for x in xs if first <= x <= last] for xs in points]
+    return tuple(sorted({first, last, *min(inside, key=len)}))
 
 
 def _to_target(
@@ -145,33 +159,26 @@ def _to_target(
     return tuple(episodes[hit[0]] if len(hit) else float("inf") for hit in hits)
 
 
-def _difference(arm: str, other: str, ours: FloatArray, theirs: FloatArray) -> Difference:
-    low, high = stats.paired_interval(ours - theirs)
-    mean = float((ours - theirs).mean())
-    return Difference(arm=arm, other=other, seeds=len(ours), mean=mean, low=low, high=high)
-
-
-def _score(values: FloatArray) -> Score:
-    low, high = stats.interquartile_interval(values)
-    middle = float(stats.interquartile_mean(values))
-    return Score(middle=middle, low=float(low), high=float(high))
-
-
 def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     """Returns the header and a line for each arm."""
-    looks = any(row.sequential for row in rows)
     head = ["arm", "difference from the first (95 % interval)", "area under the curve", "final"]
-    head += ["P(better than first)", "seeds" if looks else "p (Holm)", "failed"]
+    head += ["P(better than first)", "p (Holm)", "failed"]
     if comparison.target:
         head.append(f"median episodes to {comparison.target:g}")
     lines = [head]
     for n, row in enumerate(rows):
         lost = row.failed == len(row.finals)
-        scores = ["all runs failed"] * 2 if lost else [str(row.area), str(row.final)]
-        test = str(len(row.finals)) if looks else f"{row.p_value:.3f}"
-        line = [row.arm.name, _effect(row.difference) if n and not lost else "", *scores]
-        line += [f"{row.improvement:.2f}" if n else "", test if n or looks else ""]
-        line.append(f"{row.failed}/{len(row.finals)}")
+        d = row.difference
+        interval = f" ({d.low:+.3f} to {d.high:+.3f})" if np.isfinite(d.high) else ""
+        scores = [str(Score.of(row.areas)), str(Score.of(row.finals))]
+        line = [
+            row.arm.name,
+            f"{d.middle:+.3f}{interval}" if n and not lost else "",
+            *(["all runs failed"] * 2 if lost else scores),
+            f"{row.improvement:.2f}" if n else "",
+            f"{row.p_value:.3f}" if n else "",
+            f"{row.failed}/{len(row.finals)}",
+        ]
         if comparison.target:
             middle = float(np.median(row.to_target))
             line.append(f"{middle:,.0f}" if np.isfinite(middle) else "not reached")
@@ -179,154 +186,104 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def _effect(difference: Difference) -> str:
-    d = difference
-    if not np.isfinite(d.high):
-        return f"{d.mean:+.3f}"
-    return f"{d.mean:+.3f} ({d.low:+.3f} to {d.high:+.3f})"
-
-
 def verdict(rows: Sequence[Row]) -> str:
-    """Says which arms are shown to be better or worse than the first; the others are not."""
-    names = {sign: [row.arm.name for row in rows[1:] if row.shown == sign] for sign in (1, -1, 0)}
+    """Says which arms are better or worse than the first, and what the seeds can show."""
     first = rows[0].arm.name
-    found = [
-        f"{word} than {first}: {', '.join(names[sign])}"
+    shown = [
+        f"{word} than {first}: {', '.join(names)}"
         for sign, word in ((1, "better"), (-1, "worse"))
-        if names[sign]
+        if (names := [row.arm.name for row in rows[1:] if row.direction == sign])
     ]
-    shown = f"Shown to be {'; '.join(found)}." if found else ""
-    rest = f"No difference from {first} is shown for {', '.join(names[0])}." if names[0] else ""
-    return " ".join(filter(None, (shown, rest)))
-
-
-def markdown(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
-    """Formats the tables of all problems in Markdown."""
-    parts = [_method(comparison, summary), ""]
-    for name, rows in summary.items():
-        head, *lines = table(comparison, rows)
-        about = f"{_about(comparison, name, rows)} {verdict(rows)}"
-        parts += [f"### {name}", "", about, "", _line(head), _line(["---"] * len(head))]
-        parts += [*map(_line, lines), ""]
-    return "\n".join(parts)
+    text = f"Shown to be {'; '.join(shown)}. " if shown else "No arm differs for sure. "
+    pairs = len(rows[0].areas)
+    if pairs < 2:
+        return f"{text}One seed shows nothing."
+    variances = [float((row.areas - rows[0].areas).var(ddof=1)) for row in rows[1:]]
+    spread, level = float(np.sqrt(np.mean(variances))), 0.05 / len(variances)
+    if spread > 0:
+        least = stats.smallest_difference(spread, pairs, alpha=level)
+        text += f"{pairs} seeds show differences above {least:.2g} (power 0.8)."
+    if (smallest := 2 / 2**pairs) >= level:
+        text += f" No p-value of {pairs} pairs is below {smallest:.3f} before the correction."
+    return text
 
 
 def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
-    """Describes a problem: the environment, the lengths of runs, and what arms do not share."""
+    """Says how long the runs are and which arms have another start than the first."""
     budgets = {row.arm.name: comparison.budget(name, row.arm) for row in rows}
-    texts = {
-        arm: f"{_many(e, 'episode')} and {_many(u, 'update')}" for arm, (e, u) in budgets.items()
-    }
-    text = f"`{format_env(comparison.problems[name].env)}`, {texts[rows[0].arm.name]} a run"
-    if len(set(texts.values())) > 1:
-        listed = "; ".join(f"{arm}: {length}" for arm, length in texts.items())
+    texts = {arm: f"{e:,} episodes and {u:,} updates" for arm, (e, u) in budgets.items()}
+    different = len(set(texts.values())) > 1
+    listed = "; ".join(f"{arm}: {text}" for arm, text in texts.items())
+    text = f"Runs of {listed if different else texts[rows[0].arm.name]}."
+    if different:
         first, last = rows[0].episodes[0], rows[0].episodes[-1]
-        text = (
-            f"`{format_env(comparison.problems[name].env)}`. Runs have different lengths "
-            f"({listed}), so everything is compared from episode {first:,.0f} to {last:,.0f}, "
-            "which all have. "
-            "Between its evaluations, a run is read off a straight line"
-        )
+        text += f" Everything is compared from episode {first:,.0f} to {last:,.0f}, which all have."
     other = [row.arm.name for row in rows if not comparison.same_start(name, row.arm)]
     if other:
-        text += f". {', '.join(other)}: another start than the first arm"
-    return f"{text}."
+        text += f" {', '.join(other)}: another start than the first arm."
+    return text
 
 
-_LOOKS = (
-    "Seeds were added until the intervals were tight enough. The intervals of differences hold for "
-    "all looks, all pairs of arms and all problems together (alpha spending, repeated confidence "
-    "intervals); a p-value would not. "
-)
-
-
-def _method(comparison: Comparison, summary: dict[str, list[Row]]) -> str:
-    looks = any(row.sequential for rows in summary.values() for row in rows)
-    most = max(len(row.finals) for rows in summary.values() for row in rows)
-    seeds, pairs = (_many(most, what) for what in ("seed", "pair"))
-    smallest = 2 / 2**most
-    tests = (
-        "p is from a two-sided "
-        "paired permutation test of the area against the first arm, after Holm's correction; the "
-        f"smallest p of {pairs} is {smallest:.3f} before the correction. "
-    )
+def _method(comparison: Comparison) -> str:
     matched = all(config.credit.rms for config in comparison.problems.values())
     rms = ", advantages at the same root mean square" if matched else ""
     return (
-        f"`{comparison.metric}`, interquartile mean over {seeds} with its 95 % "
+        f"{comparison.metric}, interquartile mean over {comparison.seeds} seeds with its 95 % "
         f"bootstrap interval; the final score is the mean of the last {_TAIL:.0%} of the curve. "
         "Curves are over training episodes. "
         f"Arms are paired by seed: the same initial weights and tasks{rms}. The difference is in "
-        "area, with Student's interval. "
-        f"{_LOOKS if looks else tests}A failed "
-        "run ranks below all others: its curve is just below their lowest value, "
-        "and dotted if all runs of the arm failed."
+        "area, with Student's interval; p is from a two-sided paired permutation test of the area "
+        "against the first arm, after Holm's correction. A failed run ranks below all others: its "
+        "curve is just below their lowest value, and dotted if all runs of the arm failed."
     )
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def write_report(
-    comparison: Comparison,
-    results: Sequence[Result],
-    folder: Path,
-    command: str = "",
-    looks: Mapping[str, Sequence[Difference]] | None = None,
+    comparison: Comparison, results: Sequence[Result], folder: Path, command: str = ""
 ) -> list[Path]:
-    """Writes `report.html`, `tables.md` and a picture of each problem; returns their paths.
+    """Writes `report.html`, `report.md` and a picture of each problem; returns their paths.
 
     Args:
         comparison: What was compared.
         results: Its runs.
         folder: Where the files go.
         command: The command that made the report, which the page shows.
-        looks: The differences from the first arm, by problem, if seeds were added by looks.
     """
-    summary = summarise(comparison, results, looks)
-    paths = [folder / "tables.md"]
-    write_text(paths[0], markdown(comparison, summary))
-    method = html.escape(_method(comparison, summary).replace("`", ""))
-    body = [f"<h1>Comparison</h1><p>{method}</p>"]
-    for name, rows in summary.items():
+    sections = [Section(text=_method(comparison))]
+    for name, rows in summarise(comparison, results).items():
         picture = folder / f"curves-{name.replace('/', '-')}.png"
-        curves_figure(comparison, name, rows).savefig(picture)
-        paths.append(picture)
-        body.append(f"<h2>{html.escape(name)}</h2>")
-        body.append(f"<p>{html.escape(_about(comparison, name, rows).replace('`', ''))}</p>")
-        body.append(f"<p><strong>{html.escape(verdict(rows))}</strong></p>")
-        body.append(page_html.picture(picture, f"Learning curves of {name}"))
-        body.append(page_html.table(table(comparison, rows), "first"))
-    failed = [r for r in results if r.error]
+        plots.comparison_figure(comparison, name, rows).savefig(picture)
+        section = Section(
+            title=name,
+            text=_about(comparison, name, rows),
+            strong=verdict(rows),
+            table=table(comparison, rows),
+            picture=picture,
+            caption=f"Learning curves of {name}",
+        )
+        sections.append(section)
+    failed = [f"{r.run.name}: {r.error}" for r in results if r.error]
     if failed:
-        items = "".join(f"<li>{html.escape(f'{r.run.name}: {r.error}')}</li>" for r in failed)
-        body.append(f"<h2>Failed runs</h2><ul>{items}</ul>")
-    body.append(_origin(comparison, command))
-    page = folder / "report.html"
-    write_text(page, page_html.page("Comparison", body))
-    return [page, *paths]
+        sections.append(Section(title="Failed runs", items=failed))
+    sections += _origin(comparison, command)
+    paths = [folder / "report.html", folder / "report.md"]
+    write_text(paths[0], html_page("Comparison", sections))
+    write_text(paths[1], markdown_page("Comparison", sections[:-1]))
+    return [*paths, *(section.picture for section in sections if section.picture)]
 
 
-def _origin(comparison: Comparison, command: str) -> str:
-    """Says with which command, version and settings the results were made, and when."""
+def _origin(comparison: Comparison, command: str) -> Iterator[Section]:
+    """Yields with which command, version and settings the results were made, and when."""
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    by = f" by <code>{html.escape(redact_text(command))}</code>" if command else ""
-    changes = {
-        arm.name: json.dumps(redact(dict(arm.changes)), default=repr) for arm in comparison.arms
-    }
-    arms = "".join(
-        f"<li>{html.escape(name)}: <code>{html.escape(text)}</code></li>"
-        for name, text in changes.items()
-    )
-    settings = "".join(
-        page_html.folded(name, to_toml(config)) for name, config in comparison.problems.items()
-    )
-    return (
-        f"<h2>How it was made</h2><p>gspo_env {gspo_env.__version__}, {made}{by}.</p>"
-        f"<p>Arms</p><ul>{arms}</ul><p>Settings of each problem</p>{settings}"
+    by = f" by {redact_text(command)}" if command else ""
+    arms = [
+        f"{arm.name}: {json.dumps(redact(dict(arm.changes)), default=repr)}"
+        for arm in comparison.arms
+    ]
+    settings = {name: to_toml(config) for name, config in comparison.problems.items()}
+    yield Section(
+        title="How it was made",
+        text=f"gspo_env {gspo_env.__version__}, {made}{by}.",
+        items=arms,
+        blocks=settings,
     )

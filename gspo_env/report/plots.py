@@ -1,4 +1,7 @@
-"""The pictures of a report: curves with bands, episodes, credit by turn, and the update."""
+"""The pictures of reports: curves with bands, episodes, credit by turn, and comparisons.
+
+They do not use pyplot, so they need no display, have no global state and work in any thread.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,37 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gspo_env.compare import Comparison, stats
 from gspo_env.episodes.schema import EpisodeRecord
+from gspo_env.health.record import RunRecord
+from gspo_env.redaction import visible
 from gspo_env.report.arms import RunArm, band
-from gspo_env.report.curves import INK, frame, plain
-from gspo_env.types import StopReason
+from gspo_env.types import FloatArray, StopReason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#1f5fa8", "#d9722e", "#2e8b57", "#8e44ad", "#b03060", "#5f6b76", "#c9a227", "#17a2b8")
-_ENDS = {
-    StopReason.TERMINATED: "#9bb8d9",
-    StopReason.TRUNCATED: "#c9a227",
-    StopReason.MAX_TURNS: "#d9722e",
-    StopReason.MAX_TURN_TOKENS: "#b03060",
-    StopReason.MAX_CONTEXT: "#8e44ad",
-    StopReason.TIMEOUT: "#5f6b76",
-    StopReason.ERROR: "#333333",
-    StopReason.INVALID: "#6b4423",
-    StopReason.ENV_TIMEOUT: "#a0522d",
-    StopReason.CRASH: "#000000",
+    from gspo_env.report.comparison import Row
+
+_INK, _GRID = "#333333", "#e3e6ea"
+_COLOURS = ("#1f5fa8", "#d9722e", "#2e8b57", "#8e44ad", "#b03060", "#5f6b76", "#c9a227", "#17a2b8")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 3)), (0, (5, 3, 1, 3)), (0, (3, 5)))
+"""Lines that coincide are told apart by these."""
+_MAX_PANELS = 4
+"""Arms whose stop reasons are drawn."""
+_LEARNING: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "success": {
+        "rollout/success": ("training", {"alpha": 0.35}),
+        "eval/success": ("evaluation", {"marker": "o"}),
+        "eval/success_greedy": ("evaluation, greedy", {"marker": "s", "linewidth": 1.2}),
+    },
+    "return": {
+        "rollout/return": ("training", {"alpha": 0.35}),
+        "eval/return": ("evaluation", {"marker": "o"}),
+    },
 }
-_MOST_PANELS = 4
-"""Arms whose end reasons are drawn."""
+"""Metrics of each panel of learning curves, with their labels and styles."""
 _UPDATE = {
     "train/entropy": "entropy (nats a token)",
     "train/clipped_fraction": "clipped tokens",
@@ -39,83 +49,78 @@ _UPDATE = {
     "train/advantage_rms": "size of the advantages",
     "train/logprob_diff_mean": "engine and trainer apart (nats)",
 }
-_WIDTH = 90
+_LEGEND_WIDTH = 90
 """Characters of the names in a line of the legend."""
-_FAR = 100
-"""Factor between values from which the axis is logarithmic."""
 _FEWEST = 2
-"""Episodes that a turn index needs."""
+"""Episodes that a turn index needs to be drawn."""
+
+
+def learning_curve(run: RunRecord, title: str) -> Figure:
+    """Draws success and return of one run, in 1200 by 675 pixels."""
+    figure = learning_figure([RunArm(name=title, runs=(run,))])
+    figure.set_size_inches(12, 6.75)
+    figure.suptitle(plain(title), x=0.01, ha="left", fontsize=16, color=_INK, fontweight="bold")
+    return figure
 
 
 def learning_figure(arms: Sequence[RunArm]) -> Figure:
-    """Draws success and return of the evaluations, each with its band."""
+    """Draws success and return: of one arm in training and evaluations, of several the latter."""
     figure, axes = _panels(2)
-    for axis, metric, title in (
-        (axes[0], "eval/success", "success of evaluations"),
-        (axes[1], "eval/return", "return of evaluations"),
-    ):
-        drawn = [_line(axis, arm, metric, n) for n, arm in enumerate(arms)]
-        _dress(axis, title, any(drawn))
-        if metric == "eval/success":
+    for axis, (title, metrics) in zip(axes, _LEARNING.items(), strict=True):
+        drawn: list[FloatArray] = []
+        for n, arm in enumerate(arms):
+            for metric, (label, style) in metrics.items():
+                if len(arms) == 1:
+                    _line(axis, arm, metric, n, drawn=drawn, label=label, **style)
+                elif metric == f"eval/{title}":
+                    _line(axis, arm, metric, n, drawn=drawn, **style)
+        _dress(axis, title, bool(drawn))
+        if title == "success":
             _rates(axis)
-            if len(arms) == 1 and _line(axis, arms[0], "rollout/success", 0, alpha=0.35):
-                _legend(axis)
+        if drawn and len(arms) == 1:
+            axis.legend(frameon=False, fontsize=10, labelcolor=_INK)
     return _finish(figure, arms)
 
 
 def episodes_figure(arms: Sequence[RunArm]) -> Figure:
-    """Draws the end reasons of training episodes, and their turns and tokens."""
-    shown = arms[:_MOST_PANELS]
-    figure, axes = _panels(len(shown) + 2)
-    seen: dict[StopReason, Any] = {}
-    for axis, arm in zip(axes, shown, strict=False):
-        seen |= _ends(axis, arm)
-        _dress(axis, _shortened(arm.name) if len(arms) > 1 else "end reasons", bool(seen))
+    """Draws the stop reasons of training episodes, and their turns and tokens."""
+    stacked = arms[:_MAX_PANELS]
+    figure, axes = _panels(len(stacked) + 2)
+    handles: dict[str, Any] = {}
+    for axis, arm in zip(axes, stacked, strict=False):
+        handles |= _stop_reasons(axis, arm)
+        name = f"stop reasons: {arm.name}" if len(arms) > 1 else "stop reasons"
+        _dress(axis, name if len(name) <= 45 else f"{name[:42]}...", bool(handles))
         _rates(axis)
-    if seen:
-        axes[0].legend(
-            seen.values(), [r.value for r in seen], loc="lower left", fontsize=9, framealpha=0.8
-        )
+    if handles:
+        axes[0].legend(handles.values(), handles, loc="lower left", fontsize=9, framealpha=0.8)
     for axis, metric, title in (
         (axes[-2], "rollout/turns", "turns of an episode"),
         (axes[-1], "rollout/tokens", "sampled tokens of an episode"),
     ):
-        drawn = [
-            _line(axis, arm, metric, n, scale=_per_episode(arm) if "tokens" in metric else 1.0)
-            for n, arm in enumerate(arms)
-        ]
-        _dress(axis, title, any(drawn))
+        drawn: list[FloatArray] = []
+        for n, arm in enumerate(arms):
+            episodes = float(np.mean([run.episodes_per_step for run in arm.runs]))
+            scale = 1 / episodes if metric == "rollout/tokens" else 1.0
+            _line(axis, arm, metric, n, drawn=drawn, scale=scale)
+        _dress(axis, title, bool(drawn))
         axis.set_ylim(bottom=0)
     return _finish(figure, arms)
 
 
-def _shortened(name: str) -> str:
-    name = f"ends: {name}"
-    return name if len(name) <= _WIDTH // 2 else f"{name[: _WIDTH // 2 - 3]}..."
-
-
-def _per_episode(arm: RunArm) -> float:
-    return 1 / float(np.mean([run.episodes_per_step for run in arm.runs]))
-
-
-def _ends(axis: Axes, arm: RunArm) -> dict[StopReason, Any]:
-    """Draws the shares of the end reasons on top of each other, as the mean over the runs."""
-    bands = {reason: band(arm, f"rollout/stop/{reason}") for reason in _ENDS}
-    found = {r: b for r, b in bands.items() if b is not None and b.middle.max() > 0}
-    if not found:
+def _stop_reasons(axis: Axes, arm: RunArm) -> dict[str, Any]:
+    """Stacks the shares of the stop reasons, as the mean over the runs; returns the handles."""
+    bands = {reason.value: band(arm, f"rollout/stop/{reason}") for reason in StopReason}
+    shares = {name: b for name, b in bands.items() if b is not None and b.middle.max() > 0}
+    if not shares:
         return {}
-    steps = next(iter(found.values())).steps
-    rows = [b.middle for b in found.values() if len(b.steps) == len(steps)]
-    colours = [_ENDS[reason] for reason in found]
-    if len(steps) == 1:
-        bottoms = np.cumsum([0.0, *(float(row[0]) for row in rows[:-1])])
-        made: Any = [
-            axis.bar(steps, row, bottom=bottom, color=colour)
-            for row, bottom, colour in zip(rows, bottoms, colours, strict=False)
-        ]
-    else:
-        made = axis.stackplot(steps, rows, colors=colours, linewidth=0)
-    return dict(zip(found, made, strict=False))
+    steps = next(iter(shares.values())).steps
+    shares = {name: b for name, b in shares.items() if len(b.steps) == len(steps)}
+    colours = [f"C{list(bands).index(name)}" for name in shares]
+    rows = [b.middle for b in shares.values()]
+    if len(steps) == 1:  # an area of one step would be invisible
+        steps, rows = np.array([steps[0] - 0.5, steps[0] + 0.5]), [np.repeat(r, 2) for r in rows]
+    return dict(zip(shares, axis.stackplot(steps, rows, colors=colours), strict=True))
 
 
 def credit_figure(arms: Sequence[RunArm], episodes: Sequence[Sequence[EpisodeRecord]]) -> Figure:
@@ -126,62 +131,96 @@ def credit_figure(arms: Sequence[RunArm], episodes: Sequence[Sequence[EpisodeRec
         episodes: For each arm, kept training episodes.
     """
     figure, axes = _panels(2)
+    drawn = False
     for n, kept in enumerate(episodes):
-        rows = _by_index(kept)
+        rows = _advantages_by_turn(kept)
         if not rows:
             continue
-        turns, colour = np.arange(1, len(rows) + 1), COLOURS[n % len(COLOURS)]
+        drawn = True
+        turns, colour = np.arange(1, len(rows) + 1), _COLOURS[n % len(_COLOURS)]
         sizes = np.array([np.abs(row).mean() for row in rows])
         errors = np.array([1.96 * np.abs(row).std() / np.sqrt(len(row)) for row in rows])
-        axes[0].fill_between(turns, sizes - errors, sizes + errors, color=colour, alpha=0.15, lw=0)
-        axes[0].plot(turns, sizes, color=colour, linewidth=2, marker="o", markersize=5)
+        means = np.array([row.mean() for row in rows])
         low, high = (np.array([np.quantile(row, q) for row in rows]) for q in (0.1, 0.9))
-        axes[1].fill_between(turns, low, high, color=colour, alpha=0.15, linewidth=0)
-        means = [row.mean() for row in rows]
-        axes[1].plot(turns, means, color=colour, linewidth=2, marker="o", markersize=5)
-    known = any(_by_index(kept) for kept in episodes)
-    _dress(axes[0], "mean size of a turn's advantage", known, "turn")
-    _dress(axes[1], "mean advantage, and 80 % of the turns", known, "turn")
+        for axis, middle, bottom, top in (
+            (axes[0], sizes, sizes - errors, sizes + errors),
+            (axes[1], means, low, high),
+        ):
+            axis.fill_between(turns, bottom, top, color=colour, alpha=0.15, linewidth=0)
+            axis.plot(turns, middle, color=colour, linewidth=2, marker="o", markersize=5)
+    _dress(axes[0], "mean size of a turn's advantage", drawn, "turn")
+    _dress(axes[1], "mean advantage, and 80 % of the turns", drawn, "turn")
     axes[0].set_ylim(bottom=0)
-    axes[1].axhline(0, color=INK, linewidth=0.8)
+    axes[1].axhline(0, color=_INK, linewidth=0.8)
     return _finish(figure, arms)
 
 
-def _by_index(episodes: Sequence[EpisodeRecord]) -> list[np.ndarray]:
+def _advantages_by_turn(episodes: Sequence[EpisodeRecord]) -> list[FloatArray]:
     """Returns the advantages of each turn index, up to where too few episodes have that turn."""
-    found = [
-        [float(np.mean([v for v in t.advantages or () if v is not None] or [0.0])) for t in e.turns]
-        for e in episodes
-        if e.trained
-    ]
-    longest = max((len(row) for row in found), default=0)
-    rows = [np.array([row[k] for row in found if len(row) > k]) for k in range(longest)]
-    return [row for row in rows if len(row) >= _FEWEST]
+    by_turn: dict[int, list[float]] = {}
+    for episode in episodes:
+        for index, turn in enumerate(episode.turns if episode.trained else ()):
+            values = [v for v in turn.advantages or () if v is not None]
+            by_turn.setdefault(index, []).append(float(np.mean(values)) if values else 0.0)
+    return [np.array(row) for _, row in sorted(by_turn.items()) if len(row) >= _FEWEST]
 
 
 def update_figure(arms: Sequence[RunArm]) -> Figure:
     """Draws what the update measured."""
     figure, axes = _panels(len(_UPDATE))
     for axis, (metric, title) in zip(axes, _UPDATE.items(), strict=True):
-        drawn = [_line(axis, arm, metric, n) for n, arm in enumerate(arms)]
-        _dress(axis, title, any(drawn))
+        drawn: list[FloatArray] = []
+        for n, arm in enumerate(arms):
+            _line(axis, arm, metric, n, drawn=drawn)
+        _dress(axis, title, bool(drawn))
         low, high = axis.dataLim.intervaly
-        if low > 0 and high > _FAR * low:
+        if low > 0 and high > 100 * low:
             axis.set_yscale("log")
         else:
-            axis.set_ylim(bottom=min(0.0, low) if any(drawn) else 0)
+            axis.set_ylim(bottom=min(0.0, low) if drawn else 0)
     return _finish(figure, arms)
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
+def comparison_figure(comparison: Comparison, name: str, rows: Sequence[Row]) -> Figure:
+    """Draws learning curves: a panel per value of the last axis, a colour per other setting."""
+    panels: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        *setting, value = row.arm.cell if len(row.arm.cell) > 1 else (row.arm.name, "")
+        panels.setdefault(value, {})[" · ".join(setting)] = row
+    labels = list(dict.fromkeys(label for panel in panels.values() for label in panel))
+    figure, axes = _panels(len(panels), sharey=True)
+    handles: dict[str, Any] = {}
+    for axis, (value, panel) in zip(axes, panels.items(), strict=True):
+        drawn: list[FloatArray] = []
+        for label, row in panel.items():
+            low, high = stats.interquartile_interval(row.curves.T, resamples=1000)
+            middle = stats.interquartile_mean(row.curves.T)
+            colour = _COLOURS[labels.index(label) % len(_COLOURS)]
+            axis.fill_between(row.episodes, low, high, color=colour, alpha=0.15, linewidth=0)
+            dash = ":" if row.failed == len(row.finals) else _dash(middle, drawn)
+            style: dict[str, Any] = {"linestyle": dash, "color": colour, "linewidth": 2}
+            handles[plain(label)] = axis.plot(row.episodes, middle, **style)[0]
+        others = "other arms" if len(panels) > 1 else comparison.metric
+        title = f"{comparison.axes[-1]}: {value}" if value else others
+        _dress(axis, title, True, "training episodes")
+    figure.suptitle(plain(name), x=0.01, ha="left", fontsize=15, fontweight="bold", color=_INK)
+    _legend(figure, handles)
+    return figure
+
+
+def plain(text: str) -> str:
+    """Returns a text that Matplotlib draws as it is, not as a formula."""
+    return visible(text).replace("$", r"\$")
+
+
+def _panels(count: int, **options: Any) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
     columns = 2 if count == 4 else min(count, 3)
     rows = -(-count // columns)
-    figure = Figure(
-        figsize=(4.7 * columns, 3.7 * rows + 0.5), dpi=100, facecolor="white", layout="constrained"
-    )
-    axes = list(figure.subplots(rows, columns, squeeze=False).ravel())
+    size = (4.7 * columns, 3.7 * rows + 0.5)
+    figure = Figure(figsize=size, dpi=100, facecolor="white", layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, **options).ravel())
     for spare in axes[count:]:
         spare.remove()
     return figure, axes[:count]
@@ -193,46 +232,59 @@ def _line(
     metric: str,
     number: int,
     *,
+    drawn: list[FloatArray],
     scale: float = 1.0,
-    alpha: float = 1.0,
-) -> bool:
-    """Draws the curve of an arm, its band and, thin, its runs; returns whether it has any."""
-    colour, found = COLOURS[number % len(COLOURS)], band(arm, metric)
+    label: str | None = None,
+    **style: Any,
+) -> None:
+    """Draws the curve of an arm, its band and, thin, its runs; adds the curve to `drawn`."""
+    curve = band(arm, metric)
+    if curve is None:
+        return
+    colour = _COLOURS[number % len(_COLOURS)]
     if len(arm.runs) > 1:
         for run in arm.runs:
-            if (one := run.series.get(metric)) is not None:
-                axis.plot(one.steps, one.values * scale, color=colour, linewidth=0.7, alpha=0.3)
-    if found is None:
-        return False
-    if found.kind != "none":
-        low, high = found.low * scale, found.high * scale
-        axis.fill_between(found.steps, low, high, color=colour, alpha=0.15, linewidth=0)
-    few = len(found.steps) <= 12 and alpha == 1.0
-    style: dict[str, Any] = {"marker": "o", "markersize": 4} if few else {}
-    axis.plot(found.steps, found.middle * scale, color=colour, linewidth=2, alpha=alpha, **style)
-    return True
+            one = run.series[metric]
+            axis.plot(one.steps, one.values * scale, color=colour, linewidth=0.7, alpha=0.3)
+    if curve.kind != "none":
+        low, high = curve.low * scale, curve.high * scale
+        axis.fill_between(curve.steps, low, high, color=colour, alpha=0.15, linewidth=0)
+    middle = curve.middle * scale
+    if len(middle) == 1:  # a line through a single point is invisible
+        style.setdefault("marker", "o")
+    style = {"linewidth": 2, "markersize": 4, "linestyle": _dash(middle, drawn), **style}
+    axis.plot(curve.steps, middle, color=colour, label=label, **style)
 
 
-def _dress(axis: Axes, title: str, known: bool, label: str = "training step") -> None:
-    frame(axis, size=10, label=label)
-    axis.set_title(plain(title), loc="left", fontsize=11, color=INK)
+def _dash(curve: FloatArray, drawn: list[FloatArray]) -> Any:
+    """Adds a curve to those that were drawn; returns dashes if it covers one of them."""
+    same = sum(len(curve) == len(other) and np.allclose(curve, other) for other in drawn)
+    drawn.append(curve)
+    return _DASHES[min(same, len(_DASHES) - 1)]
+
+
+def _dress(axis: Axes, title: str, recorded: bool, label: str = "training step") -> None:
+    """Adds title and label, draws horizontal grid lines and removes the box."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_title(plain(title), loc="left", fontsize=11, color=_INK)
+    axis.set_xlabel(label, fontsize=10, color=_INK)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axis.grid(axis="y", color=_GRID)
+    axis.set_axisbelow(True)
+    axis.tick_params(colors=_INK, labelsize=9, length=0)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(_GRID)
     axis.margins(x=0.02)
-    if not known:
-        axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes, color=INK)
-
-
-def _legend(axis: Axes) -> None:
-    """Names the solid line and the pale one."""
-    from matplotlib.lines import Line2D
-
-    handles = [Line2D([], [], color=COLOURS[0], linewidth=2, alpha=a) for a in (1.0, 0.35)]
-    axis.legend(handles, ["evaluation", "training"], frameon=False, fontsize=10, labelcolor=INK)
+    if not recorded:
+        axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes, color=_INK)
 
 
 def _rates(axis: Axes) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    axis.set_ylim(-0.01, 1.01)
+    axis.set_ylim(-0.01, 1.01)  # a line at 0 or 1 is seen whole
     axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
 
 
@@ -241,19 +293,23 @@ def _finish(figure: Figure, arms: Sequence[RunArm]) -> Figure:
     from matplotlib.lines import Line2D
 
     if len(arms) > 1:
-        handles = [
-            Line2D([], [], color=COLOURS[n % len(COLOURS)], linewidth=2) for n in range(len(arms))
-        ]
-        # a label that begins with _ would be left out
-        counts = [f" ({len(arm.runs)})" if len(arm.runs) > 1 else "" for arm in arms]
-        names = [f"\u200a{plain(arm.name)}{n}" for arm, n in zip(arms, counts, strict=True)]
-        figure.legend(
-            handles,
-            names,
-            loc="outside lower center",
-            ncols=min(len(arms), max(1, _WIDTH // max(map(len, names)))),
-            frameon=False,
-            fontsize=10,
-            labelcolor=INK,
-        )
+        handles: dict[str, Any] = {}
+        for n, arm in enumerate(arms):
+            count = f" ({len(arm.runs)})" if len(arm.runs) > 1 else ""
+            line = Line2D([], [], color=_COLOURS[n % len(_COLOURS)], linewidth=2)
+            # a label that begins with _ would be left out
+            handles[f"\u200a{plain(arm.name)}{count}"] = line
+        _legend(figure, handles)
     return figure
+
+
+def _legend(figure: Figure, handles: dict[str, Any]) -> None:
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=min(len(handles), max(1, _LEGEND_WIDTH // max(map(len, handles)))),
+        frameon=False,
+        fontsize=10,
+        labelcolor=_INK,
+    )

@@ -25,13 +25,8 @@ from gspo_env.compare.stats import (
 from gspo_env.config import Config, from_dict
 from gspo_env.credit import GiGPO, GroupGAE
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
-from gspo_env.report.comparison import (
-    curves_figure,
-    markdown,
-    summarise,
-    table,
-    write_report,
-)
+from gspo_env.report.comparison import summarise, table, verdict, write_report
+from gspo_env.report.plots import comparison_figure
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
 
@@ -87,9 +82,8 @@ def small(**changes):
 
 
 def run(comparison, folder, tracking=None):
-    said: list[str] = []
-    quiet = tracking or NoTracker()
-    return compare(comparison, folder, quiet, said.append), said
+    lines: list[str] = []
+    return compare(comparison, folder, tracking or NoTracker(), lines.append), lines
 
 
 def histories(results):
@@ -248,8 +242,12 @@ def test_the_table_of_a_file_and_the_command_line_meet():
         "0.0 · turn", "0.0 · token", "1.0 · turn", "1.0 · token", "plain"
     ]  # fmt: skip
     assert made.config("Additive-v0", made.arms[0], 1).credit.rms == 1.0
-    with pytest.raises(ConfigError, match=r"unknown field compare.'sedes'"):
-        check_table({"sedes": 1})
+    for name, words in {
+        "sedes": "expected one of",
+        "until": "in its place, choose --seeds",
+    }.items():
+        with pytest.raises(ConfigError, match=f"unknown field compare.'{name}'.*{words}"):
+            check_table({name: 1})
     for wrong in ({"seeds": "5"}, {"target": True}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
         with pytest.raises(ConfigError, match=f"compare.{next(iter(wrong))} is .*expected"):
             check_table(wrong)
@@ -370,15 +368,15 @@ def test_arms_of_different_lengths_say_what_is_compared(tmp_path):
     arms = (Arm(name="short", changes={}), Arm(name="long", changes={"steps": 8}))
     comparison = Comparison(problems={"one": small()}, arms=arms, seeds=2)
     results = learning(comparison, tmp_path, lambda played, seed: played / 100 + seed / 10)
-    said = markdown(comparison, summarise(comparison, results))
-    assert "short: 16 episodes and 8 updates; long: 64 episodes and 32 updates" in said
-    assert "compared from episode 0 to 16" in said
     write_report(comparison, results, tmp_path, "gspo-env compare --arm 'loss=<b>'")
+    text = (tmp_path / "report.md").read_text()
+    assert "short: 16 episodes and 8 updates; long: 64 episodes and 32 updates" in text
+    assert "compared from episode 0 to 16" in text
     page = (tmp_path / "report.html").read_text()
     assert "compared from episode 0 to 16" in page
     assert f"gspo_env {gspo_env.__version__}, 20" in page
-    assert "by <code>gspo-env compare --arm &#x27;loss=&lt;b&gt;&#x27;</code>" in page
-    assert "<li>long: <code>{&quot;steps&quot;: 8}</code></li>" in page
+    assert "by gspo-env compare --arm &#39;loss=&lt;b&gt;&#39;" in page
+    assert "<li>long: {&#34;steps&#34;: 8}</li>" in page
     assert "tasks_per_step = 2" in page
 
 
@@ -387,7 +385,7 @@ def test_curves_of_arms_that_coincide_are_told_apart(tmp_path):
     comparison = Comparison(problems={"one": small()}, arms=arms, seeds=2)
     results = learning(comparison, tmp_path, lambda played, seed: played / 100)
     rows = summarise(comparison, results)["one"]
-    lines = curves_figure(comparison, "one", rows).axes[0].get_lines()
+    lines = comparison_figure(comparison, "one", rows).axes[0].get_lines()
     assert len({str(line._dash_pattern) for line in lines}) == 3
 
 
@@ -427,6 +425,25 @@ def test_a_failed_run_ranks_below_the_worst_run_in_every_statistic(
         assert table(comparison, rows)[1][2] == "all runs failed"
 
 
+def test_the_verdict_names_what_is_shown_and_what_the_seeds_can_show(tmp_path):
+    arms = tuple(Arm(name=name, changes={}) for name in ("first", "better", "alike"))
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=8, metric="m")
+    rng = np.random.default_rng(0)
+    gains = {"first": 0.0, "better": 0.5, "alike": 0.0}
+    results = []
+    for run in planned(comparison, tmp_path):
+        value = gains[run.arm.name] + 0.05 * rng.standard_normal()
+        results.append(Result(run=run, history=[(1, {"m": value})], seconds=1.0))
+    text = verdict(summarise(comparison, results)["one"])
+    assert text.startswith(
+        "Shown to be better than first: better. 8 seeds show differences above 0."
+    )
+    few = dataclasses.replace(comparison, seeds=3)
+    text = verdict(summarise(few, [r for r in results if r.run.seed < 3])["one"])
+    assert text.startswith("No arm differs for sure. 3 seeds show")
+    assert text.endswith("No p-value of 3 pairs is below 0.250 before the correction.")
+
+
 def test_rollouts_are_compared_by_the_episodes_that_came_before_them(tmp_path):
     run = next(
         planned(Comparison(problems={"one": small()}, arms=grid({"gamma": [0, 1]})), tmp_path)
@@ -450,8 +467,9 @@ def test_arms_that_change_the_recipe_or_the_model_get_a_start_of_their_own(tmp_p
     assert starts["3", 0] is None
     assert len({starts[name, 0] for name in "0234"}) == 4
     results = learning(comparison, tmp_path, lambda played, seed: 0.0)
-    said = markdown(comparison, summarise(comparison, results))
-    assert "2, 3, 4: another start than the first arm" in said
+    write_report(comparison, results, tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    assert "2, 3, 4: another start than the first arm" in text
 
 
 @pytest.mark.slow

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import os
 import time
 
 import pytest
 
-from gspo_env.compare import processes
 from gspo_env.compare.processes import in_processes
 
 WORK = """
-import time
-from gspo_env.tracking.console import Progress
+import os, time
 
-def imitate(said):
-    Progress().update("imitation", 20, 450)
-    print("\\x1b[2J")
-    print("half way")
-    while not said.exists():
-        time.sleep(0.01)
+def write(path):
+    print("dropped")
+    path.write_text(str(os.getpid()))
 
-def lose_the_folder(path):
-    import shutil, sys
-    shutil.rmtree(sys.stdout._path.parent)  # as where a disk is full, no line can be kept
-    print("still at it")
-    path.touch()
+def die(path):
+    os._exit(1)
 
 def fail_for_one(name):
     if name == "bad":
@@ -42,29 +35,17 @@ def work(tmp_path, monkeypatch):
     return importlib.import_module("work_of_a_comparison")
 
 
-def test_the_newest_line_of_a_long_job_is_said_while_it_runs(work, tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "_QUIET", 0.05)
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        if line == "seed 0: half way":
-            (tmp_path / "said").touch()
-
-    jobs = {"seed 0": tmp_path / "said"}
-    assert list(in_processes(work.imitate, jobs, 1, print, say)) == [tmp_path / "said"]
-    assert said[-1] == "seed 0: half way"
-    assert set(said) <= {"seed 0: imitation 20/450", r"seed 0: \x1b[2J", "seed 0: half way"}
-
-
-def test_a_line_that_cannot_be_kept_ends_no_job(work, tmp_path):
-    path = tmp_path / "done"
-    assert list(in_processes(work.lose_the_folder, {"seed 0": path}, 1, print, print)) == [path]
-    assert path.exists()
+def test_jobs_run_in_other_processes_and_those_whose_process_dies_are_lost(work, tmp_path, capfd):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    lost = []
+    assert set(in_processes(work.write, paths, 1, lost.append)) == set(paths)
+    assert str(os.getpid()) not in {path.read_text() for path in paths}
+    assert "dropped" not in capfd.readouterr().out
+    assert list(in_processes(work.die, paths[:1], 1, lost.append)) == lost == paths[:1]
 
 
 def test_an_error_of_one_job_stops_the_others_and_is_raised(work):
-    begun = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(ValueError, match="no such thing"):
-        list(in_processes(work.fail_for_one, {"1": "bad", "2": "good"}, 2, print, print))
-    assert time.monotonic() - begun < 100
+        list(in_processes(work.fail_for_one, ["bad", "good"], 2, print))
+    assert time.monotonic() - started < 100

@@ -51,9 +51,9 @@ def test_threads_wait_passively_unless_the_user_chose(own, policy):
 def test_a_worker_of_a_comparison_takes_no_more_threads_than_the_user_allows():
     program = """
 import sys, torch
-from gspo_env.compare.processes import _set_up
+from gspo_env.compare.processes import set_up_worker
 out = sys.stdout
-_set_up(8, ".")
+set_up_worker(8)
 print(torch.get_num_threads(), file=out)
 """
     assert run(program, OMP_NUM_THREADS="1") == "1"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,14 +13,16 @@ import numpy as np
 import pytest
 
 from gspo_agents.gspo import GSPOAgent
-from gspo_env.cli.main import main, parse
+from gspo_env.cli.main import main
 from gspo_env.compare import stats
-from gspo_env.config import Config, from_dict, override, to_dict, to_toml
-from gspo_env.episodes.text import render_record
+from gspo_env.config import Config, override, to_toml
 from gspo_env.errors import OutputError
-from gspo_env.report.arms import arms_of, band, command
-from gspo_env.report.run_record import RunRecord, read_run
-from gspo_env.report.run_report import cell, fenced, make_report, write_run_report
+from gspo_env.health.record import RunRecord
+from gspo_env.report.arms import arms_of, band
+from gspo_env.report.page import cell, fenced
+from gspo_env.report.plots import learning_figure
+from gspo_env.report.run_record import read_run
+from gspo_env.report.run_report import write_run_report
 
 EVIL = (
     "<script>alert('x')</script> | $\\frac{1}{0}$ `a` ```b``` \x1b[31m \u202e [l](http://e.com) @me"
@@ -94,11 +95,11 @@ def test_runs_that_differ_in_the_seed_are_one_arm_named_by_what_differs(tmp_path
 
 def test_the_band_of_one_run_is_wilsons_and_that_of_seeds_a_bootstrap(tmp_path: Path) -> None:
     one = write(tmp_path / "0", [0.1, 0.5])
-    found = band(arms_of([one])[0], "eval/success")
-    assert found is not None
-    assert found.kind == "tasks"
+    tasks = band(arms_of([one])[0], "eval/success")
+    assert tasks is not None
+    assert tasks.kind == "tasks"
     low, high = stats.success_interval([[1.0]] * 50 + [[0.0]] * 50)
-    assert (found.low[1], found.high[1]) == (low, high)
+    assert (tasks.low[1], tasks.high[1]) == (low, high)
     more = [write(tmp_path / str(n), [0.1, 0.4 + n / 10, 0.9][: 2 + n % 2], seed=n) for n in (1, 2)]
     seeds = band(arms_of([one, *more])[0], "eval/success")
     assert seeds is not None
@@ -124,11 +125,10 @@ def test_a_real_run_gives_pictures_a_page_that_loads_nothing_and_markdown(
     assert "Worst episode" in page.text
     text = (tmp_path / "report.md").read_text()
     assert re.findall(r"!\[[^\]]*\]\(([\w.]+)\)", text) == pictures
-    assert "gspo-env train " in text
+    assert "gspo-env train --config config.toml" in text
     tables = re.findall(r"^\|.*\|$", text, re.MULTILINE)
     assert len({re.sub(r"\\.", "", line).count("|") for line in tables}) == 1
-    record = make_report([read_run(real)]).examples[0][1]
-    assert f"turn {record.num_turns}: reward" in render_record(record)
+    assert "turn 1: reward" in text
 
 
 def test_texts_of_policies_environments_and_names_do_nothing(real: Path, tmp_path: Path) -> None:
@@ -184,50 +184,11 @@ def test_labels_are_drawn_as_they_are(tmp_path: Path) -> None:
     for run in runs:
         (run.folder / "config.toml").unlink()
     runs = [read_run(run.folder) for run in runs]
-    write_run_report(runs, tmp_path / "out")  # a formula that is none would raise
-    figure = make_report(runs).pictures[0].figure
+    write_run_report(runs, tmp_path / "out")  # a broken formula would raise
+    figure = learning_figure(arms_of(runs))
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert len(labels) == 3
     assert "hidden" in labels[1]
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {},
-        {"env": "gspo/Calculator-v0", "seed": 3, "steps": 7},
-        {"advantage": {"name": "group_gae", "lam": 0.9}, "loss": {"name": "grpo"}},
-        {"env_kwargs": {"entries": 12, "hops": [2, 3]}, "checkpoints": {"keep": 0}},
-        {
-            "env": ["gspo/Lookup-v0:0.7", "hard=gspo/Lookup-v0:0.3"],
-            "env_kwargs": {"hard": {"hops": 4}},
-        },
-        {"recipe": "tiny", "strict": True},
-        {"model": "some/folder", "learner": {"checkpointing": True}, "tracker": "none"},
-    ],
-)
-def test_the_command_of_a_run_gives_its_settings(tmp_path: Path, tree: dict[str, Any]) -> None:
-    config = from_dict({**tree, "output": "runs/x"})
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.toml").write_text(to_toml(config))
-    (folder / "metrics.jsonl").touch()
-    line = command(read_run(folder))
-    made = to_dict(parse(shlex.split(line)[1:]).resolved)
-    assert {**made, "output": ""} == {**to_dict(config), "output": ""}
-    if not tree:
-        assert line == "gspo-env train"
-
-
-def test_a_class_of_a_file_is_named_in_the_command_and_not_loaded(tmp_path: Path) -> None:
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    run = write(tmp_path / "run", [0.1])
-    text = (run.folder / "config.toml").read_text()
-    (run.folder / "config.toml").write_text(
-        text.replace('name = "gspo"', f'name = "{tmp_path}/evil.py:Loss"')
-    )
-    assert "evil.py:Loss" in command(read_run(run.folder))
-    assert not (tmp_path / "ran").exists()
 
 
 def test_the_command_line_writes_beside_the_run_and_refuses_what_is_no_run(
@@ -240,7 +201,7 @@ def test_the_command_line_writes_beside_the_run_and_refuses_what_is_no_run(
     main(["report", str(folder.parent), "--no-browser"])
     assert (folder / "report" / "report.html").is_file()
     main(["report", str(folder), str(folder), str(real), "--no-browser", "--markdown"])
-    assert "## Diagnosis" in (tmp_path / "report" / "report.md").read_text()
+    assert "## Diagnosis of run" in (tmp_path / "report" / "report.md").read_text()
     assert "2 runs" in (tmp_path / "report" / "report.html").read_text()  # one is named twice
     capsys.readouterr()
     for arguments in ([], [""], [str(tmp_path / "none")]):
@@ -248,7 +209,7 @@ def test_the_command_line_writes_beside_the_run_and_refuses_what_is_no_run(
             main(["report", *arguments, "--no-browser"])
         assert end.value.code == 2
     with pytest.raises(OutputError, match="no runs"):
-        make_report([])
+        write_run_report([], tmp_path)
 
 
 def test_a_run_with_nothing_but_metrics_has_a_report(tmp_path: Path) -> None:

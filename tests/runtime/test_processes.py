@@ -212,7 +212,7 @@ def work(run):
     time.sleep(600 if run == "long" else 0.0)
 
 if __name__ == "__main__":
-    list(in_processes(work, {"1": "short", "2": "long"}, 2, print, print))
+    list(in_processes(work, ["short", "long"], 2, print))
 """
 
 

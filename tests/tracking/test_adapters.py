@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gspo_env.config import Config
 from gspo_env.tracking import (
     NoTracker,
     RunInfo,
@@ -193,17 +194,27 @@ def test_wandb_ends_a_failed_run_with_an_exit_code(tmp_path: Path, status, code)
 
 
 def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path: Path) -> None:
-    from gspo_env.compare.record import Recorder
+    from gspo_env.compare import Arm, Result, Run
+    from gspo_env.compare.runner import Recorder
 
     (tmp_path / "run").mkdir()
     with start(NoTracker(), RunInfo(name="one", folder=tmp_path / "run")) as worker:
         worker.log({"x": 1.0}, 0)
     picture(tmp_path / "curve.png")
     choice = combine("tensorboard,trackio,wandb")(wandb=WandB(mode="offline"))
+    (tmp_path / "run" / "result.json").write_text("{}")
+    run = Run(
+        problem="Lookup",
+        arm=Arm(name="one", changes={}),
+        seed=0,
+        config=Config(),
+        start=None,
+        folder=tmp_path / "run",
+    )
     problems: list[str] = []
     for _ in range(2):
         with Recorder(choice, tmp_path, {"seeds": 1}, problems.append) as recorder:
-            recorder.child("one", tmp_path / "run", {"a": 1}, 1.0)
+            recorder.child(Result(run=run, history=(), seconds=1.0))
             recorder.artifact(tmp_path / "curve.png")
     assert problems == []
     assert len(events(tmp_path / "run").Scalars("x")) == 1

@@ -1,4 +1,4 @@
-"""What a run says at its start and at its end."""
+"""What a run prints at its start and at its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gspo_env.config import Config
-from gspo_env.report.run import closing, opening, sparkline
+from gspo_env.report.terminal import closing, opening, sparkline
 
 HISTORY = [
     (0, {"eval/success": 0.04, "eval/return": 0.1}),
@@ -35,9 +35,9 @@ def test_the_start_names_environment_model_device_length_folder_and_tracker() ->
 def test_the_end_has_the_curve_and_the_commands_to_look_evaluate_and_go_on() -> None:
     assert closing(HISTORY, Path("runs/my run")) == [
         "eval/success \u2581\u2588\u2586 from 4.0% to 70.0%, best 90.0% after step 10",
-        "Look:      gspo-env view 'runs/my run'",
+        "View:      gspo-env view 'runs/my run'",
         "Evaluate:  gspo-env evaluate 'runs/my run'",
-        "Go on:     gspo-env train --resume 'runs/my run' --steps 40",
+        "Resume:    gspo-env train --resume 'runs/my run' --steps 40",
     ]
 
 

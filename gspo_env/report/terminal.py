@@ -1,0 +1,132 @@
+"""What a training run prints at its start and at its end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo_env.config import Config
+from gspo_env.env.registration import format_env
+from gspo_env.health.collapse import EvalSnapshot, may_be_chance
+from gspo_env.health.record import History
+from gspo_env.redaction import redact
+from gspo_env.registry import name_of
+from gspo_env.tracking.multi import parts
+
+_BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+"""Bars of a curve, for terminals with Unicode and without."""
+_WIDTH = 60
+"""Maximum characters of a curve."""
+
+
+def opening(config: Config, env_id: str, model: Any, folder: Path, how_to_look: str) -> str:
+    """Returns a table of what is trained, where, and for how long.
+
+    Args:
+        config: The settings.
+        env_id: The environment.
+        model: The model.
+        folder: Folder of the run.
+        how_to_look: The tracker's command or address; may be empty.
+    """
+    kwargs = json.dumps(redact(dict(config.env_kwargs)), default=repr) if config.env_kwargs else ""
+    kwargs = kwargs if len(kwargs) <= 80 else f"{kwargs[:77]}..."
+    env = env_id if isinstance(config.env, str) else format_env(config.env)
+    tracker = ", ".join(parts(config.tracker))
+    weights = next(model.parameters())
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    size = f"{millions / 1e3:.3g} billion" if millions >= 1e3 else f"{millions:.3g} million"
+    dtype = str(weights.dtype).removeprefix("torch.")
+    rows = {
+        "environment": f"{env} {kwargs}".rstrip(),
+        "model": f"{config.model or name_of('recipe', config.recipe)}, {type(model).__name__}, "
+        f"{size} parameters, {dtype}",
+        "device": f"{_device(weights.device)}, engine {name_of('engine', config.engine)}",
+        "training": f"{_many(config.steps, 'step')} of {_many(config.tasks_per_step, 'task')} with "
+        f"{_many(config.rollout.group_size, 'episode')} each",
+        "folder": str(folder),
+        "tracker": f"{tracker} ({how_to_look})" if how_to_look else tracker,
+    }
+    return "\n".join(f"{name:<13}{value}" for name, value in rows.items())
+
+
+def closing(
+    history: History, folder: Path, encoding: str = "utf-8", *, tasks: int = 0
+) -> list[str]:
+    """Returns the curve of a finished run, and the commands for the next steps.
+
+    Args:
+        history: The metrics of every step.
+        folder: Folder of the run.
+        encoding: The terminal's encoding.
+        tasks: Episodes of an evaluation. The best checkpoint is named if it exists and is better
+            than the last by more than chance.
+    """
+    evaluations = [(step, m) for step, m in history if "eval/success" in m]
+    # the return, where success never changes
+    success = {m["eval/success"] for _, m in evaluations}
+    returns = {m.get("eval/return") for _, m in evaluations}
+    name = "eval/return" if len(success) == 1 and len(returns) > 1 else "eval/success"
+    values = [(step, m[name]) for step, m in evaluations if name in m]
+    best_step, best = max(values, key=lambda pair: pair[1])
+    curve = sparkline([value for _, value in values], encoding)
+    form = "{:.1%}" if name == "eval/success" else "{:.3g}"
+    first, final, top = (form.format(value) for value in (values[0][1], values[-1][1], best))
+    run = shlex.quote(str(folder))
+    return [
+        f"{name} {curve} from {first} to {final}, best {top} after step {best_step}",
+        *_better_checkpoint(history, folder, tasks),
+        f"View:      gspo-env view {run}",
+        f"Evaluate:  gspo-env evaluate {run}",
+        f"Resume:    gspo-env train --resume {run} --steps {2 * history[-1][0] or 1}",
+    ]
+
+
+def _better_checkpoint(history: History, folder: Path, tasks: int) -> list[str]:
+    """Names the best checkpoint, if it is better than the last by more than chance."""
+    evaluations = [
+        EvalSnapshot.from_metrics(step, metrics, tasks)
+        for step, metrics in history
+        if step > 0 and "eval/success" in metrics
+    ]
+    checkpoint = folder / "checkpoints" / "best"
+    if len(evaluations) < 2 or not (checkpoint / "model").is_dir():
+        return []
+    best, last = max(evaluations, key=lambda e: e.success), evaluations[-1]
+    if may_be_chance(best, last, len(evaluations)):
+        return []
+    return [
+        f"The model after step {best.step} is better ({best.success:.1%}; the last one has "
+        f"{last.success:.1%}): gspo-env evaluate {shlex.quote(str(checkpoint))}"
+    ]
+
+
+def sparkline(values: Sequence[float], encoding: str = "utf-8") -> str:
+    """Draws values as bars from the least to the greatest; thins them out if there are too many.
+
+    Example:
+        >>> sparkline([0.0, 0.5, 1.0])
+        '▁▅█'
+    """
+    drawn = _BARS.encode(encoding, "replace").decode(encoding) == _BARS
+    bars = _BARS if drawn else _PLAIN_BARS
+    count = min(len(values), _WIDTH)
+    places = [round(n * (len(values) - 1) / max(1, count - 1)) for n in range(count)]
+    low, high = min(values[n] for n in places), max(values[n] for n in places)
+    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
+    return "".join(bars[round((values[n] - low) * scale)] for n in places)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _device(device: Any) -> str:
+    import torch
+
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return f"{device.type} with {_many(torch.get_num_threads(), 'thread')}"

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from gspo_env.episodes import render_episode
+from gspo_env.types import Episode, Message, Prompt, StopReason, Task, Turn
+
+
+def make_episode(**changes: object) -> Episode:
+    turn = Turn(
+        prompt_ids=(1, 2, 3),
+        action_ids=(4, 5),
+        logprobs=(-0.1, -0.2),
+        text="guess 7",
+        observation="Guess a number.\n\nBe quick.",
+        reward=0.5,
+    )
+    fields: dict[str, object] = {
+        "task": Task(env_id="gspo/Guess-v0", seed=11, options={"high": 9}),
+        "turns": (turn,),
+        "outcome": 1.0,
+        "stop_reason": StopReason.TERMINATED,
+        "terminated": True,
+        "truncated": False,
+        "success": True,
+    }
+    return Episode(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_an_episode_shows_task_turns_and_how_it_ended() -> None:
+    text = render_episode(make_episode(final_observation="Right!"))
+    assert "gspo/Guess-v0, seed 11, high=9" in text
+    assert "turn 1: reward +0.5, 3 tokens read, 2 sampled" in text
+    assert "  | Guess a number.\n  | \n  | Be quick." in text
+    assert "  | guess 7" in text
+    assert "success: outcome +1, stopped by terminated" in text
+    assert "  | Right!" in text
+
+
+def test_an_episode_shows_what_the_policy_was_told_and_no_tokens_of_a_text_policy() -> None:
+    prompt = Prompt(system="Be quick.", messages=(Message(role="user", content="hello"),))
+    turn = Turn(text="7", observation="Guess.", reward=0.0)
+    text = render_episode(make_episode(prompt=prompt, turns=(turn,)))
+    assert "system prompt:\n  | Be quick." in text
+    assert "earlier user message:\n  | hello" in text
+    assert "tokens read" not in text
+
+
+def test_an_episode_that_broke_shows_its_error() -> None:
+    episode = make_episode(
+        turns=(), success=None, outcome=0.0, stop_reason=StopReason.ERROR, error="boom"
+    )
+    text = render_episode(episode)
+    assert "its environment failed" in text
+    assert "stopped by error" in text
+    assert "  | boom" in text
+
+
+def test_a_cut_episode_with_rewards_is_no_success_and_not_called_a_failure() -> None:
+    episode = make_episode(success=False, outcome=1.0, stop_reason=StopReason.MAX_TURNS)
+    assert "no success: outcome +1, stopped by max_turns" in render_episode(episode)
+
+
+def test_a_lone_surrogate_of_an_environment_can_be_written_to_a_file(tmp_path):
+    text = render_episode(make_episode(final_observation="half \ud83d of a pair"))
+    (tmp_path / "episode.txt").write_text(text, encoding="utf-8")
+    assert r"half \ud83d of a pair" in text
