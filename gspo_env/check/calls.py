@@ -36,9 +36,9 @@ _FORMATS = {
 def bug_in(episode: Episode) -> tuple[str, str]:
     """Returns the first tool with a fault in an episode, and the fault; empty if none has one."""
     for text in [*(t.observation for t in episode.turns[1:]), episode.final_observation]:
-        found = _FAILED.match(text)
-        if found is not None and found[3] in _BUGS:
-            return found[1], found[2]
+        match = _FAILED.match(text)
+        if match is not None and match[3] in _BUGS:
+            return match[1], match[2]
     return "", ""
 
 
@@ -94,9 +94,9 @@ def _value(
     if kind == "object":
         return {name: draw(part) for name, part in schema.get("properties", {}).items()}
     if kind == "array":
-        given = [draw(part) for part in schema.get("prefixItems", ())]
-        more = max(schema.get("minItems", 1), 1) - len(given) if "items" in schema else 0
-        return given + [draw(schema["items"]) for _ in range(more)]
+        prefix = [draw(part) for part in schema.get("prefixItems", ())]
+        more = max(schema.get("minItems", 1), 1) - len(prefix) if "items" in schema else 0
+        return prefix + [draw(schema["items"]) for _ in range(more)]
     if kind in ("integer", "number"):
         return _number(schema, kind == "integer", rng)
     return {"boolean": rng.random() < 0.5, "null": None}.get(kind, _text(schema, rng, words))

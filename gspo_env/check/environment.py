@@ -104,8 +104,8 @@ def check_env(
         thread = EnvThread()
         try:
             name = env if isinstance(env, str) else env.__name__
-            made = thread.guard(name, timeout, make_env, env, **(env_kwargs or {}))
-            return thread.guard(name, timeout, _checked, made, seed, episodes, *settings)
+            instance = thread.guard(name, timeout, make_env, env, **(env_kwargs or {}))
+            return thread.guard(name, timeout, _checked, instance, seed, episodes, *settings)
         finally:
             thread.stop()
     with watched(_name(env)):
@@ -165,9 +165,12 @@ class _Check:
         choice = ScoreChoice(self.name, declared, "the environment declares it" if declared else "")
         choice.see(self.played)
         ended = [e.turns[-1].info for e in self.played if e.turns and e.stop_reason in ENDED]
-        said = all(info.success is not None for info in ended)
+        declares_success = all(info.success is not None for info in ended)
         return Checked(
-            score=choice.score, reason=choice.reason, declares_success=said, demonstrated=self.shown
+            score=choice.score,
+            reason=choice.reason,
+            declares_success=declares_success,
+            demonstrated=self.shown,
         )
 
     def spaces(self) -> None:
@@ -220,8 +223,8 @@ class _Check:
             except NotImplementedError:
                 return
             self.shown += (bool(shown.success),)
-            if (found := bug_in(shown))[1]:
-                self.fail(f"tool {found[0]} raised in a call of expert_action(): {found[1]}")
+            if (bug := bug_in(shown))[1]:
+                self.fail(f"tool {bug[0]} raised in a call of expert_action(): {bug[1]}")
 
     def repeats(self, seed: int) -> None:
         """Plays three times: twice alone, then beside a copy that plays another seed."""
@@ -369,8 +372,8 @@ def _pause() -> Iterator[None]:
 def _records(episode: Episode) -> list[tuple[object, ...]]:
     """Returns what has to repeat: the beginning, then each turn with its response."""
     observations = [turn.observation for turn in episode.turns] + [episode.final_observation]
-    told = episode.prompt.system, episode.prompt.messages
-    start = (observations[0], *told, replace(episode.reset, extra={}, tools=None))
+    opening = episode.prompt.system, episode.prompt.messages
+    start = (observations[0], *opening, replace(episode.reset, extra={}, tools=None))
     turns = [
         (turn.text, answer, turn.reward, replace(turn.info, extra={}), episode.stop_reason)
         for turn, answer in zip(episode.turns, observations[1:], strict=True)

@@ -88,8 +88,8 @@ def rule(
     """Adds a function to the rules; see `Rule`."""
 
     def add(check: Check) -> Check:
-        made = Rule(check=check, limit=limit, needs=needs, explains=explains, at_start=at_start)
-        RULES.append(made)
+        new_rule = Rule(check=check, limit=limit, needs=needs, explains=explains, at_start=at_start)
+        RULES.append(new_rule)
         return check
 
     return add

@@ -274,7 +274,7 @@ def write_report(
 
 def _origin(comparison: Comparison, command: str) -> Iterator[Section]:
     """Yields with which command, version and settings the results were made, and when."""
-    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     by = f" by {redact_text(command)}" if command else ""
     arms = [
         f"{arm.name}: {json.dumps(redact(dict(arm.changes)), default=repr)}"
@@ -283,7 +283,7 @@ def _origin(comparison: Comparison, command: str) -> Iterator[Section]:
     settings = {name: to_toml(config) for name, config in comparison.problems.items()}
     yield Section(
         title="How it was made",
-        text=f"gspo_env {gspo_env.__version__}, {made}{by}.",
+        text=f"gspo_env {gspo_env.__version__}, {created}{by}.",
         items=arms,
         blocks=settings,
     )

@@ -52,8 +52,8 @@ def _trace(key: str, tags: dict[str, str], episode: Episode, now: float) -> Trac
         "turns": len(episode.turns),
     }
     first = turns[0].observation if turns else episode.final_observation
-    told = [("system", episode.prompt.system), ("user", first)]
-    messages = [{"role": role, "content": text} for role, text in told if text is not None]
+    opening = [("system", episode.prompt.system), ("user", first)]
+    messages = [{"role": role, "content": text} for role, text in opening if text is not None]
     root = Span(
         name="episode",
         kind="episode",
@@ -89,8 +89,8 @@ def _times(turns: Sequence[Turn], now: float) -> list[tuple[int, int, int]]:
     if all(turn.timing.began for turn in turns):
         begins = [turn.timing.began for turn in turns]
     else:
-        left = [sum(map(sum, lengths[k:])) for k in range(len(turns))]
-        begins = [now - seconds for seconds in left]
+        remaining = [sum(map(sum, lengths[k:])) for k in range(len(turns))]
+        begins = [now - seconds for seconds in remaining]
     return [
         (int(began * 1e9), int((began + generate) * 1e9), int((began + generate + step) * 1e9))
         for began, (generate, step) in zip(begins, lengths, strict=True)

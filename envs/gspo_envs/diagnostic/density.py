@@ -73,7 +73,7 @@ class DensityEnv(OneWordEnv):
         self._salt = int(self.np_random.integers(SALTS))
         self._hits, self._newest = 0, 0
         self._due: dict[int, int] = {}  # right words by the turn that pays them
-        self._said = hashlib.blake2b(str(self._salt).encode(), digest_size=8)
+        self._digest = hashlib.blake2b(str(self._salt).encode(), digest_size=8)
 
     @property
     def _task_key(self) -> str:
@@ -91,7 +91,7 @@ class DensityEnv(OneWordEnv):
 
     def _play(self, word: str) -> tuple[float, bool, float]:
         share = 1 / len(self.decisions)
-        self._said.update(f"\0{word}".encode(errors="surrogatepass"))
+        self._digest.update(f"\0{word}".encode(errors="surrogatepass"))
         reward, self._newest = 0.0, 0
         if self._turn in self.decisions:
             self._newest = int(word == self._right())
@@ -99,7 +99,7 @@ class DensityEnv(OneWordEnv):
             paid = min(self._turn + self.delay, self.turns - 1)
             self._due[paid] = self._due.get(paid, 0) + self._newest
         else:
-            heads = self._said.copy().digest()[0] % 2
+            heads = self._digest.copy().digest()[0] % 2
             reward = self.noise * share * (1 if heads else -1)
         reward += self._due.pop(self._turn, 0) * share
         return reward, self._last, self._hits * share

@@ -137,9 +137,9 @@ class ChainEnv(AnswerEnv):
         return 0.2
 
     @property
-    def _left(self) -> int:
+    def _remaining(self) -> int:
         return len(self._values) - 1 - self._progress
 
     @property
     def _state_key(self) -> str:
-        return f"{self._values[self._progress]}:{self._left}"
+        return f"{self._values[self._progress]}:{self._remaining}"

@@ -45,7 +45,7 @@ class WordleEnv(TaskEnv):
         if word is not None and word not in WORDS:
             raise ConfigError(f"Wordle: word is {word!r}, expected one of the {len(WORDS)} listed.")
         self._word = word or WORDS[int(self.np_random.integers(len(WORDS)))]
-        self._known: dict[str, str] = {}
+        self._hints: dict[str, str] = {}
         self._places: set[int] = set()
         return f"Guess the word. You have {self._limit} guesses."
 
@@ -57,7 +57,7 @@ class WordleEnv(TaskEnv):
         if self.words_only and guess not in WORDS:
             return f"{guess} is not in the word list.", 0.0, False
         marks = mark(self._word, guess)
-        self._known[guess] = marks
+        self._hints[guess] = marks
         if guess == self._word:
             self.outcome = 1.0
             return f"{guess} {marks} correct", 1.0, True
@@ -71,8 +71,8 @@ class WordleEnv(TaskEnv):
         """Guesses the most informative word, or with probability `noise` any word."""
         if noise > 0.0 and self.np_random.random() < noise:
             return f"<guess>{WORDS[int(self.np_random.integers(len(WORDS)))]}</guess>"
-        possible = [w for w in WORDS if all(mark(w, g) == m for g, m in self._known.items())]
-        if not self._known:
+        possible = [w for w in WORDS if all(mark(w, g) == m for g, m in self._hints.items())]
+        if not self._hints:
             return f"<guess>{_FIRST}</guess>"
         # With few words left, one that is not the answer may be more informative.
         pool = WORDS if 2 < len(possible) <= 8 else tuple(possible)
@@ -85,7 +85,7 @@ class WordleEnv(TaskEnv):
 
     @property
     def _state_key(self) -> str:
-        return " ".join(f"{guess}:{marks}" for guess, marks in sorted(self._known.items()))
+        return " ".join(f"{guess}:{marks}" for guess, marks in sorted(self._hints.items()))
 
 
 def mark(word: str, guess: str) -> str:
