@@ -97,7 +97,7 @@ class CalculatorEnv(ChainEnv):
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
         """Rewards the next right intermediate result."""
-        if self._left == 0:
+        if self._remaining == 0:
             return 0.0
         name, a, b = self._steps[self._progress]
         operands = (call.arguments["a"], call.arguments["b"])
@@ -112,7 +112,7 @@ class CalculatorEnv(ChainEnv):
         slip = 0
         if noise > 0.0 and self.np_random.random() < noise:
             slip = int(self.np_random.integers(1, 4))
-        if self._left == 0 or (self._left == 1 and early):
+        if self._remaining == 0 or (self._remaining == 1 and early):
             return f"<answer>{self._values[self._progress] + slip}</answer>"
         name, a, b = self._steps[self._progress]
         return format_tool_call(name, {"a": a, "b": b + slip})

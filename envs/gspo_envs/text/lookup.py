@@ -62,7 +62,7 @@ class LookupEnv(ChainEnv):
 
     @property
     def _task_key(self) -> str:
-        return fingerprint(self._left, *self._links)
+        return fingerprint(self._remaining, *self._links)
 
     @tool
     def lookup(self, key: str) -> str:
@@ -75,7 +75,7 @@ class LookupEnv(ChainEnv):
 
     def on_tool_result(self, call: ToolCall, result: str) -> float:
         """Rewards the next right hop."""
-        if self._left == 0 or call.arguments["key"] != self._values[self._progress]:
+        if self._remaining == 0 or call.arguments["key"] != self._values[self._progress]:
             return 0.0
         return self._advance()
 
@@ -83,7 +83,7 @@ class LookupEnv(ChainEnv):
         """Returns the next lookup or the answer; with noise, early or with a wrong word."""
         early = self._is_early(noise)
         word = self._values[self._progress]
-        answers = self._left == 0 or (self._left == 1 and early)
+        answers = self._remaining == 0 or (self._remaining == 1 and early)
         if noise > 0.0 and self.np_random.random() < noise:
             others = [other for other in self._links if other != word]
             word = others[int(self.np_random.integers(len(others)))]
