@@ -18,6 +18,7 @@ import logging, os, signal, sys
 from gspo_env.redaction import log_to_terminal
 from gspo_env.tracking import Progress
 log_to_terminal()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also in a background job
 with Progress() as progress:
     progress.begin("start", 0, 10)
     progress.update("train", 3, 10, success=0.25)
