@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import statistics
 import sys
+from pathlib import Path
 
 from gspo_env.credit import ReturnsToGo
 from gspo_env.registry import BUILTIN, find
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a study runs from any folder
 from studies.credit.exact import (
     Analysis,
     additive,

@@ -17,9 +17,14 @@ The mixed column has two tasks in equal numbers, one at 10 % and one at 90 % of 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 
 from gspo_env.registry import BUILTIN, find
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a study runs from any folder
 from studies.credit.enumeration import Direction, Enumeration, direction, policy_at
 from studies.credit.exact import additive, all_right, key_and_door, look_up, may_stop
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ from gspo_env.credit import (
     ReturnsToGo,
     TurnPlusOutcome,
 )
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a study runs from any folder
 from studies.credit.density import Density, Signal, signal, slope
 
 PAGE = Path(__file__).parents[1] / "README.md"
