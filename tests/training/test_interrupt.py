@@ -305,7 +305,7 @@ def test_a_comparison_stopped_by_ctrl_c_leaves_no_worker_and_no_result():
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to the workers as well
     output, errors = process.communicate(timeout=30)  # the step would wait for a minute
     assert process.returncode == 130, errors
-    assert "Stopped. The same command goes on with the results in run." in output
+    assert "Stopped. The same command resumes with the results in run." in output
     assert len(workers) >= 2
     _, alive = psutil.wait_procs(workers, timeout=10)
     assert alive == []
