@@ -53,6 +53,19 @@ class ChatTemplateError(GspoEnvError, ValueError):
     """A tokenizer's chat template is missing or cannot give a token-exact transcript."""
 
 
+class PromptLengthError(ChatTemplateError):
+    """A prompt is longer than the context by its characters alone.
+
+    Attributes:
+        tokens: A number of tokens that it has at least.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        """Stores the number."""
+        super().__init__(f"the prompt has more than {tokens:,} tokens, more than the context")
+        self.tokens = tokens
+
+
 class EngineError(GspoEnvError, RuntimeError):
     """An engine could not serve a request."""
 

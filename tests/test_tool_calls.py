@@ -337,19 +337,31 @@ def test_a_call_that_does_not_fit_a_strict_tool_is_text_and_counted(kind):
         assert read_action(text, tools, parsed) == (Message(role="assistant", content=text), 1)
 
 
-@pytest.mark.parametrize("schema", [{"type": "nothing"}, {"properties": {"a": {"enum": 3}}}])
-def test_the_schema_of_a_strict_tool_has_to_be_one(schema):
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nothing"},
+        {"properties": {"a": {"enum": 3}}},
+        {"properties": {"a": {"$ref": "https://127.0.0.1:1/x.json"}}},
+        {"properties": {"a": {"$ref": "#/nowhere"}}},
+        {"properties": {"a": {"pattern": "(a+)+$"}}},
+        {"patternProperties": {"(a+)+$": {}}},
+        {"description": "x" * 2**17},
+    ],
+)
+def test_the_schema_of_a_strict_tool_has_to_be_one_that_is_checked_in_bounded_time(schema):
     pytest.importorskip("jsonschema")
     with pytest.raises(RefusedError, match="schema of a strict tool"):
         strict(schema)
 
 
-@pytest.mark.parametrize("place", ["https://127.0.0.1:1/x.json", "#/nowhere", "#"])
-def test_a_reference_out_of_the_schema_of_a_strict_tool_is_not_followed(place):
+@pytest.mark.parametrize("doubled", [False, True])
+def test_references_in_the_schema_of_a_strict_tool_that_never_end_fit_no_call(doubled):
     pytest.importorskip("jsonschema")
-    tools = strict({"type": "object", "properties": {"key": {"$ref": place}}})
+    twice = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(40)}
+    schema = {"$ref": "#/$defs/d0", "$defs": {**twice, "d40": {}}} if doubled else {"$ref": "#"}
     text = format_tool_call("look", {"key": 1})
-    assert read_action(text, tools)[1] == 1
+    assert read_action(text, strict({"type": "object", **schema}))[1] == 1
 
 
 def test_strict_without_the_package_is_refused_and_not_ignored(monkeypatch):

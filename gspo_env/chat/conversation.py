@@ -18,10 +18,13 @@ from typing import Any
 
 from gspo_env.chat.action import ParsedAction, message_for_template
 from gspo_env.chat.transcript import ChatTokenizer, first_messages, is_whole
+from gspo_env.errors import PromptLengthError
 from gspo_env.types import Episode, Fork, Message, Prompt, ResetInfo, Role, StepInfo, Turn
 
 _MOST_SESSIONS = 4
 """Caches of an engine that one episode uses at the same time."""
+_SHORT = 1 << 16
+"""Characters that are always encoded, since an unknown word of any length may be one token."""
 _Key = tuple[Any, ...]
 """What two messages have in common if they are equal; reasoning may be absent in one."""
 
@@ -78,10 +81,12 @@ class Transcript:
     Args:
         chat: The tokenizer.
         prompt: What precedes the first observation.
+        max_context: Maximum tokens of a sequence. A prompt that is too long by its characters
+            raises `PromptLengthError` before it is encoded. None is any number.
     """
 
-    def __init__(self, chat: ChatTokenizer, prompt: Prompt) -> None:
-        self.chat, self.prompt = chat, prompt
+    def __init__(self, chat: ChatTokenizer, prompt: Prompt, max_context: int | None = None) -> None:
+        self.chat, self.prompt, self._max_context = chat, prompt, max_context
         self.ids: list[int] = []
         """The ids of the last prompt and, once it is sampled, of its action."""
         self._turns: list[TurnState] = []
@@ -105,7 +110,9 @@ class Transcript:
 
         Raises:
             ChatTemplateError: The template refuses the conversation.
+            PromptLengthError: The prompt is too long by its characters.
         """
+        self._check_length(observation)
         turn = self._new_turn(observation, role, request)
         if self._turns and not self._is_custom and self._is_plain(observation):
             last_id = self._turns[-1].ids[-1]
@@ -166,6 +173,11 @@ class Transcript:
             prompt=_NO_PROMPT,
             ids=[],
         )
+
+    def _check_length(self, text: str) -> None:
+        tokens = len(text) // self.chat.text.longest
+        if len(text) > _SHORT and tokens > (self._max_context or tokens):
+            raise PromptLengthError(tokens)
 
     def _complete(self, *others: TurnState) -> None:
         """Sets the messages of all turns, and of the one that comes next."""
@@ -304,6 +316,11 @@ class Transcript:
         return turn.rendering
 
     def _render(self, turn: TurnState) -> str:
+        """Renders the messages of a turn.
+
+        Raises:
+            PromptLengthError: The rendering is too long.
+        """
         messages = []
         for message, source in zip(turn.messages, turn.sources, strict=True):
             action = None if source is None else self._turns[source].action
@@ -311,7 +328,9 @@ class Transcript:
             if form and action and "tool_calls" in form and not self.chat.template.shows_calls:
                 form = action.for_template()  # only the sampled text has a form of the calls
             messages.append(form or message_for_template(message))
-        return self.chat.template.render(messages, [tool.schema for tool in turn.tools])
+        rendering = self.chat.template.render(messages, [tool.schema for tool in turn.tools])
+        self._check_length(rendering)
+        return rendering
 
 
 def tokenize(

@@ -97,6 +97,11 @@ class TextEncoder:
                 "not read them."
             )
 
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token."""
+        return max(map(len, self._backend.get_vocab()))
+
     def encode(self, text: str, *, first: bool = False) -> tuple[int, ...]:
         """Returns the ids of a text, none of which is a control token.
 

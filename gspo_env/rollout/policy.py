@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gspo_env.chat.conversation import PromptIds, Transcript
 from gspo_env.engines.base import Sampling, check_completion
-from gspo_env.errors import ChatTemplateError, EnvironmentContractError
+from gspo_env.errors import ChatTemplateError, EnvironmentContractError, PromptLengthError
 from gspo_env.rollout.failures import EnvironmentFailed, describe
 from gspo_env.rollout.play import PolicyInput, PolicyOutput
 from gspo_env.rollout.progress import EpisodeProgress
@@ -44,8 +44,12 @@ class EnginePolicy:
     async def __call__(self, inputs: PolicyInput) -> PolicyOutput:
         """See `gspo_env.rollout.play.Policy`."""
         if self.transcript is None:
-            self.transcript = Transcript(self.chat, inputs.prompt)
-        prompt, limits, request = self._read(self.transcript, inputs), self.limits, inputs.request
+            self.transcript = Transcript(self.chat, inputs.prompt, self.limits.max_context)
+        limits, request = self.limits, inputs.request
+        try:
+            prompt = self._read(self.transcript, inputs)
+        except PromptLengthError as error:
+            return PolicyOutput(stop=StopReason.MAX_CONTEXT, prompt_tokens=error.tokens)
         max_tokens = limits.max_turn_tokens
         if request.max_tokens is not None:
             max_tokens = min(max_tokens, request.max_tokens)
@@ -97,7 +101,7 @@ class EnginePolicy:
         try:
             return transcript.read(inputs.observation, inputs.role, inputs.request)
         except ChatTemplateError as error:
-            if not inputs.request.messages:
+            if isinstance(error, PromptLengthError) or not inputs.request.messages:
                 raise
             text = f"{inputs.env}: the conversation of info: {error}"
             fault = describe("reading its conversation", EnvironmentContractError(text))

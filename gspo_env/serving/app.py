@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,13 +29,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BODY = 32 * 2**20
+LARGEST_BODY = 4 * 2**20
 """Bytes of a body."""
+_SMALL = 1 << 16
+"""Bytes of a body that is read in the event loop, without a thread."""
 BODY_SECONDS = 60.0
 """Time in which a body has to come."""
 _CLOSING = (401, 408, 410, 413)
 """After these errors the connection ends, so that the rest of a body is not read."""
 
+R = TypeVar("R")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -60,7 +63,8 @@ def make_app(server: PolicyServer) -> Starlette:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def reward(http: HttpRequest) -> Response:
-        return _reward(_session(server, http), parse_json(await _body(http)))
+        session = _session(server, http)
+        return _reward(session, await _read(await _body(http), parse_json))
 
     routes += [
         Route("/v1/models", _guarded(models, openai_fault), methods=["GET"]),
@@ -73,9 +77,9 @@ def make_app(server: PolicyServer) -> Starlette:
 def _endpoint(server: PolicyServer, dialect: Dialect) -> Handler:
     async def endpoint(http: HttpRequest) -> Response:
         session = _session(server, http)
-        body = parse_json(await _body(http))
-        agent = agent_name(http.headers.get("x-agent"))
-        request = dialect.read(body, session.new_id(dialect.prefix), agent)
+        body, agent = await _body(http), agent_name(http.headers.get("x-agent"))
+        name = session.new_id(dialect.prefix)
+        request = await _read(body, lambda data: dialect.read(parse_json(data), name, agent))
         reply = await _or_hung_up(http, session.reply(request))
         return Response() if reply is None else _write(dialect, request, reply)
 
@@ -155,6 +159,11 @@ async def _body(http: HttpRequest) -> bytes:
     except TimeoutError:
         raise RefusedError(f"the body did not come within {BODY_SECONDS:g} s", status=408) from None
     return bytes(data)
+
+
+async def _read(data: bytes, read: Callable[[bytes], R]) -> R:
+    """Reads a body; a large one in a thread, so that other requests go on."""
+    return read(data) if len(data) <= _SMALL else await asyncio.to_thread(read, data)
 
 
 async def _or_hung_up(http: HttpRequest, answer: Awaitable[Reply]) -> Reply | None:

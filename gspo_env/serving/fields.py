@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -12,16 +13,20 @@ from typing import Annotated, Any, NoReturn, Protocol
 from pydantic import AfterValidator, TypeAdapter
 
 from gspo_env.env.base import clean
+from gspo_env.env.schema import checker
 from gspo_env.env.tools import Tool
 from gspo_env.serving.session import RefusedError, Reply, Request
-from gspo_env.tool_calls import levels
 from gspo_env.types import Message, ToolCall
 
 Json = dict[str, Any]
-DEEPEST = 100
-"""Most levels of a body: templates and validators walk through schemas and arguments."""
+_DEEPEST = 100
+"""Most levels of JSON: templates and validators walk through schemas and arguments."""
+_MOST_VALUES = 100_000
+"""Most values of JSON: one of two bytes takes fifty times as many in memory."""
 LONGEST_NAME = 128
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NO_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -57,18 +62,19 @@ def parse_json(data: bytes) -> Json:
     """Parses a body.
 
     Raises:
-        RefusedError: It is no JSON object, is nested too deeply, or has a number that is none.
+        RefusedError: It is no JSON object, has too many levels or values, or a number that is none.
     """
     try:
-        tree = json.loads(data, parse_constant=_reject, parse_float=_finite)
+        _check_structure(data)
+        tree = json.loads(data.decode(), parse_constant=_reject, parse_float=_finite)
         if _SURROGATE.search(data):  # no tokenizer can encode lone surrogates
             tree = json.loads(clean(json.dumps(tree, ensure_ascii=False)))
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RefusedError(f"the body is not JSON: {reason[:200]}") from None
+    except RefusedError:
+        raise
+    except ValueError as error:
+        raise RefusedError(f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(tree, dict):
         raise RefusedError(f"the body is a JSON {type(tree).__name__}; expected an object")
-    _check_depth(tree)
     return tree
 
 
@@ -82,9 +88,19 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_depth(tree: Any) -> None:
-    if any(depth == DEEPEST for depth, _ in enumerate(levels(tree))):
-        raise RefusedError(f"the body is nested more than {DEEPEST} levels deep")
+def _check_structure(data: bytes) -> None:
+    """Counts values and levels before JSON is parsed, which may take seconds and gigabytes.
+
+    Raises:
+        RefusedError: There are too many.
+    """
+    too_many = data.count(b'"') - data.count(b'\\"') > 2 * _MOST_VALUES
+    marks = b"" if too_many else _STRING.sub(b"", data).translate(None, _NO_STRUCTURE)
+    if too_many or len(marks) > 2 * _MOST_VALUES:
+        raise RefusedError(f"the JSON has more than {_MOST_VALUES:,} values")
+    steps = (1 if mark in b"[{" else -1 for mark in marks.translate(None, b","))
+    if max(itertools.accumulate(steps), default=0) > _DEEPEST:
+        raise RefusedError(f"the JSON is nested more than {_DEEPEST} levels deep")
 
 
 class Fields:
@@ -164,13 +180,14 @@ class Fields:
     def call(self, field: str, id: str) -> ToolCall:
         """Returns the call of a tool; a field has its arguments, an object or the JSON of one."""
         name, value = self.tool(), self.values.pop(field, None)
+        if isinstance(value, str) and value:
+            _check_structure(value.encode())
         try:
             tree = json.loads(value) if isinstance(value, str) and value else value or {}
-        except (ValueError, RecursionError):
+        except ValueError:
             tree = None
         if not isinstance(tree, dict):
             self.refuse(field, value, "a JSON object")
-        _check_depth(tree)
         return ToolCall(name=name, arguments=tree, id=id)
 
     def ignore(self, fields: Sequence[str]) -> None:
@@ -355,14 +372,13 @@ def _any_arguments() -> TypeAdapter[dict[str, Any]]:
 
 
 def _schema_validator(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
-    """Returns the validator of a strict tool: JSON schema, with references inside of it only.
+    """Returns the validator of a strict tool.
 
     Raises:
-        RefusedError: The schema is none, or `jsonschema` is not installed.
+        RefusedError: The schema is none, takes long to check, or `jsonschema` is not installed.
     """
     try:
-        from jsonschema import Draft202012Validator, SchemaError
-        from jsonschema_specifications import REGISTRY
+        check = checker(schema, complete=True)
     except ImportError:
         raise RefusedError(
             f"{where} is true, which needs the package jsonschema; expected false, or "
@@ -370,22 +386,8 @@ def _schema_validator(schema: Json, where: str) -> TypeAdapter[dict[str, Any]]:
             code="unsupported_parameter",
             param=where,
         ) from None
-    try:
-        Draft202012Validator.check_schema(schema)
-    except (SchemaError, RecursionError) as error:
-        reason = getattr(error, "message", "it is nested too deeply")
-        raise RefusedError(f"the schema of a strict tool is none: {reason[:200]}") from None
-    checker = Draft202012Validator(schema, registry=REGISTRY)
-
-    def check(arguments: dict[str, Any]) -> dict[str, Any]:
-        try:
-            fits = checker.is_valid(arguments)
-        except Exception as error:  # a reference leads nowhere: jsonschema raises many kinds
-            raise ValueError(f"the schema cannot be used: {error}") from None
-        if not fits:
-            raise ValueError("they do not fit the schema")
-        return arguments
-
+    except ValueError as error:
+        raise RefusedError(f"the schema of a strict tool is refused: {error}") from None
     return TypeAdapter(Annotated[dict[str, Any], AfterValidator(check)])
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from gspo_env.chat import ChatTokenizer, Transcript
 from gspo_env.engines import Engine, Sampling, check_completion
-from gspo_env.errors import ChatTemplateError
+from gspo_env.errors import ChatTemplateError, PromptLengthError
 from gspo_env.rollout import RolloutConfig
 from gspo_env.seeding import derive_seed
 from gspo_env.serving.session import RefusedError, Reply, Request
@@ -101,14 +101,14 @@ class ChatPolicy:
                 "",
                 request=StepInfo(messages=request.messages, tools=request.tools, stop=request.stop),
             )
+        except PromptLengthError as error:
+            return self._refuse(conversation, error.tokens)
         except ChatTemplateError as error:
             raise RefusedError(str(error), param="messages") from None
         limit = self._limits.max_turn_tokens
         limit = min(request.max_tokens or limit, limit)
         if len(prompt.ids) + limit > self._limits.max_context:
-            self._release(conversation)
-            nothing = Message(role="assistant", content="")
-            return Reply(message=nothing, finish_reason="context", prompt_tokens=len(prompt.ids))
+            return self._refuse(conversation, len(prompt.ids))
         temperature, seed = request.temperature, request.seed
         sampling = Sampling(
             max_tokens=limit,
@@ -131,6 +131,12 @@ class ChatPolicy:
             completion_tokens=len(completion.token_ids),
         )
 
+    def _refuse(self, conversation: _Conversation, tokens: int) -> Reply:
+        """Returns the reply to a prompt that does not fit."""
+        self._release(conversation)
+        nothing = Message(role="assistant", content="")
+        return Reply(message=nothing, finish_reason="context", prompt_tokens=tokens)
+
     def _take(self, request: Request, number: int) -> _Conversation:
         """Returns the conversation that a request continues, or a new one."""
         for key in reversed(list(_keys(request.messages))):
@@ -140,7 +146,10 @@ class ChatPolicy:
                 self._release(conversation)
                 break
         prompt = Prompt(tools=request.tools)
-        return _Conversation(transcript=Transcript(self._chat, prompt), session=f"serve:{number}")
+        return _Conversation(
+            transcript=Transcript(self._chat, prompt, self._limits.max_context),
+            session=f"serve:{number}",
+        )
 
     def _keep(self, request: Request, message: Message, conversation: _Conversation) -> None:
         """Keeps a conversation for the request that continues it."""

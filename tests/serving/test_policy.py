@@ -1,6 +1,7 @@
 """A real tiny model behind the address."""
 
 import asyncio
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +105,27 @@ def test_limits_are_those_of_training(served):
     long = [{"role": "user", "content": "amber " * 200}]
     error = post(served, messages=long).json()["error"]
     assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("channel", ["user", "earlier", "call"])
+def test_a_prompt_that_is_too_long_by_its_characters_is_not_encoded(
+    served, chat, monkeypatch, channel
+):
+    encode, text = chat.text.encode, "amber river " * 20_000
+    lengths = []
+    monkeypatch.setattr(
+        chat.text, "encode", lambda t, **m: lengths.append(len(t)) or encode(t, **m)
+    )
+    hi, function = HI["messages"], {"name": "f", "arguments": json.dumps({"key": text})}
+    call = {"id": "1", "type": "function", "function": function}
+    body = {
+        "user": {"messages": [{"role": "user", "content": text}]},
+        "earlier": {"messages": [*hi, {"role": "assistant", "content": text}, *hi]},
+        "call": {"messages": [*hi, {"role": "assistant", "tool_calls": [call]}, *hi]},
+    }[channel]
+    response = post(served, **body)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert max(lengths, default=0) < 2**16
 
 
 def test_a_conversation_that_the_template_refuses_is_the_requests_fault(served, monkeypatch, chat):

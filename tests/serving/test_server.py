@@ -20,7 +20,8 @@ import pytest
 from serving_policy import Policy
 
 from gspo_env.errors import ConfigError
-from gspo_env.serving import LateRewardError, PolicyServer, Reply, address, app, connection
+from gspo_env.serving import LateRewardError, PolicyServer, Reply, address, app, connection, fields
+from gspo_env.serving.dialects.chat import Chat
 from gspo_env.types import Message
 
 HI = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -201,6 +202,69 @@ def test_a_body_that_is_no_request_is_one_error(opened, body):
     got = opened(Policy()).post("/chat/completions", content=body)
     assert got.status_code == 400
     assert len(got.json()["error"]["message"]) < 500
+
+
+def arguments(text):
+    """A body with a call whose arguments are a text."""
+    call = {"id": "1", "function": {"name": "f", "arguments": text}}
+    said = {"role": "assistant", "tool_calls": [call]}
+    return json.dumps({**HI, "messages": [said, *HI["messages"]]}).encode()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [' + b"[]," * 10**6 + b"0]}",
+        b'{"messages": [' + b'"",' * 10**6 + b'""]}',
+        b'{"messages": [' + b'"\\\\",' * 700_000 + b'""]}',
+        b"{" + b",".join(b'"%d":{}' % n for n in range(300_000)) + b"}",
+        b'{"messages": [' + b"0," * 10**6 + b"0]}",
+        b'{"x": "\\"]", "messages": ' + b"[" * 101 + b"]" * 101 + b"}",
+        json.dumps({"messages": [[]] * 200_000}).encode("utf-16"),
+        arguments("[" + "[]," * 200_000 + "0]"),
+        arguments('{"a":' + "[" * 101 + "]" * 101 + "}"),
+    ],
+    ids=lambda body: f"{body[:20]}{len(body)}",
+)
+def test_structure_is_counted_before_a_body_is_parsed(opened, body, monkeypatch):
+    parse = json.loads
+
+    def loads(text, **more):
+        assert text.startswith('{"model"'), "parsed"
+        return parse(text, **more)
+
+    monkeypatch.setattr(fields.json, "loads", loads)
+    response = opened(Policy()).post("/chat/completions", content=body)
+    monkeypatch.undo()
+    assert response.status_code == 400
+    assert "JSON" in response.json()["error"]["message"]
+
+
+def test_brackets_in_texts_are_no_structure(opened):
+    policy, text = Policy(), '[{,"\\' * 150_000
+    body = {**HI, "messages": [{"role": "user", "content": text}]}
+    assert post(opened(policy), body=body).status_code == 200
+    assert policy.seen[0].messages[0].content == text
+
+
+def test_other_requests_go_on_while_a_large_body_is_read(opened, monkeypatch):
+    client, reads, go_on = opened(Policy()), threading.Event(), threading.Event()
+    read = Chat.read
+
+    def slow(self, body, *more):
+        if len(body["messages"]) > 1:
+            reads.set()
+            assert go_on.wait(10)
+        return read(self, body, *more)
+
+    monkeypatch.setattr(Chat, "read", slow)
+    large = {**HI, "messages": [{"role": "user", "content": "x" * 2**16}] * 2}
+    with ThreadPoolExecutor() as pool:
+        response = pool.submit(post, client, body=large)
+        assert reads.wait(10)
+        assert post(client).status_code == 200
+        go_on.set()
+        assert response.result().status_code == 200
 
 
 def test_lone_surrogates_do_not_reach_the_policy(opened):

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, TypeAdapter
 
 from gspo_env.env.base import Options, ResetResult
+from gspo_env.env.schema import checker
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import Tool
 from gspo_env.errors import ConfigError, ToolServerError
 from gspo_envs.data.dataset import DatasetEnv
-from gspo_envs.tools.mcp.schema import checker
 from gspo_envs.tools.mcp.session import MCPServer, MCPSession, list_tools, shorten
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

@@ -1,4 +1,4 @@
-"""Checks arguments against a JSON schema that an untrusted server wrote."""
+"""Checks arguments against a JSON schema that an untrusted server or program wrote."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ _TURNED = ("contains", "if", "not", "oneOf")
 Check = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-def checker(schema: dict[str, Any]) -> Check:
+def checker(schema: dict[str, Any], *, complete: bool = False) -> Check:
     """Returns a function that returns valid arguments and raises `ValueError` for others.
 
     Every fault of the schema or of the arguments is a `ValueError` of at most 500 characters.
+
+    Args:
+        schema: The schema.
+        complete: Whether to refuse a schema with keywords that are left to the server.
 
     Raises:
         ValueError: The schema is too large or deep, invalid, or refers to another document.
@@ -36,7 +40,10 @@ def checker(schema: dict[str, Any]) -> Check:
     from referencing import Registry
 
     _check_size(schema)
-    kind = _validator(any(_left_out(part) for part in _parts(schema)))
+    incomplete = any(_left_out(part) for part in _parts(schema))
+    if incomplete and complete:
+        raise ValueError(f"it has one of {', '.join(_LEFT_TO_THE_SERVER)}, which are not checked")
+    kind = _validator(incomplete)
     try:
         kind.check_schema(schema, format_checker=FormatChecker(formats=()))
         _check_references(schema)
