@@ -370,7 +370,7 @@ def _replace(default: T, tree: Mapping[str, Any], where: str) -> T:
         elif dataclasses.is_dataclass(old):
             values[name] = _replace(old, _table(where + name, value), f"{where}{name}.")
         else:
-            values[name] = _typed(f"{where}{name}", value, hints[name])
+            values[name] = convert(f"{where}{name}", value, hints[name])
     return dataclasses.replace(default, **values)  # type: ignore[type-var]
 
 
@@ -379,7 +379,7 @@ def _choose(kind: str, old: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return value
     tree = {"name": value} if isinstance(value, str) else dict(_table(kind, value))
-    name = _typed(f"{kind}.name", tree.pop("name", name_of(kind, old)), str)
+    name = convert(f"{kind}.name", tree.pop("name", name_of(kind, old)), str)
     new = old if name == name_of(kind, old) else _default(kind, name)
     return _replace(new, tree, f"{kind}.")
 
@@ -400,8 +400,17 @@ def _table(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    """Converts a TOML value to the annotated type, such as a string to a path."""
+def convert(name: str, value: Any, hint: Any) -> Any:
+    """Converts a value of a file or a flag to the annotated type, such as a string to a path.
+
+    Args:
+        name: What error messages call the setting.
+        value: The value; `1e3` is a number, but not an integer.
+        hint: The annotated type of the setting.
+
+    Raises:
+        ConfigError: The value is not of that type.
+    """
     try:
         adapter = TypeAdapter(hint)
     except PydanticSchemaGenerationError:  # a user's class

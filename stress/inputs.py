@@ -107,6 +107,7 @@ class E(ToolEnv):
     "bom.toml": b"\xef\xbb\xbfseed = 1\n",
     "unknown.toml": b"stepz = 3\n",
     "neg.toml": b"steps = -3\n",
+    "float.toml": b"seed = 1e3\n",
     "dirty.toml": b'[rollout]\ngroup_size = "x"\n',
     "dmg/gspo_env.json": b'{"config": ',
     "emptydir/.keep": b"",

@@ -123,6 +123,7 @@ def test_a_setting_is_found_by_path_or_last_part_and_one_of_another_choice_is_ex
         ("[learner]\nlearning_rates = 1", "unknown field learner.'learning_rates'.*learning_rate"),
         ("steps = -1", "steps is -1; expected an integer of at least 0"),
         ("steps = 1.5", "steps is 1.5; input should be a valid integer"),
+        ("seed = 1e3", "seed is 1000.0; input should be a valid integer"),
         ("steps = true", "steps is True; input should be a valid integer"),
         ("engine = 'magic'", "engine is 'magic'; expected one of: transformers, vllm"),
         ("learner = 3", "learner is 3; expected a table"),
@@ -151,6 +152,15 @@ def test_what_is_gone_names_what_serves_instead(capsys, name):
     if section not in COMMANDS:
         with pytest.raises(ConfigError, match=re.escape(REMOVED[name])):
             from_dict({section: {last: 1}} if section else {name: 1})
+
+
+@pytest.mark.parametrize("name", ["seed", "group_size", "traces", "imitation_steps"])
+def test_an_integer_in_the_notation_of_a_float_is_refused_in_python(name):
+    sections = {"group_size": "rollout", "traces": "tracker", "imitation_steps": "recipe"}
+    config = from_dict({"recipe": "imitate"})
+    owner = getattr(config, sections[name]) if name in sections else config
+    with pytest.raises(ConfigError, match=rf"{name} is 1000\.0; expected an integer"):
+        dataclasses.replace(owner, **{name: 1e3})
 
 
 def test_an_argument_that_toml_cannot_hold_is_named():

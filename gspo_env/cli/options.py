@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn, get_origin, get_type_hints
 
 import tyro
-from pydantic import TypeAdapter, ValidationError
 
-from gspo_env.config import Config, from_dict, override, read_toml, resolve
+from gspo_env.config import Config, convert, from_dict, override, read_toml, resolve
 from gspo_env.env.registration import add_kwargs, format_env
 from gspo_env.errors import ConfigError
 from gspo_env.registry import BUILTIN, name_of, names
@@ -267,15 +266,11 @@ def _value(config: Config, path: str, texts: list[str]) -> Any:
         return dict(map(_pair, texts))
     value: Any = texts if get_origin(hint) is tuple else _text(path, texts)
     literal = list(map(_literal, texts)) if value is texts else _literal(value)
-    adapter = TypeAdapter(hint)
+    flag = f"--{path.replace('_', '-')}"
     if hint not in (str, tuple[str, ...]):
-        with contextlib.suppress(ValidationError):
-            return adapter.validate_python(literal)
-    try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        flag, reason = f"--{path.replace('_', '-')}", error.errors()[0]["msg"].lower()
-        raise ConfigError(f"{flag} is {' '.join(texts)}; {reason}") from None
+        with contextlib.suppress(ConfigError):
+            return convert(flag, literal, hint)
+    return convert(flag, value, hint)
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import SplitResult, unquote, urlsplit
+
+from annotated_types import Ge
 
 from gspo_env.errors import ConfigError, OutputError, TrackingError
 from gspo_env.redaction import redact_text
+from gspo_env.registry import check_values
 from gspo_env.tracking.base import MODEL, Input, Point, RunInfo, Status
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow_traces import TraceWriter
@@ -76,18 +79,16 @@ class MLflow:
     links instead of a copy."""
     register: str = ""
     """Name of a registered model, of which the trained model becomes a new version."""
-    traces: int = 1
+    traces: Annotated[int, Ge(0)] = 1
     """Minimum number of episodes of each evaluation, sampled and greedy, that become traces; a run
     sends more while they cost less than 0.2 % of its time."""
-    train_traces: int = 0
+    train_traces: Annotated[int, Ge(0)] = 0
     """Minimum number of episodes of each training step that become traces. With 0 here and in
     `traces`, there are none."""
 
     def __post_init__(self) -> None:
         """Rejects invalid values."""
-        for name in ("traces", "train_traces"):
-            if (count := getattr(self, name)) < 0:
-                raise ConfigError(f"tracker.{name} is {count}; expected 0 or more")
+        check_values(self)
         if self.register and not self.log_model:
             raise ConfigError(
                 f"tracker.register is {self.register!r} and tracker.log_model is false; expected "
