@@ -54,10 +54,16 @@ class Wrong(Exception):
         self.what = what
 
 
-def build(name: str, scale: float | None = None) -> Any:
-    """Builds a tiny model of an architecture; `scale` multiplies its random matrices."""
+def build(name: str, scale: float | None = None, **changes: Any) -> Any:
+    """Builds a tiny model of an architecture.
+
+    Args:
+        name: Its name in the table.
+        scale: Factor of its random matrices.
+        changes: Settings of its config in place of the tiny ones.
+    """
     kind, settings = ARCHITECTURES[name]
-    config = CONFIG_MAPPING[kind](**copy.deepcopy(COMMON | settings))
+    config = CONFIG_MAPPING[kind](**copy.deepcopy(COMMON | settings | changes))
     factor = (2.5 if kind in CALM else 5.0) if scale is None else scale
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+import architectures
 import numpy as np
 import torch
 from conftest import make_samples
 from peft import LoraConfig, get_peft_model
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
 
 from gspo_env.batch import Sample
 from gspo_env.learner import GRPO, GSPO, DrGRPO
@@ -51,41 +46,9 @@ def adapted(model):
 
 
 def experts():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        shape = MixtralConfig(
-            vocab_size=200,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            router_aux_loss_coef=0.1,
-        )
-        return MixtralForCausalLM(shape)
+    return architectures.build("Mixtral", vocab_size=200, router_aux_loss_coef=0.1)
 
 
 def hybrid():
     """A model with linear attention, which takes one sequence a row."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        shape = Qwen3NextConfig(
-            vocab_size=260,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            layer_types=["linear_attention", "full_attention"],
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            num_experts=0,
-            decoder_sparse_step=1,
-            mlp_only_layers=[0, 1],
-        )
-        return Qwen3NextForCausalLM(shape)
+    return architectures.build("Qwen3.5", vocab_size=260)

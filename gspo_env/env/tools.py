@@ -41,8 +41,6 @@ class Tool:
     """Parses JSON to the keyword arguments of `function`; strict, without unknown names."""
     strict: bool = False
     """Whether a program is promised that the arguments of each call fit `parameters`."""
-    texts: frozenset[str] = frozenset()
-    """The names of the parameters, if each is a required `str` and nothing else is checked."""
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -57,12 +55,6 @@ class Tool:
             ConfigError: An argument is missing, unknown or of the wrong type; the message is one
                 sentence.
         """
-        if (
-            self.texts
-            and arguments.keys() == self.texts
-            and all(map(_is_ascii, arguments.values()))
-        ):
-            return dict(arguments)  # what the validator returns
         try:
             return self.validator.validate_json(json.dumps(arguments))
         except ValidationError as error:
@@ -125,8 +117,7 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
     name = function.__name__
     description, documented = _read_docstring(name, inspect.getdoc(function))
     make_type: Any = TypedDict
-    fields = _fields(function, documented)
-    arguments = make_type(f"{name}_arguments", fields)
+    arguments = make_type(f"{name}_arguments", _fields(function, documented))
     arguments.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     try:
         validator: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
@@ -144,18 +135,7 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
         parameters={key: schema[key] for key in keys if key in schema},
         function=function,
         validator=validator,
-        texts=frozenset(fields) if all(map(_is_text, fields.values())) else frozenset(),
     )
-
-
-def _is_ascii(value: object) -> bool:
-    return type(value) is str and value.isascii()
-
-
-def _is_text(annotation: Any) -> bool:
-    """Returns whether this annotation of `_fields` is a required `str` without other checks."""
-    kind, *described = typing.get_args(annotation)
-    return kind is str and len(described) == 1
 
 
 def _fields(function: Callable[..., Any], documented: dict[str, str]) -> dict[str, Any]:

@@ -122,44 +122,39 @@ def test_every_well_formed_completion_is_accepted(ids, stopped, logprobs):
     check_completion(done, Sampling(max_tokens=len(ids), stop_ids=(2,)), 300)
 
 
+class Returning:
+    """An engine that returns the same completion for every request."""
+
+    def __init__(self, done):
+        self.done = done
+
+    async def generate(self, prompt_ids, sampling, session=None):
+        return self.done
+
+    def release(self, session):
+        pass
+
+
+def play(engine, chat):
+    limits = RolloutConfig(max_turn_tokens=8, max_context=256, max_turns=2)
+    pool = EnvPool(lambda: make_env("gspo/Lookup-v0"))
+    collector = Collector(engine, chat, pool, limits, vocab_size=300)
+    return asyncio.run(collector.collect([Task(env_id="test", seed=0)], seed=0, group_size=2))
+
+
 @pytest.mark.parametrize("fault", ["an id beyond the vocabulary", "a positive log-probability"])
 def test_no_malformed_completion_of_any_engine_reaches_an_episode(player, fault):
-    class Malformed:
-        async def generate(self, prompt_ids, sampling, session=None):
-            return replace(GOOD, **MALFORMED[fault])
-
-        def release(self, session):
-            pass
-
-    limits = RolloutConfig(max_turn_tokens=8, max_context=256)
-    pool = EnvPool(lambda: make_env("gspo/Lookup-v0"))
-    collector = Collector(Malformed(), player.chat, pool, limits, vocab_size=300)
     with pytest.raises(EngineError, match="a completion is malformed"):
-        asyncio.run(collector.collect([Task(env_id="test", seed=0)], seed=0, group_size=2))
+        play(Returning(replace(GOOD, **MALFORMED[fault])), player.chat)
 
 
 def test_the_turns_of_an_episode_have_the_version_of_each_token(player):
-    class Changing:
-        async def generate(self, prompt_ids, sampling, session=None):
-            stop = sampling.stop_ids[0]
-            return Completion(
-                token_ids=(5, 6, stop),
-                logprobs=(-1.0,) * 3,
-                finish_reason="stop",
-                weights_version=2,
-                weights_versions=((2, 1), (4, 2)),
-            )
-
-        def release(self, session):
-            pass
-
-    limits = RolloutConfig(max_turn_tokens=8, max_context=256, max_turns=2)
-    pool = EnvPool(lambda: make_env("gspo/Lookup-v0"))
-    collector = Collector(Changing(), player.chat, pool, limits)
-    tasks = [Task(env_id="test", seed=0)]
-    [group] = asyncio.run(collector.collect(tasks, seed=0, group_size=2))
+    ids = (5, 6, player.chat.stop_ids[0])
+    runs = ((2, 1), (4, 2))
+    done = replace(GOOD, token_ids=ids, weights_version=2, weights_versions=runs)
+    [group] = play(Returning(done), player.chat)
     for episode in group.episodes:
-        assert {turn.weights_versions for turn in episode.turns} == {((2, 1), (4, 2))}
+        assert {turn.weights_versions for turn in episode.turns} == {runs}
         assert episode.weights_versions == (2, 4)
 
 

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from logprobs import plain_logprobs
 
 from gspo_env.engines.base import (
     Sampling,
@@ -32,15 +33,6 @@ def other_weights(model, seed):
     return other
 
 
-def plain_logprobs(model, ids, count):
-    plain = copy.deepcopy(model)
-    plain.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        logits = plain(torch.tensor([ids])).logits[0].float()
-    rows = torch.log_softmax(logits, -1)[-count - 1 : -1]
-    return rows.gather(-1, torch.tensor(ids[-count:])[:, None])[:, 0]
-
-
 def versions_of(done):
     runs = done.weights_versions or ((done.weights_version, len(done.token_ids)),)
     return torch.tensor([v for v, tokens in runs for _ in range(tokens)])
@@ -48,9 +40,7 @@ def versions_of(done):
 
 def greatest_difference(models, prompt, done):
     """Between the engine's log-probability of each token and that of its version's model."""
-    by_version = torch.stack(
-        [plain_logprobs(m, [*prompt, *done.token_ids], len(done.token_ids)) for m in models]
-    )
+    by_version = torch.stack([plain_logprobs(m, prompt, done) for m in models])
     expected = by_version[versions_of(done), torch.arange(len(done.token_ids))]
     return float((torch.tensor(done.logprobs) - expected).abs().max())
 
@@ -67,13 +57,13 @@ def engine(request, model):
     return CopyEngine(model, start) if own else start(model)
 
 
-async def play(engine, model, models, updates, requests=6, turns=1):
+async def play(engine, model, models, updates, requests=6, turns=1, update=None):
     """Plays conversations, with an update of the weights after every few tokens."""
-    log = []
+    update, log = update or engine.update_in_flight, []
 
     async def converse(n):
-        rng = random.Random(n)
-        ids = [rng.randrange(1, 250) for _ in range(10 + n)] if n else [9, 8, 7]
+        rng = random.Random(n // 2)  # two of them begin alike
+        ids = [rng.randrange(1, 250) for _ in range(10 + n // 2)] if n else [9, 8, 7]
         for turn in range(turns):
             sampling = Sampling(max_tokens=30, seed=10 * n + turn)
             done = await engine.generate(list(ids), sampling, f"s{n}")
@@ -86,7 +76,7 @@ async def play(engine, model, models, updates, requests=6, turns=1):
         for _ in range(8):
             await asyncio.sleep(0)
         model.load_state_dict(models[version].state_dict())
-        await engine.update_in_flight([], version)
+        await update([], version)
     await asyncio.gather(*jobs)
     return log
 
@@ -103,9 +93,11 @@ def test_each_token_has_the_log_probability_that_its_version_of_the_weights_give
     assert max(greatest_difference(models, *each) for each in log) < 1e-4
 
 
-def test_after_an_update_in_flight_sampling_is_as_in_a_new_engine(engine, model):
+@pytest.mark.parametrize("how", ["update_in_flight", "update_weights"])
+def test_after_an_update_sampling_is_as_in_a_new_engine(engine, model, how):
     models = [copy.deepcopy(model), other_weights(model, 1)]
-    asyncio.run(play(engine, model, models, updates=1, turns=2))
+    update = getattr(engine, how)
+    asyncio.run(play(engine, model, models, updates=1, turns=2, update=update))
     sampling = Sampling(max_tokens=20, seed=3)
     fresh = TransformersEngine(copy.deepcopy(models[1]), max_slots=2, max_context=300)
     after = asyncio.run(engine.generate([9, 8, 7], sampling))
@@ -113,6 +105,24 @@ def test_after_an_update_in_flight_sampling_is_as_in_a_new_engine(engine, model)
     assert after.token_ids == expected.token_ids
     assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
     assert (after.weights_version, after.weights_versions) == (1, ())
+
+
+def test_an_update_waits_for_requests_that_run_and_not_for_those_that_were_cancelled(engine):
+    prompts = [[3, 4, 5], [6, 7], [8, 9], [3], [4], [5]]  # more than slots
+
+    async def play():
+        jobs = [asyncio.create_task(engine.generate(p, Sampling(max_tokens=50))) for p in prompts]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for job in jobs[::2]:
+            job.cancel()
+        await engine.update_weights([], 1)
+        assert engine.weights_version == 1
+        return await asyncio.gather(*jobs[1::2], engine.generate([3, 4, 5], Sampling(max_tokens=3)))
+
+    *before, after = asyncio.run(play())
+    assert [done.weights_version for done in (*before, after)] == [0, 0, 0, 1]
+    assert [len(done.token_ids) for done in before] == [50] * 3
 
 
 def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model):
@@ -139,21 +149,6 @@ def test_a_copy_samples_with_its_own_weights_while_the_learner_changes_its(model
     asyncio.run(engine.update_weights([], 1))
     again = asyncio.run(engine.generate([3, 4, 5], Sampling(max_tokens=40)))
     assert greatest_difference([before, model], [3, 4, 5], again) < 1e-4
-
-
-def test_an_update_of_a_copy_waits_for_requests_unless_it_is_in_flight(model):
-    engine = Transformers(own_weights=True).start(model, max_slots=4, max_context=100)
-
-    async def overlap():
-        running = asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=30)))
-        await asyncio.sleep(0)
-        model.load_state_dict(other_weights(model, 1).state_dict())
-        await engine.update_weights([], 1)
-        return await running
-
-    done = asyncio.run(overlap())
-    assert (done.weights_version, done.weights_versions) == (0, ())
-    assert engine.weights_version == 1
 
 
 def test_a_copy_of_a_model_with_an_adapter_takes_what_trains(model):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import random
 
+import architectures
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from logprobs import difference
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded.engine import TransformersEngine
@@ -22,21 +21,8 @@ TURNS = 5
 @pytest.fixture(scope="module")
 def peaked():
     """A model that is sure of the next id in some contexts, and not in others."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCABULARY, **shape, **heads)).eval()
-
-
-def difference(model, prompt, done, temperature=1.0):
-    """Between the log-probabilities of a completion and those of a plain forward pass."""
-    plain = copy.deepcopy(model)
-    plain.set_attn_implementation("sdpa")
-    ids = torch.tensor([prompt + list(done.token_ids)])
-    with torch.no_grad():
-        logits = plain(ids).logits[0, len(prompt) - 1 : -1] / temperature
-    own = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0]
-    return float((torch.tensor(done.logprobs) - own).abs().max())
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}
+    return architectures.build("Qwen3", 7.0, **shape)
 
 
 async def episode(engine, rng, prompts, session, log):

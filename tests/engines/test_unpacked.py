@@ -8,7 +8,7 @@ import copy
 
 import architectures
 import pytest
-import torch
+from logprobs import difference
 
 from gspo_env.engines import Sampling, TransformersEngine, UnbatchedEngine
 from gspo_env.errors import EngineError
@@ -26,15 +26,6 @@ def start(model, **limits):
     return UnbatchedEngine(model, **{"max_slots": 4, "max_context": 200} | limits)
 
 
-def logprobs(model, prompt, done):
-    with torch.no_grad():
-        return architectures.plain_logprobs(model, prompt + list(done.token_ids))[len(prompt) - 1 :]
-
-
-def assert_exact(model, prompt, done):
-    assert (logprobs(model, prompt, done) - torch.tensor(done.logprobs)).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("whole_turns", [True, False])
 def test_turns_of_many_sessions_report_what_a_pass_over_the_whole_sequence_gives(
     hybrid, whole_turns
@@ -46,7 +37,7 @@ def test_turns_of_many_sessions_report_what_a_pass_over_the_whole_sequence_gives
 
     for log in asyncio.run(play()):
         for prompt, done in log:
-            assert_exact(hybrid, prompt, done)
+            assert difference(hybrid, prompt, done) < 1e-4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -71,7 +62,7 @@ def test_a_prompt_that_does_not_continue_its_cache_is_computed_from_the_start(hy
         before = engine.fed_tokens
         done = asyncio.run(engine.generate(other, Sampling(max_tokens=1), "a"))
         assert engine.fed_tokens - before == len(other)
-        assert_exact(hybrid, other, done)
+        assert difference(hybrid, other, done) < 1e-4
 
 
 def test_a_cancelled_request_leaves_its_slot_and_no_cache(hybrid):
@@ -89,38 +80,7 @@ def test_a_cancelled_request_leaves_its_slot_and_no_cache(hybrid):
 
     done = asyncio.run(play())
     assert done.weights_version == 1
-    assert_exact(hybrid, [3, 4, 5], done)
-
-
-def test_new_weights_drop_every_cache():
-    model = architectures.build("LFM2")
-    check_model(model)
-    engine = start(model)
-    prompt = list(range(3, 20))
-    first = asyncio.run(engine.generate(prompt, Sampling(max_tokens=3), "a"))
-    for parameter in model.parameters():
-        parameter.data.mul_(1.1)
-    asyncio.run(engine.update_weights([], 1))
-    for session in ("a", "b"):
-        longer = [*prompt, *first.token_ids, 9] if session == "a" else prompt
-        done = asyncio.run(engine.generate(longer, Sampling(max_tokens=3), session))
-        assert_exact(model, longer, done)
-        assert done.weights_version == 1
-
-
-def test_weights_do_not_change_while_a_request_runs(hybrid):
-    engine = start(hybrid)
-
-    async def play():
-        job = asyncio.create_task(engine.generate([3, 4], Sampling(max_tokens=5), "a"))
-        await asyncio.sleep(0)
-        await engine.update_weights([], 1)
-        return job.done(), await job
-
-    ended, done = asyncio.run(play())
-    assert ended
-    assert done.weights_version == 0
-    assert len(done.token_ids) == 5
+    assert difference(hybrid, [3, 4, 5], done) < 1e-4
 
 
 def test_a_closed_engine_and_a_prompt_that_does_not_fit_are_refused(hybrid):

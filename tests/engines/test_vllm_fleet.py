@@ -67,6 +67,10 @@ def ids_of(*versions):
     return tuple(token for token, tokens in versions for _ in range(tokens))
 
 
+def change(model):
+    model.get_input_embeddings().weight.data.mul_(1.5)
+
+
 async def all_serve(engine, count):
     async with asyncio.timeout(30):
         while engine.copies < count:
@@ -91,7 +95,7 @@ def test_a_killed_server_is_started_again_and_has_the_current_weights_at_its_fir
     async def play():
         before = in_folder(engine)
         assert await ask(engine, 8) == [before] * 8
-        model.get_input_embeddings().weight.data.mul_(1.5)
+        change(model)
         await engine.update_weights(named_weights(model), 1)
         after, pids = in_folder(engine), engine.pids
         assert after != before
@@ -117,10 +121,6 @@ def test_a_server_that_drops_a_request_and_is_slow_to_say_that_it_is_healthy_is_
         fault(engine, name)
     assert asyncio.run(ask(engine, 1)) == [in_folder(engine)]
     assert engine.servers_lost == 0
-
-
-def change(model):
-    model.get_input_embeddings().weight.data.mul_(1.5)
 
 
 def test_weights_change_in_flight_on_every_server_and_each_token_has_its_version(start, model):
@@ -212,25 +212,17 @@ def test_a_server_that_got_other_weights_behind_our_back_is_not_used(start):
     assert engine.servers_lost == 1
 
 
-def test_requests_wait_for_the_only_server_to_be_started_again(start):
+@pytest.mark.parametrize("updates", [False, True])
+def test_requests_and_updates_wait_for_the_only_server_to_be_started_again(start, model, updates):
     engine = start()
 
     async def play():
         os.kill(engine.pids[0], signal.SIGKILL)
+        if updates:
+            await engine.update_weights(named_weights(model), 1)
         return await ask(engine, 4)
 
     assert asyncio.run(play()) == [in_folder(engine)] * 4
-
-
-def test_an_update_waits_for_the_only_server_to_be_started_again(start, model):
-    engine = start()
-    os.kill(engine.pids[0], signal.SIGKILL)
-
-    async def play():
-        await engine.update_weights(named_weights(model), 1)
-        return await ask(engine, 1)
-
-    assert asyncio.run(play()) == [in_folder(engine)]
 
 
 def test_weights_go_to_each_server_through_a_channel_of_its_own(start, model, monkeypatch):

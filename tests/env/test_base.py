@@ -5,22 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gymnasium.spaces import Text
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo_env.env.base import TextEnv, UnicodeText, clean, extract_tag
 from gspo_env.errors import ConfigError, EnvironmentContractError
-
-
-def test_defaults_of_an_environment() -> None:
-    env = TextEnv()
-    assert env.system_prompt is None
-    assert env.tools == ()
-    assert env.blocking is None
-    assert "é" * 16384 in env.observation_space
-    with pytest.raises(NotImplementedError, match="no scripted demonstrator"):
-        env.expert_action()
 
 
 class Counts(TextEnv):
@@ -97,10 +86,3 @@ def test_samples_are_seeded_short_and_contained() -> None:
     samples = [first.sample() for _ in range(50)]
     assert samples == [second.sample() for _ in range(50)]
     assert all(len(text) <= 32 and text.isascii() and text in first for text in samples)
-
-
-def test_equality_is_by_kind_and_bounds() -> None:
-    assert UnicodeText(5) == UnicodeText(5)
-    assert UnicodeText(5) != UnicodeText(6)
-    assert UnicodeText(5) != Text(5, min_length=0)
-    assert repr(UnicodeText(5)) == "UnicodeText(5, min_length=0)"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import AfterValidator, Field, StringConstraints, ValidationError
 
 from gspo_env.env.tool_env import ToolEnv
 from gspo_env.env.tools import (
@@ -196,69 +195,6 @@ def test_integers_pass_for_floats_and_strict_types_hold() -> None:
     for wrong in ({"x": "2"}, {"unit": "cm"}, {"label": 3}, {"more": 1}, {"x": None}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             subject.validate({"x": 2, "unit": "m", "label": ""} | wrong)
-
-
-@tool
-def join(first: str, second: str) -> str:
-    """Join two texts."""
-    return first + second
-
-
-@tool
-def spell(
-    word: Annotated[str, StringConstraints(max_length=3)],
-) -> str:
-    """Spell a short word."""
-    return word
-
-
-@tool
-def shout(word: Annotated[str, AfterValidator(str.upper)]) -> str:
-    """Shout a word."""
-    return word
-
-
-@tool
-def choose(word: Annotated[str, Field(pattern="^[a-z]+$")], other: str) -> str:
-    """Choose a word."""
-    return word
-
-
-@tool
-def greet(name: str, greeting: str = "hello") -> str:
-    """Greet somebody."""
-    return f"{greeting}, {name}"
-
-
-_VALUES = st.text(max_size=5) | st.text("\ud800a\xe9", max_size=3) | st.none() | st.integers()
-_NAMES = st.sampled_from(["first", "second", "word", "other", "name", "greeting", "more"])
-
-
-@given(
-    subject=st.sampled_from([join, spell, shout, choose, greet]),
-    arguments=st.dictionaries(_NAMES, _VALUES, max_size=3),
-    texts=st.lists(_VALUES, min_size=2, max_size=2),
-)
-@example(subject=join, arguments={}, texts=["", "\ud800"])  # no JSON text, so it is refused
-def test_arguments_that_are_texts_are_what_the_validator_returns(
-    subject: Any, arguments: dict[str, Any], texts: list[Any]
-) -> None:
-    checked = as_tool(subject)
-    by_name = dict(zip(checked.parameters["properties"], texts, strict=False))
-    for given_arguments in (arguments, by_name):
-        try:
-            expected = checked.validator.validate_json(json.dumps(given_arguments))
-        except ValidationError:
-            with pytest.raises(ConfigError):
-                checked.validate(given_arguments)
-        else:
-            assert checked.validate(given_arguments) == expected
-
-
-def test_only_required_texts_without_other_checks_need_no_validator() -> None:
-    assert as_tool(join).texts == {"first", "second"}
-    for subject in (spell, shout, choose, greet, scale, ShopEnv.price):
-        assert not as_tool(subject).texts
 
 
 def test_a_result_is_observed_and_paid(shop: ShopEnv) -> None:

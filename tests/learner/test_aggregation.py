@@ -63,15 +63,6 @@ def test_token_ratios_by_hand(options: dict[str, Any], loss: float, gradient: An
     np.testing.assert_allclose(expected.gradient, gradient, atol=1e-12)
 
 
-def test_arithmetic_mean_by_hand() -> None:
-    # s = (1 + 1 + 8) / 3, and the carrier of a token is its own ratio
-    options: dict[str, Any] = {"ratio_mean": 1.0, "clip_low": 0.5, "clip_high": 9.0}
-    output, gradient = evaluate(case(), **options)
-    np.testing.assert_allclose(output.ratio, [[2, 1, 1], [10 / 3, 10 / 3, 10 / 3]])
-    assert output.loss.item() == pytest.approx(-(2 - 10 / 3) / 2)
-    np.testing.assert_allclose(gradient, [[-1, 0, 0], [1 / 6, 1 / 6, 8 / 6]], atol=1e-12)
-
-
 @pytest.mark.parametrize("power", [-3.0, -1.0, 0.3, 1.0, 3.0])
 def test_extreme_log_ratios_stay_finite_and_keep_their_mean(power: float) -> None:
     far = {k: v.float() if v.is_floating_point() else v for k, v in batch(8, spread=500.0).items()}

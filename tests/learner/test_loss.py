@@ -126,35 +126,6 @@ def test_every_setting_reaches_the_loss_and_sums_are_divided_by_the_minibatch(lo
     assert output.loss.item() == pytest.approx(share * expected.loss, abs=1e-12)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        GSPO(clip_low=0.5, clip_high=9.0, old_logprobs="engine"),
-        GSPO(clip_low=0.5, clip_high=9.0, old_logprobs="engine", ratio_mean=1.0),
-        GRPO(aggregation="token_mean", old_logprobs="engine"),
-        DrGRPO(max_tokens=20, old_logprobs="engine"),
-    ],
-)
-def test_the_gradient_does_not_depend_on_how_a_minibatch_is_cut(model, samples, gradients, loss):
-    whole, metrics = gradients(learner_of(model.double(), loss), samples)
-    cut, cut_metrics = gradients(learner_of(model, loss, microbatch_tokens=40), samples)
-    assert cut_metrics["train/loss"] == pytest.approx(metrics["train/loss"], abs=1e-7)
-    for name, value in whole.items():
-        torch.testing.assert_close(cut[name], value, rtol=1e-5, atol=1e-8)
-
-
-def test_dr_grpo_weighs_every_token_alike(model, samples, gradients):
-    """Its gradient is the plain sum over tokens, which GRPO divides by each length."""
-    loss = DrGRPO(max_tokens=10, clip_low=0.9, clip_high=9.0)
-    found, _ = gradients(learner_of(model.double(), loss), samples)
-    plain = learner_of(model, GSPO())
-    batch = pack(samples)
-    logprobs_N = plain.scorer(batch)[0].logprobs_N
-    (-(logprobs_N * batch.advantages_N).sum() / 10 / len(samples)).backward()
-    for name, parameter in plain.policy.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-8)
-
-
 def test_a_loss_of_ones_own_trains(model, samples):
     squashed = registry.find("loss", OWN)
     learner = learner_of(model, squashed(bound=0.2), minibatches=3, learning_rate=1e-3)

@@ -60,8 +60,11 @@ def gradient(learner):
     ],
 )
 def test_a_pass_in_halves_has_the_gradient_of_the_whole(model, samples, where, error, loss):
+    """And adds it to a gradient that was there before."""
     whole, short = (learner_of(model, loss) for _ in range(2))
     minibatches = [learner.score(learner.prepare(samples))[0] for learner in (whole, short)]
+    for learner, minibatch in zip((whole, short), minibatches, strict=True):
+        learner.backward(minibatch)
     whole.backward(minibatches[0])
     most = sum(len(s.token_ids) for s in samples) // 3
     short.scorer = Small(short.scorer, most, error, where)

@@ -61,56 +61,6 @@ def test_independent_case(case: dict[str, Any]) -> None:
     assert fraction.item() == pytest.approx(case["clipped_fraction"], abs=1e-6)
 
 
-def test_token_advantages_keep_their_own_gradient() -> None:
-    inputs = batch(1, rows=1, length=5, spread=0.0)
-    inputs["mask"][:] = True
-    inputs["advantages"] = torch.tensor([[1.0, 1.0, -1.0, -1.0, 2.0]], dtype=torch.float64)
-    output, gradient = evaluate({k: v for k, v in inputs.items() if k != "turn_ids"})
-    torch.testing.assert_close(gradient, -inputs["advantages"] / 5, atol=1e-15, rtol=0)
-    logprobs = inputs["logprobs"].clone().requires_grad_()
-    s = (logprobs - inputs["old_logprobs"]).mean().exp()
-    loss = -(s * inputs["advantages"]).mean()
-    (through_mean,) = torch.autograd.grad(loss, logprobs)
-    torch.testing.assert_close(output.loss, loss)
-    torch.testing.assert_close(through_mean, torch.full((1, 5), -0.4 / 5, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_on_policy_gradient_is_exact(level: str) -> None:
-    inputs = batch(4, spread=0.0)
-    _, gradient = evaluate(inputs, ratio_level=level)
-    mask = inputs["mask"]
-    expected = torch.where(mask, -inputs["advantages"] / mask.sum(1, keepdim=True) / len(mask), 0)
-    torch.testing.assert_close(gradient, expected, atol=1e-16, rtol=0)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "blocked"),
-    [
-        (1.3, 1.0, True),
-        (1.1, 1.0, False),
-        (0.9, 1.0, False),
-        (0.7, 1.0, False),
-        (1.3, -1.0, False),
-        (1.1, -1.0, False),
-        (0.9, -1.0, False),
-        (0.7, -1.0, True),
-    ],
-)
-def test_clip_table(level: str, ratio: float, advantage: float, blocked: bool) -> None:
-    inputs = {
-        "logprobs": torch.full((1, 1), np.log(ratio), dtype=torch.float64),
-        "old_logprobs": torch.zeros(1, 1, dtype=torch.float64),
-        "advantages": torch.full((1,), advantage, dtype=torch.float64),
-        "mask": torch.ones(1, 1, dtype=torch.bool),
-        "turn_ids": torch.zeros(1, 1, dtype=torch.int64),
-    }
-    output, gradient = evaluate(inputs, ratio_level=level, clip_low=0.2, clip_high=0.2)
-    assert output.clipped.item() is blocked
-    assert gradient.item() == pytest.approx(0.0 if blocked else -ratio * advantage)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @settings(max_examples=20, deadline=None)
 @given(seed=seeds, padding=st.integers(0, 7))

@@ -73,19 +73,6 @@ def test_two_threads_give_the_bits_of_one_and_the_weights_of_one_row(model, adap
     assert alone[0] == pytest.approx(losses, abs=1e-4)
 
 
-def test_the_gradient_is_that_of_one_row(make_learner):
-    gradients = []
-    for parallel in (True, False):
-        learner = make_learner(parallel=parallel, minibatches=1)
-        (minibatch,) = learner.score(learner.prepare(make_samples()))
-        assert len(minibatch.microbatches) == (2 if parallel else 1)
-        learner.backward(minibatch)
-        learner.backward(minibatch)  # adds to what is there
-        gradients.append({n: p.grad for n, p in learner.policy.named_parameters()})
-    for name, grad in gradients[1].items():
-        assert (gradients[0][name] - grad).abs().max() < 1e-5 * grad.abs().max(), name
-
-
 def test_a_row_that_does_not_fit_is_split_and_the_gradient_is_the_same(make_learner):
     learner = make_learner(minibatches=1)
     (minibatch,) = learner.score(learner.prepare(make_samples()))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 
+import architectures
 import numpy as np
 import pytest
 import torch
 from learners import learner_of
 from peft import LoraConfig, get_peft_model
-from transformers import OPTConfig, OPTForCausalLM
 
 from gspo_env.batch import Sample, pack
 from gspo_env.errors import BatchError
@@ -24,17 +24,7 @@ def with_dropout(kind, model):
             r=2, target_modules="all-linear", lora_dropout=0.5, init_lora_weights=False
         )
         return get_peft_model(copy.deepcopy(model), adapter)
-    shape = OPTConfig(
-        vocab_size=200,
-        hidden_size=32,
-        ffn_dim=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        word_embed_proj_dim=32,
-        dropout=0.5,
-        pad_token_id=0,
-    )
-    return OPTForCausalLM(shape)
+    return architectures.build("OPT", vocab_size=200, dropout=0.5)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -124,39 +123,23 @@ def test_each_limit_ends_an_episode_with_its_name(player, reason, result, limits
         assert episode.truncated == (episode.stop_reason is not StopReason.TERMINATED)
 
 
-@pytest.mark.parametrize("declared", [True, None])
+@pytest.mark.parametrize("declared", [True, None, False])
 def test_environments_that_are_not_declared_quick_run_in_threads(player, declared):
     threads = set()
 
-    class Waiting(Echo):
+    class Noted(Echo):
         blocking = declared
-
-        def step(self, action):
-            time.sleep(0.01)
-            threads.add(threading.current_thread().name)
-            return super().step(action)
-
-        def reset(self, *, seed=None, options=None):
-            time.sleep(0.01)
-            return super().reset(seed=seed)
-
-    play(collector(player, Waiting, max_turns=4), tasks=8, size=8)
-    assert any(name.startswith("env") for name in threads)
-    assert threading.current_thread().name not in threads
-
-
-def test_a_quick_environment_stays_on_the_event_loop(player):
-    threads = set()
-
-    class Quick(Echo):
-        blocking = False
 
         def step(self, action):
             threads.add(threading.current_thread())
             return super().step(action)
 
-    play(collector(player, Quick, max_turns=3), tasks=8)
-    assert threads == {threading.current_thread()}
+    play(collector(player, Noted, max_turns=3), tasks=8)
+    if declared is False:
+        assert threads == {threading.current_thread()}
+    else:
+        assert threads
+        assert all(thread.name.startswith("env") for thread in threads)
 
 
 def test_named_parts_are_summed_over_turns_and_averaged_over_the_episodes_that_have_them(player):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import re
-import sys
 
 import gymnasium
 import numpy as np
@@ -87,13 +85,6 @@ def test_a_policy_may_answer_now_or_later():
     assert [t.text for t in slow.turns] == [t.text for t in quick.turns] == ["yes", "yes"]
     with pytest.raises(RolloutError, match="needs an event loop"):
         play_now(env, TASK, later)
-
-
-def test_a_person_at_a_keyboard_is_a_policy(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("<guess>16</guess>\n<guess>8</guess>\n"))
-    env = make_env("gspo/GuessNumber-v0")
-    episode = play_now(env, TASK, lambda now: input(now.observation), max_turns=2)
-    assert [turn.text for turn in episode.turns] == ["<guess>16</guess>", "<guess>8</guess>"]
 
 
 def test_a_demonstrator_that_does_not_exist_is_named():

@@ -78,23 +78,19 @@ def lines(caplog):
     return [line for line in caplog.messages if line.startswith("nothing has come")]
 
 
-def test_the_engine_is_named_with_the_episode_that_waits_longest(chat, caplog):
+@pytest.mark.parametrize(
+    ("waits", "blocking", "words"),
+    [
+        ("engine", False, "wait for the engine (longest: 0 s, test/Held with seed 0, turn 0)"),
+        ("environment", True, "4 episodes wait for their environments (longest"),
+        ("environment", False, "wait for their environments"),  # it holds up the event loop
+    ],
+)
+def test_what_the_episodes_wait_for_is_named(chat, caplog, waits, blocking, words):
     gate = threading.Event()
-    first = collected(chat, Engine(gate), lambda: Held(False), 0.1, caplog, gate)[0]
-    assert "4 episodes wait for the engine (longest: 0 s, test/Held with seed 0, turn 0)" in first
-
-
-def test_environments_in_threads_are_named(chat, caplog):
-    gate = threading.Event()
-    first = collected(chat, Engine(), lambda: Held(True, gate), 0.1, caplog, gate)[0]
-    assert "4 episodes wait for their environments (longest" in first
-    assert "turn 1)" in first
-
-
-def test_an_environment_that_holds_up_the_event_loop_is_named(chat, caplog):
-    gate = threading.Event()
-    first = collected(chat, Engine(), lambda: Held(False, gate), 0.1, caplog, gate)[0]
-    assert "wait for their environments" in first
+    engine, held = (gate, None) if waits == "engine" else (None, gate)
+    lines = collected(chat, Engine(engine), lambda: Held(blocking, held), 0.1, caplog, gate)
+    assert words in lines[0]
 
 
 def test_nothing_is_said_while_something_comes(chat, caplog):
