@@ -14,11 +14,16 @@ from gspo_env.learner.losses import policy_loss
 
 
 def learner_of(
-    model: Any, loss: Loss | None = None, dtype: torch.dtype | None = None, **config: Any
+    model: Any,
+    loss: Loss | None = None,
+    dtype: torch.dtype | None = None,
+    temperature: float = 1.0,
+    **config: Any,
 ) -> Learner:
     """A learner of a copy of the model: one minibatch and no clip of gradients by default."""
     settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
-    return Learner(copy.deepcopy(model).to(dtype), loss or GSPO(), settings, total_steps=8)
+    model = copy.deepcopy(model).to(dtype)
+    return Learner(model, loss or GSPO(), settings, total_steps=8, temperature=temperature)
 
 
 def evaluate(inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:

@@ -11,14 +11,18 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gspo_env.distributed.worker import Lines, WorkerStatus
-from gspo_env.engines.vllm.requests import ServerAddress, ServerList
+from gspo_env.engines.vllm.requests import ServerList
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.collector import Collector, RolloutRequest
 from gspo_env.rollout.settings import RolloutConfig
 from gspo_env.types import Group
+
+if TYPE_CHECKING:
+    from gspo_env.distributed.ray import RayHandle
+    from gspo_env.engines.vllm.server import VLLMServerEngine
 
 logger = logging.getLogger(__name__)
 
@@ -32,40 +36,6 @@ class WorkerDied(Exception):
     """The process of a worker has ended."""
 
 
-class Handle(Protocol):
-    """Reaches one worker."""
-
-    async def play(self, request: RolloutRequest, servers: ServerList) -> bytes:
-        """Plays a group; see `gspo_env.distributed.worker.Worker.play`.
-
-        Raises:
-            WorkerDied: The worker has ended.
-        """
-
-    def status(self, servers: ServerList) -> Future[WorkerStatus]:
-        """Requests the worker's status; see `Worker.status`."""
-
-    def close(self) -> Future[Lines]:
-        """Lets the worker close its environments; see `Worker.close`."""
-
-    def reason(self, error: BaseException) -> str:
-        """Returns in one sentence why a call failed."""
-
-    def kill(self, pid: int = 0) -> None:
-        """Ends the worker; with the id of its process also one that does not answer."""
-
-
-class ServesOthers(Protocol):
-    """An engine on whose servers other processes sample."""
-
-    @property
-    def server_list(self) -> ServerList:
-        """The servers."""
-
-    def failed(self, address: ServerAddress, reason: str) -> None:
-        """Stops using a server that failed another process."""
-
-
 class _State(StrEnum):
     STARTING = "starting"
     READY = "ready"
@@ -77,7 +47,7 @@ class _Worker:
     """One worker and its state."""
 
     number: int
-    handle: Handle
+    handle: RayHandle
     state: _State = _State.STARTING
     started: float = field(default_factory=time.monotonic)
     answered: float = field(default_factory=time.monotonic)
@@ -120,8 +90,8 @@ class WorkerPool:
 
     def __init__(
         self,
-        start: Callable[[int], Handle],
-        engine: ServesOthers,
+        start: Callable[[int], RayHandle],
+        engine: VLLMServerEngine,
         limits: RolloutConfig,
         *,
         start_timeout: float = 180.0,
@@ -271,7 +241,7 @@ class WorkerPool:
         for address, reason in status.failed.items():
             self._engine.failed(address, f"worker {worker.number}: {reason}")
 
-    def _lose(self, worker: _Worker, handle: Handle, reason: str) -> None:
+    def _lose(self, worker: _Worker, handle: RayHandle, reason: str) -> None:
         """Ends a worker, and starts another one in its place if that may help."""
         with self._lock:
             lost = worker.handle is not handle or worker.state is _State.LOST

@@ -196,13 +196,17 @@ class RayCluster:
 
 
 class RayHandle:
-    """Reaches the worker in an actor; see `gspo_env.distributed.pool.Handle`."""
+    """Reaches the worker in an actor."""
 
     def __init__(self, ray: Any, actor: Any, *, local: bool) -> None:
         self._ray, self._actor, self._local = ray, actor, local
 
     async def play(self, request: RolloutRequest, servers: ServerList) -> bytes:
-        """Plays a group."""
+        """Plays a group; see `gspo_env.distributed.worker.Worker.play`.
+
+        Raises:
+            WorkerDied: The worker has ended.
+        """
         from gspo_env.distributed.pool import WorkerDied
 
         reference = self._actor.play.remote(request, servers)

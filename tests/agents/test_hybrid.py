@@ -34,7 +34,7 @@ def short(kind, folder, **changes):
 def test_a_run_with_a_hybrid_says_so_once_and_trains_on_what_its_engine_sampled(
     rank, tmp_path, caplog
 ):
-    history = short("lfm2", tmp_path, learner={"lora_rank": rank})
+    history = short("LFM2", tmp_path, learner={"lora_rank": rank})
     (difference,) = (m["train/logprob_diff_max"] for _, m in history if "train/loss" in m)
     assert difference <= check.BOUND
     assert caplog.text.count("one sequence a row") == 1
@@ -76,5 +76,5 @@ def test_a_model_that_the_engine_refuses_stops_the_run_before_it_has_a_folder(
 ):
     monkeypatch.setattr(ModelCache, "feed", None)
     with pytest.raises(ModelError, match=r"Lfm2ForCausalLM.*expected the engine vllm"):
-        short("lfm2", tmp_path)
+        short("LFM2", tmp_path)
     assert not (tmp_path / "run").exists()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+from functools import partial
 
+import learners
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from gspo_env.batch.padded import from_padded
 from gspo_env.credit import ReturnsToGo
 from gspo_env.errors import BatchError
-from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.learner import GSPO
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 0], [0, 5, 6, 7, 0, 0], [5, 9, 9, 6, 0, 0], [5, 6, 6, 6, 6, 6]])
 REAL = torch.tensor(
@@ -24,15 +25,11 @@ TURNS = torch.tensor(
     [[0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
 )
 GROUPS = [3, 3, 8, 8]
+learner_of = partial(learners.learner_of, learning_rate=1e-2)
 
 
 def build(**credit):
     return from_padded(IDS, REAL, MODEL, **credit)
-
-
-def learner_of(model, **loss):
-    config = LearnerConfig(learning_rate=1e-2, warmup_steps=0, minibatches=1)
-    return Learner(copy.deepcopy(model), GSPO(**loss), config, total_steps=10)
 
 
 def test_padding_on_either_side_is_dropped_and_turns_are_kept():
@@ -70,7 +67,7 @@ def test_the_update_is_that_of_the_same_samples_and_old_logprobs_are_used(model)
     for a, b in zip(plain.policy.parameters(), by_token.policy.parameters(), strict=True):
         assert torch.equal(a, b)
     old = torch.full((4, 6), -3.0)
-    given = learner_of(model, old_logprobs="engine")
+    given = learner_of(model, GSPO(old_logprobs="engine"))
     metrics = given.update(build(advantages=[1.0, -1.0, 0.5, 0.0], old_logprobs=old))
     assert abs(metrics["train/ratio"] - 1) > 1e-3
     assert "train/logprob_diff_max" in metrics
@@ -82,9 +79,9 @@ def test_unknown_logprobs_are_neither_measured_nor_used(model):
     assert "train/logprob_diff_max" not in metrics
     assert all(np.isfinite(value) for value in metrics.values())
     with pytest.raises(BatchError, match="engine_logprobs"):
-        learner_of(model, old_logprobs="engine").update(samples)
+        learner_of(model, GSPO(old_logprobs="engine")).update(samples)
     with pytest.raises(BatchError, match="engine_logprobs"):
-        learner_of(model, correction="truncated").update(samples)
+        learner_of(model, GSPO(correction="truncated")).update(samples)
 
 
 @pytest.mark.parametrize(

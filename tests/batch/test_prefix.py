@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from learners import learner_of
 
 from gspo_env.batch import prefix
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.prefix import LEAST, build_tree, sort_by_prefix, split_minibatches
 from gspo_env.batch.sample import Sample
-from gspo_env.learner import GSPO, Learner, LearnerConfig
+from gspo_env.learner import GSPO
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.tree_attention import TreeAttention
 
@@ -78,11 +79,6 @@ def exact(model):
 
 def norm(module, x):
     return module.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-
-
-def learner_of(model, **loss):
-    settings = LearnerConfig(minibatches=1, warmup_steps=0, max_grad_norm=0)
-    return Learner(model, GSPO(**loss), settings, total_steps=8)
 
 
 alphabet = st.lists(st.integers(0, 1), min_size=1, max_size=60).map(np.array)
@@ -157,8 +153,8 @@ def test_the_gradient_is_that_of_computing_every_sequence(
 ):
     settings = {"ratio_level": level, "old_logprobs": "engine", "clip_low": 0.5, "clip_high": 9.0}
     assert len(pack(grouped).input_ids_T) < 0.6 * sum(len(s.token_ids) for s in grouped)
-    ours, metrics = gradients(learner_of(exact(model), **settings), grouped)
-    plain = learner_of(exact(model), **settings)
+    ours, metrics = gradients(learner_of(exact(model), GSPO(**settings)), grouped)
+    plain = learner_of(exact(model), GSPO(**settings))
     wanted, plain_metrics = unshared(lambda: gradients(plain, grouped))
     for name, value in wanted.items():
         assert value.abs().max() > 0

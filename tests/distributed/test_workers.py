@@ -243,13 +243,16 @@ def test_a_trainer_that_was_suspended_takes_no_worker_for_dead(question, monkeyp
         assert (pool.lost, pool.metrics()["rollout/workers"]) == (0, 1.0)
 
 
+class Mortal(Thread):
+    """Dies with the first group that it plays."""
+
+    async def play(self, *arguments):
+        self.kill()
+        raise WorkerDied("out of memory")
+
+
 def test_restarts_are_bounded_and_the_error_names_the_last_task(chat, server):
     config, engine = settings("ray:2", max_worker_restarts=3), Engine(fleet(server))
-
-    class Mortal(Thread):
-        async def play(self, *arguments):
-            self.kill()
-            raise WorkerDied("out of memory")
 
     with (
         crew_of(config, chat, engine, Mortal) as (collector, handles),
@@ -299,11 +302,6 @@ def test_a_worker_that_never_gets_ready_is_lost_and_not_replaced(chat, server, f
 
 def test_a_worker_that_cannot_be_started_again_is_lost(chat, server):
     config, engine, made = settings("ray:1"), Engine(fleet(server)), []
-
-    class Mortal(Thread):
-        async def play(self, *arguments):
-            self.kill()
-            raise WorkerDied("out of memory")
 
     def start(setup):
         if made:

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learners import evaluate
-from torch import Tensor
 
 from gspo_env.errors import BatchError, ConfigError
 from gspo_env.learner.losses import importance_weights, policy_loss
@@ -42,8 +41,6 @@ def test_loss_and_gradient_are_those_of_trl(case: dict[str, Any]) -> None:
 batch = partial(learners.batch, rows=4, length=12, spread=4e-3)
 
 
-def as_numpy(inputs: dict[str, Tensor]) -> dict[str, Any]:
-    return {name: tensor.numpy() for name, tensor in inputs.items()}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
+from functools import partial
 
+import learners
 import numpy as np
 import pytest
 import torch
 
 from gspo_env.errors import ConfigError, TrainingError
-from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss, ObjectiveOutput
+from gspo_env.learner import GSPO, LearnerConfig, Loss, ObjectiveOutput
 
-
-def learner_of(model, loss=None, dtype=torch.float32, **config):
-    settings = LearnerConfig(
-        **{"minibatches": 1, "warmup_steps": 4, "learning_rate": 1e-3, **config}
-    )
-    return Learner(copy.deepcopy(model).to(dtype), loss or GSPO(), settings, total_steps=40)
+learner_of = partial(learners.learner_of, warmup_steps=4, learning_rate=1e-3, max_grad_norm=1.0)
 
 
 def spoiled(samples, value=np.nan):

@@ -87,11 +87,6 @@ def test_trees_have_the_output_and_gradients_of_the_masked_path(runs, heads, win
     compare(lambda: Masked(runs), rows(count, heads), window, 1e-10)
 
 
-@given(trees(), HEADS)
-def test_trees_have_the_output_and_gradients_of_the_cpu(runs, heads):
-    compare(lambda: TreeAttention(runs), rows(sum(r.length for r in runs), heads), None, 1e-10)
-
-
 def tensors_of(dtype=torch.bfloat16, sizes=(16, 16, 16), device="cuda"):
     return [torch.zeros(3, 2, n, dtype=dtype, device=device) for n in sizes]
 

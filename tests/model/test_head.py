@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
+import architectures
+import learners
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gspo_env.batch.packing import pack
-from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.model import head
 from gspo_env.model.attention import use_ragged_attention
+
+learner_of = partial(learners.learner_of, dtype=torch.float64, temperature=0.8)
 
 
 @pytest.fixture
@@ -65,20 +68,15 @@ def test_the_chunked_head_equals_full_logits(count, vocabulary, temperature, bia
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
-def learner_of(model):
-    config = LearnerConfig(minibatches=1, warmup_steps=0, max_grad_norm=0)
-    return Learner(model.double(), GSPO(), config, total_steps=2, temperature=0.8)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_learner_has_the_gradient_of_full_logits(model, samples, gradients, chunk, tied):
     if not tied:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 0.7)
     chunk(10 * model.config.vocab_size)
-    ours = learner_of(copy.deepcopy(model))
+    ours = learner_of(model)
     assert ours.scorer.head is ours.policy.lm_head
     found, metrics = gradients(ours, samples)
-    plain = learner_of(copy.deepcopy(model))
+    plain = learner_of(model)
     plain.scorer.head = None
     wanted, plain_metrics = gradients(plain, samples)
     for name, value in wanted.items():
@@ -96,23 +94,13 @@ def test_an_adapter_on_the_head_counts(model, samples):
     adapted = get_peft_model(model, adapter)
     learner = learner_of(adapted)
     assert learner.scorer.head is None
-    merged = learner_of(copy.deepcopy(adapted).merge_and_unload().requires_grad_())
+    merged = learner_of(copy.deepcopy(adapted).double().merge_and_unload().requires_grad_())
     batch = pack(samples)
     torch.testing.assert_close(learner.logprobs(batch), merged.logprobs(batch), rtol=0, atol=1e-9)
 
 
 def test_a_model_that_caps_its_logits_is_not_taken_for_a_linear_head():
-    shape = Gemma2Config(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        attn_logit_softcapping=None,
-    )
-    capped, plain = (Gemma2ForCausalLM(copy.deepcopy(shape)) for _ in range(2))
+    capped, plain = (architectures.build("Gemma 2", attn_logit_softcapping=None) for _ in range(2))
     plain.config.final_logit_softcapping = None
     for each in (capped, plain):
         use_ragged_attention(each)

@@ -264,22 +264,6 @@ def call(client: httpx.Client, method: str, **keywords: str) -> Any:
     return client.post("/collective_rpc", json=body).raise_for_status().json().get("results")
 
 
-def pause(client: httpx.Client) -> None:
-    """Stops sampling on a server once its current step is done; keeps its requests."""
-    keep = {"mode": "keep", "clear_cache": "false"}  # `reset_cache` clears it, after the update
-    client.post("/pause", params=keep).raise_for_status()
-
-
-def resume(client: httpx.Client) -> None:
-    """Lets a paused server go on with its requests."""
-    client.post("/resume").raise_for_status()
-
-
-def set_version(client: httpx.Client, version: int) -> None:
-    """Names the weights of a server, for `Completion.weights_versions`."""
-    client.post("/update_weight_version", json={"new_version": str(version)}).raise_for_status()
-
-
 def reset_cache(client: httpx.Client) -> str:
     """Resets a paused server's prefix cache; returns an error message, or an empty string.
 

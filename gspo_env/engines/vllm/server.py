@@ -33,10 +33,7 @@ from gspo_env.engines.vllm.requests import (
     ServerRequests,
     call,
     check_server,
-    pause,
     reset_cache,
-    resume,
-    set_version,
 )
 from gspo_env.engines.vllm.settings import VLLMServer
 from gspo_env.errors import EngineError, MissingExtraError
@@ -335,7 +332,9 @@ class VLLMServerEngine(ServerRequests):
             with server.client(_SEND_SECONDS) as client:
                 if not server.dtype:
                     server.dtype = check_server(client, self._transfer)
-                pause(client)
+                # sampling stops after the current step and keeps its requests; `reset_cache` clears
+                keep = {"mode": "keep", "clear_cache": "false"}
+                client.post("/pause", params=keep).raise_for_status()
                 if self._transfer == "folder":
                     check_loaded(call(client, "load_checked", folder=str(self._folder)))
                 else:
@@ -343,10 +342,11 @@ class VLLMServerEngine(ServerRequests):
                     call(client, "start_checking")
                     server.channel.send_weights()
                     check_loaded(call(client, "stop_checking"))
-                set_version(client, self._sent)
+                version = {"new_version": str(self._sent)}  # for `Completion.weights_versions`
+                client.post("/update_weight_version", json=version).raise_for_status()
                 problem = reset_cache(client)
                 if not problem:
-                    resume(client)
+                    client.post("/resume").raise_for_status()
                 return problem
         except Exception as error:  # NCCL and HTTP have no common base class
             return f"it did not take the weights: {type(error).__name__}: {error}"
