@@ -41,8 +41,6 @@ def test_loss_and_gradient_are_those_of_trl(case: dict[str, Any]) -> None:
 batch = partial(learners.batch, rows=4, length=12, spread=4e-3)
 
 
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_independent_case(case: dict[str, Any]) -> None:
     names = ("logprobs", "old_logprobs", "advantages", "mask", "turn_ids")
