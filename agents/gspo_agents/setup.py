@@ -145,7 +145,7 @@ def check_learning(model: Any, config: Config) -> None:
     if ":" in settings.optimizer and settings.lora_rank:  # it trains weights that are made later
         load_function(settings.optimizer, "optimizer")
     elif settings.optimizer != "adamw":
-        make_optimizer(settings, list(model.parameters()))
+        make_optimizer(settings, dict(model.named_parameters()))
 
 
 def decide_mode(model: Any, config: Config) -> RunMode:

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from gspo_env.batch.prefix import Run
+from gspo_env.errors import BatchError
 from gspo_env.types import BoolArray, Episode, FloatArray, IntArray
 
 
@@ -27,6 +28,17 @@ class Sample:
     episode: int | None = None
     """Samples with the same number are sequences of one episode, which has one ratio and one
     weight; None is an episode of its own."""
+
+    def __post_init__(self) -> None:
+        """Rejects arrays that do not fit together, and a model token that nothing predicts."""
+        tokens, count = len(self.token_ids), int(self.mask.sum())
+        if self.mask[:1].any():
+            raise BatchError("the first token of a sample is sampled; expected a prompt before it")
+        arrays = {"advantages": self.advantages, "engine_logprobs": self.engine_logprobs}
+        sizes = {name: (len(a), count) for name, a in arrays.items() if a is not None}
+        for name, (size, wanted) in {"turn_ids": (len(self.turn_ids), tokens), **sizes}.items():
+            if size != wanted:
+                raise BatchError(f"{name} of a sample has {size} values; expected {wanted}")
 
     @property
     def mask(self) -> BoolArray:
@@ -84,17 +96,23 @@ def to_samples(episodes: Sequence[Episode], advantages: Sequence[FloatArray]) ->
     Args:
         episodes: The episodes of an update.
         advantages: For each episode (K,), which every token of a turn gets, or (N,), of each
-            sampled token by turn.
+            sampled token by turn. If an episode has as many tokens as turns, the others decide.
     """
-    pairs = enumerate(zip(episodes, advantages, strict=True))
-    return [sample for i, (episode, values) in pairs for sample in _samples(episode, values, i)]
+    pairs = list(zip(episodes, advantages, strict=True))
+    by_token = any(len(values) == e.model_tokens != len(e.turns) for e, values in pairs)
+    return [
+        sample
+        for number, (episode, values) in enumerate(pairs)
+        for sample in _samples(episode, values, by_token, number)
+    ]
 
 
-def _samples(episode: Episode, advantages: FloatArray, number: int) -> list[Sample]:
+def _samples(episode: Episode, advantages: FloatArray, by_token: bool, number: int) -> list[Sample]:
     turns = episode.turns
     turn_N = np.repeat(np.arange(len(turns)), [len(turn.action_ids) for turn in turns])
-    values_N = np.asarray(advantages, dtype=np.float64)
-    values_N = values_N[turn_N] if len(values_N) == len(turns) else values_N.copy()
+    values_N = np.array(advantages, dtype=np.float64)
+    if len(values_N) != len(turn_N) or not by_token:
+        values_N = values_N[turn_N]
     keep_N = np.ones(len(turn_N), dtype=bool)
     for k, turn in enumerate(turns):
         if turn.info.token_advantages is not None:

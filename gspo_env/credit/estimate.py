@@ -93,7 +93,7 @@ def estimate(
     rows = [_of_played(name, group, estimator) for group in groups]
     if getattr(estimator, "scale", "") == "batch":
         trained = _trained(groups, rows)
-        std = std_of(trained - trained.mean(), estimator.ddof)
+        std = std_of(trained - trained.mean(), getattr(estimator, "ddof", 0))
         rows = _times(rows, 1 / std if std >= MIN_SCALE else 0.0)
     rms = float(np.sqrt(np.mean(_trained(groups, rows) ** 2)))
     if config.rms and rms >= MIN_SCALE:

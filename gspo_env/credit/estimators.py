@@ -5,9 +5,10 @@ k, the sum over l >= k of gamma^(l-k) r_il, where `turn_rewards` gives the rewar
 group's score. Episodes that ended in an error or have no turn enter no statistic and get zeros.
 
 A baseline "at turn k" is the mean over the other episodes j that have a turn k (K_j >= k); a
-finished episode does not count as zero. If fewer than 3 episodes, including i, have a turn k, the
-baseline is the mean over every turn of every other episode. If the policy decides when an episode
-ends, a statistic of turn k covers survivors only, which is a bias: see docs/credit.md.
+finished episode does not count as zero. If fewer than 3 episodes, including i, have a turn k (2 in
+a group of two), the baseline is the mean over every turn of every other episode. If the policy
+decides when an episode ends, a statistic of turn k covers survivors only, which is a bias: see
+docs/credit.md.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from annotated_types import Interval
 
 from gspo_env.credit.scores import turn_rewards
 from gspo_env.credit.statistics import (
-    MIN_PEERS,
     anchors,
     discounted,
     divided,
+    min_peers,
     turn_baselines,
     usable,
     value_after,
@@ -121,7 +122,7 @@ class TurnPlusOutcome(Estimator):
     A_ik = z_g(O_i) + turn_weight * z_gk(r_ik), with O_i = `Episode.outcome`: if an environment
     gives its own `episodic_reward`, it does not include the turn rewards. z subtracts the mean and
     divides by the standard deviation (scale `none`: subtracts only); z_gk is over the episodes that
-    have a turn k, or over all turns of the group if fewer than 3 have.
+    have a turn k, or over all turns of the group if too few have.
 
     Source:
         MT-GRPO, arXiv 2505.11821, section 3.
@@ -207,7 +208,7 @@ class NormalizeThenAccumulate(Estimator):
     """Normalises rewards to z-scores first, then sums them from each turn on.
 
     A_ik = sum over l >= k of gamma^(l-k) z(r_il), with z over all turns of the group
-    (`per="group"`) or over the episodes that have a turn l (`per="turn"`; all turns if fewer than 3
+    (`per="group"`) or over the episodes that have a turn l (`per="turn"`; all turns if too few
     have). `root` divides by the square root of the number of terms, so that early turns do not
     dominate.
 
@@ -243,7 +244,7 @@ class GroupGAE(Estimator):
     """Generalised advantage estimation with the group in place of a critic.
 
     V_ik is the mean return-to-go of the other episodes from the same `Turn.state_key`, if at least
-    3 episodes, including i, visited it; else the leave-one-out baseline at turn k.
+    3 episodes (2 in a group of two), including i, visited it; else the baseline at turn k.
     delta_ik = r_ik + gamma * V_i(k+1) - V_ik and A_ik = sum over l >= k of
     (gamma * lam)^(l-k) delta_il, over the group's standard deviation. V is 0 after termination, and
     after every end if the score contains the outcome. Else, after truncation, it is the mean
@@ -271,7 +272,7 @@ class GroupGAE(Estimator):
         returns = [discounted(rewards_K, self.gamma) for rewards_K in rewards]
         values, _ = turn_baselines(returns)
         for visits in anchors(episodes).values():
-            if len({i for i, _ in visits}) >= MIN_PEERS:
+            if len({i for i, _ in visits}) >= min_peers(episodes):
                 for i, k in visits:
                     values[i][k] = np.mean([returns[j][m] for j, m in visits if j != i])
         rows = []

@@ -12,7 +12,12 @@ from gspo_env.types import Episode, FloatArray, Group
 MIN_SCALE = 1e-8
 """If a group's standard deviation is below this, its advantages are 0."""
 MIN_PEERS = 3
-"""The minimum number of episodes with a turn for a baseline of that turn alone."""
+"""The minimum number of episodes with a turn for a baseline of that turn alone; see `min_peers`."""
+
+
+def min_peers(rows: Sequence[object]) -> int:
+    """Returns `MIN_PEERS`, or 2 in a group of two, whose only other episode is the baseline."""
+    return min(MIN_PEERS, len(rows))
 
 
 def usable(group: Group) -> list[int]:
@@ -63,13 +68,13 @@ def _rows_by_turn(rows: Sequence[FloatArray]) -> list[list[int]]:
 
 
 def z_by_turn(rows: Sequence[FloatArray], scale: str, ddof: int) -> list[FloatArray]:
-    """Computes each turn's z-scores over the rows that have it, over all if fewer than 3 do."""
+    """Computes each turn's z-scores over the rows that have it, over all if too few do."""
     everything = np.concatenate(rows)
     deviations = everything - everything.mean()
     result = [np.zeros(len(row)) for row in rows]
     for k, reaching in enumerate(_rows_by_turn(rows)):
         at_k = np.array([rows[n][k] for n in reaching])
-        if len(reaching) >= MIN_PEERS:
+        if len(reaching) >= min_peers(rows):
             z = z_score(at_k, scale, ddof)
         else:
             others = np.array([mean_without(everything, rows[n]) for n in reaching])
@@ -87,7 +92,7 @@ def turn_baselines(returns: Sequence[FloatArray]) -> tuple[list[FloatArray], lis
     for k, reaching in enumerate(_rows_by_turn(returns)):
         total = sum(returns[n][k] for n in reaching)
         for n in reaching:
-            if len(reaching) >= MIN_PEERS:
+            if len(reaching) >= min_peers(returns):
                 baselines[n][k] = (total - returns[n][k]) / (len(reaching) - 1)
                 means[n][k] = total / len(reaching)
             else:
@@ -125,4 +130,5 @@ def fallbacks(group: Group) -> int:
     rows = [group.episodes[i].rewards for i in usable(group)]
     if len(rows) < 2:
         return 0
-    return sum(len(reaching) for reaching in _rows_by_turn(rows) if len(reaching) < MIN_PEERS)
+    least = min_peers(rows)
+    return sum(len(reaching) for reaching in _rows_by_turn(rows) if len(reaching) < least)

@@ -27,7 +27,7 @@ from gspo_env.distributed.shards import ModelSpec, full_tensor, gather_weights, 
 from gspo_env.errors import GspoEnvError, ModelError
 from gspo_env.learner import state
 from gspo_env.learner.losses import Loss
-from gspo_env.learner.minibatch import split
+from gspo_env.learner.minibatch import advantage_metrics, split
 from gspo_env.learner.settings import LearnerConfig
 from gspo_env.learner.stats import TokenValues, UpdateStats
 from gspo_env.model.check import RunMode, check_model
@@ -90,7 +90,9 @@ class _Member:
         if kind == "weights":
             like = masters.get(rest)
         elif kind == "optimizer":
-            like = list(masters.values())[int(rest.partition(".")[0])]
+            groups = self.learner.optimizer.param_groups
+            weights = [weight for group in groups for weight in group["params"]]
+            like = weights[int(rest.partition(".")[0])]
         if isinstance(like, DTensor) and like.shape == tensor.shape:
             tensor = tensor.to(self.ranks.device)
             return distribute_tensor(tensor, like.device_mesh, like.placements)
@@ -153,7 +155,7 @@ class Controller:
             passes += unpack_passes(*self._ranks.receive(rank))
         stats = replace(stats, passes=passes)
         self.tokens = stats.token_values(keep)
-        return stats.metrics()
+        return stats.metrics() | advantage_metrics(parts)
 
     def state(self) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
         """See `Learner.state`; the tensors are gathered before this returns."""

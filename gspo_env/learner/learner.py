@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from gspo_env.batch.packing import by_episode, microbatches, pack
 from gspo_env.batch.sample import PackedBatch, Sample
@@ -27,6 +27,7 @@ from gspo_env.learner.minibatch import (
     TOKEN_PARTS,
     Microbatch,
     Minibatch,
+    advantage_metrics,
     check_output,
     rows_with_split_episodes,
     split,
@@ -34,7 +35,7 @@ from gspo_env.learner.minibatch import (
     with_tokens_of_other_rows,
 )
 from gspo_env.learner.parallel import AT_ONCE, ParallelRows
-from gspo_env.learner.settings import LearnerConfig, make_optimizer
+from gspo_env.learner.settings import LearnerConfig, make_optimizer, rate_factor, undecayed
 from gspo_env.learner.stats import PassStats, TokenValues, UpdateStats, to_cpu
 from gspo_env.model.adapters import adapter_is_zero, is_adapted
 from gspo_env.model.check import RunMode, check_model
@@ -99,9 +100,9 @@ class Learner:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.policy = model.to(self.device)
         self.masters = MasterWeights(self.policy)
-        self.optimizer = make_optimizer(config, list(self.masters.tensors.values()))
-        schedule = "constant_with_warmup" if config.schedule == "constant" else config.schedule
-        self.scheduler = get_scheduler(schedule, self.optimizer, config.warmup_steps, total_steps)
+        self.optimizer = make_optimizer(config, self.masters.tensors, undecayed(self.policy))
+        factor = partial(rate_factor, config=config, total_steps=total_steps)
+        self.scheduler = LambdaLR(self.optimizer, factor)
         self.scorer = self._make_scorer(self.policy)
         self._parallel = self._make_parallel()
         self._losses: list[Tensor] = []
@@ -138,9 +139,11 @@ class Learner:
                 not fit into memory.
         """
         started = time.perf_counter()
-        stats = self._take_steps(self.prepare(samples, seed), started)
+        prepared = self.prepare(samples, seed)
+        stats = self._take_steps(prepared, started)
         self.tokens = stats.token_values(keep)
-        return stats.metrics()
+        parts = [[s for row in part.microbatches for s in row.samples] for part in prepared]
+        return stats.metrics() | advantage_metrics(parts)
 
     def _take_steps(self, prepared: Sequence[Minibatch], started: float) -> UpdateStats:
         """Takes one optimiser step for each minibatch of an update that started at a time."""
@@ -150,6 +153,7 @@ class Learner:
         minibatches = self.score(prepared)
         for minibatch in minibatches:
             results = self.backward(minibatch)
+            rate = float(self.scheduler.get_last_lr()[0])
             norm = self.step()
             if math.isfinite(norm):
                 passes += results
@@ -160,7 +164,7 @@ class Learner:
             skipped_steps=len(minibatches) - len(grad_norms),
             oom_splits=self._oom_splits,
             loss_scale=self.masters.loss_scale if self.masters.scaled else None,
-            learning_rate=float(self.scheduler.get_last_lr()[0]),
+            learning_rate=rate,
             seconds=time.perf_counter() - started,
             clip_range=self.loss.clip_range,
         )
@@ -287,7 +291,9 @@ class Learner:
 
     def _ratios_are_one(self, minibatch: Minibatch) -> bool:
         """Returns whether the policy is pi_old, so that the ratios need no pass."""
-        clipped = isinstance(self.loss, ClippedLoss)
+        clipped = (
+            type(self.loss).compute is ClippedLoss.compute
+        )  # another may read the others' tokens
         return clipped and minibatch.first and not self.loss.needs_engine_logprobs
 
     def _backward(

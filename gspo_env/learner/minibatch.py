@@ -80,6 +80,16 @@ def split(
     return [[sample for i in part for sample in episodes[i]] for part in parts]
 
 
+def advantage_metrics(parts: Sequence[Sequence[Sample]]) -> dict[str, float]:
+    """Returns the smallest share of a minibatch's episodes that have an advantage."""
+    sizes = [[_largest_advantage(episode) for episode in by_episode(part)] for part in parts]
+    return {"train/advantage_share_min": min(float(np.mean(np.array(s) > 0)) for s in sizes)}
+
+
+def _largest_advantage(episode: Sequence[Sample]) -> float:
+    return max(float(np.abs(sample.advantages).max(initial=0)) for sample in episode)
+
+
 def with_model_tokens(samples: Sequence[Sample]) -> list[Sample]:
     """Leaves out samples without a model token.
 

@@ -5,6 +5,7 @@ PyTorch is imported when an optimiser is made, so that configs and `--help` stay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -36,7 +37,7 @@ class LearnerConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning rate after the warm-up."""
     weight_decay: Annotated[float, Ge(0)] = 0.0
-    """Weight decay of AdamW."""
+    """Weight decay of AdamW. Embeddings, norms and biases have none."""
     max_grad_norm: Annotated[float, Ge(0)] = 1.0
     """Gradients are clipped to this norm; 0 does not clip."""
     max_skipped_steps: Annotated[int, Ge(1)] = 3
@@ -73,8 +74,46 @@ class LearnerConfig:
             )
 
 
-def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def rate_factor(step: int, config: LearnerConfig, total_steps: int) -> float:
+    """Returns the share of the learning rate at an optimiser step, counted from 0.
+
+    The warm-up ends with the whole rate at its last step, and no step before `total_steps` has the
+    rate 0.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    left = max(0.0, (total_steps - step) / max(1, total_steps - config.warmup_steps))
+    return left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2
+
+
+def undecayed(model: nn.Module) -> set[str]:
+    """Returns the names of the weights without weight decay: embeddings, norms and biases."""
+    from torch import nn
+
+    embeddings = {
+        id(weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for weight in module.parameters(recurse=False)
+    }
+    return {
+        name
+        for name, weight in model.named_parameters()
+        if weight.ndim < 2 or id(weight) in embeddings
+    }
+
+
+def make_optimizer(
+    config: LearnerConfig, named: Mapping[str, nn.Parameter], undecayed: Collection[str] = ()
+) -> torch.optim.Optimizer:
     """Makes the optimiser that the config names.
+
+    Args:
+        config: The settings.
+        named: The weights to train, by name.
+        undecayed: Names of weights without weight decay; a user's function decides that itself.
 
     Raises:
         ConfigError: The user's function did not return an optimiser of all weights.
@@ -82,10 +121,18 @@ def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> to
     """
     import torch
 
-    name = config.optimizer
+    name, weights = config.optimizer, list(named.values())
     settings: Any = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    groups: Any = weights
+    if config.weight_decay:
+        decays = {key: key not in undecayed for key in named}
+        groups = [
+            {"params": params, "weight_decay": config.weight_decay * decay}
+            for decay in (True, False)
+            if (params := [weight for key, weight in named.items() if decays[key] == decay])
+        ]
     if name == "adamw":
-        return torch.optim.AdamW(weights, fused=True, **settings)
+        return torch.optim.AdamW(groups, fused=True, **settings)
     if ":" not in name:
         try:
             from bitsandbytes import optim
@@ -94,7 +141,7 @@ def make_optimizer(config: LearnerConfig, weights: Sequence[nn.Parameter]) -> to
                 f"optimizer is {name!r} and bitsandbytes is not installed: pip install bitsandbytes"
             ) from error
         kind = optim.AdamW8bit if name == "adamw_8bit" else optim.PagedAdamW8bit
-        return kind(weights, **settings)  # type: ignore[no-any-return]
+        return kind(groups, **settings)  # type: ignore[no-any-return]
     optimizer = load_function(name, "optimizer")(weights, **settings)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(

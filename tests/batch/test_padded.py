@@ -51,9 +51,9 @@ def test_rewards_of_turns_go_through_any_estimator():
     samples = build(
         rewards=rewards, group_ids=GROUPS, turn_ids=TURNS, estimator=ReturnsToGo(scale="none")
     )
-    # returns-to-go [3, 2] and [0.5]: each against the mean of the other episode's turns
+    # returns-to-go [3, 2] and [0.5]: each against the same turn of the other, else its mean
     np.testing.assert_allclose(samples[0].advantages, [3 - 0.5, 2 - 0.5, 2 - 0.5])
-    np.testing.assert_allclose(samples[1].advantages, [0.5 - 2.5] * 2)
+    np.testing.assert_allclose(samples[1].advantages, [0.5 - 3] * 2)
 
 
 def test_the_update_is_that_of_the_same_samples_and_old_logprobs_are_used(model):

@@ -126,3 +126,14 @@ def test_impossible_setting_is_named(change: dict[str, Any]) -> None:
         ReturnsToGo(**change)
     with pytest.raises(ConfigError, match=r"^rms is -1"):
         CreditConfig(rms=-1)
+
+
+def test_an_estimator_of_the_user_may_scale_by_the_batch():
+    class Rewards:
+        scale = "batch"
+
+        def advantages(self, group):
+            return [episode.rewards for episode in group.episodes]
+
+    (rows,) = estimate([group(episode(1.0), episode(3.0))], Rewards()).advantages
+    check(rows, [1.0], [3.0])

@@ -14,6 +14,7 @@ from gspo_env.credit import (
     GroupGAE,
     NormalizeThenAccumulate,
     Outcome,
+    ReturnsToGo,
     TurnPlusOutcome,
     estimate,
 )
@@ -128,3 +129,34 @@ def test_an_estimator_may_give_one_advantage_for_each_token(tmp_path: Path):
     estimator = find("advantage", f"{tmp_path / 'mine.py'}:ByToken")()
     rows = estimate([group(episode(1, 0), episode(0))], estimator).advantages
     check(rows[0], [0.0, 0.1, 0.2, 0.3], [0.0, 0.1])
+
+
+PAIRS = [
+    ReturnsToGo(),
+    ReturnsToGo(gamma=0.5, scale="std"),
+    GroupGAE(),
+    GroupGAE(lam=0.3, scale="std"),
+    TurnPlusOutcome(),
+    NormalizeThenAccumulate(per="turn"),
+]
+
+
+@pytest.mark.parametrize("estimator", PAIRS, ids=repr)
+@pytest.mark.parametrize("rewards", [(1, 1, 1, 1), (0, 0, 2), (5,), (-1, 3, 0, 0, 0, 1)], ids=str)
+def test_two_equal_episodes_have_no_advantage_and_count_as_without_variance(estimator, rewards):
+    pair = group(episode(*rewards, keys="stuvwx"[: len(rewards)]), episode(*rewards))
+    credit = estimate([pair], estimator)
+    check(credit.advantages[0], [0] * len(rewards), [0] * len(rewards))
+    assert credit.zero_variance_groups == 1.0
+    assert credit.baseline_fallbacks == 0
+
+
+def test_the_only_other_episode_is_the_baseline_also_where_a_third_one_failed():
+    rows = [episode(1, 1, 0), episode(0, 1)]
+    # returns-to-go [2, 1, 0] and [1, 1]; turn 3 falls back to the mean of the other's turns
+    check(ReturnsToGo().advantages(group(*rows)), [1, 0, -1], [-1, 0])
+    failed = episode(9, stop=StopReason.ERROR)
+    check(ReturnsToGo().advantages(group(*rows, failed)), [1, 0, -1], [-1, 0], [0])
+    check(GroupGAE(lam=1).advantages(group(*rows)), [1, 0, -1], [-1, 0])
+    visited = [episode(1, 0, keys=["s", None]), episode(0, 0, keys=[None, "s"])]
+    check(GroupGAE(lam=0).advantages(group(*visited)), [1, 0], [0, -1])

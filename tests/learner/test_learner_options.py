@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from learners import learner_of
 from peft import LoraConfig, get_peft_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from gspo_env.batch.packing import pack
@@ -181,3 +184,68 @@ def test_a_mixture_trains_with_its_routers_loss(mixture, samples, gradients):
     assert metrics["train/router_loss"] > 1.0
     assert metrics["train/expert_load_max"] > 1.0 > metrics["train/expert_load_min"]
     assert "train/router_loss" not in plain_metrics
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 3])
+def test_every_optimiser_step_has_a_rate_and_the_metric_is_that_of_the_step(
+    model, samples, schedule, warmup
+):
+    learner = learner_of(
+        model, schedule=schedule, warmup_steps=warmup, learning_rate=0.1, minibatches=1
+    )
+    rates = []
+    learner.optimizer.register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+    logged = [learner.update(samples)["train/learning_rate"] for _ in range(6)]
+    assert logged == rates
+    assert min(rates) > 0
+    np.testing.assert_allclose(rates[:warmup], [0.1 * (n + 1) / warmup for n in range(warmup)])
+    assert rates[warmup] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", ["adamw", "file"])
+def test_weight_decay_acts_on_matrices_only(tmp_path, samples, tied, dtype, optimizer):
+    config = Qwen3Config(
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        attention_bias=True,
+    )
+    (tmp_path / "mine.py").write_text(
+        "import torch\ndef sgd(weights, **k): return torch.optim.SGD(weights, **k)\n"
+    )
+    name = optimizer if optimizer == "adamw" else f"{tmp_path}/mine.py:sgd"
+    learner = learner_of(
+        Qwen3ForCausalLM(config).to(dtype),
+        weight_decay=0.5,
+        learning_rate=0.1,
+        warmup_steps=0,
+        optimizer=name,
+        minibatches=1,
+    )
+    before = {name: w.detach().clone() for name, w in learner.masters.tensors.items()}
+    flat = [replace(s, advantages=np.zeros_like(s.advantages)) for s in samples]
+    learner.update(flat)
+    shrunk = {n for n, w in learner.masters.tensors.items() if not torch.equal(w, before[n])}
+    matrices = {n for n in before if "proj.weight" in n or n == "lm_head.weight"}
+    if optimizer == "adamw":
+        assert shrunk == matrices
+    else:  # the user's function decides
+        assert shrunk > matrices
+
+
+def test_the_smallest_share_of_credited_episodes_of_a_minibatch_is_logged(model, samples):
+    flat = [replace(s, advantages=np.zeros_like(s.advantages)) for s in samples]
+    learner = learner_of(model, minibatches=2)
+    assert learner.update(samples)["train/advantage_share_min"] == 1.0
+    assert learner.update(flat)["train/advantage_share_min"] == 0.0
+    mixed = [samples[0], *flat[1:]]
+    learner = learner_of(model, minibatches=1)
+    assert learner.update(mixed)["train/advantage_share_min"] == pytest.approx(1 / len(samples))

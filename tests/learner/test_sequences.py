@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import learners
@@ -14,8 +15,8 @@ from objective_reference import policy_loss as reference_loss
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.sample import to_samples
 from gspo_env.errors import BatchError
-from gspo_env.learner import GRPO, GSPO, DrGRPO
-from gspo_env.learner.losses import policy_loss
+from gspo_env.learner import GRPO, GSPO, DrGRPO, Loss
+from gspo_env.learner.losses import ClippedLoss, policy_loss
 from gspo_env.types import Episode, StopReason, Task, Turn
 
 learner_of = partial(learners.learner_of, dtype=torch.float64)
@@ -170,6 +171,32 @@ def test_the_first_step_needs_no_pass_for_its_ratios(model, gradients):
     assert passes == [True] * len(samples)
     assert metrics["train/ratio_min"] == metrics["train/ratio_max"] == 1.0
     whole, _ = gradients(learner_of(model, GSPO()), samples)
+    for name, value in whole.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-8)
+
+
+def _weighted(base):
+    """A loss whose weight is the mean likelihood of each whole episode's tokens."""
+
+    class Weighted(base):
+        def compute(self, inputs):
+            p_N, episode_N = inputs.logprobs_N.detach().exp(), inputs.episode_N
+            sums_E = p_N.new_zeros(inputs.num_episodes).index_add(0, episode_N, p_N)
+            sizes_E = torch.bincount(episode_N, minlength=inputs.num_episodes)
+            weight_N = (sums_E / sizes_E)[episode_N]
+            changed = replace(inputs, advantages_N=inputs.advantages_N * weight_N)
+            return GSPO.compute(GSPO(), changed) if base is Loss else base.compute(self, changed)
+
+    return Weighted()
+
+
+@pytest.mark.parametrize("base", [GSPO, GRPO, DrGRPO, ClippedLoss, Loss])
+def test_a_loss_of_ones_own_gets_the_log_probabilities_of_an_episodes_other_rows(
+    model, gradients, base
+):
+    samples = to_samples(episodes(), credit(episodes()))
+    found, _ = gradients(learner_of(model, _weighted(base), microbatch_tokens=1), samples)
+    whole, _ = gradients(learner_of(model, _weighted(base)), samples)
     for name, value in whole.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-8)
 
