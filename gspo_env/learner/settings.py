@@ -84,8 +84,8 @@ def rate_factor(step: int, config: LearnerConfig, total_steps: int) -> float:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
-    left = max(0.0, (total_steps - step) / max(1, total_steps - config.warmup_steps))
-    return left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2
+    remaining = max(0.0, (total_steps - step) / max(1, total_steps - config.warmup_steps))
+    return remaining if config.schedule == "linear" else (1 - math.cos(math.pi * remaining)) / 2
 
 
 def undecayed(model: nn.Module) -> set[str]:
