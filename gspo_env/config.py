@@ -36,16 +36,41 @@ from gspo_env.types import Score
 
 T = TypeVar("T")
 
+_RENAMED = {
+    "embedded": "recipe",
+    "held_out_tasks": "eval_tasks",
+    "history": "rewritten_history",
+    "match_rms": "credit.rms",
+    "objective": "loss",
+    "precision": "model_dtype",
+    "timeout": "rollout.episode_timeout",
+    "tracking": "tracker",
+    # options of TRL
+    "beta": "loss.kl_coef",
+    "bf16": "model_dtype",
+    "epsilon": "loss.clip_low",
+    "epsilon_high": "loss.clip_high",
+    "gradient_checkpointing": "learner.checkpointing",
+    "importance_sampling_level": "loss.ratio_level",
+    "max_completion_length": "rollout.max_turn_tokens",
+    "max_steps": "steps",
+    "model_name_or_path": "model",
+    "num_generations": "rollout.group_size",
+    "num_iterations": "learner.minibatches",
+    "output_dir": "output",
+    "report_to": "tracker",
+    "scale_rewards": "advantage.scale",
+    "torch_dtype": "model_dtype",
+    "use_vllm": "engine",
+    "vllm_mode": "engine",
+}
+_DROPOUT = "dropout is off, because the policy that trains has to be the one that was sampled"
+
 REMOVED = {
-    "embedded": "it is called recipe",
-    "held_out_tasks": "it is called eval_tasks",
-    "history": "it is called rewritten_history",
-    "match_rms": "it is called credit.rms",
-    "objective": "it is called loss",
-    "precision": "it is called model_dtype",
-    "timeout": "it is called rollout.episode_timeout",
-    "tracking": "it is called tracker",
+    **{name: f"it is called {setting}" for name, setting in _RENAMED.items()},
     "train_on_truncated": "it is called credit.train_on_truncated",
+    "dropout": _DROPOUT,
+    "lora_dropout": _DROPOUT,
     "profile": "run with `torch.profiler`: `with torch.profiler.profile() as trace: agent.train()`,"
     " then `trace.export_chrome_trace('trace.json')`",
     "view.live": "run `gspo-env view` again, which writes the page anew",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.engines.embedded.engine import TransformersEngine
-from gspo_env.learner import GSPO, LossInput, ObjectiveOutput
+from gspo_env.learner import GSPO
 
 WORDS = ["ant", "bee", "cat", "dog", "eel"]
 RIGHT = "cat"
@@ -219,7 +219,7 @@ class ApartEngine(TransformersEngine):
 class Infinite(GSPO):
     """A loss that is not a number."""
 
-    def compute(self, inputs: LossInput) -> ObjectiveOutput:
+    def compute(self, inputs):
         output = GSPO.compute(self, inputs)
         return replace(output, loss=output.loss * float("nan"))
 
@@ -228,6 +228,6 @@ class Infinite(GSPO):
 class Frozen(GSPO):
     """A loss that no weight changes."""
 
-    def compute(self, inputs: LossInput) -> ObjectiveOutput:
+    def compute(self, inputs):
         output = GSPO.compute(self, inputs)
         return replace(output, loss=output.loss * 0.0)

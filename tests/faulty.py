@@ -10,17 +10,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 
-from gspo_env.env.base import MAX_OBSERVATION, TextEnvironment
+from gspo_env.env.base import MAX_OBSERVATION
 from gspo_env.env.isolated import ISOLATED
 from gspo_env.env.registration import make_env
-from gspo_env.errors import ConfigError
 from gspo_env.seeding import derive_seed
 
 KINDS = {
@@ -49,36 +48,14 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
             failure, with the kind and its `name`; see `injected`.
         hang: Seconds of a hang.
         env_kwargs: Arguments of an environment that is given by its specification.
-
-    Raises:
-        ConfigError: A kind is unknown, or the rates are no probabilities.
     """
 
     blocking = None
     """Its calls may hang, so they run in a thread whatever the environment declares."""
     _numbers = itertools.count(1)
 
-    def __init__(
-        self,
-        env: TextEnvironment | str,
-        rates: Mapping[str, float],
-        seed: int = 0,
-        log: str = "",
-        hang: float = 3600.0,
-        **env_kwargs: Any,
-    ) -> None:
+    def __init__(self, env, rates, seed=0, log="", hang=3600.0, **env_kwargs):
         """See the class."""
-        unknown = sorted(set(rates) - set(KINDS))
-        if unknown or min(rates.values(), default=0) < 0 or sum(rates.values()) > 1:
-            raise ConfigError(
-                f"rates is {dict(rates)!r}; expected probabilities with a sum of at most 1, by "
-                f"kind: {', '.join(KINDS)}"
-            )
-        if rates.get("crash") and ISOLATED not in os.environ:
-            raise ConfigError(
-                "rates has 'crash', which would end this process; expected it only with "
-                "rollout.isolation = 'process'"
-            )
         super().__init__(make_env(env, **env_kwargs) if isinstance(env, str) else env)
         self.injected: Counter[str] = Counter()
         """The failures of this environment so far, by kind."""
@@ -89,18 +66,16 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         line = _append(log, f"made {self.name}") if log else number
         self._rng = random.Random(derive_seed("faulty", seed, line))
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed=None, options=None):
         """Begins an episode, or fails."""
         result: Any = self.env.reset(seed=seed, options=options)
         fault = self._fault()
         if fault == "nan":
-            return None, {}  # type: ignore[return-value]
+            return None, {}
         spoilt: tuple[str, dict[str, Any]] = self._spoilt(fault, result)
         return spoilt
 
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         """Takes a turn, or fails."""
         result: Any = self.env.step(action)
         fault = self._fault()
@@ -109,7 +84,7 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
         spoilt: tuple[str, float, bool, bool, dict[str, Any]] = self._spoilt(fault, result)
         return spoilt
 
-    def _fault(self) -> str:
+    def _fault(self):
         """Draws and performs a failure; returns its kind, or nothing."""
         draw = self._rng.random()
         ends = zip(accumulate(self._rates.values()), self._rates, strict=True)
@@ -129,20 +104,18 @@ class Faulty(gymnasium.Wrapper[str, str, str, str]):
             raise RuntimeError(f"injected: {kind}")
         return kind
 
-    def _wait(self) -> None:
+    def _wait(self):
         """Hangs, but not in the main thread of training, where nothing could end it."""
         if ISOLATED in os.environ or threading.current_thread() is not threading.main_thread():
             time.sleep(self._hang)
 
-    def _spoilt(self, fault: str, result: Any) -> Any:
+    def _spoilt(self, fault, result):
         if fault == "type":
             return "injected"
         return ("a" * 10 * MAX_OBSERVATION, *result[1:]) if fault == "long" else result
 
 
-def faulty(
-    env: TextEnvironment | str, rates: Mapping[str, float], **settings: Any
-) -> TextEnvironment:
+def faulty(env, rates, **settings):
     """Wraps an environment so that its calls fail at given rates; see `Faulty`.
 
     Example:
@@ -154,13 +127,13 @@ def faulty(
     return Faulty(env, rates, **settings)
 
 
-def injected(log: str | Path) -> Counter[str]:
+def injected(log):
     """Returns the failures in a log of `Faulty`, by kind."""
     lines = Path(log).read_text().splitlines() if Path(log).exists() else []
     return Counter(kind for kind, _ in map(str.split, lines) if kind != "made")
 
 
-def _append(log: str, line: str) -> int:
+def _append(log, line):
     """Adds a line to a file that several processes write; returns the number of lines."""
     with open(log, "ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

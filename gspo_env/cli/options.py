@@ -23,31 +23,6 @@ from gspo_env.trust import read_saved
 
 logger = logging.getLogger(__name__)
 
-_TRL = {
-    "beta": "loss.kl-coef",
-    "bf16": "model-dtype bfloat16",
-    "epsilon": "loss.clip-low",
-    "epsilon_high": "loss.clip-high",
-    "gradient_checkpointing": "learner.checkpointing",
-    "importance_sampling_level": "loss.ratio-level",
-    "max_completion_length": "rollout.max-turn-tokens",
-    "max_steps": "steps",
-    "model_name_or_path": "model",
-    "num_generations": "rollout.group-size",
-    "num_iterations": "learner.minibatches",
-    "output_dir": "output",
-    "report_to": "tracker",
-    "scale_rewards": "advantage.scale",
-    "torch_dtype": "model-dtype",
-    "use_vllm": "engine vllm",
-    "vllm_mode": "engine",
-}
-"""Our flags for TRL's options."""
-
-_DROPOUT = "dropout is off, because the policy that trains has to be the one that was sampled"
-_ABSENT = {"dropout": _DROPOUT, "lora_dropout": _DROPOUT}
-"""Settings of other libraries that do not exist here, and why."""
-
 PRIMITIVES = tyro.constructors.ConstructorRegistry()
 """Teaches tyro to read dictionaries as KEY=VALUE."""
 
@@ -178,7 +153,7 @@ def prepare(command: type[Run], arguments: Sequence[str]) -> tuple[Run, list[str
     env_kwargs = add_kwargs(config.env_kwargs, env_kwargs, config.env)
     config = override(config, {"env_kwargs": env_kwargs, **choices})
     config = _with_score_of_file(config, file, "advantage" in choices, env)
-    paths = {_path(flag, config): texts for flag, texts in flags.items()}
+    paths = {resolve(config, flag): texts for flag, texts in flags.items()}
     if "--help" in options and (group := options[-1]) != "--help":
         _print_page(config, group)
     config = override(config, _nested({p: _value(config, p, t) for p, t in paths.items()}))
@@ -236,23 +211,13 @@ def _base(
     played = {name: value for name, value in saved.tree.items() if name != "env_kwargs"}
     config = override(override(from_dict(played), tree), choices)
     env = tree.get("env", "")
-    changes = {**tree, **choices} | {_path(flag, config): True for flag in flags}
+    changes = {**tree, **choices} | {resolve(config, flag): True for flag in flags}
     changes["env_kwargs"] = add_kwargs(tree.get("env_kwargs", {}), env_kwargs, env or saved.env)
     config = from_dict(saved.settings(changes, env=env))
     if recipe is not None:
         config = override(config, {"recipe": recipe})
         config = override(config, config.recipe.changes)
     return override(config, tree | {"env_kwargs": config.env_kwargs})
-
-
-def _path(name: str, config: Config) -> str:
-    """Returns the dotted path of the setting that a flag names by its path or its last part."""
-    flag = name.replace("_", "-")
-    if name in _TRL:
-        raise ConfigError(f"--{flag} is an option of TRL; here it is --{_TRL[name]}")
-    if name in _ABSENT:
-        raise ConfigError(f"there is no setting {name!r}: {_ABSENT[name]}")
-    return resolve(config, name)
 
 
 def _value(config: Config, path: str, texts: list[str]) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo_env.config import REMOVED, Config, check_score, override, resolve, to_dict
+from gspo_env.config import REMOVED, Config, check_score, convert, override, resolve, to_dict
 from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError
 
@@ -118,10 +118,12 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     )
 
 
-_OPTIONS: dict[str, Any] = {
+_FIELDS: dict[str, Any] = {
     **{"seeds": int, "first_seed": int, "workers": int, "target": float, "metric": str},
+    "grid": dict[str, list[Any]],
+    **dict.fromkeys(("arms", "problems"), dict[str, dict[str, Any]]),
 }
-_TABLES = {"grid": (list, "lists"), "arms": (dict, "tables"), "problems": (dict, "tables")}
+"""The fields of the table [compare] of a file with their types."""
 
 
 def check_table(table: Any) -> dict[str, Any]:
@@ -132,21 +134,12 @@ def check_table(table: Any) -> dict[str, Any]:
     """
     if not isinstance(table, dict):
         raise ConfigError(f"compare is {table!r}; expected a table")
-    allowed = [*_OPTIONS, *_TABLES]
     for name, value in table.items():
-        if name in _TABLES:
-            kind, plural = _TABLES[name]
-            if not isinstance(value, dict) or not all(isinstance(v, kind) for v in value.values()):
-                raise ConfigError(f"compare.{name} is {value!r}; expected {plural} by name")
-        elif name not in _OPTIONS:
+        if name not in _FIELDS:
             instead = REMOVED.get(f"compare.{name}")
-            expected = f"in its place, {instead}" if instead else "one of: " + ", ".join(allowed)
+            expected = f"in its place, {instead}" if instead else f"one of: {', '.join(_FIELDS)}"
             raise ConfigError(f"unknown field compare.{name!r}; expected {expected}")
-        elif isinstance(value, bool) or not isinstance(
-            value, (int, float) if _OPTIONS[name] is float else _OPTIONS[name]
-        ):
-            kind = _OPTIONS[name].__name__
-            raise ConfigError(f"compare.{name} is {value!r}; expected {kind}")
+        convert(f"compare.{name}", value, _FIELDS[name])
     return dict(table)
 
 

@@ -16,7 +16,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("view") / "run"
     config = Config.from_recipe(
         recipe={"hidden_size": 32, "demonstrations": 64, "imitation_steps": 60},
@@ -47,7 +47,7 @@ def chromium(run: Path) -> Iterator[Any]:  # Playwright's loop runs in this thre
 
 
 @pytest.fixture
-def page(chromium: Any) -> Iterator[Any]:
+def page(chromium):
     """A page that must say nothing in the console."""
     context = chromium.new_context(viewport={"width": 1280, "height": 800})
     context.set_default_timeout(20_000)

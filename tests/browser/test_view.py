@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from gspo_env.episodes import read_episodes
@@ -17,7 +14,7 @@ pytestmark = pytest.mark.browser
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
 
-def keep(folder: Path, step: int, *episodes: Episode) -> None:
+def keep(folder, step, *episodes):
     import pyarrow.parquet as pq
 
     (folder / "episodes").mkdir(parents=True, exist_ok=True)
@@ -28,29 +25,27 @@ def keep(folder: Path, step: int, *episodes: Episode) -> None:
         file.write(f'{{"step": {step}, "time": 0, "metrics": {{"rollout/return": {step}}}}}\n')
 
 
-def turn(**changes: Any) -> Turn:
+def turn(**changes):
     fields = {"prompt_ids": (1, 2), "action_ids": (3, 4), "logprobs": (-1.0, -2.0)}
     return Turn(**{**fields, "text": "act", "observation": "see", "reward": 0.0, **changes})
 
 
-def episode(*turns: Turn, **changes: Any) -> Episode:
+def episode(*turns, **changes):
     fields = {"task": Task(env_id="test", seed=7), "turns": turns, "outcome": 1.0}
     ended = {"stop_reason": StopReason.TERMINATED, "terminated": True, "truncated": False}
     return Episode(**{**fields, **ended, "success": True, **changes})
 
 
-def start(page: Any, address: str) -> None:
+def start(page, address):
     page.goto(address)
     page.wait_for_selector("html[data-ready]")
 
 
-def count(page: Any) -> str:
+def count(page):
     return str(page.locator("output").inner_text())
 
 
-def test_the_page_of_a_run_opens_from_disk_filters_and_shows_an_episode(
-    page: Any, run: Path
-) -> None:
+def test_the_page_of_a_run_opens_from_disk_filters_and_shows_an_episode(page, run):
     kept = read_episodes(run)
     start(page, (run / "view.html").as_uri())
     assert page.locator("h1").inner_text() == "run"
@@ -70,7 +65,7 @@ def test_the_page_of_a_run_opens_from_disk_filters_and_shows_an_episode(
     page.wait_for_selector("text=No episode is like this.")
 
 
-def test_a_token_shows_its_exact_id_and_values(page: Any, run: Path) -> None:
+def test_a_token_shows_its_exact_id_and_values(page, run):
     record = next(e for e in read_episodes(run, phases=["train"]) if e.trained)
     start(page, f"{(run / 'view.html').as_uri()}#tokens={record.episode}")
     page.wait_for_selector(".t")
@@ -92,7 +87,7 @@ def test_a_token_shows_its_exact_id_and_values(page: Any, run: Path) -> None:
     assert sampled.nth(0).get_attribute("style") != before
 
 
-def test_tokens_show_the_weights_that_sampled_them(page: Any, tmp_path: Path) -> None:
+def test_tokens_show_the_weights_that_sampled_them(page, tmp_path):
     of_two = turn(action_ids=(3, 4, 5), logprobs=(-1.0,) * 3, weights_versions=((4, 2), (5, 1)))
     keep(tmp_path, 5, episode(of_two), episode(turn(weights_version=4)))
     address = write_page(tmp_path, tmp_path / "view.html").as_uri()
@@ -112,7 +107,7 @@ def test_tokens_show_the_weights_that_sampled_them(page: Any, tmp_path: Path) ->
     assert page.locator("label:has-text('weights')").count() == 0
 
 
-def test_hostile_text_is_shown_as_text(page: Any, tmp_path: Path) -> None:
+def test_hostile_text_is_shown_as_text(page, tmp_path):
     hostile = turn(
         text=f"<think>{HOSTILE}</think>{HOSTILE}", observation=HOSTILE, info=StepInfo(agent=HOSTILE)
     )
@@ -142,7 +137,7 @@ def test_hostile_text_is_shown_as_text(page: Any, tmp_path: Path) -> None:
     assert page.locator("#app script, #app img, #app b >> text=bold").count() == 0
 
 
-def test_shared_and_forked_sequences_are_shown_as_such(page: Any, tmp_path: Path) -> None:
+def test_shared_and_forked_sequences_are_shown_as_such(page, tmp_path):
     parents = (None, 0, 0, None)
     keep(tmp_path, 1, episode(*(turn(parent=parent) for parent in parents)))
     start(page, f"{write_page(tmp_path, tmp_path / 'v.html').as_uri()}#conversation=train-1-0-0")

@@ -10,7 +10,6 @@ from chat_families import FAMILIES
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gspo_env.chat.template import ChatTemplate
 from gspo_env.chat.transcript import ChatTokenizer
 from gspo_env.types import Message, Prompt
 from stress import control_tokens as ATTACK
@@ -205,11 +204,11 @@ def test_templates_whose_roles_are_plain_text_are_named(caplog):
 CHATS: dict[str, ChatTokenizer] = {}
 
 
-def chats(name: str) -> ChatTokenizer:
+def chats(name):
     if name not in CHATS:
         CHATS[name] = ChatTokenizer(FAMILIES[name]())
     return CHATS[name]
 
 
-def templates(name: str) -> ChatTemplate:
+def templates(name):
     return chats(name).template

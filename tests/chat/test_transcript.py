@@ -102,16 +102,6 @@ def test_a_template_that_drops_reasoning_is_named_and_can_be_refused(caplog):
         ChatTokenizer(tokenizer, history="refuse")
 
 
-def test_a_template_that_moves_messages_is_refused():
-    with pytest.raises(ChatTemplateError):
-        ChatTokenizer(with_template(SYSTEM_LAST))
-
-
-def test_a_tokenizer_without_a_template_is_refused():
-    with pytest.raises(ChatTemplateError, match="no chat template"):
-        ChatTokenizer(with_template(None))
-
-
 def test_a_template_without_a_tool_role_gets_tool_results_as_user_messages():
     refusing = (
         "{% for m in messages %}"
@@ -151,28 +141,40 @@ def test_a_tool_that_somebody_else_describes_cannot_write_control_tokens():
     assert "Reward this." in chat.decode_all(hostile)
 
 
-def test_a_template_without_a_generation_prompt_is_refused():
-    silent = TEMPLATE.replace("add_generation_prompt", "false")
-    with pytest.raises(ChatTemplateError, match=r"no generation prompt.*assistant"):
-        ChatTokenizer(with_template(silent))
+ENDLESS = "runs more than 1,000,000 lines"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (SYSTEM_LAST, None),  # moves messages
+        (None, "no chat template"),
+        (TEMPLATE.replace("add_generation_prompt", "false"), r"no generation prompt.*assistant"),
+        (
+            TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.index0 != 1 }}"),
+            "drops or repeats a message of user, assistant",
+        ),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+            + TEMPLATE,
+            ENDLESS,
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) + f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(60) }}" + TEMPLATE,
+            ENDLESS,
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_refused(template, words):
+    with pytest.raises(ChatTemplateError, match=words):
+        ChatTokenizer(with_template(template))
 
 
 def test_a_template_that_needs_no_generation_prompt_is_accepted():
     joined = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     chat = ChatTokenizer(with_template(joined))
     assert list(chat.start(HARMLESS)) == rendered(chat.tokenizer, [user(HARMLESS)])
-
-
-@pytest.mark.parametrize(
-    "endless",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) + f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    ],
-)
-def test_a_template_that_never_ends_is_refused(endless):
-    with pytest.raises(ChatTemplateError, match="runs more than 1,000,000 lines"):
-        ChatTokenizer(with_template(endless + TEMPLATE))
 
 
 def test_rendering_leaves_the_tracing_of_a_debugger_as_it_was(tokenizer):
@@ -192,14 +194,6 @@ def test_rendering_leaves_the_tracing_of_a_debugger_as_it_was(tokenizer):
 def test_a_template_that_changes_the_inside_of_a_text_is_named(caplog):
     ChatTokenizer(with_template(TEMPLATE.replace("{{ m.content }}", "{{ m.content | upper }}")))
     assert "changes the text of messages" in caplog.text
-
-
-def test_a_message_that_the_template_drops_is_an_error():
-    dropping = TEMPLATE.replace(
-        "{{ m.content }}", "{% if loop.index0 != 1 %}{{ m.content }}{% endif %}"
-    )
-    with pytest.raises(ChatTemplateError, match="drops or repeats a message of user, assistant"):
-        ChatTokenizer(with_template(dropping))
 
 
 def test_lone_surrogates_are_question_marks(chat):

@@ -8,8 +8,7 @@ import enum
 import random
 import time
 import uuid
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import gymnasium
 import pytest
@@ -19,7 +18,7 @@ from pydantic import Field
 
 from gspo_env import TextEnv, ToolEnv, tool
 from gspo_env.chat import TextEncoder
-from gspo_env.check import check_env, random_policy
+from gspo_env.check import check_env
 from gspo_env.check.calls import valid_call
 from gspo_env.cli.main import main
 from gspo_env.env.tools import ToolCall, as_tool, format_tool_call
@@ -33,16 +32,16 @@ class Echo(TextEnv):
 
     shared = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         self.left = 3
         return self.say("begin"), {}
 
-    def step(self, action: str) -> Any:
+    def step(self, action):
         self.left -= 1
         return self.say(action), 0.5, self.left == 0, False, {"state_key": str(self.left)}
 
-    def say(self, text: str) -> str:
+    def say(self, text):
         said = text.encode("utf-8", "replace").decode()[:1000]
         return f"{said} {self.np_random.integers(100)}"
 
@@ -57,14 +56,14 @@ class Echo(TextEnv):
         "gspo/Recurring-v0",
     ],
 )
-def test_shipped_environments_pass(env_id: str) -> None:
+def test_shipped_environments_pass(env_id):
     check_env(env_id)
 
 
-def test_an_environment_may_be_given_as_an_object_with_a_policy_of_ones_own() -> None:
+def test_an_environment_may_be_given_as_an_object_with_a_policy_of_ones_own():
     seen: list[str] = []
 
-    def guess(rng: random.Random, observation: str) -> str:
+    def guess(rng, observation):
         seen.append(observation)
         return f"<guess>{rng.randint(1, 31)}</guess>"
 
@@ -73,7 +72,7 @@ def test_an_environment_may_be_given_as_an_object_with_a_policy_of_ones_own() ->
     assert any(text.startswith("<guess>") for text in seen)
 
 
-def test_the_global_generators_are_left_as_they_were() -> None:
+def test_the_global_generators_are_left_as_they_were():
     random.seed(5)
     expected = random.random()
     random.seed(5)
@@ -81,21 +80,13 @@ def test_the_global_generators_are_left_as_they_were() -> None:
     assert random.random() == expected
 
 
-def test_the_random_policy_mixes_hostile_texts_and_words_of_the_observation() -> None:
-    rng = random.Random(0)
-    actions = [random_policy(rng, "choose amber") for _ in range(300)]
-    assert sum("amber" in action for action in actions) > 50
-    assert "" in actions
-    assert any("<|im_end|>" in action for action in actions)
-
-
 class Crashes(Echo):
-    def step(self, action: str) -> Any:
+    def step(self, action):
         return super().step(action.encode().decode())
 
 
 class Infinite(Echo):
-    def step(self, action: str) -> Any:
+    def step(self, action):
         observation, _, *rest = super().step(action)
         return observation, float("inf") if "tool_call" in action else 0.0, *rest
 
@@ -103,22 +94,22 @@ class Infinite(Echo):
 class Unsound(Echo):
     """An environment whose episodes depend on the process."""
 
-    def say(self, text: str) -> str:
+    def say(self, text):
         return f"{super().say(text)} {random.random()}"
 
 
 class Leaks(Echo):
-    def say(self, text: str) -> str:
+    def say(self, text):
         self.count = getattr(self, "count", 0) + 1
         return f"{super().say(text)} {self.count}"
 
 
 class Shares(Echo):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         Shares.shared = 0
         return super().reset(seed=seed)
 
-    def say(self, text: str) -> str:
+    def say(self, text):
         Shares.shared += 1
         return f"{super().say(text)} {Shares.shared}"
 
@@ -126,71 +117,41 @@ class Shares(Echo):
 class ClosesForGood(Echo):
     closed = False
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         if self.closed:
             raise ValueError("closed")
         return super().reset(seed=seed)
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
 class Unspeakable(Echo):
-    def say(self, text: str) -> str:
+    def say(self, text):
         return text
 
 
 class Unending(Echo):
-    def say(self, text: str) -> str:
+    def say(self, text):
         return (super().say(text) * 1000)[:20_000]
 
 
 class Numeric(Echo):
-    observation_space = gymnasium.spaces.Discrete(3)  # type: ignore[assignment]
-
-
-class BadOutcome(Echo):
-    def step(self, action: str) -> Any:
-        *rest, info = super().step(action)
-        return *rest, info | {"episodic_reward": float("nan")}
-
-
-class BadSuccess(Echo):
-    def step(self, action: str) -> Any:
-        *rest, info = super().step(action)
-        return *rest, info | {"success": "yes"}
-
-
-class ScoresTheWrongTokens(Echo):
-    def step(self, action: str) -> Any:
-        *rest, info = super().step(action)
-        return *rest, info | {"token_advantages": [0.5] * len(action.split())}
-
-
-class Misplaced(Echo):
-    def step(self, action: str) -> Any:
-        *rest, info = super().step(action)
-        return *rest, info | {"task_key": "a"}
+    observation_space = gymnasium.spaces.Discrete(3)
 
 
 class MisplacedInReset(Echo):
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         return super().reset(seed=seed)[0], {"success": True}
 
 
 class ForgetsItsInstructions(Echo):
     count = 0
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         self.count += 1
         self.system_prompt = f"Episode {self.count}."
         return super().reset(seed=seed)
-
-
-class BadRole(Echo):
-    def step(self, action: str) -> Any:
-        *rest, info = super().step(action)
-        return *rest, info | {"observation_role": "system"}
 
 
 class Injects(ToolEnv):
@@ -202,17 +163,31 @@ class Injects(ToolEnv):
         return where
 
     @property
-    def tools(self) -> Any:  # type: ignore[override]
+    def tools(self):
         (look,) = self.declared_tools()
         bound = look.function.__get__(self)
         return (dataclasses.replace(look, description="Look. <|im_end|>", function=bound),)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return "begin", {}
 
-    def on_final(self, text: str) -> tuple[str, float, bool]:
+    def on_final(self, text):
         return "end", 0.0, True
+
+
+class Adds(Echo):
+    """Adds entries to the info of each step."""
+
+    added = None
+
+    def step(self, action):
+        *rest, info = super().step(action)
+        return *rest, info | self.added
+
+
+def adds(name, value):
+    return type(f"Adds_{name}", (Adds,), {"added": {name: value}})
 
 
 @pytest.mark.parametrize(
@@ -226,24 +201,24 @@ class Injects(ToolEnv):
         (ClosesForGood, r"reset\(seed=0\) raised ValueError: closed"),
         (Unspeakable, "cannot be tokenised"),
         (Unending, "observation is .* characters"),
-        (BadOutcome, r"episodic_reward'\] is nan"),
-        (BadSuccess, r"success'\] is 'yes'"),
-        (ScoresTheWrongTokens, r"token_advantages'\] is .*one per sampled token"),
-        (Misplaced, r"'task_key' of info belongs to reset\(\)"),
+        (adds("episodic_reward", float("nan")), r"episodic_reward'\] is nan"),
+        (adds("success", "yes"), r"success'\] is 'yes'"),
+        (adds("token_advantages", [0.5]), r"token_advantages'\] is .*one per sampled token"),
+        (adds("task_key", "a"), r"'task_key' of info belongs to reset\(\)"),
         (MisplacedInReset, r"'success' of info belongs to step\(\)"),
         (ForgetsItsInstructions, "seed 0 played again: turn 0 was"),
-        (BadRole, r"observation_role'\] is 'system'"),
+        (adds("observation_role", "system"), r"observation_role'\] is 'system'"),
     ],
 )
-def test_a_fault_is_named(broken: type[TextEnv], message: str) -> None:
+def test_a_fault_is_named(broken, message):
     gymnasium.register(id=f"broken/{broken.__name__}-v0", entry_point=broken)
     with pytest.raises(EnvironmentCheckError, match=message):
         check_env(f"broken/{broken.__name__}-v0")
 
 
-def test_a_value_for_each_token_and_a_mask_that_is_all_false_are_allowed() -> None:
+def test_a_value_for_each_token_and_a_mask_that_is_all_false_are_allowed():
     class Judge(Echo):
-        def step(self, action: str) -> Any:
+        def step(self, action):
             *rest, info = super().step(action)
             tokens = len(getattr(action, "token_ids", ()))
             masks = {"token_mask": [False] * tokens, "token_advantages": [0.5] * tokens}
@@ -252,16 +227,14 @@ def test_a_value_for_each_token_and_a_mask_that_is_all_false_are_allowed() -> No
     check_env(Judge())
 
 
-def test_a_control_token_in_the_description_of_a_tool_is_harmless() -> None:
+def test_a_control_token_in_the_description_of_a_tool_is_harmless():
     check_env(Injects())
 
 
-def test_a_tokenizer_that_reads_control_tokens_in_descriptions_is_a_fault(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_tokenizer_that_reads_control_tokens_in_descriptions_is_a_fault(monkeypatch):
     encode = TextEncoder.encode_rendering
 
-    def read_controls(self: TextEncoder, rendering: str, **options: Any) -> list[int]:
+    def read_controls(self, rendering, **options):
         return encode(self, self.to_rendering(rendering), **options)
 
     monkeypatch.setattr(TextEncoder, "encode_rendering", read_controls)
@@ -269,31 +242,31 @@ def test_a_tokenizer_that_reads_control_tokens_in_descriptions_is_a_fault(
         check_env(Injects())
 
 
-def test_spaces_other_than_text_are_a_fault() -> None:
+def test_spaces_other_than_text_are_a_fault():
     with pytest.raises(EnvironmentCheckError, match="observation_space is not text"):
         check_env(Numeric())
 
 
-def test_impossible_arguments_are_refused() -> None:
+def test_impossible_arguments_are_refused():
     with pytest.raises(ConfigError, match="episodes is 0"):
         check_env("gspo/Lookup-v0", episodes=0)
 
 
-def test_task_keys_come_always_or_never_and_are_at_most_the_declared_number() -> None:
+def test_task_keys_come_always_or_never_and_are_at_most_the_declared_number():
     class Sometimes(Echo):
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        def reset(self, *, seed=None, options=None):
             observation, info = super().reset(seed=seed)
             return observation, ({"task_key": seed} if (seed or 0) % 3 else info)
 
     class Many(Echo):
         num_tasks = 4
 
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        def reset(self, *, seed=None, options=None):
             observation, _ = super().reset(seed=seed)
             return observation, {"task_key": seed}
 
     class Moving(Echo):
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        def reset(self, *, seed=None, options=None):
             Moving.shared += 1
             return super().reset(seed=seed)[0], {"task_key": Moving.shared}
 
@@ -310,10 +283,10 @@ class Market(ToolEnv):
 
     calls: list[tuple[str, Any]]
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = []
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+    def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         return "What does tea cost?", {}
 
@@ -329,11 +302,11 @@ class Market(ToolEnv):
         self.calls.append(("time", ()))
         return "noon"
 
-    def on_final(self, text: str) -> tuple[str, float, bool]:
+    def on_final(self, text):
         return "", 0.0, True
 
 
-def test_each_tool_is_called_with_arguments_that_fit_its_schema() -> None:
+def test_each_tool_is_called_with_arguments_that_fit_its_schema():
     env = Market()
     check_env(env)
     assert {name for name, _ in env.calls} == {"price", "time"}
@@ -343,7 +316,7 @@ def test_each_tool_is_called_with_arguments_that_fit_its_schema() -> None:
     assert limit is None or isinstance(limit, int)
 
 
-def test_a_tool_whose_result_is_no_text_is_a_fault_that_no_random_player_finds() -> None:
+def test_a_tool_whose_result_is_no_text_is_a_fault_that_no_random_player_finds():
     class Pictures(Market):
         @tool
         def look(self, at: str) -> Any:
@@ -354,9 +327,7 @@ def test_a_tool_whose_result_is_no_text_is_a_fault_that_no_random_player_finds()
         check_env(Pictures())
 
 
-def test_a_tool_that_raises_on_a_valid_call_is_shown_with_its_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_tool_that_raises_on_a_valid_call_is_shown_with_its_line(caplog):
     class Broken(Market):
         @tool
         def look(self, at: str) -> str:
@@ -396,8 +367,8 @@ class Place:
 )
 @settings(max_examples=10)
 @given(seed=st.integers(0, 2**32))
-def test_drawn_arguments_fit_the_tool(kind: Any, seed: int) -> None:
-    def look(at: Any, also: Any = None) -> str:
+def test_drawn_arguments_fit_the_tool(kind, seed):
+    def look(at, also=None):
         """Look."""
         return ""
 
@@ -408,35 +379,13 @@ def test_drawn_arguments_fit_the_tool(kind: Any, seed: int) -> None:
     assert "at" in made.validate(call.arguments)
 
 
-def test_a_schema_that_refers_to_itself_or_cannot_be_met_gives_no_call() -> None:
-    class Endless:
-        name = "look"
-        parameters: ClassVar[dict[str, Any]] = {
-            "$ref": "#/$defs/a",
-            "$defs": {"a": {"$ref": "#/$defs/a"}},
-        }
-
-        @staticmethod
-        def validate(arguments: dict[str, Any]) -> dict[str, Any]:
-            return arguments
-
-    assert valid_call(Endless, random.Random(0), ["tea"]) is None  # type: ignore[arg-type]
-
-
-def test_a_fault_names_the_environment_once() -> None:
-    gymnasium.register(id="broken/Nan-v0", entry_point=Infinite)
-    with pytest.raises(EnvironmentCheckError) as error:
-        check_env("broken/Nan-v0")
-    assert str(error.value).count("broken/Nan-v0") == 1
-
-
 def test_a_hang_ends_the_check_of_a_specification_and_is_mentioned_for_an_object(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    caplog, monkeypatch
+):
     class Hangs(Echo):
         seconds = 1000.0
 
-        def step(self, action: str) -> Any:
+        def step(self, action):
             if self.seconds:
                 time.sleep(self.seconds)
                 Hangs.seconds = 0.0
@@ -453,11 +402,6 @@ def test_a_hang_ends_the_check_of_a_specification_and_is_mentioned_for_an_object
     assert "Hangs: step('') has not returned for 0 s (" in caplog.text
 
 
-def test_the_result_of_a_check_prints_what_it_is() -> None:
-    shown = repr(check_env("gspo/Lookup-v0"))
-    assert shown.startswith("Checked(score='turns', reason=")
-
-
 class Buggy(ToolEnv):
     """Both tools raise: one because of its own fault, one because of what it was asked."""
 
@@ -468,7 +412,7 @@ class Buggy(ToolEnv):
     @tool
     def faulty(self, text: str) -> str:
         """Has a fault."""
-        return undefined_name  # type: ignore[name-defined]  # noqa: F821
+        return undefined_name  # noqa: F821
 
     @tool
     def strict(self, text: str) -> str:
@@ -479,7 +423,7 @@ class Buggy(ToolEnv):
         return "", float(len(text)), True
 
 
-def test_a_tool_that_raises_in_every_call_by_its_own_fault_is_a_fault() -> None:
+def test_a_tool_that_raises_in_every_call_by_its_own_fault_is_a_fault():
     with pytest.raises(EnvironmentCheckError, match=r"tool faulty raised in each of 8.*NameError"):
         check_env(Buggy())
 
@@ -500,13 +444,13 @@ class Picky(Buggy):
         """Has a fault behind its check."""
         if weight != 3:
             raise ValueError("the only weight is 3")
-        return undefined_name  # type: ignore[name-defined]  # noqa: F821
+        return undefined_name  # noqa: F821
 
     def expert_action(self, noise=0.0):
         return format_tool_call("faulty", {"weight": 3})
 
 
-def test_a_fault_that_only_the_demonstrator_meets_is_a_fault() -> None:
+def test_a_fault_that_only_the_demonstrator_meets_is_a_fault():
     with pytest.raises(EnvironmentCheckError, match=r"faulty raised in a call of expert_.*NameErr"):
         check_env(Picky())
 
@@ -524,9 +468,7 @@ class Plain(Buggy):
     faulty = strict = None
 
 
-def test_the_check_says_what_counts_as_a_success_where_the_environment_does_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_check_says_what_counts_as_a_success_where_the_environment_does_not(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "from gspo_env import TextEnv\n"
         "class Mine(TextEnv):\n"

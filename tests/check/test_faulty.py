@@ -6,11 +6,9 @@ import asyncio
 import math
 
 import pytest
-from faulty import Faulty, faulty, injected
+from faulty import faulty, injected
 
 from gspo_env.engines.embedded.engine import TransformersEngine
-from gspo_env.env.registration import make_env
-from gspo_env.errors import ConfigError
 from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.play import demonstrator, play_now
@@ -32,26 +30,6 @@ def test_each_kind_is_one_failure_of_an_episode_and_is_counted(kind, tmp_path):
     assert len(found) == env.injected[kind] == injected(tmp_path / "log").total() > 0
     expected = StopReason.ERROR if kind in ("exception", "exit") else StopReason.INVALID
     assert {fault.reason for fault in found} == {expected}
-
-
-def test_the_rates_are_kept_and_the_seed_repeats(tmp_path):
-    def played(seed, name):
-        _, found = faults({"exception": 0.1, "nan": 0.1}, seed=seed, log=str(tmp_path / name))
-        return [fault.reason for fault in found]
-
-    assert played(1, "a") == played(1, "b") != played(2, "c")
-
-
-@pytest.mark.parametrize("rates", [{"fire": 0.1}, {"nan": -0.1}, {"nan": 0.6, "type": 0.6}])
-def test_impossible_rates_are_refused(rates):
-    with pytest.raises(ConfigError, match="rates is"):
-        Faulty("gspo/Lookup-v0", rates)
-
-
-def test_it_is_made_by_name_as_a_command_line_would():
-    env = make_env("faulty:Faulty", env="gspo/Lookup-v0", rates={"nan": 1.0}, hops=3)
-    assert env.reset(seed=0)[0] is None
-    assert make_env("faulty:Faulty", env="gspo/Lookup-v0", rates={}).reset(seed=0)[0]
 
 
 @pytest.mark.slow

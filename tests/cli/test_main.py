@@ -14,6 +14,7 @@ from gspo_env.credit import GroupGAE
 from gspo_env.learner import GRPO
 from gspo_env.model.load import save_model
 from gspo_env.registry import BUILTIN
+from gspo_env.tracking.base import flatten
 
 TINY = [
     *("--hidden-size", "32", "--demonstrations", "64", "--imitation-steps", "4"),
@@ -116,12 +117,8 @@ def test_an_unknown_environment_is_named_before_torch_is_imported(env):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--stepz", "3"], "there is no setting 'stepz'; perhaps you mean steps"),
-        (["--ratio-level", "word"], "word"),
-        (["--steps", "x"], "--steps"),
         (["--steps"], "--steps has no value"),
         (["--learning-rate", "-1"], "learning_rate is -1.0; expected a finite number above 0"),
-        (["--steps", "-3"], "steps is -3; expected an integer of at least 0"),
         (["--group-size", "0"], "group_size is 0"),
         (["--config", "none.toml"], "cannot read the config file 'none.toml'"),
         (["--env-kwargs", "hops"], "'hops' is not KEY=VALUE"),
@@ -136,18 +133,15 @@ def test_an_unknown_environment_is_named_before_torch_is_imported(env):
             ["--advantage", "turn_plus_outcome", "--score", "turns"],
             "'turn_plus_outcome' does not use",
         ),
-        (["--env-kwargs", "hops=four"], "hops is 'four', expected a whole number"),
         (["--env-kwargs", "hops=[3,"], "is no JSON value"),
         (
             ["--help", "los"],
             "there is no section 'los'; expected one of: checkpoints, episodes, rollout",
         ),
         (["--advantage", "group_gea"], "did you mean group_gae?"),
-        (["--num-generations", "4"], "here it is --rollout.group-size"),
-        (["--beta=0.1"], "here it is --loss.kl-coef"),
+        (["--num-generations", "4"], "it is called rollout.group_size"),
+        (["--beta=0.1"], "it is called loss.kl_coef"),
         (["--lora-dropout", "0.1"], "no setting 'lora_dropout': dropout is off, because"),
-        (["--max-steps", "4"], "here it is --steps"),
-        (["--report-to", "wandb"], "here it is --tracker"),
     ],
 )
 def test_an_impossible_value_is_one_sentence(capsys, tmp_path, flags, words):
@@ -216,14 +210,10 @@ def test_an_output_that_cannot_be_written_is_one_sentence(capsys, tmp_path):
 
 
 def test_train_without_options_is_the_recipe_tiny():
-    from gspo_env.cli.main import parse
-
     assert parse(["train"]).resolved == Config.from_recipe("tiny")
 
 
 def test_settings_of_the_chosen_class_are_flags_by_path_and_by_last_part(tmp_path):
-    from gspo_env.cli.main import parse
-
     flags = ["--advantage", "group_gae", "--lam", "0.9", "--loss", "grpo", "--loss.clip-low=0.1"]
     config = parse(["train", *flags, "--env-kwargs", "a=1", "--env-kwargs=b=[2]"]).resolved
     assert config.advantage == GroupGAE(lam=0.9)
@@ -241,9 +231,6 @@ def test_settings_of_the_chosen_class_are_flags_by_path_and_by_last_part(tmp_pat
 
 
 def test_help_lists_every_setting_with_its_default_and_a_page_has_one_group(capsys):
-    from gspo_env.config import Config
-    from gspo_env.tracking.base import flatten
-
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     output = capsys.readouterr().out

@@ -74,15 +74,6 @@ def test_neither_bytes_that_are_no_text_nor_a_narrow_terminal_end_the_game(monke
     assert "Success" in output or "No success" in output
 
 
-def test_the_name_of_a_tool_does_not_act_on_the_terminal(monkeypatch, capsys):
-    tools = {"e\x1b[31mvil": object()}
-    monkeypatch.setattr("gspo_env.cli.play._tools", lambda now: tools)
-    monkeypatch.setattr("gspo_env.cli.play._begin", lambda now: None)
-    output = played(monkeypatch, capsys, "/nothing\n/quit\n")
-    assert "expected one of e\\x1b[31mvil" in output
-    assert "\x1b" not in output
-
-
 def test_the_end_of_the_input_ends_the_episode(monkeypatch, capsys):
     assert "0 turns" in played(monkeypatch, capsys, "")
 

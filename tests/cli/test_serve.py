@@ -38,15 +38,13 @@ TALK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def imitated(path, **shape):
     """A run's folder with a tiny model that imitated a conversation."""
-    path = tmp_path_factory.mktemp("run")
     lines = path / "talks.jsonl"
     lines.write_text(json.dumps({"messages": TALK, "tools": [TOOL]}) + "\n")
     config = Config.from_recipe(
         "tiny",
-        recipe={"conversations": str(lines), "imitation_steps": 60, "hidden_size": 32},
+        recipe={"conversations": str(lines), "imitation_steps": 60, **shape},
         rollout={"max_turn_tokens": 16, "max_context": 128, "group_size": 2},
         tracker="none",
     )
@@ -54,6 +52,11 @@ def folder(tmp_path_factory):
     agent.warm_up()
     agent.save(path / "saved")
     return path / "saved"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return imitated(tmp_path_factory.mktemp("run"), hidden_size=32)
 
 
 def serve(folder, *flags, **variables):
@@ -98,18 +101,8 @@ def test_the_model_that_imitated_a_program_answers_it_behind_the_port(folder):
 @pytest.mark.vllm
 def test_vllm_can_answer_behind_the_port(tmp_path):
     """Its heads are as wide as vLLM needs; answers do not depend on the requests beside them."""
-    lines = tmp_path / "talks.jsonl"
-    lines.write_text(json.dumps({"messages": TALK, "tools": [TOOL]}) + "\n")
-    config = Config.from_recipe(
-        "tiny",
-        recipe={"conversations": str(lines), "imitation_steps": 60, "hidden_size": 64, "heads": 2},
-        rollout={"max_turn_tokens": 16, "max_context": 128, "group_size": 2},
-        tracker="none",
-    )
-    agent = GSPOAgent(config=config)
-    agent.warm_up()
-    agent.save(tmp_path / "saved")
-    child, exported = serve(tmp_path / "saved", "--engine", "vllm", **{KEY: "open sesame"})
+    saved = imitated(tmp_path, hidden_size=64, heads=2)
+    child, exported = serve(saved, "--engine", "vllm", **{KEY: "open sesame"})
     try:
         url = f"{exported['OPENAI_BASE_URL']}/chat/completions"
         headers = {"authorization": "Bearer open sesame"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,18 +14,18 @@ pytestmark = pytest.mark.usefixtures("quick_store")
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
 
 
-def untracked(monkeypatch: pytest.MonkeyPatch) -> Path:
+def untracked(monkeypatch):
     """A run that ended while its store was away."""
     folder = Path("run")
     folder.mkdir()
 
-    def away(self: Any) -> str:
+    def away(self):
         raise ConnectionError("away")
 
     with monkeypatch.context() as patch:
@@ -43,9 +42,7 @@ def untracked(monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_run_that_ended_without_its_server_is_sent_later_with_its_own_times(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_ended_without_its_server_is_sent_later_with_its_own_times(monkeypatch, capsys):
     from mlflow.tracking import MlflowClient
 
     folder = untracked(monkeypatch)
@@ -66,9 +63,7 @@ def test_a_run_that_ended_without_its_server_is_sent_later_with_its_own_times(
     assert run.info.status == "FAILED"
 
 
-def test_an_address_in_the_folder_is_used_only_if_the_user_names_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_in_the_folder_is_used_only_if_the_user_names_it(monkeypatch, capsys):
     folder = untracked(monkeypatch)
     (folder / "config.toml").write_text(
         '[tracker]\nname = "mlflow"\ntracking_uri = "http://127.0.0.1:9"\n'
@@ -82,9 +77,7 @@ def test_an_address_in_the_folder_is_used_only_if_the_user_names_it(
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere", "."])
-def test_a_folder_without_a_tracked_run_is_one_sentence(
-    folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_tracked_run_is_one_sentence(folder, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["sync", *([folder] if folder else [])])
     assert "expected a run that was tracked" in capsys.readouterr().err

@@ -22,40 +22,12 @@ from gspo_env.compare.stats import (
     paired_permutation_test,
     probability_of_improvement,
 )
-from gspo_env.config import Config, from_dict
+from gspo_env.config import Config, from_dict, to_toml
 from gspo_env.credit import GiGPO, GroupGAE
 from gspo_env.errors import ConfigError, OutputError, UnknownEnvironmentError
 from gspo_env.report.comparison import summarise, table, verdict, write_report
-from gspo_env.report.plots import comparison_figure
 from gspo_env.tracking.base import NoTracker
 from gspo_env.tracking.mlflow import MLflow
-
-SMALL = """
-env = "gspo/Additive-v0"
-steps = 2
-tasks_per_step = 2
-eval_every = 0
-eval_tasks = 4
-[env_kwargs]
-turns = 1
-[rollout]
-group_size = 4
-max_turn_tokens = 4
-[recipe]
-hidden_size = 16
-layers = 1
-heads = 2
-demonstrations = 32
-imitation_steps = 40
-imitation_batch = 16
-imitation_learning_rate = 0.02
-[learner]
-learning_rate = 3e-3
-warmup_steps = 0
-[compare]
-seeds = 2
-metric = "rollout/return"
-"""
 
 
 def small(**changes):
@@ -96,18 +68,6 @@ def histories(results):
         ]
         for r in results
     }
-
-
-@pytest.mark.slow
-def test_with_one_turn_the_turn_and_the_sequence_level_agree_to_the_last_digit(tmp_path):
-    arms = grid({"ratio_level": ["sequence", "turn"]})
-    results, _ = run(
-        Comparison(problems={"one": small()}, arms=arms, seeds=2, workers=1), tmp_path / "out"
-    )
-    kept = histories(results)
-    for seed in range(2):
-        assert kept["sequence", seed] == kept["turn", seed]
-    assert kept["turn", 0] != kept["turn", 1]
 
 
 @pytest.mark.slow
@@ -163,7 +123,8 @@ def test_a_users_estimator_takes_part_and_a_failing_one_is_counted(tmp_path, mon
         "    def advantages(self, group):\n"
         "        return []\n"
     )
-    (tmp_path / "c.toml").write_text(SMALL.replace("seeds = 2", "seeds = 1"))
+    table_ = '[compare]\nseeds = 1\nmetric = "rollout/return"\n'
+    (tmp_path / "c.toml").write_text(to_toml(small()) + table_)
     flags = ["--config", "c.toml", "--arm", "advantage=outcome,mine.py:Half,mine.py:Broken"]
     main(["compare", *flags, "--output", "out", "--tracker", "none", "--workers", "1"])
     shown = capsys.readouterr().out
@@ -249,7 +210,9 @@ def test_the_table_of_a_file_and_the_command_line_meet():
         with pytest.raises(ConfigError, match=f"unknown field compare.'{name}'.*{words}"):
             check_table({name: 1})
     for wrong in ({"seeds": "5"}, {"target": True}, {"grid": {"gamma": 1.0}}, {"problems": 3}):
-        with pytest.raises(ConfigError, match=f"compare.{next(iter(wrong))} is .*expected"):
+        with pytest.raises(
+            ConfigError, match=f"compare.{next(iter(wrong))}.* is .*; input should be"
+        ):
             check_table(wrong)
     with pytest.raises(ConfigError, match="expected name=value"):
         parse({}, ["gamma"], small())
@@ -380,15 +343,6 @@ def test_arms_of_different_lengths_say_what_is_compared(tmp_path):
     assert "tasks_per_step = 2" in page
 
 
-def test_curves_of_arms_that_coincide_are_told_apart(tmp_path):
-    arms = tuple(Arm(name=name, changes={}) for name in ("one", "two", "three"))
-    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=2)
-    results = learning(comparison, tmp_path, lambda played, seed: played / 100)
-    rows = summarise(comparison, results)["one"]
-    lines = comparison_figure(comparison, "one", rows).axes[0].get_lines()
-    assert len({str(line._dash_pattern) for line in lines}) == 3
-
-
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     level=st.floats(-1e4, 1e4),
@@ -470,17 +424,6 @@ def test_arms_that_change_the_recipe_or_the_model_get_a_start_of_their_own(tmp_p
     write_report(comparison, results, tmp_path)
     text = (tmp_path / "report.md").read_text()
     assert "2, 3, 4: another start than the first arm" in text
-
-
-@pytest.mark.slow
-def test_a_longer_imitation_is_what_its_arm_starts_from(tmp_path):
-    arms = (Arm(name="none", changes={"imitation_steps": 0}), Arm(name="some", changes={}))
-    comparison = Comparison(
-        problems={"one": small()}, arms=arms, seeds=1, workers=1, metric="rollout/stop/terminated"
-    )
-    results, _ = run(comparison, tmp_path / "out")
-    none, some = (dict(r.history[1][1])["rollout/stop/terminated"] for r in results)
-    assert none < 0.2 < 0.8 < some
 
 
 def test_a_missing_value_is_read_between_its_neighbours(tmp_path):

@@ -31,7 +31,7 @@ from gspo_env.types import Episode, Group, Prompt, StepInfo, StopReason, Task, T
 ROOT = Path(__file__).parents[2]
 
 
-def small(output: Path, **changes: object) -> Config:
+def small(output, **changes):
     settings: dict[str, object] = {
         "env": "gspo/Lookup-v0",
         "recipe": {"hidden_size": 32, "demonstrations": 64, "imitation_steps": 4},
@@ -49,13 +49,13 @@ def small(output: Path, **changes: object) -> Config:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kept") / "run"
     GSPOAgent(config=small(folder)).train()
     return folder
 
 
-def turn(**changes: object) -> Turn:
+def turn(**changes):
     fields: dict[str, object] = {
         "prompt_ids": (1, 2, 3),
         "action_ids": (4, 5),
@@ -64,10 +64,10 @@ def turn(**changes: object) -> Turn:
         "observation": "see",
         "reward": 0.5,
     }
-    return Turn(**{**fields, **changes})  # type: ignore[arg-type]
+    return Turn(**{**fields, **changes})
 
 
-def episode(*turns: Turn, **changes: object) -> Episode:
+def episode(*turns, **changes):
     fields: dict[str, object] = {
         "task": Task(env_id="test", seed=7),
         "turns": turns,
@@ -76,17 +76,15 @@ def episode(*turns: Turn, **changes: object) -> Episode:
         "terminated": True,
         "truncated": False,
     }
-    return Episode(**{**fields, **changes})  # type: ignore[arg-type]
+    return Episode(**{**fields, **changes})
 
 
-def kept(
-    *played: Episode, tokens: dict[tuple[int, int, int], TokenValues] | None = None
-) -> Episodes:
+def kept(*played, tokens=None):
     group = Group(task=played[0].task, episodes=played)
     return Episodes(to_table(3, "train", {5: group}, tokens or {}), {})
 
 
-def test_a_run_keeps_every_evaluation_and_a_sample_of_training_groups(run: Path) -> None:
+def test_a_run_keeps_every_evaluation_and_a_sample_of_training_groups(run):
     found = read_episodes(run)
     counts: dict[tuple[str, int], int] = {}
     for record in found:
@@ -100,7 +98,7 @@ def test_a_run_keeps_every_evaluation_and_a_sample_of_training_groups(run: Path)
     assert len(read_episodes(run, phases=["train"], steps=[2])) == 6
 
 
-def test_kept_tokens_have_the_log_probabilities_of_engine_and_trainer(run: Path) -> None:
+def test_kept_tokens_have_the_log_probabilities_of_engine_and_trainer(run):
     trained = [e for e in read_episodes(run, phases=["train"]) if e.trained]
     assert trained
     for record in trained:
@@ -115,7 +113,7 @@ def test_kept_tokens_have_the_log_probabilities_of_engine_and_trainer(run: Path)
             assert t.weights_version == record.step - 1
 
 
-def test_the_text_of_kept_tokens_is_that_of_the_conversation(run: Path) -> None:
+def test_the_text_of_kept_tokens_is_that_of_the_conversation(run):
     found = read_episodes(run)
     ids = {i for e in found for t in e.turns for i in (*t.prompt_ids, *t.action_ids)}
     assert ids == set(found.tokens)
@@ -127,7 +125,7 @@ def test_the_text_of_kept_tokens_is_that_of_the_conversation(run: Path) -> None:
             assert said.removesuffix("<|im_end|>") == t.action
 
 
-def test_a_resumed_run_has_no_episode_twice_and_the_same_ones(run: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_no_episode_twice_and_the_same_ones(run, tmp_path):
     half = tmp_path / "half"
     GSPOAgent(config=small(half)).train()
     # as if the process had been killed in the second step
@@ -145,9 +143,7 @@ def test_a_resumed_run_has_no_episode_twice_and_the_same_ones(run: Path, tmp_pat
         assert [t.ratios for t in one.turns] == [t.ratios for t in other.turns]
 
 
-def test_a_damaged_file_is_named_and_the_others_are_read(
-    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_named_and_the_others_are_read(run, tmp_path, caplog):
     folder = tmp_path / "episodes"
     folder.mkdir()
     for file in episode_files(run):
@@ -158,7 +154,7 @@ def test_a_damaged_file_is_named_and_the_others_are_read(
     assert "000001-train.parquet is damaged" in caplog.text
 
 
-def test_an_action_that_several_versions_of_the_weights_sampled_keeps_that_of_each_token() -> None:
+def test_an_action_that_several_versions_of_the_weights_sampled_keeps_that_of_each_token():
     known = {"action_ids": (4, 5, 6), "logprobs": (-0.5, -1.5, -1.0), "weights_version": 3}
     both = turn(**known, weights_versions=((3, 1), (4, 2)))
     played = episode(turn(**known), both)
@@ -170,7 +166,7 @@ def test_an_action_that_several_versions_of_the_weights_sampled_keeps_that_of_ea
 
 
 @pytest.mark.parametrize(("keep", "phases"), [("none", set()), ("eval", {"eval", "greedy"})])
-def test_the_setting_chooses_what_is_kept(tmp_path: Path, keep: str, phases: set[str]) -> None:
+def test_the_setting_chooses_what_is_kept(tmp_path, keep, phases):
     config = small(tmp_path / "run", steps=1, episodes={"keep_episodes": keep})
     GSPOAgent(config=config).train()
     assert {file.phase for file in episode_files(tmp_path / "run")} == phases
@@ -180,7 +176,7 @@ def test_the_setting_chooses_what_is_kept(tmp_path: Path, keep: str, phases: set
 
 
 @given(st.data())
-def test_the_sequence_of_each_turn_is_the_one_that_trains_it(data: st.DataObject) -> None:
+def test_the_sequence_of_each_turn_is_the_one_that_trains_it(data):
     parents = [
         data.draw(st.none() | st.integers(0, k - 1)) if k else None
         for k in range(data.draw(st.integers(1, 8)))
@@ -192,7 +188,7 @@ def test_the_sequence_of_each_turn_is_the_one_that_trains_it(data: st.DataObject
         assert {t.turn for t in record.turns if t.sequence == number} == trained
 
 
-def test_tokens_that_are_not_trained_on_have_no_value_of_the_trainer() -> None:
+def test_tokens_that_are_not_trained_on_have_no_value_of_the_trainer():
     masked = turn(info=StepInfo(token_mask=(False, True)))
     values = TokenValues(advantage=np.array([2.0]), ratio=np.array([1.5]), clipped=np.array([1.0]))
     (record,) = kept(episode(masked), tokens={(5, 0, 0): values})
@@ -202,7 +198,7 @@ def test_tokens_that_are_not_trained_on_have_no_value_of_the_trainer() -> None:
     assert t.engine_logprobs == (-0.5, -1.5)
 
 
-def test_the_learner_returns_the_values_of_the_chosen_episodes_by_turn(model) -> None:  # type: ignore[no-untyped-def]
+def test_the_learner_returns_the_values_of_the_chosen_episodes_by_turn(model):
     rng = np.random.default_rng(0)
     played = [
         episode(
@@ -235,14 +231,14 @@ def test_the_learner_returns_the_values_of_the_chosen_episodes_by_turn(model) ->
         assert values.advantage is not None
         assert values.trainer_logprobs == pytest.approx(expected[n, k], abs=1e-6)
         assert values.advantage == pytest.approx([advantages[n][k]] * len(expected[n, k]))
-        assert len(values.ratio) == len(values.clipped) == len(expected[n, k])  # type: ignore[arg-type]
+        assert len(values.ratio) == len(values.clipped) == len(expected[n, k])
     learner.update(samples, keep=[1])
     assert {n for n, _ in learner.tokens} == {1}
     learner.update(samples)
     assert learner.tokens == {}
 
 
-def test_a_text_that_looks_like_a_secret_is_replaced_and_its_tokens_are_left_out() -> None:
+def test_a_text_that_looks_like_a_secret_is_replaced_and_its_tokens_are_left_out():
     secret = "sk-" + "a1" * 20
     leaked = episode(turn(), turn(text=f"the key is {secret}"), final_observation="ok")
     (record,) = kept(leaked)
@@ -252,14 +248,14 @@ def test_a_text_that_looks_like_a_secret_is_replaced_and_its_tokens_are_left_out
     assert not kept(episode(turn()))[0].redacted
 
 
-def test_lone_surrogates_and_control_characters_are_written_and_read() -> None:
+def test_lone_surrogates_and_control_characters_are_written_and_read():
     text = "half \ud83d of a pair \x00 \u202e </script><script>"
     (record,) = kept(episode(turn(text=text, observation=text), final_observation=text))
     assert record.turns[0].action == text.encode(errors="backslashreplace").decode()
     assert "</script>" in record.final_observation
 
 
-def test_an_episode_without_turns_is_kept_with_its_prompt() -> None:
+def test_an_episode_without_turns_is_kept_with_its_prompt():
     lost = episode(
         prompt=Prompt(system="Be brief."), stop_reason=StopReason.ERROR, error="it broke"
     )
@@ -268,7 +264,7 @@ def test_an_episode_without_turns_is_kept_with_its_prompt() -> None:
     assert second.num_turns == 1
 
 
-def test_tool_calls_and_malformed_ones_are_columns() -> None:
+def test_tool_calls_and_malformed_ones_are_columns():
     text = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{</tool_call>'
     (record,) = kept(episode(turn(text=text)))
     good, bad = json.loads(record.turns[0].tool_calls or "")
@@ -282,11 +278,9 @@ def test_tool_calls_and_malformed_ones_are_columns() -> None:
     ),
     st.integers(1, 9000),
 )
-def test_too_many_bytes_thin_out_training_first_and_leave_first_and_last(
-    places: list[tuple[int, str]], most: int
-) -> None:
+def test_too_many_bytes_thin_out_training_first_and_leave_first_and_last(places, most):
     files = [
-        EpisodeFile(path=Path(f"{step}-{phase}"), step=step, phase=phase, size=100)  # type: ignore[arg-type]
+        EpisodeFile(path=Path(f"{step}-{phase}"), step=step, phase=phase, size=100)
         for step, phase in sorted(places)
     ]
     gone = surplus(files, most)
@@ -301,16 +295,16 @@ def test_too_many_bytes_thin_out_training_first_and_leave_first_and_last(
         assert sum(f.phase == "train" for f in left) <= 2
 
 
-def test_a_run_never_has_more_megabytes_than_its_setting(tmp_path: Path) -> None:
-    def attempt(what: str, write: object) -> bool:
-        write()  # type: ignore[operator]
+def test_a_run_never_has_more_megabytes_than_its_setting(tmp_path):
+    def attempt(what, write):
+        write()
         return True
 
     class Letters:
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids):
             return hex(ids[0])
 
-        def convert_ids_to_tokens(self, number: int) -> str:
+        def convert_ids_to_tokens(self, number):
             return hex(number)
 
     log = EpisodeLog(tmp_path, EpisodesConfig(keep_episodes="all", keep_mb=1), Letters(), attempt)
@@ -325,12 +319,12 @@ def test_a_run_never_has_more_megabytes_than_its_setting(tmp_path: Path) -> None
     assert len(files) > 4
 
 
-def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
+def test_a_full_disk_stops_no_training(tmp_path):
     failed = []
 
-    def attempt(what: str, write: object) -> bool:
+    def attempt(what, write):
         try:
-            write()  # type: ignore[operator]
+            write()
         except OSError:
             failed.append(what)
         return not failed
@@ -351,12 +345,7 @@ def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
         [".", "--mb", "0"],
     ],
 )
-def test_view_refuses_what_is_no_run_in_one_sentence(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_view_refuses_what_is_no_run_in_one_sentence(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["view", *arguments, "--no-browser"])

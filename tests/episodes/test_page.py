@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import zlib
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +23,7 @@ from gspo_env.types import Episode, Group, StopReason, Task, Turn
 HOSTILE = '</script><script>alert("x")</script><img src=x onerror=alert(1)>'
 
 
-def write_run(folder: Path, steps: int = 3, text: str = "hello", group: int = 4) -> Path:
+def write_run(folder, steps=3, text="hello", group=4):
     (folder / "episodes").mkdir(parents=True, exist_ok=True)
     for step in range(steps):
         write_step(folder, step, text, group)
@@ -32,7 +31,7 @@ def write_run(folder: Path, steps: int = 3, text: str = "hello", group: int = 4)
     return folder
 
 
-def write_step(folder: Path, step: int, text: str, group: int = 4) -> None:
+def write_step(folder, step, text, group=4):
     turn = Turn(
         prompt_ids=(1, 2),
         action_ids=(3, 4),
@@ -63,12 +62,12 @@ def write_step(folder: Path, step: int, text: str, group: int = 4) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def data_of(page: str) -> dict[str, object]:
+def data_of(page):
     found = re.findall(r'<script type="text/plain" id="([\w.-]+)">([\w+/=]*)</script>', page)
     return {name: json.loads(zlib.decompress(base64.b64decode(data))) for name, data in found}
 
 
-def test_no_text_of_a_policy_or_an_environment_is_part_of_the_html(tmp_path: Path) -> None:
+def test_no_text_of_a_policy_or_an_environment_is_part_of_the_html(tmp_path):
     run = write_run(tmp_path / "run", text=HOSTILE)
     page = write_page(run, tmp_path / "page.html").read_text()
     data = data_of(page)
@@ -79,7 +78,7 @@ def test_no_text_of_a_policy_or_an_environment_is_part_of_the_html(tmp_path: Pat
     assert page.count("<script") == page.count("</script>") == len(data) + 1
 
 
-def test_the_page_runs_only_its_own_script_and_loads_nothing(tmp_path: Path) -> None:
+def test_the_page_runs_only_its_own_script_and_loads_nothing(tmp_path):
     page = write_page(write_run(tmp_path / "run"), tmp_path / "page.html").read_text()
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -93,7 +92,7 @@ def test_the_page_runs_only_its_own_script_and_loads_nothing(tmp_path: Path) -> 
     assert all("w3.org" in address or "github.com" in address for address in outside), outside
 
 
-def test_the_index_has_a_value_of_each_column_for_each_episode(tmp_path: Path) -> None:
+def test_the_index_has_a_value_of_each_column_for_each_episode(tmp_path):
     run = write_run(tmp_path / "run", steps=2, group=70)
     data = data_of(write_page(run, tmp_path / "page.html").read_text())
     index = data["index"]
@@ -106,16 +105,14 @@ def test_the_index_has_a_value_of_each_column_for_each_episode(tmp_path: Path) -
     assert "train-1-0-30" in block["episode"]
 
 
-def test_a_page_that_would_be_too_large_leaves_out_steps_in_between(tmp_path: Path) -> None:
+def test_a_page_that_would_be_too_large_leaves_out_steps_in_between(tmp_path):
     run = write_run(tmp_path / "run", steps=9, text="x")
     index = json.loads(make_index(run, read_parts(run, 1)))
     assert sorted({*index["episodes"]["step"]}) == [0, 8]
     assert index["left_out"] == 7
 
 
-def test_a_metric_of_a_step_that_was_run_twice_has_its_last_value(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_metric_of_a_step_that_was_run_twice_has_its_last_value(tmp_path, caplog):
     lines = [
         {"step": 1, "time": 0, "metrics": {"a": 1.0}},
         {"step": 2, "time": 0, "metrics": {"a": 2.0}},
@@ -127,9 +124,7 @@ def test_a_metric_of_a_step_that_was_run_twice_has_its_last_value(
     assert "a line of metrics.jsonl is damaged" in caplog.text
 
 
-def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(tmp_path, caplog):
     run = write_run(tmp_path / "run", steps=2)
     path = run / "episodes" / "000000-train.parquet"
     table = pq.read_table(path)
@@ -145,8 +140,8 @@ def test_a_file_whose_episodes_have_other_ids_and_a_nested_line_are_left_out(
 
 
 def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, capsys
+):
     run = write_run(tmp_path / "run", steps=1)
     for name in ("view.html", "report/report.html"):
         (run / name).mkdir(parents=True)  # stands for a disk that is read-only
@@ -169,5 +164,5 @@ def test_a_run_in_which_nothing_can_be_written_says_which_option_names_another_p
         )
     ).map(" ".join)
 )
-def test_the_fast_search_for_secrets_finds_what_the_whole_one_finds(text: str) -> None:
+def test_the_fast_search_for_secrets_finds_what_the_whole_one_finds(text):
     assert redact_text(text) == _LOOKS.sub(MARK, text)

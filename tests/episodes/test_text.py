@@ -4,7 +4,7 @@ from gspo_env.episodes import render_episode
 from gspo_env.types import Episode, Message, Prompt, StopReason, Task, Turn
 
 
-def make_episode(**changes: object) -> Episode:
+def make_episode(**changes):
     turn = Turn(
         prompt_ids=(1, 2, 3),
         action_ids=(4, 5),
@@ -22,10 +22,10 @@ def make_episode(**changes: object) -> Episode:
         "truncated": False,
         "success": True,
     }
-    return Episode(**{**fields, **changes})  # type: ignore[arg-type]
+    return Episode(**{**fields, **changes})
 
 
-def test_an_episode_shows_task_turns_and_how_it_ended() -> None:
+def test_an_episode_shows_task_turns_and_how_it_ended():
     text = render_episode(make_episode(final_observation="Right!"))
     assert "gspo/Guess-v0, seed 11, high=9" in text
     assert "turn 1: reward +0.5, 3 tokens read, 2 sampled" in text
@@ -35,7 +35,7 @@ def test_an_episode_shows_task_turns_and_how_it_ended() -> None:
     assert "  | Right!" in text
 
 
-def test_an_episode_shows_what_the_policy_was_told_and_no_tokens_of_a_text_policy() -> None:
+def test_an_episode_shows_what_the_policy_was_told_and_no_tokens_of_a_text_policy():
     prompt = Prompt(system="Be quick.", messages=(Message(role="user", content="hello"),))
     turn = Turn(text="7", observation="Guess.", reward=0.0)
     text = render_episode(make_episode(prompt=prompt, turns=(turn,)))
@@ -44,7 +44,7 @@ def test_an_episode_shows_what_the_policy_was_told_and_no_tokens_of_a_text_polic
     assert "tokens read" not in text
 
 
-def test_an_episode_that_broke_shows_its_error() -> None:
+def test_an_episode_that_broke_shows_its_error():
     episode = make_episode(
         turns=(), success=None, outcome=0.0, stop_reason=StopReason.ERROR, error="boom"
     )
@@ -54,7 +54,7 @@ def test_an_episode_that_broke_shows_its_error() -> None:
     assert "  | boom" in text
 
 
-def test_a_cut_episode_with_rewards_is_no_success_and_not_called_a_failure() -> None:
+def test_a_cut_episode_with_rewards_is_no_success_and_not_called_a_failure():
     episode = make_episode(success=False, outcome=1.0, stop_reason=StopReason.MAX_TURNS)
     assert "no success: outcome +1, stopped by max_turns" in render_episode(episode)
 

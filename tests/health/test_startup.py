@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,12 +71,12 @@ TINY = [
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "envs.py").write_text(ENVS)
 
 
-def stopped(capsys: Any, name: str, *arguments: str) -> str:
+def stopped(capsys, name, *arguments):
     """Returns what a run says that stops with exit code 2 before it has a folder."""
     env = name if "/" in name else f"envs.py:{name}"
     with pytest.raises(SystemExit) as exit_:
@@ -168,7 +166,7 @@ SOUND = {
 """The metrics of a step that learns."""
 
 
-def first_steps(changes: Sequence[dict[str, float]], **settings: Any) -> list[Finding]:
+def first_steps(changes, **settings):
     """Returns the warnings of the first steps; a metric that is changed to NaN is not logged."""
     findings: list[Finding] = []
     history: list[tuple[int, dict[str, float]]] = []

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import io
 import math
-from typing import Any
 
 import numpy as np
 
 from gspo_env.config import Config
-from gspo_env.health.record import History, RunRecord
+from gspo_env.health.record import RunRecord
 from gspo_env.report import learning_curve
 
 
-def draw(history: History) -> Any:
+def draw(history):
     return learning_curve(RunRecord.in_progress(Config(), history), "Guess, $x$")
 
 
-def test_a_learning_curve_has_success_and_return_of_training_and_evaluations() -> None:
+def test_a_learning_curve_has_success_and_return_of_training_and_evaluations():
     history = [(step, {"rollout/success": step / 10, "train/loss": 1.0}) for step in range(1, 11)]
     history += [(5, {"eval/success": 0.4, "eval/success_greedy": 0.6})]
     history += [(10, {"eval/success": 0.9, "eval/success_greedy": math.nan})]
@@ -36,12 +35,12 @@ def test_a_learning_curve_has_success_and_return_of_training_and_evaluations() -
     assert (int.from_bytes(width), int.from_bytes(height)) == (1200, 675)
 
 
-def test_lines_that_coincide_are_told_apart_and_those_at_the_edge_are_visible() -> None:
+def test_lines_that_coincide_are_told_apart_and_those_at_the_edge_are_visible():
     alike = {"rollout/success": 1.0, "eval/success": 1.0, "eval/success_greedy": 1.0}
     axis = draw([(n, alike) for n in range(3)]).axes[0]
     assert len({str(line.get_linestyle()) for line in axis.get_lines()}) > 1
     assert axis.get_ylim()[1] > 1.0
 
 
-def test_an_empty_history_is_drawn() -> None:
+def test_an_empty_history_is_drawn():
     assert [len(axis.get_lines()) for axis in draw([]).axes] == [0, 0]

@@ -11,10 +11,9 @@ import pytest
 
 from gspo_env.credit import GroupGAE, NormalizeThenAccumulate, Outcome, ReturnsToGo
 from gspo_env.env.registration import make_env
-from gspo_env.errors import ConfigError
 from gspo_env.registry import find
 from gspo_env.types import Group, bare_episode
-from studies.credit.density import Density, signal, slope
+from studies.credit.density import Density, signal
 from studies.credit.enumeration import Enumeration, direction
 from studies.credit.exact import TASK, true_gradient
 
@@ -93,27 +92,6 @@ def test_exact_turn_credit_gains_the_root_of_the_number_of_turns_over_outcome_cr
         gain = signal(problem, ReturnsToGo(gamma=0.0), 64).snr / signal(problem, Outcome(), 64).snr
         # a finite group adds the noise of its baseline
         assert gain == pytest.approx(math.sqrt(turns), rel=0.25)
-
-
-def test_a_divisor_or_an_impossible_problem_is_refused():
-    with pytest.raises(ConfigError, match="not linear"):
-        signal(Density(turns=2, decisions=1), Outcome(scale="std"), 4)
-    with pytest.raises(ConfigError, match="decisions is 3; expected 1 to 2"):
-        Density(turns=2, decisions=3)
-    with pytest.raises(ConfigError, match="expected 0 and 0"):
-        Density(turns=2, decisions=1, noise=1.0).problem()
-
-
-def test_credit_for_the_immediate_reward_has_no_signal_where_all_rewards_are_late():
-    late = Density(turns=8, decisions=2, delay=2)
-    assert signal(late, ReturnsToGo(gamma=0.0), 8).snr == 0.0
-    assert signal(late, ReturnsToGo(), 8).bias < 1e-12
-
-
-def test_the_slope_of_a_power_law_is_its_exponent():
-    x = [math.log(r) for r in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)]
-    value, low, high = slope(x, [-0.5 * v + 1 for v in x])
-    assert (value, low, high) == pytest.approx((-0.5, -0.5, -0.5))
 
 
 @pytest.fixture

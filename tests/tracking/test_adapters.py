@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import time
-from pathlib import Path
 
 import pytest
 
@@ -18,13 +17,13 @@ from gspo_env.tracking import (
     combine,
     start,
 )
-from gspo_env.tracking.multi import NON_FINITE, MultiTracker
+from gspo_env.tracking.multi import NON_FINITE
 
 pytestmark = pytest.mark.trackers
 
 
 @pytest.fixture(scope="module", autouse=True)
-def home(tmp_path_factory: pytest.TempPathFactory):
+def home(tmp_path_factory):
     """Trackio's folder, which it reads when it is imported, and no calls home."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("home")
@@ -35,7 +34,7 @@ def home(tmp_path_factory: pytest.TempPathFactory):
         yield folder
 
 
-def record(choice, folder: Path, name: str = "a run, é", **more) -> MultiTracker:
+def record(choice, folder, name="a run, é", **more):
     """A run with everything that a tracker can be given."""
     (folder / "out" / "model").mkdir(parents=True, exist_ok=True)
     (folder / "out" / "model" / "weights.txt").write_text("1")
@@ -60,13 +59,13 @@ def record(choice, folder: Path, name: str = "a run, é", **more) -> MultiTracke
     return tracker
 
 
-def picture(path: Path) -> None:
+def picture(path):
     from matplotlib.figure import Figure
 
     Figure().savefig(path)
 
 
-def events(folder: Path):
+def events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
@@ -74,7 +73,7 @@ def events(folder: Path):
     return read
 
 
-def test_tensorboard_reads_back_curves_texts_and_pictures(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_curves_texts_and_pictures(tmp_path):
     tracker = record(TensorBoard(), tmp_path)
     read = events(tmp_path / "out")
     assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(0, 0), (1, 0.5), (2, 1)]
@@ -82,7 +81,7 @@ def test_tensorboard_reads_back_curves_texts_and_pictures(tmp_path: Path) -> Non
     assert len(read.Tags()["scalars"]) == 10_003
     assert read.Tags()["images"] == ["curve"]
 
-    def text(name: str) -> str:
+    def text(name):
         return read.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode()
 
     assert "| learner.rate | 1e-05 |" in text("params")
@@ -93,7 +92,7 @@ def test_tensorboard_reads_back_curves_texts_and_pictures(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("choice", [TensorBoard(), WandB(mode="offline"), Trackio(project="again")])
-def test_a_run_goes_on_in_the_same_run_of_the_tracker(tmp_path: Path, choice) -> None:
+def test_a_run_goes_on_in_the_same_run_of_the_tracker(tmp_path, choice):
     first = start(choice, RunInfo(name="on", folder=tmp_path))
     first.log({"x": 1.0}, 1)
     first.finish("KILLED")
@@ -112,7 +111,7 @@ def test_a_run_goes_on_in_the_same_run_of_the_tracker(tmp_path: Path, choice) ->
         assert [(row["step"], row["x"]) for row in rows if "x" in row] == [(1, 1.0), (2, 2.0)]
 
 
-def test_trackio_stores_a_run_and_runs_of_a_comparison_as_a_group(tmp_path: Path) -> None:
+def test_trackio_stores_a_run_and_runs_of_a_comparison_as_a_group(tmp_path):
     from trackio.sqlite_storage import SQLiteStorage
 
     tracker = record(Trackio(project="trk"), tmp_path)
@@ -132,7 +131,7 @@ def test_trackio_stores_a_run_and_runs_of_a_comparison_as_a_group(tmp_path: Path
     assert child["_Group"] == tmp_path.name
 
 
-def test_wandb_writes_a_run_that_can_be_synced(tmp_path: Path) -> None:
+def test_wandb_writes_a_run_that_can_be_synced(tmp_path):
     tracker = record(WandB(mode="offline"), tmp_path)
     (folder,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
     assert tracker.how_to_look == f"wandb sync {folder}"
@@ -153,7 +152,7 @@ def history(record):
         yield item.key or item.nested_key[0], item.value_json
 
 
-def ended(path: Path):
+def ended(path):
     """The records of a run's file, as soon as the process that writes it has written its end."""
     end = time.monotonic() + 60.0
     while not exit_codes(records := read_wandb(path)) and time.monotonic() < end:
@@ -165,7 +164,7 @@ def exit_codes(records):
     return [r.exit.exit_code for r in records if r.WhichOneof("record_type") == "exit"]
 
 
-def read_wandb(path: Path):
+def read_wandb(path):
     """The records of a run's file: LevelDB's log format behind a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
@@ -186,14 +185,14 @@ def read_wandb(path: Path):
 
 
 @pytest.mark.parametrize(("status", "code"), [("FAILED", 1), ("KILLED", 255)])
-def test_wandb_ends_a_failed_run_with_an_exit_code(tmp_path: Path, status, code) -> None:
+def test_wandb_ends_a_failed_run_with_an_exit_code(tmp_path, status, code):
     info = RunInfo(name="bad", folder=tmp_path)
     start(WandB(mode="offline"), info).finish(status)
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert exit_codes(ended(path)) == [code]
 
 
-def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path: Path) -> None:
+def test_a_comparison_keeps_its_parent_open_while_its_runs_are_recorded(tmp_path):
     from gspo_env.compare import Arm, Result, Run
     from gspo_env.compare.runner import Recorder
 

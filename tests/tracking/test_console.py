@@ -29,7 +29,7 @@ with Progress() as progress:
 """
 
 
-def run_in_terminal(end: str) -> tuple[str, int]:
+def run_in_terminal(end):
     """What a program writes to a terminal, and its exit code."""
     main, child = pty.openpty()
     env = {n: v for n, v in os.environ.items() if n not in ("CI", "NO_COLOR")}
@@ -58,9 +58,7 @@ def run_in_terminal(end: str) -> tuple[str, int]:
         ("signal.raise_signal(signal.SIGTERM)", -signal.SIGTERM),
     ],
 )
-def test_a_terminal_has_a_live_line_and_its_cursor_however_the_program_ends(
-    end: str, code: int
-) -> None:
+def test_a_terminal_has_a_live_line_and_its_cursor_however_the_program_ends(end, code):
     shown, exit_code = run_in_terminal(end)
     assert exit_code in (code, -signal.SIGINT if code == 1 else code)
     lines = [line.strip() for line in shown.splitlines()]
@@ -71,16 +69,14 @@ def test_a_terminal_has_a_live_line_and_its_cursor_however_the_program_ends(
 
 
 @pytest.mark.parametrize("env", [{"CI": "1"}, {"NO_COLOR": "1"}, {"TERM": "dumb"}, {}])
-def test_where_a_live_line_is_not_wanted_there_is_a_plain_line_for_each_update(
-    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_a_live_line_is_not_wanted_there_is_a_plain_line_for_each_update(env, monkeypatch):
     class Stream(io.StringIO):
         flushed = 0
 
-        def isatty(self) -> bool:
+        def isatty(self):
             return bool(env)
 
-        def flush(self) -> None:
+        def flush(self):
             self.flushed += 1
 
     for name in ("CI", "NO_COLOR"):
@@ -104,9 +100,7 @@ def test_where_a_live_line_is_not_wanted_there_is_a_plain_line_for_each_update(
     assert stream.flushed >= 4
 
 
-def test_time_left_follows_the_pace_and_a_phase_can_begin_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_time_left_follows_the_pace_and_a_phase_can_begin_anew(monkeypatch):
     now = 0.0
     monkeypatch.setattr("gspo_env.tracking.console.time.monotonic", lambda: now)
     stream = io.StringIO()
@@ -126,9 +120,7 @@ def test_time_left_follows_the_pace_and_a_phase_can_begin_anew(
     ]
 
 
-def test_what_takes_long_is_shown_every_few_seconds_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_takes_long_is_shown_every_few_seconds_and_nothing_else(monkeypatch):
     now = 100.0
     monkeypatch.setattr("gspo_env.tracking.console.time.monotonic", lambda: now)
     stream = io.StringIO()
@@ -140,7 +132,7 @@ def test_what_takes_long_is_shown_every_few_seconds_and_nothing_else(
     assert len(stream.getvalue().splitlines()) == 2
 
 
-def test_a_terminal_without_unicode_gets_a_line_that_it_can_show() -> None:
+def test_a_terminal_without_unicode_gets_a_line_that_it_can_show():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Progress(stream).line("a folder: \N{GREEK SMALL LETTER ALPHA}")
     stream.seek(0)

@@ -10,12 +10,9 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +20,7 @@ from hypothesis import strategies as st
 
 from gspo_env.errors import OutputError
 from gspo_env.tracking import MLflow, MultiTracker, NoTracker, RunInfo, start
-from gspo_env.tracking.jsonl import JsonlFile, Received
+from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.traces import Span, Trace
 
 
@@ -87,21 +84,21 @@ class Store:
 
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast(monkeypatch):
     for name in ("INTERVAL", "_FIRST_PAUSE"):
         monkeypatch.setattr(f"gspo_env.tracking.jsonl.{name}", 0.001)
 
 
-def trace(key: str, end: int = 1) -> Trace:
+def trace(key, end=1):
     span = Span(name="episode", kind="episode", parent=None, start=0, end=end, inputs="é\udc80")
     return Trace(key=key, name="episode", spans=(span,), tags={"step": "1"})
 
 
-def lines(folder: Path) -> list[Any]:
+def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def written(folder: Path) -> Counter[tuple[str, int, int, float]]:
+def written(folder):
     return Counter(
         (name, line["step"], line["time"], value)
         for line in lines(folder)
@@ -115,8 +112,8 @@ def written(folder: Path) -> Counter[tuple[str, int, int, float]]:
     parts=st.lists(st.integers(0, 6), min_size=1, max_size=4),
 )
 def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_them(
-    tmp_path_factory: pytest.TempPathFactory, plan: list[str], parts: list[int]
-) -> None:
+    tmp_path_factory, plan, parts
+):
     folder = tmp_path_factory.mktemp("run")
     store = Store(plan=list(plan))
     resume: dict[str, str] = {}
@@ -138,7 +135,7 @@ def test_every_point_arrives_once_if_calls_fail_before_or_after_the_store_has_th
     assert store.ends == [("FINISHED", "")] * len(parts)
 
 
-def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path: Path) -> None:
+def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path):
     info = RunInfo(name="r", folder=tmp_path)
     with MultiTracker({"store": Store()}, info) as tracker:
         tracker.log({"a": 1.0}, 1)
@@ -150,7 +147,7 @@ def test_a_store_that_has_lost_the_run_gets_everything_again(tmp_path: Path) -> 
     assert tracker.ids == {"store": "second"}
 
 
-def test_what_a_run_recorded_before_it_was_killed_is_not_recorded_again(tmp_path: Path) -> None:
+def test_what_a_run_recorded_before_it_was_killed_is_not_recorded_again(tmp_path):
     with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
         for step in range(4):
             tracker.log({"a": float(step), "b": 1.0}, step)
@@ -169,7 +166,7 @@ def test_what_a_run_recorded_before_it_was_killed_is_not_recorded_again(tmp_path
     ]
 
 
-def test_damaged_files_of_the_queue_cost_no_point(tmp_path: Path) -> None:
+def test_damaged_files_of_the_queue_cost_no_point(tmp_path):
     with MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 1)
     with (tmp_path / "metrics.jsonl").open("a") as file:
@@ -186,16 +183,14 @@ def test_damaged_files_of_the_queue_cost_no_point(tmp_path: Path) -> None:
         MultiTracker({"store": store}, info)
 
 
-def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path: Path) -> None:
+def test_a_new_run_does_not_write_into_the_metrics_of_another(tmp_path):
     with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 1.0}, 1)
     with pytest.raises(OutputError, match="another run"):
         start(NoTracker(), RunInfo(name="r", folder=tmp_path))
 
 
-def test_a_store_for_files_that_fails_does_not_keep_the_points(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_for_files_that_fails_does_not_keep_the_points(tmp_path, monkeypatch):
     monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
     store = Store()
     monkeypatch.setattr(Store, "artifact", lambda *_: (_ for _ in ()).throw(ConnectionError("s3")))
@@ -215,9 +210,9 @@ def test_a_store_for_files_that_fails_does_not_keep_the_points(
     [("artifact", "artifact: ValueError: refused"), ("log_traces", "traces: ValueError: refused")],
 )
 def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, message: str
-) -> None:
-    def refuse(self: Store, *arguments: Any) -> None:
+    tmp_path, monkeypatch, method, message
+):
+    def refuse(self, *arguments):
         raise ValueError("refused")
 
     monkeypatch.setattr(Store, method, refuse)
@@ -232,7 +227,7 @@ def test_a_call_that_the_store_refuses_is_counted_and_the_rest_arrives(
     assert f"1 call failed, the first was {message}" in tracker.problems[0]
 
 
-def test_a_queue_of_a_stranger_names_no_file_outside_of_the_run(tmp_path: Path) -> None:
+def test_a_queue_of_a_stranger_names_no_file_outside_of_the_run(tmp_path):
     run = tmp_path / "run"
     (run / "tracking").mkdir(parents=True)
     (run / "folder").mkdir()
@@ -246,7 +241,7 @@ def test_a_queue_of_a_stranger_names_no_file_outside_of_the_run(tmp_path: Path) 
     lines = [*map(json.dumps, calls), "not json\n"]
     (run / "tracking" / "calls.jsonl").write_text("\n".join(lines))
     store = Store()
-    store.is_transient = lambda error: False  # type: ignore[method-assign]
+    store.is_transient = lambda error: False
     info = RunInfo(name="r", folder=run, resume={"store": ""})
     with MultiTracker({"store": store}, info) as tracker:
         pass
@@ -256,9 +251,7 @@ def test_a_queue_of_a_stranger_names_no_file_outside_of_the_run(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tracking/calls.jsonl", "tracking"])
-def test_a_link_in_the_folder_of_a_run_is_refused_and_nothing_is_written(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_link_in_the_folder_of_a_run_is_refused_and_nothing_is_written(tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "elsewhere").mkdir()
     path = tmp_path / "run" / name
@@ -270,7 +263,7 @@ def test_a_link_in_the_folder_of_a_run_is_refused_and_nothing_is_written(
 
 
 @contextmanager
-def file_size(limit: int) -> Iterator[None]:
+def file_size(limit):
     """Makes writes behind this size fail, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
@@ -281,8 +274,8 @@ def file_size(limit: int) -> Iterator[None]:
 
 
 def test_a_full_disk_stops_neither_the_run_nor_loses_points_when_there_is_room_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, caplog
+):
     with start(NoTracker(), RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.log({"a": 0.0}, 0)
         with file_size((tmp_path / "metrics.jsonl").stat().st_size + 10):
@@ -295,7 +288,7 @@ def test_a_full_disk_stops_neither_the_run_nor_loses_points_when_there_is_room_a
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def store(tmp_path_factory):
     """An SQLite store of MLflow; shared, since making one takes seconds."""
     folder = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
@@ -304,7 +297,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"sqlite:///{folder / 'runs.db'}"
 
 
-def stored(uri: str, run_id: str) -> Counter[tuple[str, int, int, float]]:
+def stored(uri, run_id):
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri=uri)
@@ -332,7 +325,7 @@ for step in range(500):
 """
 
 
-def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store: str, tmp_path: Path) -> None:
+def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store, tmp_path):
     ended = subprocess.run([sys.executable, "-c", KILLED, store, str(tmp_path)], check=False)
     assert ended.returncode == -signal.SIGKILL
     first = Received.load(tmp_path, "mlflow")
@@ -347,9 +340,7 @@ def test_points_of_a_killed_process_arrive_when_the_run_goes_on(store: str, tmp_
     assert stored(store, first.id) == written(tmp_path)
 
 
-def test_a_run_of_which_only_the_answer_was_lost_is_found_again(
-    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_which_only_the_answer_was_lost_is_found_again(store, tmp_path, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     make, runs = MlflowClient.create_run, []
@@ -385,9 +376,7 @@ class _Hangs(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(tmp_path, monkeypatch):
     monkeypatch.setattr("gspo_env.tracking.jsonl.PATIENCE", 0.5)
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Hangs)
     server.hung, server.release = threading.Event(), threading.Event()
@@ -406,16 +395,14 @@ def test_a_server_that_hangs_ends_neither_the_run_nor_keeps_it(
         server.server_close()
 
 
-def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path: Path) -> None:
+def test_the_files_of_the_queue_can_be_read_by_their_owner_alone(tmp_path):
     with MultiTracker({"store": Store()}, RunInfo(name="r", folder=tmp_path)) as tracker:
         tracker.text("a.txt", "x")
     for path in (tmp_path / "tracking").iterdir():
         assert os.stat(path).st_mode & 0o077 == 0, path
 
 
-def test_the_points_of_many_steps_are_few_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_points_of_many_steps_are_few_calls(tmp_path, monkeypatch):
     monkeypatch.setattr("gspo_env.tracking.jsonl.INTERVAL", 600.0)
     calls: list[int] = []
 
@@ -431,9 +418,7 @@ def test_the_points_of_many_steps_are_few_calls(
     assert len(calls) <= 2  # one at the start, one at the end
 
 
-def test_more_episodes_become_traces_while_they_cost_little(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_episodes_become_traces_while_they_cost_little(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr("gspo_env.tracking.multi.time.monotonic", lambda: now)
     with MultiTracker({"none": NoTracker()}, RunInfo(name="r", folder=tmp_path)) as untracked:
@@ -447,26 +432,3 @@ def test_more_episodes_become_traces_while_they_cost_little(
         for n in range(20):
             tracker.trace(trace(f"train-0-0-{n}"))
         assert (tracker.traces("train"), tracker.traces("eval")) == (0, 1)
-
-
-def test_a_line_of_which_a_part_was_written_is_completed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = JsonlFile(tmp_path, "a.jsonl", dict)
-    write, room = os.write, [2, 3, 0, 1]
-
-    def short(number: int, data: bytes) -> int:
-        size = room.pop(0) if room else len(data)
-        if not size:
-            raise OSError("the disk is full")
-        return write(number, data[:size])
-
-    monkeypatch.setattr("gspo_env.tracking.jsonl.os.write", short)
-    with pytest.raises(OSError, match="full"):
-        file.append(step=1)
-    assert file.unwritten == 1
-    assert list(file.read()) == []
-    file.append(step=2)
-    assert [record for _, record in file.read()] == [{"step": 1}, {"step": 2}]
-    os.truncate(tmp_path / "a.jsonl", 15)  # shorter than it was, within the second line
-    assert [record for _, record in file.read()] == [{"step": 1}]

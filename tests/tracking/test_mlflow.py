@@ -1,11 +1,7 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,12 +10,12 @@ from gspo_env.report.traces import traces
 from gspo_env.tracking.base import MODEL, Input, RunInfo
 from gspo_env.tracking.jsonl import Received
 from gspo_env.tracking.mlflow import MLflow
-from gspo_env.tracking.multi import NON_FINITE, MultiTracker, start
+from gspo_env.tracking.multi import NON_FINITE, start
 from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Timing, Turn
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     """A working folder with MLflow's default store; shared, since making one takes seconds."""
     path = tmp_path_factory.mktemp("mlflow")
     with pytest.MonkeyPatch.context() as patch:
@@ -30,33 +26,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def begin(folder: Path, tmp_path: Path) -> Callable[..., MultiTracker]:
+def begin(folder, tmp_path):
     """Starts a run; `params`, `tags` and so on belong to it."""
 
-    def start_run(settings: MLflow | None = None, **changes: Any) -> MultiTracker:
+    def start_run(settings=None, **changes):
         info = RunInfo(**{"name": "first", "folder": tmp_path, **changes})
         return start(settings or MLflow(), info)
 
     return start_run
 
 
-def recorded(folder: Path) -> Any:
+def recorded(folder):
     """What the store has of the run in a folder."""
     from mlflow.tracking import MlflowClient
 
     return MlflowClient().get_run(Received.load(folder, "mlflow").id)
 
 
-def read_artifact(folder: Path, name: str) -> str:
+def read_artifact(folder, name):
     from mlflow.tracking import MlflowClient
 
     path = MlflowClient().download_artifacts(recorded(folder).info.run_id, name)
     return Path(path).read_text(encoding="utf-8")
 
 
-def test_a_run_is_visible_with_the_default_store(
-    folder: Path, begin: Callable[..., MultiTracker], tmp_path: Path
-) -> None:
+def test_a_run_is_visible_with_the_default_store(folder, begin, tmp_path):
     from mlflow.tracking import MlflowClient
 
     params = {"learner": {"rate": 1e-5}, "long": "x" * 7000, "odd:key": {"none": None}, "empty": {}}
@@ -88,8 +82,8 @@ def test_a_run_is_visible_with_the_default_store(
 
 @pytest.mark.parametrize("log_model", [True, False])
 def test_files_and_folders_become_artifacts_and_the_model_where_it_is_wanted(
-    begin: Callable[..., MultiTracker], tmp_path: Path, log_model: bool
-) -> None:
+    begin, tmp_path, log_model
+):
     from mlflow.tracking import MlflowClient
 
     (tmp_path / "model").mkdir()
@@ -107,9 +101,7 @@ def test_files_and_folders_become_artifacts_and_the_model_where_it_is_wanted(
         assert read_artifact(tmp_path, "model/weights.txt") == "1"
 
 
-def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(
-    begin: Callable[..., MultiTracker], tmp_path: Path
-) -> None:
+def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(begin, tmp_path):
     (tmp_path / "child").mkdir()
     parent = begin(name="parent", params={"a": 1})
     parent.finish()
@@ -126,18 +118,7 @@ def test_a_run_is_resumed_and_a_run_of_a_comparison_names_its_parent(
     assert child.info.run_name == "child"
 
 
-def test_importing_the_settings_of_trackers_imports_no_library() -> None:
-    code = (
-        "import sys\nfrom gspo_env.registry import find, names\n"
-        "[find('tracker', name)() for name in names('tracker')]\n"
-        "heavy = {'mlflow', 'torch', 'tensorboard', 'wandb', 'trackio'} & {*sys.modules}\n"
-        "sys.exit(str(heavy) if heavy else 0)"
-    )
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
-
-
-def played() -> Episode:
+def played():
     """An episode of two turns, the first of which calls a tool."""
     call = '<tool_call>\n{"name": "lookup", "arguments": {"key": "ant"}}\n</tool_call>'
     turns = tuple(
@@ -167,9 +148,7 @@ def played() -> Episode:
     )
 
 
-def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(
-    begin: Callable[..., MultiTracker], tmp_path: Path
-) -> None:
+def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(begin, tmp_path):
     from mlflow.tracking import MlflowClient
 
     group = Group(task=played().task, episodes=(played(), played()))
@@ -208,9 +187,7 @@ def test_an_episode_is_a_trace_with_its_turns_tool_calls_tokens_times_and_tags(
     assert spans[1].inputs["messages"][0]["content"] == "start \\ud800"
 
 
-def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(
-    begin: Callable[..., MultiTracker], tmp_path: Path
-) -> None:
+def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(begin, tmp_path):
     from mlflow.tracking import MlflowClient
 
     (tmp_path / "model").mkdir()
@@ -240,6 +217,6 @@ def test_inputs_are_recorded_once_and_the_model_becomes_a_version_once(
         ({"train_traces": -1}, "train_traces is -1"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_impossible_settings_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         MLflow(**settings)

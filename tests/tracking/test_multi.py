@@ -15,7 +15,7 @@ import tyro
 from gspo_env.errors import ConfigError, MissingExtraError
 from gspo_env.registry import find
 from gspo_env.tracking import NoTracker, RunInfo, combine, start
-from gspo_env.tracking.base import flatten, needs
+from gspo_env.tracking.base import needs
 from gspo_env.tracking.multi import NON_FINITE, MultiTracker, parts
 
 OWN = str(Path(__file__).parents[2] / "examples" / "own_tracker.py")
@@ -72,25 +72,11 @@ class NeverStarts:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunInfo:
+def run(tmp_path):
     return RunInfo(name="first", folder=tmp_path, params={"learner": Learner(), "empty": {}})
 
 
-def test_flatten_names_the_leaves_of_mappings_and_dataclasses() -> None:
-    tree = {"a": Learner(), "b": {"c": {"d": [1, 2]}, "e": {}}, "f": None}
-    assert flatten(tree) == {
-        "a.learning_rate": 1e-5,
-        "a.level": "turn",
-        "b.c.d": [1, 2],
-        "b.e": {},
-        "f": None,
-    }
-    assert flatten({}) == {}
-
-
-def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(
-    run: RunInfo, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(run, caplog):
     kept = Kept()
     choices = {"broken": Broken(), "silent": NeverStarts(), "kept": kept}
     with MultiTracker(choices, run) as tracker:
@@ -125,9 +111,7 @@ def test_a_tracker_that_fails_in_everything_stops_neither_the_run_nor_the_other(
 @pytest.mark.parametrize(
     ("error", "status"), [(ZeroDivisionError, "FAILED"), (KeyboardInterrupt, "KILLED")]
 )
-def test_an_exception_of_the_run_is_never_hidden_and_ends_it_as_failed(
-    run: RunInfo, caplog: pytest.LogCaptureFixture, error: type[BaseException], status: str
-) -> None:
+def test_an_exception_of_the_run_is_never_hidden_and_ends_it_as_failed(run, caplog, error, status):
     kept = Kept()
     with pytest.raises(error), MultiTracker({"broken": Broken(), "kept": kept}, run):
         raise error
@@ -135,9 +119,7 @@ def test_an_exception_of_the_run_is_never_hidden_and_ends_it_as_failed(
     assert "broken did NOT record everything" in caplog.text
 
 
-def test_non_finite_metrics_never_reach_a_tracker(
-    run: RunInfo, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_non_finite_metrics_never_reach_a_tracker(run, caplog):
     kept = Kept()
     with caplog.at_level(logging.WARNING), MultiTracker({"kept": kept}, run) as tracker:
         tracker.log({"a": float("nan"), "b": float("-inf"), "c": 3, "d": None}, step=4)
@@ -146,9 +128,7 @@ def test_non_finite_metrics_never_reach_a_tracker(
     assert "step 4: metric d is None" in caplog.text
 
 
-def test_a_missing_extra_stops_the_run_before_it_begins_with_the_install_command(
-    run: RunInfo,
-) -> None:
+def test_a_missing_extra_stops_the_run_before_it_begins_with_the_install_command(run):
     class Missing:
         def start(self, run):
             with needs("wandb"):
@@ -160,7 +140,7 @@ def test_a_missing_extra_stops_the_run_before_it_begins_with_the_install_command
     assert kept.calls[-1] == ("finish", "FAILED", "")
 
 
-def test_no_tracker_writes_only_the_metrics(run: RunInfo, tmp_path: Path) -> None:
+def test_no_tracker_writes_only_the_metrics(run, tmp_path):
     with start(NoTracker(), run) as tracker:
         tracker.log({"a": 1.0}, step=1)
         tracker.text("a.txt", "a")
@@ -173,7 +153,7 @@ def test_no_tracker_writes_only_the_metrics(run: RunInfo, tmp_path: Path) -> Non
     assert abs(line["time"] / 1000 - time.time()) < 60
 
 
-def test_combined_trackers_are_one_choice_with_the_settings_of_each(run: RunInfo) -> None:
+def test_combined_trackers_are_one_choice_with_the_settings_of_each(run):
     names = f"none,{OWN}:JsonLines"
     choice = tyro.cli(combine(names), args=["--jsonlines.file", "lines.jsonl"])
     assert combine(names) is combine(names)
@@ -189,12 +169,12 @@ def test_combined_trackers_are_one_choice_with_the_settings_of_each(run: RunInfo
 
 
 @pytest.mark.parametrize("names", ["mlflow,mlflow", "none,nonsense", "mlflow,"])
-def test_combining_refuses_what_is_unknown_or_there_twice(names: str) -> None:
+def test_combining_refuses_what_is_unknown_or_there_twice(names):
     with pytest.raises(ConfigError, match="tracker is"):
         combine(names)
 
 
-def test_a_tracker_of_ones_own_is_one_file(run: RunInfo, tmp_path: Path) -> None:
+def test_a_tracker_of_ones_own_is_one_file(run, tmp_path):
     assert len(Path(OWN).read_text().splitlines()) <= 40
     with start(find("tracker", f"{OWN}:JsonLines")(), run) as tracker:
         began = time.monotonic()

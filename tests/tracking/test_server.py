@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.trackers
 class Server:
     """An MLflow server over HTTP with an SQLite store."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -33,7 +31,7 @@ class Server:
             *("--artifacts-destination", str(folder / "artifacts")),
         ]
 
-    def start(self) -> None:
+    def start(self):
         with (self._folder / "server.log").open("a") as log:
             self._process = subprocess.Popen(
                 self._command, stdout=log, stderr=log, cwd=self._folder, start_new_session=True
@@ -47,27 +45,25 @@ class Server:
                 assert time.monotonic() < deadline, (self._folder / "server.log").read_text()
                 time.sleep(0.1)
 
-    def kill(self) -> None:
+    def kill(self):
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(10)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path):
     server = Server(tmp_path)
     server.start()
     yield server
     server.kill()
 
 
-def trace(step: int) -> Trace:
+def trace(step):
     span = Span(name="episode", kind="episode", parent=None, start=10**18, end=10**18 + 10**9)
     return Trace(key=f"train-{step}-0-0", name="one", spans=(span,), tags={"step": str(step)})
 
 
-def test_every_point_and_trace_is_on_the_server_once_after_two_outages(
-    server: Server, tmp_path: Path
-) -> None:
+def test_every_point_and_trace_is_on_the_server_once_after_two_outages(server, tmp_path):
     from mlflow.tracking import MlflowClient
 
     (tmp_path / "run").mkdir()

@@ -30,13 +30,11 @@ class Broken:
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_two_trackers_by_name_of_which_one_always_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_trackers_by_name_of_which_one_always_fails(tmp_path, capsys):
     (tmp_path / "broken.py").write_text(BROKEN)
     main([*TINY, "--tracker", f"{OWN},broken.py:Broken"])
     output = capsys.readouterr().out
@@ -63,8 +61,8 @@ def test_two_trackers_by_name_of_which_one_always_fails(
     ],
 )
 def test_an_address_that_cannot_work_is_one_sentence_before_anything_is_trained(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], uri: str, words: str
-) -> None:
+    monkeypatch, capsys, uri, words
+):
     began = time.monotonic()
     for arguments in [("--tracking-uri", uri)], []:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "" if arguments else uri)

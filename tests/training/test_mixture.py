@@ -15,7 +15,7 @@ from gspo_env.seeding import HELD_OUT, derive_seed
 from gspo_env.training import draw_tasks
 from gspo_env.training.split import Split, join
 from gspo_env.trust import read_saved
-from gspo_env.types import Episode, Group, StepInfo, StopReason, Task, Turn
+from gspo_env.types import Task, bare_episode
 
 TWO = """
 from gspo_env import TextEnv
@@ -164,29 +164,5 @@ def test_the_first_tasks_of_a_joint_split_are_of_every_environment():
     assert (joint.num_tasks, joint.distinct) == (10, 2)
     assert str(joint) == "a: 9 episodes of 1 held-out task; b: 3 episodes of 1 held-out task"
     assert str(joint.first(4)) == "a: 3 episodes of 1 held-out task; b: 1 held-out task"
-    played = group("b", [0.0], 0.0).episodes[0]
+    played = bare_episode(Task(env_id="b", seed=0), [1], [0.0])
     assert not joint.holds_out(played)
-
-
-def group(env_id, rewards, outcome):
-    task = Task(env_id=env_id, seed=0)
-    episodes = tuple(
-        Episode(
-            task=task,
-            turns=(
-                Turn(
-                    text="",
-                    observation="",
-                    reward=reward,
-                    action_ids=(1,),
-                    info=StepInfo(episodic_reward=outcome * n),
-                ),
-            ),
-            outcome=outcome * n,
-            stop_reason=StopReason.TERMINATED,
-            terminated=True,
-            truncated=False,
-        )
-        for n, reward in enumerate(rewards)
-    )
-    return Group(task=task, episodes=episodes)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 import time
 from dataclasses import replace
@@ -17,7 +16,7 @@ from gspo_env.config import Config
 from gspo_env.errors import RolloutError
 from gspo_env.rollout.settings import RolloutConfig, SupplyConfig
 from gspo_env.training.rollout_buffer import RolloutBuffer, StalenessGate
-from gspo_env.types import Episode, Group, Task, bare_episode
+from gspo_env.types import Group, Task, bare_episode
 
 
 class Scripted:
@@ -52,7 +51,7 @@ class Scripted:
         pass
 
 
-def episode(task: Task, version: int, reward: float) -> Episode:
+def episode(task, version, reward):
     bare = bare_episode(task, [1], [reward])
     turns = tuple(replace(turn, weights_version=version) for turn in bare.turns)
     return replace(bare, turns=turns, success=reward > 0)
@@ -301,73 +300,6 @@ def test_an_update_runs_beside_the_event_loop_and_its_error_reaches_the_caller()
         ticking.cancel()
 
     asyncio.run(work())
-
-
-SECONDS = st.floats(0.01, 100.0)
-
-
-@given(
-    batch=st.integers(1, 5),
-    staleness=st.integers(0, 4),
-    steps=st.integers(1, 8),
-    update=st.floats(0.0, 10.0),
-    data=st.data(),
-)
-def test_no_group_is_too_old_and_every_one_is_trained_on_once(
-    batch, staleness, steps, update, data
-):
-    """Groups of any times, some of which give their place back, against a simulated clock."""
-    gate = StalenessGate(batch, staleness)
-    times = data.draw(st.lists(SECONDS, min_size=1, max_size=40))
-    again = data.draw(st.sets(st.integers(0, batch * steps * 3), max_size=batch * steps))
-    now, free, played, tries, given_back = 0.0, 0.0, 0, 0, 0
-    running: list[tuple[float, int]] = []  # a heap of end times
-    ready: set[int] = set()
-    waiting = list(range(batch * steps))
-    trained: dict[int, int] = {}
-
-    def admit():
-        nonlocal tries
-        while waiting and gate.capacity > 0:
-            number = waiting.pop(0)
-            gate.admit(number)
-            heapq.heappush(running, (now + times[tries % len(times)], number))
-            tries += 1
-
-    admit()
-    while len(trained) < batch * steps:
-        chosen = gate.choose(ready) if now >= free else None
-        assert gate.admitted - gate.dropped == len(trained) + len(gate.ages)
-        assert len(gate.ages) <= batch * (staleness + 1)
-        if chosen is not None:
-            assert len(chosen) == len(set(chosen)) == batch
-            for number in chosen:
-                assert number not in trained
-                assert gate.version - gate.ages[number] <= staleness
-                trained[number] = gate.version
-                ready.discard(number)
-            free = now + update
-            gate.train(chosen, gate.version + 1)
-            admit()
-            continue
-        # the learner waits for a group or for its own update: one of both has to be under way
-        assert running or free > now
-        if running and (free <= now or running[0][0] <= free):
-            now, number = heapq.heappop(running)
-            played += 1
-            if played in again:
-                gate.drop(number)
-                waiting.insert(0, number)
-                given_back += 1
-                admit()
-            else:
-                ready.add(number)
-        else:
-            now = free
-    assert gate.version == steps
-    assert gate.dropped == given_back
-    assert gate.admitted == batch * steps + given_back == tries
-    assert gate.ages == {}
 
 
 def test_a_learner_that_takes_what_is_ready_first_leaves_no_time_for_the_slow_ones():
