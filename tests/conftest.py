@@ -17,6 +17,7 @@ from typing import Any
 import hypothesis
 import numpy as np
 import pytest
+from learners import sample_of
 
 from gspo_env.batch.sample import Sample
 from gspo_env.chat.transcript import ChatTokenizer
@@ -140,18 +141,8 @@ def make_samples(rng, count, vocabulary=200):
         spans = [
             (int(rng.integers(1, 12)), int(rng.integers(1, 6))) for _ in range(rng.integers(1, 5))
         ]
-        turns = np.concatenate(
-            [[-1] * env + [k] * model for k, (env, model) in enumerate(spans)]
-        ).astype(np.int64)
-        n = int((turns >= 0).sum())
-        samples.append(
-            Sample(
-                token_ids=rng.integers(1, vocabulary, len(turns)),
-                turn_ids=turns,
-                advantages=rng.normal(size=n),
-                engine_logprobs=-rng.random(n),
-            )
-        )
+        turns = np.concatenate([[-1] * env + [k] * model for k, (env, model) in enumerate(spans)])
+        samples.append(sample_of(rng, rng.integers(1, vocabulary, len(turns)), turns))
     return samples
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import architectures
 import numpy as np
 import torch
 from conftest import make_samples
 from peft import LoraConfig, get_peft_model
 
-from gspo_env.batch import Sample
 from gspo_env.learner import GRPO, GSPO, DrGRPO
 
 LOSSES = {
@@ -28,11 +29,10 @@ def with_prefix(rng, count=6, length=40):
     """Samples that share their first tokens."""
     prefix = rng.integers(1, 200, length)
     return [
-        Sample(
+        replace(
+            sample,
             token_ids=np.concatenate([prefix, sample.token_ids]),
             turn_ids=np.concatenate([np.full(length, -1), sample.turn_ids]),
-            advantages=sample.advantages,
-            engine_logprobs=sample.engine_logprobs,
         )
         for sample in make_samples(rng, count)
     ]

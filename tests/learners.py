@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_env.batch.sample import Sample
 from gspo_env.learner import GSPO, Learner, LearnerConfig, Loss
 from gspo_env.learner.losses import policy_loss
 
@@ -24,6 +25,14 @@ def learner_of(
     settings = LearnerConfig(**{"minibatches": 1, "warmup_steps": 0, "max_grad_norm": 0, **config})
     model = copy.deepcopy(model).to(dtype)
     return Learner(model, loss or GSPO(), settings, total_steps=8, temperature=temperature)
+
+
+def sample_of(rng: np.random.Generator, tokens: Any, turns: Any, **fields: Any) -> Sample:
+    """A sample with random credit, but for the fields that are given."""
+    turns = np.asarray(turns, dtype=np.int64)
+    count = int((turns >= 0).sum())
+    fields = {"advantages": rng.normal(size=count), "engine_logprobs": -rng.random(count)} | fields
+    return Sample(token_ids=np.asarray(tokens), turn_ids=turns, **fields)
 
 
 def evaluate(inputs: dict[str, Tensor], **options: Any) -> tuple[Any, Tensor]:

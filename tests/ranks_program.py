@@ -15,7 +15,7 @@ from typing import Any
 import architectures
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from learners import sample_of
 
 from gspo_env.batch.sample import Sample
 from gspo_env.distributed.controller import Controller, Plan, serve
@@ -64,21 +64,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 def shape(kind: str, tied: bool) -> Any:
     """A tiny model with random weights, large enough to prefer some ids."""
-    sizes = {"vocab_size": 97, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    torch.manual_seed(0)
     if kind == "alone":
         return architectures.build("LFM2").double()
+    small = {"hidden_size": 16, "num_hidden_layers": 2}
     if kind == "mixture":
-        # the balance of routers would be over other rows
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
-        config = Qwen3MoeConfig(**sizes, **heads, **experts, moe_intermediate_size=16)
-        model: Any = Qwen3MoeForCausalLM(config)
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=tied))
-    for weight in model.parameters():
-        weight.data.mul_(4 if weight.ndim > 1 else 1)
-    return model if kind == "mixture" else model.double()  # the kernel of experts has no float64
+        # the balance of routers would be over other rows; the kernel of experts has no float64
+        return architectures.build("Qwen3-MoE", router_aux_loss_coef=0.0, **small)
+    return architectures.build("Qwen3", tie_word_embeddings=tied, **small).double()
 
 
 def samples_of(count: int, sequences: int, infinite: bool) -> list[Sample]:
@@ -89,16 +81,10 @@ def samples_of(count: int, sequences: int, infinite: bool) -> list[Sample]:
         length = int(rng.integers(5, 45))
         turns = np.where(rng.random(length) < 0.5, 0, -1)
         turns[0], turns[-1] = -1, 0
-        own = int((turns >= 0).sum())
-        found.append(
-            Sample(
-                token_ids=rng.integers(1, 97, length),
-                turn_ids=turns,
-                advantages=np.full(own, np.inf) if infinite and n == 0 else rng.normal(size=own),
-                engine_logprobs=-rng.random(own),
-                episode=n // sequences if sequences > 1 else None,
-            )
-        )
+        fields = {"advantages": np.full((turns >= 0).sum(), np.inf)} if infinite and n == 0 else {}
+        episode = n // sequences if sequences > 1 else None
+        tokens = rng.integers(1, 97, length)
+        found.append(sample_of(rng, tokens, turns, episode=episode, **fields))
     return found
 
 

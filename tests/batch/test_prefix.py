@@ -10,25 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learners import learner_of
+from learners import learner_of, sample_of
 
 from gspo_env.batch import prefix
 from gspo_env.batch.packing import microbatches, pack
 from gspo_env.batch.prefix import LEAST, build_tree, sort_by_prefix, split_minibatches
-from gspo_env.batch.sample import Sample
 from gspo_env.learner import GSPO
 from gspo_env.model.attention import PackedAttention
 from gspo_env.model.tree_attention import TreeAttention
-
-
-def sample_of(rng, tokens, turns):
-    n = int((turns >= 0).sum())
-    return Sample(
-        token_ids=np.asarray(tokens),
-        turn_ids=np.asarray(turns),
-        advantages=rng.normal(size=n),
-        engine_logprobs=-rng.random(n),
-    )
 
 
 def group(rng, count=8, vocabulary=200):
@@ -40,7 +29,7 @@ def group(rng, count=8, vocabulary=200):
         first = opening if n < count - 2 else rng.integers(1, vocabulary, 20)
         own = rng.integers(1, vocabulary, rng.integers(3, 40))
         turns = [-1] * 30 + [0] * 20 + [-1] * 2 + [1] * (len(own) - 2)
-        samples.append(sample_of(rng, np.concatenate([prompt, first, own]), np.array(turns)))
+        samples.append(sample_of(rng, np.concatenate([prompt, first, own]), turns))
     return samples
 
 
@@ -165,18 +154,10 @@ def test_the_gradient_is_that_of_computing_every_sequence(
 
 def test_a_shared_model_token_counts_once_for_each_episode(model, gradients, unshared):
     rng = np.random.default_rng(0)
-    tokens, turns = rng.integers(1, 200, 40), np.array([-1] * 20 + [0] * 20)
-    twins = [
-        Sample(
-            token_ids=tokens,
-            turn_ids=turns,
-            advantages=np.full(20, credit),
-            engine_logprobs=np.zeros(20),
-        )
-        for credit in (3.0, -1.0)
-    ]
-    alone = Sample(
-        token_ids=tokens, turn_ids=turns, advantages=np.full(20, 1.0), engine_logprobs=np.zeros(20)
+    tokens, turns, zeros = rng.integers(1, 200, 40), [-1] * 20 + [0] * 20, np.zeros(20)
+    *twins, alone = (
+        sample_of(rng, tokens, turns, advantages=np.full(20, credit), engine_logprobs=zeros)
+        for credit in (3.0, -1.0, 1.0)
     )
     both, _ = gradients(learner_of(exact(model)), twins)
     one, _ = gradients(learner_of(exact(model)), [alone])

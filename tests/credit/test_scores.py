@@ -10,6 +10,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from credits import TASK, episode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,9 +22,8 @@ from gspo_env.credit.scores import contents
 from gspo_env.errors import ConfigError, EnvironmentCheckError, EnvironmentContractError
 from gspo_env.recipes.tiny import Tiny
 from gspo_env.registry import BUILTIN, find
-from gspo_env.types import Episode, Group, Score, StepInfo, StopReason, Task, Turn
+from gspo_env.types import Group, Score, StepInfo, StopReason
 
-TASK = Task(env_id="test", seed=0)
 TINY = Tiny(
     hidden_size=16,
     layers=1,
@@ -71,27 +71,11 @@ class Wrong(Coin):
 
 def played(rewards, outcome=None, stop=StopReason.TERMINATED):
     """An episode whose last step gives its own outcome, unless that is None."""
-    last = len(rewards) - 1
-    turns = tuple(
-        Turn(
-            prompt_ids=(1,),
-            action_ids=(2,),
-            logprobs=(-1.0,),
-            text="",
-            observation="",
-            reward=reward,
-            info=StepInfo(episodic_reward=outcome if k == last else None),
-        )
-        for k, reward in enumerate(rewards)
-    )
-    return Episode(
-        task=TASK,
-        turns=turns,
-        outcome=float(sum(rewards)) if outcome is None else outcome,
-        stop_reason=stop,
-        terminated=stop is StopReason.TERMINATED,
-        truncated=stop not in (StopReason.TERMINATED, StopReason.ERROR),
-    )
+    bare = episode(*rewards, outcome=outcome, stop=stop)
+    if not rewards:
+        return bare
+    last = replace(bare.turns[-1], info=StepInfo(episodic_reward=outcome))
+    return replace(bare, turns=(*bare.turns[:-1], last))
 
 
 def group(*episodes, **changes):
@@ -152,11 +136,11 @@ def test_a_reward_at_the_end_is_the_same_as_a_reward_and_as_an_outcome(name, out
 @given(st.lists(st.lists(st.floats(-1, 1), max_size=3), max_size=5), st.booleans())
 def test_the_rewards_add_up_to_the_return_the_outcome_or_both(rows, own):
     for number, rewards in enumerate(rows):
-        episode = played(rewards, float(number) if own and rewards else None)
-        totals = {score: turn_rewards(episode, score).sum() for score in get_args(Score)}
-        assert turn_rewards(episode, "turns").tolist() == rewards
-        assert totals["outcome"] == pytest.approx(episode.outcome if rewards else 0.0)
-        both = sum(rewards) + (episode.outcome if own and rewards else 0.0)
+        one = played(rewards, float(number) if own and rewards else None)
+        totals = {score: turn_rewards(one, score).sum() for score in get_args(Score)}
+        assert turn_rewards(one, "turns").tolist() == rewards
+        assert totals["outcome"] == pytest.approx(one.outcome if rewards else 0.0)
+        both = sum(rewards) + (one.outcome if own and rewards else 0.0)
         assert totals["sum"] == pytest.approx(both)
 
 

@@ -86,12 +86,3 @@ def test_the_residuals_of_an_episode_add_up_to_its_advantage(name, rewards):
         np.testing.assert_allclose(sums, (len(rewards[0]) + 1) * centred(rewards), atol=1e-9)
     else:
         np.testing.assert_allclose(sums, wanted(rewards), atol=1e-9)
-
-
-@given(rewards=groups())
-@settings(max_examples=60, deadline=None)
-def test_the_residuals_of_a_group_add_up_to_nothing_if_all_episodes_are_as_long(rewards):
-    episodes = tuple(bare_episode(TASK, [1] * len(row), row) for row in rewards)
-    for name in ("outcome", "returns_to_go", "td", "normalize_then_accumulate"):
-        rows = CASES[name][0].advantages(Group(task=TASK, episodes=episodes))
-        assert sum(row.sum() for row in rows) == pytest.approx(0.0, abs=1e-9)

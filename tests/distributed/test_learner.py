@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from learners import sample_of
 
-from gspo_env.batch.sample import Sample
 from gspo_env.distributed import controller
 from gspo_env.distributed.controller import serve
 from gspo_env.distributed.messages import pack_shares, split_over_ranks, unpack_shares
@@ -124,14 +124,8 @@ def test_all_ranks_skip_a_step_that_is_not_finite_on_one_of_them(results):
 
 def sample(rng, episode, known=True):
     length = int(rng.integers(2, 30))
-    turns = np.r_[-1, np.zeros(length - 1, dtype=np.int64)]
-    return Sample(
-        token_ids=rng.integers(0, 50, length),
-        turn_ids=turns,
-        advantages=rng.normal(size=length - 1),
-        engine_logprobs=rng.normal(size=length - 1) if known else None,
-        episode=episode,
-    )
+    fields = {"episode": episode} if known else {"episode": episode, "engine_logprobs": None}
+    return sample_of(rng, rng.integers(0, 50, length), np.r_[-1, np.zeros(length - 1)], **fields)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -25,7 +25,6 @@ from gspo_env.distributed import pool as workers
 from gspo_env.distributed.pool import WorkerCollector, WorkerDied, WorkerPool
 from gspo_env.distributed.worker import Worker, WorkerSetup, WorkerStatus
 from gspo_env.engines.vllm.settings import VLLMServer
-from gspo_env.env.isolated import IsolatedEnv
 from gspo_env.errors import ConfigError, MissingExtraError, RolloutError
 from gspo_env.rollout.collector import Collector
 from gspo_env.rollout.failures import FaultLog
@@ -140,12 +139,6 @@ def test_groups_faults_and_metrics_are_those_of_one_process(chat, server, fails,
         "rollout/worker_restarts": 0.0,
         "rollout/reissued_groups": 0.0,
     }
-
-
-def test_the_start_of_a_child_process_has_a_limit_of_its_own_in_a_worker_too():
-    with closing(make_pool(settings("ray:1", isolation="process"), FaultLog())) as pool:
-        env = asyncio.run(pool.of("custom/Turns-v0").acquire(timeout=0.01))
-        assert isinstance(env, IsolatedEnv)
 
 
 def test_held_out_tasks_are_drawn_again_as_in_one_process(chat, server):

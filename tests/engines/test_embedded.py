@@ -7,10 +7,10 @@ import copy
 import random
 from itertools import pairwise
 
+import architectures
 import pytest
 import torch
 from logprobs import difference
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from gspo_env.engines.base import Sampling
 from gspo_env.engines.embedded import engine as transformers
@@ -48,22 +48,13 @@ def test_sampling_follows_the_distribution(model):
     ).sqrt().sum()
 
 
-def windowed():
-    """A model whose second layer sees 9 tokens."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 300}
-    window = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
-    torch.manual_seed(0)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen2ForCausalLM(Qwen2Config(**shape, **heads, **window)).eval()
-
-
 @pytest.mark.parametrize("most_scores", [1 << 22, 0], ids=["products", "fused kernel"])
 @pytest.mark.parametrize("kind", ["default", "windowed"])
 def test_episodes_that_share_a_prompt_have_the_logprobs_of_a_plain_forward_pass(
     model, kind, most_scores, monkeypatch
 ):
     monkeypatch.setattr(kv_attention, "_MOST_SCORES", most_scores)
-    model = windowed() if kind == "windowed" else model
+    model = architectures.build("Gemma 3", vocab_size=300) if kind == "windowed" else model
     engine = TransformersEngine(model, max_slots=9, max_context=400, max_step_tokens=50)
     rng = random.Random(0)
     prompts = [random_ids(rng, 17, 70), random_ids(rng, 17, 70), [*range(1, 30)], [*range(1, 45)]]

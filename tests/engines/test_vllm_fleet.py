@@ -31,7 +31,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills by /proc"
 def start(model, monkeypatch):
     """Starts a fleet of pretend servers."""
     monkeypatch.setattr(process, "_command", lambda folder: PRETEND)
-    monkeypatch.setattr(process.importlib.util, "find_spec", lambda name: name)
     engines = []
 
     def begin(**settings):

@@ -8,10 +8,10 @@ import os
 import numpy as np
 import pytest
 import torch
+from learners import sample_of
 from runs import timeless
 
 from gspo_env.batch.packing import LEAST_TOKENS, microbatches
-from gspo_env.batch.sample import Sample
 from gspo_env.learner import GSPO, Learner, LearnerConfig
 from gspo_env.learner.parallel import ParallelRows
 from gspo_env.model.load import add_adapter
@@ -26,15 +26,8 @@ def make_samples(count=24, seed=0, prompt=40):
         start = np.random.default_rng(n // 4).integers(3, 200, prompt)
         rest = rng.integers(3, 200, int(rng.integers(40, 90)))
         turns = np.r_[np.full(prompt, -1), np.zeros(20), np.full(10, -1), np.ones(len(rest) - 30)]
-        samples.append(
-            Sample(
-                token_ids=np.r_[start, rest],
-                turn_ids=turns.astype(np.int64),
-                advantages=rng.normal(size=len(rest) - 10),
-                engine_logprobs=np.full(len(rest) - 10, -5.0),
-                episode=n,
-            )
-        )
+        tokens, logprobs = np.r_[start, rest], np.full(len(rest) - 10, -5.0)
+        samples.append(sample_of(rng, tokens, turns, engine_logprobs=logprobs, episode=n))
     return samples
 
 

@@ -9,13 +9,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from gymnasium.wrappers import TimeLimit
+from rollouts import collector, episodes, play
 
 from gspo_env.batch.sample import to_samples
 from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.env.registration import make_env
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import RolloutStats
 from gspo_env.rollout.pool import EnvPool
 from gspo_env.types import Message, Prompt, StopReason, Task
@@ -46,21 +46,6 @@ class Recording(TransformersEngine):
             (tuple(prompt_ids), done.token_ids)
         )
         return done
-
-
-def collector(player, make, engine=TransformersEngine, **config):
-    settings = RolloutConfig(**{"max_turn_tokens": 32, "max_context": 512, **config})
-    running = engine(player.model, max_slots=settings.concurrency, max_context=settings.max_context)
-    return Collector(running, player.chat, EnvPool(make), settings)
-
-
-def play(collector, tasks=4, size=4, seed=0, **kwargs):
-    every = [Task(env_id="test", seed=n) for n in range(tasks)]
-    return asyncio.run(collector.collect(every, seed=seed, group_size=size, **kwargs))
-
-
-def episodes(groups):
-    return [e for group in groups for e in group.episodes]
 
 
 def test_each_prompt_is_the_one_before_with_its_sampled_ids_and_training_sees_exactly_that(player):
@@ -255,7 +240,10 @@ def test_prompts_that_do_not_fit_the_context_are_counted_once(player, caplog):
         assert [e.stop_reason for e in episodes(groups)].count(StopReason.MAX_CONTEXT) == 2
     assert caplog.text.count("2 of 4 episodes ended before their first turn") == 1
     assert "more than the 480 tokens that rollout.max_context 512 less" in caplog.text
-    assert not any(e.turns for e in episodes(play(running, tasks=1, size=2)))
+    groups = play(running, tasks=1, size=2)
+    assert not any(e.turns for e in episodes(groups))
+    played = RolloutStats(groups, 1.0).played
+    assert (played.turns, played.mean_return, played.outcome, played.success) == (0, 0, 0, 0)
 
 
 def test_what_an_environment_says_of_tokens_reaches_the_sample_unchanged(player):
@@ -287,13 +275,6 @@ def test_a_declared_outcome_of_cut_episodes_is_found_through_wrappers(player, wr
     cut = episodes(play(collector(player, lambda: wrap(Declared()), max_turns=1)))
     assert {e.outcome for e in cut} == {-1.0}
     assert {e.success for e in cut} == {False}
-
-
-def test_an_episode_that_is_cut_before_its_first_action_has_no_turns(player):
-    groups = play(collector(player, Long))[::2]
-    assert {(e.stop_reason, e.turns) for e in episodes(groups)} == {(StopReason.MAX_CONTEXT, ())}
-    played = RolloutStats(groups, 1.0).played
-    assert (played.turns, played.mean_return, played.outcome, played.success) == (0, 0, 0, 0)
 
 
 def test_threads_give_the_same_episodes_as_the_event_loop(player):

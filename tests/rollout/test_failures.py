@@ -10,13 +10,14 @@ import sys
 import textwrap
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
+import rollouts
+from rollouts import collector, episodes
 
-from gspo_env.engines.embedded.engine import TransformersEngine
 from gspo_env.env.base import TextEnv
 from gspo_env.errors import RolloutError
-from gspo_env.rollout.collector import Collector, RolloutConfig
 from gspo_env.rollout.metrics import Evaluation, RolloutStats
 from gspo_env.rollout.play import play_now
 from gspo_env.rollout.pool import EnvPool
@@ -71,26 +72,11 @@ class Unreadable(Exception):
     __repr__ = __str__
 
 
+play = partial(rollouts.play, tasks=2)
+
+
 def counted(**attributes):
     return type("Fresh", (Counted,), {"made": [], **attributes})
-
-
-def collector(player, make, **config):
-    settings = RolloutConfig(**{"max_turn_tokens": 32, "max_context": 512, **config})
-    engine = TransformersEngine(
-        player.model, max_slots=settings.concurrency, max_context=settings.max_context
-    )
-    pool = EnvPool(make, blocking=getattr(make, "blocking", None))
-    return Collector(engine, player.chat, pool, settings)
-
-
-def play(collector, tasks=2, size=4):
-    every = [Task(env_id="test", seed=n) for n in range(tasks)]
-    return asyncio.run(collector.collect(every, seed=0, group_size=size))
-
-
-def episodes(groups):
-    return [e for group in groups for e in group.episodes]
 
 
 def sampled(episode):

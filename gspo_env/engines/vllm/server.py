@@ -56,7 +56,6 @@ class VLLMServerEngine(ServerRequests):
         max_context: Maximum tokens of one sequence.
 
     Raises:
-        MissingExtraError: Servers are to be started and vLLM is not installed.
         EngineError: A server does not become healthy or does not take the weights.
     """
 
