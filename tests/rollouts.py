@@ -15,7 +15,8 @@ def collector(player: Any, make: Any, engine: Any = TransformersEngine, **config
     """A collector of episodes that the player's model plays in the environments of `make`."""
     settings = RolloutConfig(**{"max_turn_tokens": 32, "max_context": 512, **config})
     running = engine(player.model, max_slots=settings.concurrency, max_context=settings.max_context)
-    return Collector(running, player.chat, EnvPool(make), settings)
+    pool = EnvPool(make, blocking=getattr(make, "blocking", None))
+    return Collector(running, player.chat, pool, settings)
 
 
 def play(
