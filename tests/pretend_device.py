@@ -57,11 +57,6 @@ class Device:
         for counter in (self.waits, self.uploads, self.kernels):
             counter.clear()
 
-    def __str__(self) -> str:
-        """One line for each place, the most frequent first."""
-        rows = [*self.waits.most_common(), *((("upload", p), n) for p, n in self.uploads.items())]
-        return "\n".join(f"{n:5d}  {name:32s} {place}" for (name, place), n in rows)
-
 
 class PretendTensor(torch.Tensor):
     """A CPU tensor for C++, a tensor on cuda:0 for Python."""

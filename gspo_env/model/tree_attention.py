@@ -7,7 +7,7 @@ the runs that continue it attend to all of it, in one call for each fork.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -126,30 +126,31 @@ class TreeAttention(PackedAttention):
         return list(zip(moved[::3], moved[1::3], moved[2::3], strict=True)), moved_restore
 
 
+def _ancestors(runs: Sequence[Run]) -> Iterator[tuple[int, ...]]:
+    """Yields the indices of the runs before each run, the first one first."""
+    above: list[int] = []
+    for n, run in enumerate(runs):
+        while above and runs[above[-1]].end <= run.start:
+            above.pop()
+        yield tuple(above)
+        above.append(n)
+
+
 def _forks(runs: Sequence[Run]) -> list[list[Run]]:
     """Returns the runs that others continue, by the number of runs before them."""
-    levels: list[list[Run]] = []
-    above: list[Run] = []
-    for run in runs:
-        while above and above[-1].end <= run.start:
-            above.pop()
+    levels: dict[int, list[Run]] = {}
+    for run, above in zip(runs, _ancestors(runs), strict=True):
         if run.end > run.stop:
-            levels += [[]] if len(above) == len(levels) else []
-            levels[len(above)].append(run)
-        above.append(run)
-    return levels
+            levels.setdefault(len(above), []).append(run)
+    return list(levels.values())
 
 
 def _paths(runs: Sequence[Run]) -> list[np.ndarray[Any, Any]]:
     """Returns the row positions that the last token of each run sees."""
     paths: list[np.ndarray[Any, Any]] = []
-    above: list[int] = []
-    for n, run in enumerate(runs):
-        while above and runs[above[-1]].end <= run.start:
-            above.pop()
+    for run, above in zip(runs, _ancestors(runs), strict=True):
         before = paths[above[-1]] if above else np.empty(0, dtype=np.int64)
         paths.append(np.concatenate([before, np.arange(run.start, run.stop)]))
-        above.append(n)
     return paths
 
 

@@ -27,7 +27,6 @@ def waits_of_an_update(model, loss, samples, **config):
         learner = Learner(copy.deepcopy(model).to("cuda"), loss, settings, total_steps=8)
         gpu.clear()
         learner.update(samples)
-        print(gpu)
         return [(place.split(":")[0], place.split()[1]) for _, place in gpu.waits.elements()]
 
 
