@@ -33,7 +33,7 @@ from gspo_env.credit.statistics import (
     z_score,
 )
 from gspo_env.registry import check_values
-from gspo_env.types import Episode, FloatArray, Group, Score
+from gspo_env.types import Episode, FloatArray, Group, Score, Turn
 
 Share = Annotated[float, Interval(ge=0, le=1)]
 
@@ -197,10 +197,15 @@ class GiGPO(Estimator):
         rows = [np.full(len(e.turns), z) for e, z in zip(episodes, whole, strict=True)]
         returns = [discounted(turn_rewards(e, score), self.gamma) for e in episodes]
         for visits in anchors(episodes).values():
-            credit = self._z(np.array([returns[i][k] for i, k in visits]))
+            turns = [episodes[i].turns[k] for i, k in visits]
+            credit = self.compare_state(np.array([returns[i][k] for i, k in visits]), turns)
             for (i, k), value in zip(visits, credit, strict=True):
                 rows[i][k] += self.step_weight * value
         return rows
+
+    def compare_state(self, returns_N: FloatArray, turns: Sequence[Turn]) -> FloatArray:
+        """Compares the N turns that were played in one state by their returns-to-go."""
+        return self._z(returns_N)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -294,6 +294,17 @@ def _on_environment_loop() -> bool:
     return loop is not None and loop in (thread_loop(), _loops.get((os.getpid(), _ENVIRONMENTS)))
 
 
+def post(coroutine: Coroutine[Any, Any, Any], loop: str) -> None:
+    """Runs a coroutine on a background loop without waiting; a failure is logged."""
+    future = asyncio.run_coroutine_threadsafe(coroutine, _background_loop(loop))
+    future.add_done_callback(_log_failure)
+
+
+def _log_failure(future: Future[Any]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.warning("in the background: %s: %s", type(error).__name__, error)
+
+
 def _background_loop(name: str) -> asyncio.AbstractEventLoop:
     key = os.getpid(), name
     with _lock:
