@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 
-import architectures
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 
 from gspo_env.engines.vllm.local import VLLM, VLLMEngine
@@ -22,18 +22,39 @@ from gspo_env.training.weight_check import HALF_TOLERANCE, difference
 pytestmark = pytest.mark.vllm
 
 SIZES = {
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
-    "shared_expert_intermediate_size": 0,
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False},
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
 }
-TIED = {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 4}
+MODELS = {
+    "Qwen3Moe": {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 32},
+    "Mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
+    "Gemma3": {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 2},
+    "GptOss": {"num_experts_per_tok": 2, "num_local_experts": 4, "sliding_window": 16},
+}
 EAGER = VLLM(enforce_eager=True)
 ROOM = {"max_slots": 8, "max_context": 128}
 PROMPTS = [list(range(2, 30)), [9, 8, 7], [40, 3, 40, 5]]
 
 
 def tiny(name):
-    return architectures.build(name, **SIZES | (TIED if name == "Gemma 3" else {}))
+    kind = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, kind)(**{**SIZES, **MODELS[name]})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 def perturb(model):
@@ -72,7 +93,7 @@ def start():
         engine.close()
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", "Mixtral", "Gemma 3"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral", "Gemma3"])
 def test_changed_weights_reach_the_engine(start, name):
     model = tiny(name)
     engine = start(model)
@@ -85,7 +106,7 @@ def test_changed_weights_reach_the_engine(start, name):
 
 
 def test_changed_experts_reach_servers(start):
-    model = tiny("Qwen3-MoE")
+    model = tiny("Qwen3Moe")
     config = VLLMServer(enforce_eager=True)
     engine = start(model, VLLMServerEngine, config)
     assert differs(engine, model) < 1e-5
@@ -99,7 +120,7 @@ def test_changed_experts_reach_servers(start):
 
 
 def test_adapters_reach_the_engine_in_every_form(start):
-    base = tiny("Qwen3-MoE")
+    base = tiny("Qwen3Moe")
     config = LoraConfig(
         r=2,
         target_modules=["q_proj", "v_proj"],
@@ -116,10 +137,10 @@ def test_adapters_reach_the_engine_in_every_form(start):
 
 
 def test_a_weight_that_the_engine_does_not_take_or_get_is_named(start):
-    model = tiny("Qwen3-MoE")
+    model = tiny("Qwen3Moe")
     engine = start(model)
     weights = dict(named_weights(model))
-    extra = {**weights, "lm_head.bias": torch.zeros(160)}
+    extra = {**weights, "lm_head.bias": torch.zeros(128)}
     with pytest.raises(EngineError, match=r"did not read 1 weights \(lm_head\.bias\)"):
         sync(engine, extra.items())
     fewer = {name: t for name, t in weights.items() if "layers.1.input_layernorm" not in name}
@@ -134,7 +155,7 @@ def test_a_weight_that_the_engine_does_not_take_or_get_is_named(start):
 
 def test_a_loader_that_writes_past_the_update_is_refused(start):
     with pytest.raises(EngineError, match=r"no new values for .*experts"):
-        start(tiny("gpt-oss"))
+        start(tiny("GptOss"))
 
 
 def test_half_precision_is_probed_with_its_dtype(start):
