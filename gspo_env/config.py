@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tomli_w
-from annotated_types import Ge
+from annotated_types import Ge, Interval
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import to_jsonable_python
@@ -148,7 +148,7 @@ class Config:
     rewritten_history: Literal["template", "keep", "refuse"] = "template"
     """The prompt of a later turn where a chat template rewrites earlier ones: what the template
     renders, the turns as they were sampled, or neither, with an error."""
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Interval(ge=0, lt=SEEDS)] = 0
     """Seed of every random draw of the run."""
     steps: Annotated[int, Ge(0)] = 100
     """Training steps; each trains on one rollout batch."""
@@ -179,8 +179,6 @@ class Config:
         """Rejects invalid values."""
         object.__setattr__(self, "env", env_setting(self.env))
         check_values(self)
-        if self.seed >= SEEDS:
-            raise ConfigError(f"seed is {self.seed}; expected a number below 2**63")
         no_curriculum = isinstance(self.curriculum, find("curriculum", "none"))
         if len(self.environments) > 1 and not no_curriculum:
             raise ConfigError(

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from annotated_types import BaseMetadata, GroupedMetadata
+
 from gspo_env.errors import ConfigError
 
 BUILTIN: dict[str, dict[str, str]] = {
@@ -231,8 +233,9 @@ def _rules(cls: type) -> dict[str, _Rule]:
                 listed = typing.get_args(hint)
                 rules[name] = listed.__contains__, f"one of {listed}"
             elif typing.get_origin(hint) is typing.Annotated:
-                kind, *bounds = typing.get_args(hint)
-                rules[name] = _within(kind, bounds)
+                kind, *marks = typing.get_args(hint)
+                if bounds := [m for m in marks if isinstance(m, BaseMetadata | GroupedMetadata)]:
+                    rules[name] = _within(kind, bounds)
     return rules
 
 

@@ -6,9 +6,12 @@ import logging
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge
 
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_values
 
 if TYPE_CHECKING:
     from gspo_env.types import Episode, ResetInfo, StepInfo
@@ -32,7 +35,7 @@ class Capture:
     """Rewards of an episode; by default, what the program returns."""
     out: str = ""
     """The file to write; it must not exist."""
-    episodes: int = 100
+    episodes: Annotated[int, Ge(1)] = 100
     """Episodes to record, of tasks that are not held out for evaluation."""
     temperature: float | None = None
     """Sampling temperature; that of the training by default."""
@@ -75,8 +78,7 @@ class Capture:
                 raise ConfigError(f"{name} is ''; expected --{name}, see gspo-env capture --help")
         if bool(self.program) == bool(self.command):
             raise ConfigError("expected one of --program and --command")
-        if self.episodes < 1:
-            raise ConfigError(f"episodes is {self.episodes}; expected at least 1")
+        check_values(self)
         if Path(self.out).exists():
             raise ConfigError(f"{self.out!r} exists; expected a new file")
         if not Path(self.out).absolute().parent.is_dir():

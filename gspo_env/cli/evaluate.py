@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from annotated_types import Ge, Interval
 
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_values
 from gspo_env.seeding import SEEDS
 from gspo_env.types import Group
 
@@ -32,11 +34,11 @@ class Evaluate:
     """Arguments of the environment, such as `hops=4`; they are added to a folder's own."""
     engine: str = ""
     """Engine that samples the actions; a trained folder's own by default."""
-    tasks: int = 0
+    tasks: Annotated[int, Ge(0)] = 0
     """Tasks; by default as many as the folder's training held out, or 256."""
-    samples: int = 1
+    samples: Annotated[int, Ge(1)] = 1
     """Episodes of each task, for pass@k and pass^k."""
-    seed: int = 0
+    seed: Annotated[int, Interval(ge=0, lt=SEEDS)] = 0
     """Seed of the sampling."""
 
     def run(self) -> None:
@@ -44,12 +46,7 @@ class Evaluate:
         from gspo_env import __version__
         from gspo_env.env.registration import load_agent
 
-        if self.tasks < 0 or self.samples < 1:
-            raise ConfigError(
-                f"tasks is {self.tasks} and samples {self.samples}; expected at least 0 and 1"
-            )
-        if not 0 <= self.seed < SEEDS:
-            raise ConfigError(f"seed is {self.seed}; expected at least 0 and below 2**63")
+        check_values(self)
         if bool(self.model) == bool(self.folder):
             raise ConfigError(
                 f"model is {self.model!r} and the folder is {self.folder!r}; expected one: a "

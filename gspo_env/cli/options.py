@@ -44,12 +44,12 @@ def _pair(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is not KEY=VALUE, such as hops=4")
-    if isinstance(_literal(value), str) and value[:1] in ("[", "{"):
+    if isinstance(literal(value), str) and value[:1] in ("[", "{"):
         raise ConfigError(f"{text!r} is no JSON value; put texts inside it into double quotes")
-    return key, _literal(value)
+    return key, literal(value)
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
     """Reads a value of JSON or Python; anything else is a text."""
     for read in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError):
@@ -230,11 +230,11 @@ def _value(config: Config, path: str, texts: list[str]) -> Any:
     if get_origin(hint) is dict:
         return dict(map(_pair, texts))
     value: Any = texts if get_origin(hint) is tuple else _text(path, texts)
-    literal = list(map(_literal, texts)) if value is texts else _literal(value)
+    parsed = list(map(literal, texts)) if value is texts else literal(value)
     flag = f"--{path.replace('_', '-')}"
     if hint not in (str, tuple[str, ...]):
         with contextlib.suppress(ConfigError):
-            return convert(flag, literal, hint)
+            return convert(flag, parsed, hint)
     return convert(flag, value, hint)
 
 

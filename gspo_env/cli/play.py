@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
-import json
 import shlex
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+from annotated_types import Interval
 
 from gspo_env.errors import ConfigError
 from gspo_env.redaction import visible
+from gspo_env.registry import check_values
 from gspo_env.seeding import SEEDS
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class Play:
     """Environment: a registered id, `module:id`, or `path/to/file.py:Class`."""
     env_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment, such as `hops=4`."""
-    seed: int = 0
+    seed: Annotated[int, Interval(ge=0, lt=SEEDS)] = 0
     """Seed of the task."""
 
     def run(self) -> None:
@@ -44,8 +45,7 @@ class Play:
         from gspo_env.rollout.play import play_now
         from gspo_env.types import Task
 
-        if not 0 <= self.seed < SEEDS:
-            raise ConfigError(f"seed is {self.seed}; expected at least 0 and below 2**63")
+        check_values(self)
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="backslashreplace")
         env_id = resolve_env(self.env)
@@ -115,6 +115,7 @@ def _special(line: str, now: PolicyInput) -> str:
     Raises:
         ConfigError: It is neither a command nor a call of a tool.
     """
+    from gspo_env.cli.options import literal
     from gspo_env.env.tools import format_tool_call
     from gspo_env.rollout.play import demonstrator
 
@@ -135,14 +136,7 @@ def _special(line: str, now: PolicyInput) -> str:
     pairs = [part.partition("=") for part in rest]
     if bad := [part for part, (_, equals, _) in zip(rest, pairs, strict=True) if not equals]:
         raise ConfigError(f"{bad[0]!r} is no argument; expected name=value")
-    return format_tool_call(name, {key: _value(text) for key, _, text in pairs})
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+    return format_tool_call(name, {key: literal(text) for key, _, text in pairs})
 
 
 def _end(episode: Episode) -> None:

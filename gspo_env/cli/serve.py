@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
+from annotated_types import Ge, Interval
 
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_values
+from gspo_env.seeding import SEEDS
 
 if TYPE_CHECKING:
     from gspo_env.config import Config
@@ -32,7 +35,7 @@ class Serve:
     """A run's folder, a model's folder or a hub id."""
     host: str = "127.0.0.1"
     """The address to listen on; others than this machine's own need a key."""
-    port: int = 8000
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8000
     """The port; 0 takes a free one."""
     key: str = ""
     """The key of requests; by default the variable GSPO_ENV_SERVE_KEY, else a new one is printed.
@@ -45,11 +48,11 @@ class Serve:
     """Engine that samples the answers; a run's own by default."""
     temperature: float | None = None
     """Temperature of requests that name none; that of the training by default."""
-    max_tokens: int = 0
+    max_tokens: Annotated[int, Ge(0)] = 0
     """Most tokens of an answer; those of a turn in the training by default."""
-    max_context: int = 0
+    max_context: Annotated[int, Ge(0)] = 0
     """Most tokens of a prompt and its answer; those of the training by default."""
-    seed: int = 0
+    seed: Annotated[int, Interval(ge=0, lt=SEEDS)] = 0
     """Seed of requests that have none."""
 
     def run(self) -> None:
@@ -66,8 +69,7 @@ class Serve:
             )
         if not self.model:
             raise ConfigError("the model is ''; expected the folder of a run or a hub id")
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; expected 0 to 65535")
+        check_values(self)
         config = settings(self)
         with policy_of(self.model, config, self.seed) as policy:
             address = PolicyServer(self.host, self.port)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
+from annotated_types import Ge
 
 from gspo_env.errors import ConfigError, OutputError
+from gspo_env.registry import check_values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +24,7 @@ class View:
     """The file to write; by default view.html in the folder of the run."""
     browser: bool = True
     """Whether to open it."""
-    mb: int = 64
+    mb: Annotated[int, Ge(1)] = 64
     """Megabytes that the episodes may take in the page; steps in between are left out."""
 
     def run(self) -> None:
@@ -30,8 +33,7 @@ class View:
 
         if not self.folder:
             raise ConfigError("folder is ''; expected the folder of a run, such as runs/NAME")
-        if self.mb < 1:
-            raise ConfigError(f"mb is {self.mb}; expected at least 1")
+        check_values(self)
         out = Path(self.out or Path(self.folder, PAGE))
         try:
             page = write_page(self.folder, out, most_mb=self.mb)

@@ -22,9 +22,9 @@ def _folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["train", "--seed", str(2**64)], "expected a number below 2**63"),
-        (["evaluate", "--model", "scripted", "--seed", str(10**30)], "below 2**63"),
-        (["evaluate", "--model", "scripted", "--seed=-1"], "at least 0"),
+        (["train", "--seed", str(2**64)], "expected an integer in [0, 9223372036854775808)"),
+        (["evaluate", "--model", "scripted", "--seed", str(10**30)], "an integer in [0, 92"),
+        (["evaluate", "--model", "scripted", "--seed=-1"], "expected an integer in [0, 9"),
         (["train", "--env-kwargs", "hops=abc"], "hops is 'abc', expected a whole number or two"),
         (["train", "--env-kwargs", "hops=[1,2,3]"], "hops is [1, 2, 3], expected a whole number"),
         (["train", "--env-kwargs", "hops=2.5"], "hops is 2.5, expected a whole number"),
