@@ -72,21 +72,20 @@ def imported_names(code):
 
 
 @pages
-def test_python_blocks_compile(path):
-    for code in blocks(path, "python"):
-        compile(code, str(path), "exec")
-
-
-@pages
-def test_python_blocks_import_what_exists(path):
-    names = {name for code in blocks(path, "python") for name in imported_names(code)}
-    assert sorted(filter(is_missing, names)) == []
-
-
-@pages
-def test_toml_blocks_parse(path):
+def test_blocks_are_valid_and_import_what_exists(path):
     for code in blocks(path, "toml"):
         tomllib.loads(code)
+    codes = list(blocks(path, "python"))
+    for code in codes:
+        compile(code, str(path), "exec")
+    assert sorted(filter(is_missing, {n for code in codes for n in imported_names(code)})) == []
+
+
+@pages
+def test_named_objects_and_files_exist(path):
+    text = path.read_text()
+    assert sorted(filter(is_missing, {*NAME.findall(text)} - {ENTRY_POINT_GROUP})) == []
+    assert sorted(name for name in {*FILE.findall(text)} if not (ROOT / name).exists()) == []
 
 
 @pages
@@ -100,18 +99,6 @@ def test_links_and_images_exist(path):
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(link)
     assert broken == []
-
-
-@pages
-def test_named_modules_and_objects_exist(path):
-    names = set(NAME.findall(path.read_text())) - {ENTRY_POINT_GROUP}
-    assert sorted(filter(is_missing, names)) == []
-
-
-@pages
-def test_named_files_exist(path):
-    files = set(FILE.findall(path.read_text()))
-    assert sorted(name for name in files if not (ROOT / name).exists()) == []
 
 
 def test_the_architecture_table_lists_the_import_layers_in_order():

@@ -13,7 +13,7 @@ import pytest
 from annotated_types import Ge, Gt, Interval
 
 from gspo_env.errors import ConfigError
-from gspo_env.learner import GRPO, LearnerConfig
+from gspo_env.learner import GRPO
 from gspo_env.registry import BUILTIN, _plugins, check_values, find, name_of, names
 
 PLUGIN = """
@@ -100,8 +100,3 @@ def test_numbers_of_numpy_and_whole_numbers_are_taken():
 def test_a_class_that_changes_a_default_keeps_the_bounds():
     with pytest.raises(ConfigError, match=r"clip_low is 1\.5"):
         GRPO(clip_low=1.5)
-
-
-def test_settings_that_count_something_take_no_fraction():
-    with pytest.raises(ConfigError, match=r"minibatches is 2.5; expected an integer"):
-        LearnerConfig(minibatches=2.5)

@@ -402,14 +402,6 @@ def test_a_state_directory_that_cannot_be_written_stops_nothing(tmp_path, caplog
     assert "cannot note" in caplog.text
 
 
-def test_the_settings_of_every_own_environment_survive_their_folder(tmp_path):
-    config = Config.from_recipe("tiny", env="gspo/Lookup-v0", env_kwargs={"hops": [2, 3]})
-    (tmp_path / "config.toml").write_text(to_toml(config))
-    saved = read_saved(tmp_path)
-    assert not saved.untrusted
-    assert from_dict(saved.settings()) == config
-
-
 def test_loading_a_folder_opens_no_connection(monkeypatch, foreign):
     def connect(*arguments):
         raise AssertionError(f"connects to {arguments}")

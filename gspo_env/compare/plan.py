@@ -7,11 +7,14 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from gspo_env.config import REMOVED, Config, check_score, convert, override, resolve, to_dict
 from gspo_env.env.registration import label
 from gspo_env.errors import ConfigError
+from gspo_env.registry import check_values
 
 _PROBLEM = ("env", "env_kwargs", "eval_tasks", "seed", "output", "tracker")
 """Fields that no arm may change: they decide the tasks, or the comparison sets them."""
@@ -39,25 +42,21 @@ class Comparison:
     arms: tuple[Arm, ...]
     """The first is the baseline of the others."""
     axes: tuple[str, ...] = ()
-    seeds: int = 5
-    first_seed: int = 0
+    seeds: Annotated[int, Ge(1)] = 5
+    first_seed: Annotated[int, Ge(0)] = 0
     """The seeds are this one and the next; another one makes a study on fresh seeds."""
     metric: str = "eval/success"
     """The metric that is compared; `rollout/...` has a value at every step."""
     target: float = 0.0
     """Count the episodes until the metric first reaches this; 0 turns this off."""
-    workers: int = 0
+    workers: Annotated[int, Ge(0)] = 0
     """Worker processes; 0 is one per core."""
 
     def __post_init__(self) -> None:
         """Rejects arms that cannot be compared."""
         names = [arm.name for arm in self.arms]
         twice = next((n for n in names if names.count(n) > 1), None)
-        if self.seeds < 1 or self.workers < 0 or self.first_seed < 0:
-            raise ConfigError(
-                f"seeds is {self.seeds}, workers {self.workers} and first_seed {self.first_seed}; "
-                "expected at least 1, 0 and 0"
-            )
+        check_values(self)
         for problem in self.problems.values():
             for arm in self.arms:
                 _refuse_other_tasks(problem, arm)

@@ -33,8 +33,6 @@ def _folder(tmp_path, monkeypatch):
         (["train", "--model", "./nowhere"], "there is no folder './nowhere'"),
         (["evaluate", "--model", "./nowhere"], "there is no folder './nowhere'"),
         (["train", "--learner.precision", "bf16"], "it is called model_dtype"),
-        (["train", "--match-rms", "1"], "it is called credit.rms"),
-        (["train", "--held-out-tasks", "9"], "it is called eval_tasks"),
         (["compare", "--metric", "nope", *ARMS], "metric is 'nope'; expected a metric"),
         (["compare", "--metric", "eval/succ", *ARMS], "such as eval/success"),
         (["compare", "--arm", "advantag=outcome"], "no setting 'advantag'; perhaps you mean adva"),
