@@ -8,3 +8,4 @@ from .runner import Run as Run
 from .runner import compare as compare
 from .runner import planned as planned
 from .runner import read as read
+from .runner import slug as slug

@@ -165,10 +165,27 @@ def parse(
 
 
 def _axis(text: str) -> tuple[str, list[Any]]:
-    name, equals, values = text.partition("=")
-    if not equals or not all(values.split(",")):
+    """Reads `name=value,value`; a value is JSON, or else a text without a comma."""
+    name, _, rest = text.partition("=")
+    values: list[Any] = []
+    while rest:
+        value, rest = _first_value(rest.lstrip())
+        values.append(value)
+    if not values or "" in values or text.endswith(","):
         raise ConfigError(f"--arm got {text!r}; expected name=value,value")
-    return name, [_json(value) for value in values.split(",")]
+    return name, values
+
+
+def _first_value(text: str) -> tuple[Any, str]:
+    """Returns the first of several values, and the text after its comma."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text)
+        if text[end : end + 1] in ("", ","):
+            return value, text[end + 1 :]
+    except json.JSONDecodeError:
+        pass
+    word, _, rest = text.partition(",")
+    return _json(word), rest
 
 
 def _json(text: str) -> Any:

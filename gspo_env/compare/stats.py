@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb
+from math import comb, floor, log2
 from typing import Any
 
 import numpy as np
 
 from gspo_env.errors import ConfigError
 from gspo_env.types import FloatArray
+
+_FEWEST_RUNS = 6
+"""Runs from which there is an interval of their interquartile mean."""
 
 
 def success_interval(
@@ -114,8 +117,8 @@ def interquartile_interval(
     Plain percentiles are too narrow with few runs. So the confidence level is raised by as much as
     a t interval is wider than a normal one, times sqrt((n - 1) / n): resamples of an interquartile
     mean spread more than it does, while those of a mean spread less. With 5 runs or fewer no
-    resample is far enough out, and the interval is their range. It contains the median of the
-    distribution with probability 1 - 2^(1 - n).
+    resample is far enough out, and the interval is their range, see `interval_name`. It contains
+    the median of the distribution with probability 1 - 2^(1 - n).
 
     Shapes:
         values: (..., runs); bounds: (...).
@@ -132,7 +135,7 @@ def interquartile_interval(
     runs = values.shape[-1]
     if not runs:
         raise ConfigError("there are no runs; expected at least one")
-    if runs <= 5:
+    if runs < _FEWEST_RUNS:
         middle = interquartile_mean(values)  # rounded, so it may be outside of equal values
         return np.minimum(values.min(-1), middle), np.maximum(values.max(-1), middle)
     wider = float(t.ppf((1 + confidence) / 2, runs - 1)) * ((runs - 1) / runs) ** 0.5
@@ -146,6 +149,11 @@ def interquartile_interval(
         rng=seed,
     ).confidence_interval
     return np.asarray(low), np.asarray(high)
+
+
+def interval_name(runs: int) -> str:
+    """Names what `interquartile_interval` returns for a number of runs."""
+    return "range" if runs < _FEWEST_RUNS else "95 % interval"
 
 
 def probability_of_improvement(
@@ -186,6 +194,16 @@ def paired_permutation_test(
         (difference,), np.mean, permutation_type="samples", n_resamples=2**16, rng=0
     )
     return float(result.pvalue)
+
+
+def fewest_pairs(level: float) -> int:
+    """Returns the fewest pairs whose permutation test can have a p-value below a level.
+
+    Example:
+        >>> fewest_pairs(0.05)
+        6
+    """
+    return floor(log2(2 / level)) + 1
 
 
 def paired_interval(

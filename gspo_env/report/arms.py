@@ -31,7 +31,7 @@ class RunArm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """A curve with its 95 % interval."""
+    """A curve with its 95 % interval, or with the range of fewer than 6 runs."""
 
     steps: IntArray
     """(N,)"""
@@ -95,7 +95,7 @@ def _arm_name(tree: Mapping[str, Any], differing: Sequence[str]) -> str:
 def band(arm: RunArm, metric: str) -> Band | None:
     """Returns the curve of an arm; None if a run lacks the metric.
 
-    Several runs: the interquartile mean and its bootstrap interval, at the steps that all of them
+    Several runs: the interquartile mean and its interval or range, at the steps that all of them
     have. One run: its values, with the interval of a mean over the episodes of an evaluation.
     """
     if any(metric not in run.series for run in arm.runs):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 
 import gspo_env
-from gspo_env.compare import Arm, Comparison, Result, stats
+from gspo_env.compare import Arm, Comparison, Result, slug, stats
 from gspo_env.config import to_toml
 from gspo_env.redaction import redact, redact_text, write_text
 from gspo_env.report import plots
@@ -24,7 +24,7 @@ _TAIL = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Score:
-    """A value with its 95 % interval."""
+    """A value with its interval; see `gspo_env.compare.stats.interval_name`."""
 
     middle: float
     low: float
@@ -41,6 +41,11 @@ class Score:
         """Formats the value with three decimals and its interval."""
         return f"{self.middle:.3f} ({self.low:.3f} to {self.high:.3f})"
 
+    @property
+    def bounds(self) -> str:
+        """The interval of a difference, empty if it is infinite."""
+        return f" ({self.low:+.3f} to {self.high:+.3f})" if np.isfinite(self.high) else ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
@@ -50,7 +55,7 @@ class Row:
     finals: FloatArray
     """(S,) the mean of the end of each seed's curve."""
     areas: FloatArray
-    """(S,) mean of each seed's curve."""
+    """(S,) mean of each seed's curve over the episodes, by the trapezoidal rule."""
     curves: FloatArray
     """(S, points) A failed run is just below the lowest value of all runs of the problem."""
     episodes: tuple[float, ...]
@@ -64,7 +69,8 @@ class Row:
     improvement: float
     """Probability that a run has a larger area than a run of the first arm."""
     p_value: float
-    """P-value of the paired difference in area to the first arm, after Holm's correction."""
+    """P-value of the paired difference in area to the first arm, after Holm's correction over all
+    arms of all problems."""
 
     @property
     def direction(self) -> int:
@@ -76,10 +82,17 @@ class Row:
 
 def summarise(comparison: Comparison, results: Sequence[Result]) -> dict[str, list[Row]]:
     """Returns the rows of each problem, one per arm."""
-    return {name: _rows(comparison, name, results) for name in comparison.problems}
+    problems = {name: _rows(comparison, name, results) for name in comparison.problems}
+    tests = [row.p_value for rows in problems.values() for row in rows[1:]]
+    corrected = iter(stats.holm(tests))
+    return {
+        name: [rows[0], *(replace(row, p_value=next(corrected)) for row in rows[1:])]
+        for name, rows in problems.items()
+    }
 
 
 def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> list[Row]:
+    """Returns the rows of a problem, whose p-values are not corrected."""
     runs = [
         [r for r in results if r.run.problem == problem and r.run.arm.name == arm.name]
         for arm in comparison.arms
@@ -88,9 +101,7 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
     episodes, curves_A = _curves(runs, comparison.metric)
     # rounded, so that errors of rounding decide nothing
     size = max(float(np.abs(rows).max()) for rows in curves_A) or 1.0
-    areas = [np.round(rows.mean(axis=1) / size, 12) * size for rows in curves_A]
-    tests = [stats.paired_permutation_test(area, areas[0]) for area in areas[1:]]
-    p_values = [1.0, *stats.holm(tests)]
+    areas = [np.round(_heights(rows, episodes) / size, 12) * size for rows in curves_A]
     tail = max(1, round(_TAIL * len(episodes)))
     ranks = [np.where(f, -np.inf, area) for f, area in zip(failed, areas, strict=True)]
     rows = []
@@ -107,10 +118,18 @@ def _rows(comparison: Comparison, problem: str, results: Sequence[Result]) -> li
             to_target=_to_target(curves_A[n], failed[n], episodes, comparison.target),
             difference=Score(middle=float(differences.mean()), low=low, high=high),
             improvement=stats.probability_of_improvement(ranks[n], ranks[0]),
-            p_value=p_values[n],
+            p_value=stats.paired_permutation_test(areas[n], areas[0]),
         )
         rows.append(row)
     return rows
+
+
+def _heights(curves: FloatArray, episodes: Sequence[float]) -> FloatArray:
+    """Returns the area under each curve divided by its length, (S,)."""
+    if len(episodes) == 1:
+        return curves[:, 0]
+    heights: FloatArray = np.trapezoid(curves, episodes) / (episodes[-1] - episodes[0])
+    return heights
 
 
 def _curves(
@@ -161,19 +180,20 @@ def _to_target(
 
 def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     """Returns the header and a line for each arm."""
-    head = ["arm", "difference from the first (95 % interval)", "area under the curve", "final"]
+    kind = stats.interval_name(comparison.seeds)
+    head = ["arm", "difference from the first (95 % interval)"]
+    head += [f"area under the curve ({kind})", f"final ({kind})"]
     head += ["P(better than first)", "p (Holm)", "failed"]
     if comparison.target:
         head.append(f"median episodes to {comparison.target:g}")
     lines = [head]
     for n, row in enumerate(rows):
         lost = row.failed == len(row.finals)
-        d = row.difference
-        interval = f" ({d.low:+.3f} to {d.high:+.3f})" if np.isfinite(d.high) else ""
+        difference = f"{row.difference.middle:+.3f}{row.difference.bounds}"
         scores = [str(Score.of(row.areas)), str(Score.of(row.finals))]
         line = [
             row.arm.name,
-            f"{d.middle:+.3f}{interval}" if n and not lost else "",
+            difference if n and not lost else "",
             *(["all runs failed"] * 2 if lost else scores),
             f"{row.improvement:.2f}" if n else "",
             f"{row.p_value:.3f}" if n else "",
@@ -186,26 +206,48 @@ def table(comparison: Comparison, rows: Sequence[Row]) -> list[list[str]]:
     return lines
 
 
-def verdict(rows: Sequence[Row]) -> str:
-    """Says which arms are better or worse than the first, and what the seeds can show."""
-    first = rows[0].arm.name
+def verdict(rows: Sequence[Row], tests: int = 0) -> str:
+    """Says which arms are better or worse than the first, and what the seeds can show.
+
+    Args:
+        rows: The arms of a problem.
+        tests: Number of tests over all problems; by default those of this one.
+    """
+    first, others, pairs = rows[0].arm.name, rows[1:], len(rows[0].areas)
     shown = [
         f"{word} than {first}: {', '.join(names)}"
         for sign, word in ((1, "better"), (-1, "worse"))
-        if (names := [row.arm.name for row in rows[1:] if row.direction == sign])
+        if (names := [row.arm.name for row in others if row.direction == sign])
     ]
-    text = f"Shown to be {'; '.join(shown)}. " if shown else "No arm differs for sure. "
-    pairs = len(rows[0].areas)
-    if pairs < 2:
-        return f"{text}One seed shows nothing."
-    variances = [float((row.areas - rows[0].areas).var(ddof=1)) for row in rows[1:]]
-    spread, level = float(np.sqrt(np.mean(variances))), 0.05 / len(variances)
-    if spread > 0:
-        least = stats.smallest_difference(spread, pairs, alpha=level)
-        text += f"{pairs} seeds show differences above {least:.2g} (power 0.8)."
-    if (smallest := 2 / 2**pairs) >= level:
-        text += f" No p-value of {pairs} pairs is below {smallest:.3f} before the correction."
-    return text
+    sentences = [f"Shown to be {'; '.join(shown)}."] if shown else []
+    if open_arms := [row for row in others if not row.direction]:
+        about = f" about {', '.join(row.arm.name for row in open_arms)}" if shown else ""
+        sentences.append(f"Undecided{about}: {_limits(rows, tests or len(others))}")
+        tendencies = [
+            f"{row.arm.name} {row.difference.middle:+.3g}{row.difference.bounds}"
+            for row in open_arms
+            if row.failed < pairs
+        ]
+        sentences += [f"Tendency against {first}: {', '.join(tendencies)}."] if tendencies else []
+    return " ".join(sentences)
+
+
+def _limits(rows: Sequence[Row], tests: int) -> str:
+    """Says which differences the seeds can show, and how many seeds can show more."""
+    pairs, level = len(rows[0].areas), 0.05 / tests
+    seeds, least = f"{pairs} seed{'s'[: pairs > 1]}", ""
+    if pairs > 1:
+        variances = [float((row.areas - rows[0].areas).var(ddof=1)) for row in rows[1:]]
+        spread = float(np.sqrt(np.mean(variances)))
+        smallest = stats.smallest_difference(spread, pairs, alpha=level) if spread > 0 else 0.0
+        least = f" below {smallest:.2g}" if smallest else ""
+    needed = stats.fewest_pairs(level)
+    if pairs >= needed:
+        return f"{seeds} cannot show a difference{least} (power 0.8); more can."
+    return (
+        f"{seeds} cannot show a difference{least}; {needed} can. The smallest p-value of {seeds} "
+        f"is {min(1.0, 2 / 2**pairs):.3f} before the correction."
+    )
 
 
 def _about(comparison: Comparison, name: str, rows: Sequence[Row]) -> str:
@@ -228,13 +270,15 @@ def _method(comparison: Comparison) -> str:
     matched = all(config.credit.rms for config in comparison.problems.values())
     rms = ", advantages at the same root mean square" if matched else ""
     return (
-        f"{comparison.metric}, interquartile mean over {comparison.seeds} seeds with its 95 % "
-        f"bootstrap interval; the final score is the mean of the last {_TAIL:.0%} of the curve. "
+        f"{comparison.metric}, interquartile mean over {comparison.seeds} seeds with their "
+        f"{stats.interval_name(comparison.seeds)}; the area is the mean of the curve by the "
+        f"trapezoidal rule, the final score the mean of its last {_TAIL:.0%}. "
         "Curves are over training episodes. "
         f"Arms are paired by seed: the same initial weights and tasks{rms}. The difference is in "
         "area, with Student's interval; p is from a two-sided paired permutation test of the area "
-        "against the first arm, after Holm's correction. A failed run ranks below all others: its "
-        "curve is just below their lowest value, and dotted if all runs of the arm failed."
+        "against the first arm, after Holm's correction over all problems. A failed run ranks "
+        "below all others: its curve is just below their lowest value, and dotted if all runs of "
+        "the arm failed."
     )
 
 
@@ -250,13 +294,14 @@ def write_report(
         command: The command that made the report, which the page shows.
     """
     sections = [Section(text=_method(comparison))]
+    tests = len(comparison.problems) * (len(comparison.arms) - 1)
     for name, rows in summarise(comparison, results).items():
-        picture = folder / f"curves-{name.replace('/', '-')}.png"
+        picture = folder / f"curves-{slug(name)}.png"
         plots.comparison_figure(comparison, name, rows).savefig(picture)
         section = Section(
             title=name,
             text=_about(comparison, name, rows),
-            strong=verdict(rows),
+            strong=verdict(rows, tests),
             table=table(comparison, rows),
             picture=picture,
             caption=f"Learning curves of {name}",

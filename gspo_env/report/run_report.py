@@ -26,11 +26,11 @@ HTML, MARKDOWN = "report.html", "report.md"
 _MAX_FILES = 8
 """Steps whose training episodes are drawn for each run, spread over the run."""
 _METHOD = (
-    "A band is a 95 % interval. Of several runs with the same settings, the curve is the "
-    "interquartile mean over their seeds, with a bootstrap interval, at the steps that all of them "
-    "have; thin lines are the runs. Of one run, the curve is that run, and the band of an "
-    "evaluation covers the choice of its tasks (Wilson's interval; of returns, 1.96 standard "
-    "errors), not other seeds."
+    "Of several runs with the same settings, the curve is the interquartile mean over their seeds, "
+    "at the steps that all of them have; the band is a 95 % bootstrap interval, of fewer than 6 "
+    "runs their range; thin lines are the runs. Of one run, the curve is that run, and the band of "
+    "an evaluation is a 95 % interval over the choice of its tasks (Wilson's; of returns, 1.96 "
+    "standard errors), not over other seeds."
 )
 
 
@@ -72,7 +72,7 @@ def write_run_report(
 def _tables(arms: Sequence[RunArm]) -> Iterator[Section]:
     """Yields a line for each arm, if one has several runs, and a line for each run."""
     if any(len(arm.runs) > 1 for arm in arms):
-        table = [["arm", "runs", "step", "success (95 %)", "return (95 %)"]]
+        table = [["arm", "runs", "step", "success (band)", "return (band)"]]
         for arm in arms:
             bands = [band(arm, metric) for metric in ("eval/success", "eval/return")]
             step = "-" if bands[0] is None else str(bands[0].steps[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from gspo_env.compare.stats import (
     holm,
     interquartile_interval,
     interquartile_mean,
+    interval_name,
     paired_permutation_test,
     probability_of_improvement,
 )
@@ -228,9 +230,16 @@ def test_the_interquartile_mean_and_its_interval():
 
 def test_the_interval_of_an_arm_contains_the_true_value_as_often_as_it_says():
     rng = np.random.default_rng(0)
-    for runs in (5, 8, 14):
+    for runs in (6, 8, 14):
+        assert interval_name(runs) == "95 % interval"
         low, high = interquartile_interval(rng.standard_normal((1000, runs)), resamples=1000)
-        assert 0.925 < np.mean((low <= 0) & (high >= 0)) < 0.972  # plain percentiles: 0.90 for 5
+        assert 0.93 < np.mean((low <= 0) & (high >= 0)) < 0.97
+    for runs in (1, 2, 3, 4, 5):
+        assert interval_name(runs) == "range"
+        values = rng.standard_normal((10, runs))
+        np.testing.assert_array_equal(
+            interquartile_interval(values), [values.min(axis=1), values.max(axis=1)]
+        )
 
 
 @given(runs=st.integers(1, 5), points=st.integers(0, 3))
@@ -389,13 +398,97 @@ def test_the_verdict_names_what_is_shown_and_what_the_seeds_can_show(tmp_path):
         value = gains[run.arm.name] + 0.05 * rng.standard_normal()
         results.append(Result(run=run, history=[(1, {"m": value})], seconds=1.0))
     text = verdict(summarise(comparison, results)["one"])
-    assert text.startswith(
-        "Shown to be better than first: better. 8 seeds show differences above 0."
-    )
+    assert text.startswith("Shown to be better than first: better. Undecided about alike: 8 seeds ")
+    assert re.search(r"cannot show a difference below 0\.\d+ \(power 0\.8\); more can\.", text)
     few = dataclasses.replace(comparison, seeds=3)
-    text = verdict(summarise(few, [r for r in results if r.run.seed < 3])["one"])
-    assert text.startswith("No arm differs for sure. 3 seeds show")
-    assert text.endswith("No p-value of 3 pairs is below 0.250 before the correction.")
+    rows = summarise(few, [r for r in results if r.run.seed < 3])["one"]
+    text = verdict(rows)
+    assert re.match(r"Undecided: 3 seeds cannot show a difference below 0\.\d+; 7 can\. ", text)
+    assert "The smallest p-value of 3 seeds is 0.250 before the correction. Tendency" in text
+    assert re.search(r"Tendency against first: better \+0\.\d+ \(.*\), alike [-+]0\.", text)
+    assert "; 9 can" in verdict(rows, tests=8)
+
+
+@pytest.mark.parametrize("seeds", [1, 2, 3, 5])
+@pytest.mark.parametrize("effect", [0.0, 0.3])
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_few_seeds_leave_a_comparison_undecided_and_never_show_no_difference(
+    tmp_path, seeds, effect, spread
+):
+    arms = (Arm(name="a", changes={}), Arm(name="b", changes={"gamma": 0.5}))
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=seeds, metric="m")
+    rng = np.random.default_rng(0)
+    results = [
+        Result(
+            run=r,
+            history=[(1, {"m": effect * (r.arm.name == "b") + spread * rng.random()})],
+            seconds=1.0,
+        )
+        for r in planned(comparison, tmp_path)
+    ]
+    text = verdict(summarise(comparison, results)["one"])
+    assert text.startswith(f"Undecided: {seeds} seed")
+    assert "; 6 can." in text
+    assert "Tendency against a: b +" in text or "Tendency against a: b -" in text
+    assert "no difference" not in text.lower()
+
+
+def test_the_area_is_that_of_the_trapezoidal_rule_whatever_the_spacing_of_the_points(tmp_path):
+    arms = (Arm(name="a", changes={}), Arm(name="b", changes={"gamma": 0.5}))
+    comparison = Comparison(problems={"one": small()}, arms=arms, seeds=1, metric="m")
+    points = [(0, 0.0), (80, 0.4), (90, 0.8), (100, 0.8)]
+    history = [
+        (n, {"m": v, "rollout/episodes_before": float(x)}) for n, (x, v) in enumerate(points)
+    ]
+    results = [Result(run=r, history=history, seconds=1.0) for r in planned(comparison, tmp_path)]
+    (row, _) = summarise(comparison, results)["one"]
+    if row.episodes[-1] == 100:
+        np.testing.assert_allclose(row.areas, [(80 * 0.2 + 10 * 0.6 + 10 * 0.8) / 100])
+
+
+def test_reports_without_a_difference_make_a_false_claim_in_at_most_one_of_twenty(tmp_path):
+    arms = tuple(Arm(name=name, changes={}) for name in "abcd")
+    problems = {name: small() for name in ("p", "q", "r", "s")}
+    comparison = Comparison(problems=problems, arms=arms, seeds=10, metric="m")
+    runs, rng, claims = list(planned(comparison, tmp_path)), np.random.default_rng(0), 0
+    reports = 100
+    for _ in range(reports):
+        values = rng.beta(8, 2, len(runs))
+        results = [
+            Result(run=r, history=[(1, {"m": v})], seconds=1.0)
+            for r, v in zip(runs, values, strict=True)
+        ]
+        rows = summarise(comparison, results).values()
+        claims += any(row.direction for problem in rows for row in problem)
+    assert claims <= 0.05 * reports + 2 * (0.05 * 0.95 * reports) ** 0.5  # two standard errors
+
+
+def test_problems_whose_names_differ_in_a_sign_have_their_own_pictures(tmp_path):
+    names = ["a/b", "a-b", "a b", "A-B", "a\\b", "x" * 200]
+    arms = (Arm(name="a", changes={}), Arm(name="b", changes={"gamma": 0.5}))
+    comparison = Comparison(problems=dict.fromkeys(names, small()), arms=arms, seeds=1)
+    results = learning(comparison, tmp_path, lambda played, seed: played / 100)
+    paths = write_report(comparison, results, tmp_path)[2:]
+    assert len({str(path).casefold() for path in paths}) == len(names)
+    assert all(path.is_file() and path.parent == tmp_path for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("gamma=0.5,1", [0.5, 1]),
+        ('lora_targets="q_proj,v_proj",all-linear', ["q_proj,v_proj", "all-linear"]),
+        (
+            'advantage={"name": "gigpo", "gamma": 0.5}, gigpo',
+            [{"name": "gigpo", "gamma": 0.5}, "gigpo"],
+        ),
+        ('advantage=outcome,{"name": "gigpo"}', ["outcome", {"name": "gigpo"}]),
+        ("learning_rate=1e-3 ,0.002", [1e-3, 0.002]),
+    ],
+)
+def test_an_axis_of_the_command_line_splits_between_values_not_inside_them(text, values):
+    arms = parse({}, [text], small()).arms
+    assert [next(iter(arm.changes.values())) for arm in arms] == values
 
 
 def test_rollouts_are_compared_by_the_episodes_that_came_before_them(tmp_path):
